@@ -1,0 +1,1 @@
+"""The ground floor: nouns, and the arithmetic that several wings share. Standard library only."""

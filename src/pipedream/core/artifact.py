@@ -1,0 +1,177 @@
+"""One way to save and load a noun: JSON, checked field by field, with a format number.
+
+A noun is a frozen dataclass that inherits `Artifact` and sets ``FORMAT``. A file says what it is
+(``"artifact": "Plan", "format": 1``), so that a Profile given where a Plan is wanted, a file of a newer
+library or one edited by hand into nonsense is refused with the place and the reason, never half read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import os
+import types
+import typing
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from .errors import ArtifactError
+
+__all__ = ["Artifact", "decode", "encode", "write_text"]
+
+
+class Artifact:
+    """A noun that can be saved and loaded.
+
+    Life of a file: `save` writes it whole or not at all; `load` refuses what it does not know.
+    """
+
+    FORMAT: ClassVar[int] = 1
+
+    def to_json(self) -> str:
+        """Returns the noun as JSON text, keys in field order."""
+        head = {"artifact": type(self).__name__, "format": self.FORMAT}
+        return json.dumps(head | encode(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "the text") -> Self:
+        """Reads the noun from JSON text.
+
+        Raises:
+            ArtifactError: not JSON, another noun, another format, or a field that is wrong.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ArtifactError(f"{source} is not JSON: {error}") from None
+        if not isinstance(data, dict) or data.get("artifact") != cls.__name__:
+            found = data.get("artifact") if isinstance(data, dict) else type(data).__name__
+            raise ArtifactError(f"{source} should hold a {cls.__name__}, but holds {found!r}; give the right file")
+        if data.get("format") != cls.FORMAT:
+            raise ArtifactError(
+                f"{source} has {cls.__name__} format {data.get('format')!r}, this library reads format "
+                f"{cls.FORMAT}; make it again with this version"
+            )
+        body = {key: value for key, value in data.items() if key not in ("artifact", "format")}
+        try:
+            return typing.cast(Self, decode(cls, body, cls.__name__))
+        except ArtifactError as error:
+            raise ArtifactError(f"{source}: {error}") from None
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the noun to a file, atomically. Returns the path."""
+        return write_text(path, self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads the noun from a file.
+
+        Raises:
+            ArtifactError: no such file, or not this noun (see `from_json`).
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ArtifactError(f"cannot read the {cls.__name__} in {path}: {error}") from None
+        return cls.from_json(text, str(path))
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> Path:
+    """Writes a whole text file or nothing: to a neighbour first, then renamed over it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)
+    return path
+
+
+def encode(value: Any) -> Any:
+    """Turns dataclasses, enums, tuples and numbers into what `json` writes."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {key: encode(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [encode(item) for item in value]
+    return value
+
+
+def decode(kind: Any, value: Any, place: str) -> Any:
+    """Builds a value of an annotated type from JSON, or says where it fails.
+
+    Raises:
+        ArtifactError: a field is missing, unknown, of the wrong type or not finite.
+    """
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        chosen = next(item for item in arguments if item is not type(None))
+        return decode(chosen, value, place)
+    if origin is tuple:
+        return _decode_tuple(arguments, value, place)
+    if origin is dict:
+        _expect(isinstance(value, dict), place, "an object", value)
+        return {key: decode(arguments[1], item, f"{place}[{key!r}]") for key, item in value.items()}
+    if hasattr(kind, "decoded"):
+        _expect(isinstance(value, dict), place, "an object", value)
+        return kind.decoded(value, place)
+    if dataclasses.is_dataclass(kind):
+        return _decode_dataclass(typing.cast(type, kind), value, place)
+    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        hints = typing.get_type_hints(kind)
+        _expect(isinstance(value, list) and len(value) == len(hints), place, f"a list of {len(hints)}", value)
+        return kind(*(decode(h, v, f"{place}.{n}") for (n, h), v in zip(hints.items(), value, strict=True)))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        choices = [item.value for item in kind]
+        _expect(value in choices, place, f"one of {choices}", value)
+        return kind(value)
+    if kind is float:
+        _expect(isinstance(value, (int, float)) and not isinstance(value, bool), place, "a number", value)
+        _expect(math.isfinite(value), place, "a finite number", value)
+        return float(value)
+    if kind is int:
+        _expect(isinstance(value, int) and not isinstance(value, bool), place, "a whole number", value)
+        return value
+    _expect(isinstance(value, kind), place, f"a {kind.__name__}", value)
+    return value
+
+
+def _decode_tuple(arguments: tuple[Any, ...], value: Any, place: str) -> tuple[Any, ...]:
+    _expect(isinstance(value, list), place, "a list", value)
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        return tuple(decode(arguments[0], item, f"{place}[{i}]") for i, item in enumerate(value))
+    _expect(len(value) == len(arguments), place, f"a list of {len(arguments)}", value)
+    return tuple(decode(a, item, f"{place}[{i}]") for i, (a, item) in enumerate(zip(arguments, value, strict=True)))
+
+
+def _decode_dataclass(kind: type, value: Any, place: str) -> Any:
+    _expect(isinstance(value, dict), place, "an object", value)
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
+    unknown = sorted(set(value) - set(fields))
+    if unknown:
+        raise ArtifactError(f"{place} has unknown fields {unknown}; it may have {sorted(fields)}")
+    given = {}
+    for name, field in fields.items():
+        if name in value:
+            given[name] = decode(hints[name], value[name], f"{place}.{name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ArtifactError(f"{place} lacks the field {name!r}")
+    try:
+        return kind(**given)
+    except (ValueError, TypeError) as error:
+        raise ArtifactError(f"{place}: {error}") from None
+
+
+def _expect(condition: bool, place: str, wanted: str, value: Any) -> None:
+    if not condition:
+        shown = repr(value)
+        raise ArtifactError(f"{place} should be {wanted}, found {shown if len(shown) < 80 else shown[:77] + '...'}")

@@ -1,0 +1,36 @@
+"""Seconds of messages and of gradient sums: the formulas that planner and simulator share.
+
+Legend: b bytes, B bandwidth of one link in one direction (bytes per second), l latency (s), n workers.
+"""
+
+from __future__ import annotations
+
+__all__ = ["all_reduce_s", "pipeline_period_s", "transfer_s"]
+
+
+def transfer_s(size_bytes: float, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> float:
+    """Returns the seconds of one message: l + b / B."""
+    return latency_s + size_bytes / bandwidth_bytes_per_s
+
+
+def all_reduce_s(size_bytes: float, workers: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> float:
+    """Returns the seconds of a ring all-reduce: 2 (n - 1) (l + b / (n B)).
+
+    Each worker sends, and at the same time receives, 2 (n - 1) / n of the bytes (Patarasuk and Yuan 2009;
+    PipeDream, section 3.1, counts the same bytes per direction).
+    """
+    if workers == 1:
+        return 0.0
+    return 2 * (workers - 1) * (latency_s + size_bytes / (workers * bandwidth_bytes_per_s))
+
+
+def pipeline_period_s(stage_s: tuple[float, ...], replicas: tuple[int, ...], transfers_s: tuple[float, ...]) -> float:
+    """Returns the seconds per minibatch of a full pipeline: its slowest stage or its slowest link.
+
+    Args:
+        stage_s: seconds of one minibatch on one worker of each stage, synchronisation included.
+        replicas: workers of each stage; r_s of them finish r_s minibatches in the time of one.
+        transfers_s: one-way seconds of a message across each boundary; both directions run at once.
+    """
+    compute = max(seconds / count for seconds, count in zip(stage_s, replicas, strict=True))
+    return max([compute, *transfers_s])

@@ -1,0 +1,84 @@
+"""Everything that can go wrong, on one page.
+
+    PipelineError
+     +-- ArtifactError     a file is not the noun it should be, or of another format
+     +-- CaptureError      the model cannot be cut the way it was asked to
+     +-- ProfileError      the model cannot be measured
+     +-- PlanError         no plan fits, or a plan does not fit the model or the workers
+     +-- ScheduleError     a schedule or a program breaks a rule; nothing was run
+     |    +-- DeadlockError   its ranks would wait for each other for ever
+     +-- RecipeError       a recipe file does not import, or gives the wrong things
+     +-- WorkerError       a worker failed while it ran; names rank, stage, op and cause
+          +-- PeerError       this worker is well, another one failed
+
+Each message says what was asked, what was found and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArtifactError",
+    "CaptureError",
+    "DeadlockError",
+    "PeerError",
+    "PipelineError",
+    "PlanError",
+    "ProfileError",
+    "RecipeError",
+    "ScheduleError",
+    "WorkerError",
+]
+
+
+class PipelineError(Exception):
+    """Base of all errors that this library raises on purpose."""
+
+
+class ArtifactError(PipelineError):
+    """A file or a JSON text is not the noun that was asked for."""
+
+
+class CaptureError(PipelineError):
+    """A model cannot be taken apart into layers, or not at this place."""
+
+
+class ProfileError(PipelineError):
+    """A model cannot be measured."""
+
+
+class PlanError(PipelineError):
+    """No plan fits, or the plan does not fit the model, the workers or the schedule."""
+
+
+class ScheduleError(PipelineError):
+    """A schedule or a program breaks a rule; found before anything ran."""
+
+
+class DeadlockError(ScheduleError):
+    """Some ranks would wait for each other for ever."""
+
+
+class RecipeError(PipelineError):
+    """A recipe file does not import, or returns the wrong things."""
+
+
+class WorkerError(PipelineError):
+    """A worker failed while it ran.
+
+    Attributes:
+        rank: the rank that failed.
+        where: stage and op, as in ``stage 1, 1F17``.
+        cause: one line on what happened there.
+        advice: what the user can do about it; may be empty.
+    """
+
+    def __init__(self, rank: int, where: str, cause: str, advice: str = "") -> None:
+        self.rank = rank
+        self.where = where
+        self.cause = cause
+        self.advice = advice
+        super().__init__(f"rank {rank}, {where}: {cause}" + (f"\n{advice}" if advice else ""))
+
+
+class PeerError(WorkerError):
+    """Another worker failed; carries that worker's own words."""

@@ -1,0 +1,242 @@
+"""The Plan: which layers form a stage, how many workers share it, how deep the pipeline is filled.
+
+A plan carries the predicted seconds and bytes of its stages, so that it can be simulated without the
+profile it came from, printed with its reasons, edited by hand and checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from . import depth
+from .artifact import Artifact
+from .cluster import Cluster
+from .cost import all_reduce_s, pipeline_period_s, transfer_s
+from .errors import PlanError
+from .placement import Placement
+from .units import format_bytes, format_seconds
+
+__all__ = ["Plan", "Stage"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive layers, run by one worker or replicated over several.
+
+    Attributes:
+        first, last: the layers first <= i < last of the model's graph.
+        replicas: workers that share the stage.
+        forward_s, backward_s: of one minibatch (or microbatch, see `Plan.unit`) on one worker.
+        update_s: of one optimizer step of the stage.
+        output_bytes: of the value it sends on, for the same unit.
+        activation_bytes: kept between its forward and its backward, for the same unit.
+        parameter_bytes, optimizer_bytes: of its weights and of their optimizer state.
+        peak_bytes: predicted peak of one worker under the schedule that was planned for; 0 if unknown.
+        names: the layers' names, for people.
+    """
+
+    first: int
+    last: int
+    replicas: int = 1
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    update_s: float = 0.0
+    output_bytes: int = 0
+    activation_bytes: int = 0
+    parameter_bytes: int = 0
+    optimizer_bytes: int = 0
+    peak_bytes: int = 0
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.last:
+            raise ValueError(f"a stage needs layers first < last, found {self.first} and {self.last}")
+        if self.replicas < 1:
+            raise ValueError(f"a stage needs at least one worker, found {self.replicas}")
+        for name in ("forward_s", "backward_s", "update_s", "output_bytes", "activation_bytes", "parameter_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of forward, backward and update of one unit on one worker."""
+        return self.forward_s + self.backward_s + self.update_s
+
+
+@dataclass(frozen=True)
+class Plan(Artifact):
+    """Stages, their replicas, the depth, and the cluster they were planned for.
+
+    Attributes:
+        stages: in the order of the model; each begins where the one before ends.
+        in_flight: for each stage the forwards that a replica holds before its first backward.
+        lag: for each stage, 0 (the update follows its backward) or 1 (the next forward comes between).
+        cluster: the workers and links that it was planned for.
+        model: class of the model; '' for plans without one.
+        batch: samples in the minibatch that the seconds and bytes are for.
+        unit: what the stages' seconds and bytes are for: 'minibatch', or 'microbatch' for plans that were
+            made by hand and not from a profile.
+        depth: 'noam', 'full' or 'hand'.
+        note: what the planner promises about it.
+
+    Raises:
+        ValueError: stages with a gap, or vectors of the wrong length.
+    """
+
+    FORMAT = 1
+
+    stages: tuple[Stage, ...]
+    in_flight: tuple[int, ...]
+    cluster: Cluster
+    lag: tuple[int, ...] = ()
+    model: str = ""
+    batch: int = 1
+    unit: str = "minibatch"
+    depth: str = "noam"
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("a plan needs at least one stage, found none")
+        if self.stages[0].first != 0:
+            raise ValueError(f"the first stage must begin at layer 0, found {self.stages[0].first}")
+        for before, after in zip(self.stages, self.stages[1:], strict=False):
+            if before.last != after.first:
+                raise ValueError(f"a stage ends before layer {before.last}, the next begins at {after.first}")
+        if not self.lag:
+            object.__setattr__(self, "lag", (0,) * len(self.stages))
+        if len(self.lag) != len(self.stages) or not set(self.lag) <= {0, 1}:
+            raise ValueError(f"lag needs 0 or 1 for each of {len(self.stages)} stages, found {self.lag}")
+        if self.unit not in ("minibatch", "microbatch"):
+            raise ValueError(f"unit is minibatch or microbatch, found {self.unit!r}")
+        for stage, lag in zip(self.stages, self.lag, strict=True):
+            if lag and (stage.replicas == 1 or len(self.stages) == 1):
+                raise ValueError("lag is 0 where a stage is not replicated, and in a one-stage plan")
+        try:
+            depth.check_in_flight(self.in_flight, self.replicas)
+        except PlanError as error:
+            raise ValueError(str(error)) from None
+
+    @classmethod
+    def uniform(
+        cls,
+        stages: int,
+        forward_s: float = 1.0,
+        backward_s: float = 2.0,
+        transfer_s: float = 0.0,
+        update_s: float = 0.0,
+        replicas: tuple[int, ...] | None = None,
+    ) -> Plan:
+        """Returns a plan of equal stages, in seconds per microbatch: for studies and pictures.
+
+        A message takes ``transfer_s`` each way (one byte over a link of 1 / transfer_s bytes per second).
+        """
+        counts = replicas or (1,) * stages
+        cluster = Cluster.flat(sum(counts), 1 / transfer_s if transfer_s else 1e30)
+        rows = tuple(
+            Stage(s, s + 1, counts[s], forward_s, backward_s, update_s, 1, 1, 1, names=(f"stage{s}",))
+            for s in range(stages)
+        )
+        return cls(rows, depth.noam(counts), cluster, unit="microbatch")
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Workers of each stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def workers(self) -> int:
+        """All workers."""
+        return sum(self.replicas)
+
+    @property
+    def config(self) -> str:
+        """The plan in the papers' short form: ``2-1-1``; the stages' replica counts."""
+        return "-".join(map(str, self.replicas))
+
+    @property
+    def placement(self) -> Placement:
+        """One rank a worker, stage by stage."""
+        return Placement.replicated(self.replicas)
+
+    @property
+    def rate_factors(self) -> tuple[float, ...]:
+        """Factor on the learning rate of each stage: r_s / r_0 (PipeDream's released code and paper)."""
+        return tuple(count / self.replicas[0] for count in self.replicas)
+
+    @property
+    def transfers_s(self) -> tuple[float, ...]:
+        """One-way seconds of a message across each boundary."""
+        cluster = self.cluster
+        return tuple(
+            transfer_s(stage.output_bytes, cluster.bandwidth_bytes_per_s, cluster.latency_s)
+            for stage in self.stages[:-1]
+        )
+
+    @property
+    def sync_s(self) -> tuple[float, ...]:
+        """Seconds of each stage's all-reduce, for one round of its replicas."""
+        cluster = self.cluster
+        return tuple(
+            all_reduce_s(stage.parameter_bytes, stage.replicas, cluster.bandwidth_bytes_per_s, cluster.latency_s)
+            for stage in self.stages
+        )
+
+    @property
+    def slowest_stage_s(self) -> float:
+        """Predicted seconds per unit of the full pipeline: the slowest stage or link."""
+        seconds = tuple(stage.compute_s + sync for stage, sync in zip(self.stages, self.sync_s, strict=True))
+        return pipeline_period_s(seconds, self.replicas, self.transfers_s)
+
+    def with_depth(self, wanted: str | tuple[int, ...]) -> Self:
+        """Returns the plan with another depth: 'noam', 'full', or in-flight counts by hand.
+
+        Raises:
+            PlanError: an unknown word, or counts that do not fit (`depth.check_in_flight`).
+        """
+        if wanted == "noam":
+            return replace(self, in_flight=depth.noam(self.replicas), depth="noam")
+        if wanted == "full":
+            period = self.slowest_stage_s
+            slots = tuple(2 * seconds / period if period else 0.0 for seconds in self.transfers_s)
+            return replace(self, in_flight=depth.full(self.replicas, slots), depth="full")
+        if isinstance(wanted, str):
+            raise PlanError(f"depth {wanted!r} is not known; write noam, full or counts as in 3,2,1")
+        depth.check_in_flight(tuple(wanted), self.replicas)
+        return replace(self, in_flight=tuple(wanted), depth="hand")
+
+    def check_layers(self, layers: int) -> None:
+        """Checks that the plan covers a model of so many layers.
+
+        Raises:
+            PlanError: it covers fewer or more.
+        """
+        if self.stages[-1].last != layers:
+            raise PlanError(
+                f"the plan covers layers 0 to {self.stages[-1].last - 1}, the model has {layers} layers; "
+                "plan again from this model's profile"
+            )
+
+    def __str__(self) -> str:
+        head = (
+            f"Plan {self.config}{f' of {self.model}' if self.model else ''}: {self.workers} workers, depth "
+            f"{self.depth}, {format_seconds(self.slowest_stage_s)} per {self.unit} predicted"
+        )
+        rows = [
+            f"{'stage':>5}  {'layers':<24}  {'workers':>7}  {'forward':>9}  {'backward':>9}  {'update':>9}  "
+            f"{'sends':>9}  {'weights':>9}  {'in flight':>9}  {'rate':>5}  {'peak':>9}"
+        ]
+        for s, stage in enumerate(self.stages):
+            span = f"{stage.first}..{stage.last - 1}"
+            if stage.names:
+                span = stage.names[0] if len(stage.names) == 1 else f"{stage.names[0]} .. {stage.names[-1]}"
+            sends = format_bytes(stage.output_bytes) if s < len(self.stages) - 1 else "-"
+            peak = format_bytes(stage.peak_bytes) if stage.peak_bytes else "-"
+            rows.append(
+                f"{s:>5}  {span:<24}  {stage.replicas:>7}  {format_seconds(stage.forward_s):>9}  "
+                f"{format_seconds(stage.backward_s):>9}  {format_seconds(stage.update_s):>9}  {sends:>9}  "
+                f"{format_bytes(stage.parameter_bytes):>9}  {self.in_flight[s]:>9}  "
+                f"{self.rate_factors[s]:>5.3g}  {peak:>9}"
+            )
+        return "\n".join([head, *rows, *([self.note] if self.note else [])])

@@ -1,0 +1,281 @@
+"""The Program: a schedule with its messages, finite, to be verified once and run for a million microbatches.
+
+Lowering adds to each rank's ops the messages that carry activations, gradients and model inputs, and the
+sums over the replicas of a stage. What is left is a warm-up and a period: repetition t of the period is
+the same instructions with each index moved on by t strides. The drain needs no text of its own: it is the
+same stream with the instructions of microbatches that do not exist left out.
+
+Text form, one token an instruction: ``2F5`` an op; ``>3:5`` send microbatch 5 on channel 3; ``<3:5``
+receive it; ``=0:2`` sum the gradients of update 2 over the replicas of stage 0.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple, Self
+
+from .artifact import Artifact, decode, encode
+from .errors import ArtifactError, ScheduleError
+from .op import Kind, Op
+from .placement import Placement
+from .plan import Plan
+from .update import UpdateRule
+from .weights import WeightRule
+
+__all__ = ["Channel", "Instruction", "Move", "Program", "RankProgram", "Transfer", "format_instructions", "moved"]
+
+
+class Move(StrEnum):
+    """What a transfer does."""
+
+    SEND = ">"
+    RECEIVE = "<"
+    SYNC = "="
+
+
+class Transfer(NamedTuple):
+    """A message sent or received, or a sum over the replicas of a stage.
+
+    Attributes:
+        kind: which of the three.
+        channel: index in `Program.channels`; for a sum, the stage whose replicas it joins.
+        index: number of the microbatch; for a sum, of the update.
+    """
+
+    kind: Move
+    channel: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.channel}:{self.index}"
+
+
+Instruction = Op | Transfer
+
+_PATIENCE = 1_000_000
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One direction between two ranks, first in, first out.
+
+    Attributes:
+        sender, receiver: ranks.
+        carries: 'activation' (stage to next), 'gradient' (stage to previous) or 'input' (a part of the
+            batch, such as the targets, straight from the input stage to the stage that reads it).
+        source, target: the stages at its ends.
+        depth: receives that are posted ahead; receive i waits for the consumer of receive i - depth.
+    """
+
+    sender: int
+    receiver: int
+    carries: str
+    source: int
+    target: int
+    depth: int = 2
+
+    def __post_init__(self) -> None:
+        if self.carries not in ("activation", "gradient", "input"):
+            raise ValueError(f"a channel carries activation, gradient or input, found {self.carries!r}")
+        if self.depth < 1:
+            raise ValueError(f"depth must be at least 1, found {self.depth}")
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What one rank does: the warm-up once, then the period again and again."""
+
+    warmup: tuple[Instruction, ...]
+    period: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class Program(Artifact):
+    """A lowered schedule.
+
+    Attributes:
+        schedule: name of the method.
+        plan: the stages, with their predicted seconds and bytes.
+        placement: where each (stage, replica) lives.
+        weights, updates: the rules.
+        kinds: kinds of op that each microbatch needs at each stage.
+        microbatches: m, how many a minibatch is split into.
+        cycle: microbatches by which one period moves on.
+        flushes: an update waits until nothing is in flight.
+        couples_updates: updates of all stages wait for each other.
+        channels: the ends of the messages.
+        ranks: the instructions of each rank.
+    """
+
+    FORMAT = 1
+
+    schedule: str
+    plan: Plan
+    placement: Placement
+    weights: WeightRule
+    updates: UpdateRule
+    kinds: tuple[Kind, ...]
+    microbatches: int
+    cycle: int
+    flushes: bool
+    couples_updates: bool
+    channels: tuple[Channel, ...]
+    ranks: tuple[RankProgram, ...]
+
+    def stream(self, rank: int) -> Iterator[Instruction]:
+        """Yields the instructions of a rank without end."""
+        mine = self.ranks[rank]
+        yield from mine.warmup
+        turn = 0
+        while mine.period:
+            for instruction in mine.period:
+                yield self._moved_on(instruction, turn)
+            turn += 1
+
+    def instructions(self, rank: int, total: int) -> Iterator[Instruction]:
+        """Yields the instructions of a rank for a run of `total` microbatches, drain included."""
+        exists = self.exists(total)
+        missing = sum(self.op_counts(rank, total))
+        idle = 0
+        for instruction in self.stream(rank):
+            # The sends behind the last op still belong to it.
+            if not missing and not (isinstance(instruction, Transfer) and instruction.kind is Move.SEND):
+                return
+            if exists(instruction):
+                idle = 0
+                missing -= isinstance(instruction, Op)
+                yield instruction
+            elif (idle := idle + 1) > _PATIENCE:
+                break
+        if missing:
+            raise ScheduleError(f"program {self.schedule!r}: rank {rank} lacks {missing} ops of {total} microbatches")
+
+    def exists(self, total: int) -> Callable[[Instruction], bool]:
+        """Returns the test whether an instruction belongs to a run of `total` microbatches."""
+        per_update = self.updates.per_update
+
+        def test(instruction: Instruction) -> bool:
+            if isinstance(instruction, Op):
+                if instruction.kind is Kind.UPDATE:
+                    return (instruction.index - 1) * per_update[instruction.stage] < total
+                return instruction.index < total
+            if instruction.kind is Move.SYNC:
+                return (instruction.index - 1) * per_update[instruction.channel] < total
+            return instruction.index < total
+
+        return test
+
+    def op_counts(self, rank: int, total: int) -> tuple[int, int]:
+        """Returns how many ops on microbatches, and how many updates, a rank makes in a run of `total`."""
+        passes = updates = 0
+        for stage, replica in self.placement.seats(rank):
+            passes += len(range(replica, total, self.placement.replicas[stage])) * len(self.kinds)
+            if len(self.kinds) > 1:
+                updates += self.updates.updates(stage, total)
+        return passes, updates
+
+    def channel_id(self, sender: int, receiver: int, carries: str) -> int:
+        """Returns the index of a channel. Raises KeyError where there is none."""
+        for index, channel in enumerate(self.channels):
+            if (channel.sender, channel.receiver, channel.carries) == (sender, receiver, carries):
+                return index
+        raise KeyError((sender, receiver, carries))
+
+    def to_json(self) -> str:
+        """Returns the program as JSON text; the instructions of a rank are one line of tokens."""
+        data = {"artifact": "Program", "format": self.FORMAT} | encode(self)
+        data["weights"] = self.weights.to_dict()
+        data["ranks"] = [
+            {"warmup": format_instructions(rank.warmup), "period": format_instructions(rank.period)}
+            for rank in self.ranks
+        ]
+        return json.dumps(data, indent=1)
+
+    @classmethod
+    def decoded(cls, value: Any, place: str) -> Program:
+        """Builds a program from JSON values: `decode` for a noun that has abstract and textual fields."""
+        value = dict(value)
+        placement = decode(Placement, value.get("placement"), f"{place}.placement")
+        weights = WeightRule.from_dict(value.pop("weights", None), f"{place}.weights")
+        ranks = tuple(
+            RankProgram(
+                _parse(row.get("warmup", ""), placement.seats(rank), f"{place}.ranks[{rank}].warmup"),
+                _parse(row.get("period", ""), placement.seats(rank), f"{place}.ranks[{rank}].period"),
+            )
+            for rank, row in enumerate(value.pop("ranks", []))
+        )
+        plain = {
+            name: decode(kind, value[name], f"{place}.{name}")
+            for name, kind in _PLAIN_FIELDS.items()
+            if name in value
+        }
+        lacking = sorted(set(_PLAIN_FIELDS) - set(plain))
+        unknown = sorted(set(value) - set(_PLAIN_FIELDS))
+        if lacking or unknown:
+            raise ArtifactError(f"{place} lacks the fields {lacking} and has unknown fields {unknown}")
+        return cls(weights=weights, ranks=ranks, **plain)
+
+    def __str__(self) -> str:
+        head = f"Program {self.schedule}, plan {self.plan.config}, {self.microbatches} microbatches a minibatch"
+        rows = [
+            f"rank {rank}: {format_instructions(mine.warmup)} | ( {format_instructions(mine.period)} )"
+            for rank, mine in enumerate(self.ranks)
+        ]
+        return "\n".join([head, *rows])
+
+    def _moved_on(self, instruction: Instruction, turns: int) -> Instruction:
+        if not turns:
+            return instruction
+        return moved(instruction, turns * self.cycle, self.updates)
+
+
+_PLAIN_FIELDS: dict[str, Any] = {
+    "schedule": str,
+    "plan": Plan,
+    "placement": Placement,
+    "updates": UpdateRule,
+    "kinds": tuple[Kind, ...],
+    "microbatches": int,
+    "cycle": int,
+    "flushes": bool,
+    "couples_updates": bool,
+    "channels": tuple[Channel, ...],
+}
+
+
+def moved(instruction: Instruction, microbatches: int, updates: UpdateRule) -> Instruction:
+    """Returns an instruction moved on by a number of microbatches (a multiple of the cycle)."""
+    if isinstance(instruction, Op):
+        kind, stage, index, replica = instruction
+        by = microbatches // updates.per_update[stage] if kind is Kind.UPDATE else microbatches
+        return Op(kind, stage, index + by, replica)
+    if instruction.kind is Move.SYNC:
+        by = microbatches // updates.per_update[instruction.channel]
+        return Transfer(Move.SYNC, instruction.channel, instruction.index + by)
+    return Transfer(instruction.kind, instruction.channel, instruction.index + microbatches)
+
+
+def format_instructions(instructions: tuple[Instruction, ...]) -> str:
+    """Writes instructions as tokens (see the module's first words)."""
+    return " ".join(map(str, instructions))
+
+
+def _parse(text: Any, seats: tuple[tuple[int, int], ...], place: str) -> tuple[Instruction, ...]:
+    if not isinstance(text, str):
+        raise ArtifactError(f"{place} should be a text of instructions")
+    replica = dict(seats)
+    found: list[Instruction] = []
+    for token in text.split():
+        op = re.fullmatch(r"(\d+)([FBIWU])(\d+)", token)
+        transfer = re.fullmatch(r"([<>=])(\d+):(\d+)", token)
+        if op and int(op[1]) in replica:
+            found.append(Op(Kind(op[2]), int(op[1]), int(op[3]), replica[int(op[1])]))
+        elif transfer:
+            found.append(Transfer(Move(transfer[1]), int(transfer[2]), int(transfer[3])))
+        else:
+            raise ArtifactError(f"{place}: {token!r} is not an instruction of this rank")
+    return tuple(found)

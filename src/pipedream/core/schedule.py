@@ -1,0 +1,149 @@
+"""The Schedule: four answers and a promise.
+
+A schedule names its answers to the four questions (order, placement, weights, updates) and the paper's
+closed forms (claims). It is drawn, verified, lowered, simulated and run from this one object. An order
+yields ops lazily and never ends; a run of n microbatches is the same order with the ops of the microbatches
+that do not exist left out, which is exactly how a pipeline drains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import lcm
+
+from .errors import ScheduleError
+from .op import Kind, Op, requires
+from .placement import Placement
+from .plan import Plan
+from .update import UpdateRule
+from .weights import WeightRule
+
+__all__ = ["Claims", "Order", "Schedule", "truncate"]
+
+Order = Callable[[int], Iterator[Op]]
+"""From a rank to its ops, in order, without end."""
+
+_PATIENCE = 1_000_000
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What the paper promises, as functions; None where it promises nothing.
+
+    Legend: p stages, m microbatches per minibatch (or in the run, for orders without a flush), s stage.
+
+    Attributes:
+        assumption: under which the forms hold.
+        bubble: (p, m) -> share of the time that workers wait, over one minibatch of a flushing order.
+        in_flight: (p, m, s) -> most microbatches in flight.
+        staleness: (p, m, s) -> updates a gradient is late.
+        versions: (p, m, s) -> most versions of the weights.
+    """
+
+    assumption: str = "straight pipeline, paper's depth, equal stages, messages cost nothing"
+    bubble: Callable[[int, int], float] | None = None
+    in_flight: Callable[[int, int, int], int] | None = None
+    staleness: Callable[[int, int, int], int] | None = None
+    versions: Callable[[int, int, int], int] | None = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A method, for one plan.
+
+    Attributes:
+        name: the method's name.
+        plan: stages, replicas, depth.
+        placement: where a (stage, replica) lives.
+        order: rank -> ops, lazily and without end.
+        weights: which version a forward and a backward read.
+        updates: which microbatches an update holds.
+        microbatches: m, how many a minibatch is split into.
+        flushes: an update waits until nothing is in flight.
+        kinds: kinds of op that each microbatch needs at each stage.
+        couples_updates: updates of all stages wait for each other (clipping by the global norm).
+        claims: the paper's closed forms.
+    """
+
+    name: str
+    plan: Plan
+    placement: Placement
+    order: Order = field(repr=False)
+    weights: WeightRule
+    updates: UpdateRule
+    microbatches: int = 1
+    flushes: bool = False
+    kinds: tuple[Kind, ...] = (Kind.FORWARD, Kind.BACKWARD)
+    couples_updates: bool = False
+    claims: Claims = field(default_factory=Claims, repr=False, compare=False)
+
+    @property
+    def splits_backward(self) -> bool:
+        """The schedule has I and W instead of B."""
+        return Kind.INPUT_GRADIENT in self.kinds
+
+    @property
+    def cycle(self) -> int:
+        """Microbatches after which the orders of all ranks repeat themselves."""
+        return lcm(self.placement.cycle, self.microbatches, *self.updates.per_update)
+
+    def ops(self, rank: int, total: int) -> Iterator[Op]:
+        """Yields the ops of a rank for a run of `total` microbatches from an empty pipeline to an empty one.
+
+        Raises:
+            ScheduleError: the order does not yield all of them.
+        """
+        return truncate(self.order(rank), self, rank, total)
+
+    def requires(self, op: Op, total: int | None = None) -> tuple[Op, ...]:
+        """Returns the ops that must be done before an op: by data, by weights, by updates.
+
+        Adds to `op.requires`: a forward that reads version v needs update v of its own stage; an update
+        needs the gradients of all its members, over all replicas, and the update before it.
+        """
+        needs = requires(op, self.placement, self.splits_backward)
+        stage, replica = op.stage, op.replica
+        if op.kind is Kind.FORWARD and len(self.kinds) > 1:
+            version = self.weights.forward_version(stage, op.index)
+            if version > 0:
+                needs += (Op(Kind.UPDATE, stage, version, replica),)
+        if op.kind is Kind.UPDATE:
+            last = Kind.WEIGHT_GRADIENT if self.splits_backward else Kind.BACKWARD
+            needs += tuple(
+                Op(last, stage, k, self.placement.replica(stage, k))
+                for k in self.updates.members(stage, op.index, total)
+            )
+            if op.index > 1:
+                needs += (Op(Kind.UPDATE, stage, op.index - 1, replica),)
+        return needs
+
+
+def truncate(order: Iterator[Op], schedule: Schedule, rank: int, total: int) -> Iterator[Op]:
+    """Yields an endless order without the ops of microbatches from `total` on, and ends with the last.
+
+    Raises:
+        ScheduleError: the order goes on without yielding what is still missing.
+    """
+    updates = schedule.updates
+    makes_updates = len(schedule.kinds) > 1
+    missing = 0
+    for stage, replica in schedule.placement.seats(rank):
+        count = len(range(replica, total, schedule.placement.replicas[stage]))
+        missing += count * len(schedule.kinds)
+        missing += updates.updates(stage, total) if makes_updates else 0
+    idle = 0
+    while missing:
+        op = next(order, None)
+        if op is None or idle > _PATIENCE:
+            raise ScheduleError(
+                f"schedule {schedule.name!r}: the order of rank {rank} lacks {missing} ops of a run of {total} "
+                "microbatches; each op of each microbatch must come once"
+            )
+        first = updates.members(op.stage, op.index).start if op.kind is Kind.UPDATE else op.index
+        if first < total:
+            missing -= 1
+            idle = 0
+            yield op
+        else:
+            idle += 1

@@ -1,0 +1,26 @@
+"""Randomness that does not depend on the cut.
+
+Before each layer that runs, the generator is seeded from (run seed, microbatch, the layer's name), so that
+a dropout mask is the same for any plan, any number of replicas, with recomputation, and after a restart.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from hashlib import blake2b
+
+__all__ = ["layer_seed"]
+
+
+@lru_cache(maxsize=65536)
+def _name_seed(seed: int, layer: str) -> int:
+    return int.from_bytes(blake2b(f"{seed}/{layer}".encode(), digest_size=8).digest(), "little")
+
+
+def layer_seed(seed: int, microbatch: int, layer: str) -> int:
+    """Returns the 63-bit seed of one layer for one microbatch.
+
+    The name is hashed once; the microbatch enters by a multiplicative (Weyl) step with the odd constant of
+    the golden ratio, a bijection on 64 bits, so that no two microbatches of a layer share a seed.
+    """
+    return (_name_seed(seed, layer) + microbatch * 0x9E3779B97F4A7C15) % (1 << 64) >> 1

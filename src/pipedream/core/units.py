@@ -1,0 +1,71 @@
+"""Seconds, bytes and bytes per second, as people write them.
+
+Inside the library a number's unit stands in its name (``_s``, ``_bytes``, ``_bytes_per_s``);
+these functions are the only place where units are read from or turned into text.
+Decimal prefixes: 1 kB is 1,000 bytes, as in the papers and on network cards.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+__all__ = ["format_bytes", "format_rate", "format_seconds", "parse_bytes", "parse_rate"]
+
+_PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
+_NUMBER = r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*"
+
+
+def parse_bytes(text: str | float) -> int:
+    """Reads ``16e9``, ``512MB`` or ``2 GiB`` as a number of bytes.
+
+    Raises:
+        ValueError: the text is none of these, or not positive.
+    """
+    match = re.fullmatch(_NUMBER + r"([kKmMgGtT]i?)?[bB]?\s*", str(text))
+    scale = {**_PREFIX, **_BINARY}
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"{text!r} is not a size; write for example 16e9, 512MB or 2GiB")
+    return int(float(match[1]) * scale[(match[2] or "").lower()])
+
+
+def parse_rate(text: str | float) -> float:
+    """Reads ``1e9`` (bytes per second), ``1.25GB/s`` or ``10 Gbit/s`` as bytes per second.
+
+    Raises:
+        ValueError: the text is none of these, or not positive.
+    """
+    match = re.fullmatch(_NUMBER + r"(?:([kKmMgGtT])?(bit|[bB])(?:/s|ps)?)?\s*", str(text))
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"{text!r} is not a bandwidth; write for example 1e9, 1.25GB/s or 10Gbit/s")
+    per_byte = 8.0 if match[3] == "bit" else 1.0
+    return float(match[1]) * _PREFIX[(match[2] or "").lower()] / per_byte
+
+
+def format_bytes(value: float) -> str:
+    """Writes bytes with three significant digits: ``1.34 MB``."""
+    return _scaled(value, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
+
+
+def format_rate(value: float) -> str:
+    """Writes bytes per second with three significant digits: ``1.25 GB/s``."""
+    return format_bytes(value) + "/s"
+
+
+def format_seconds(value: float) -> str:
+    """Writes seconds with three significant digits: ``2.41 ms``."""
+    return _scaled(value, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
+
+
+def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return f"0 {units[-1][0]}"
+    for name, size in units:
+        if abs(value) >= size:
+            break
+    scaled = value / size
+    digits = max(0, 2 - int(math.floor(math.log10(abs(scaled))))) if scaled else 0
+    return f"{scaled:.{min(digits, 3)}f} {name}"

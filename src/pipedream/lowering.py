@@ -1,0 +1,143 @@
+"""Lowering: from a Schedule, which says only what is computed, to a Program, which also says what is sent.
+
+1. Around each op stand its messages: what it reads is received just before it, what it makes is sent just
+   after it, targets go straight from the input stage to the output stage, and the update of a replicated
+   stage begins with a sum over its replicas.
+2. Each direction between two ranks is a channel of its own, in the order in which its sender sends. One
+   channel for both directions deadlocks at two stages: each side's next message waits behind its own.
+3. The endless order of each rank is folded into a warm-up and a period, and the fold is checked.
+
+Receives are posted ahead: a channel's depth is how many. It is what may lie between sender and receiver
+beside the one that is being read, so that a send finds its receive posted: the difference of the two
+stages' in-flight counts, and one. It is bounded, so memory for receiving does not grow with the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from .core.errors import ScheduleError
+from .core.op import Kind, Op
+from .core.placement import Placement
+from .core.program import Channel, Instruction, Move, Program, RankProgram, Transfer, moved
+from .core.schedule import Schedule
+
+__all__ = ["lower"]
+
+_MOST_AHEAD = 8
+
+
+def lower(schedule: Schedule) -> Program:
+    """Returns the program of a schedule.
+
+    Raises:
+        ScheduleError: an order that does not settle into a period.
+    """
+    channels = _channels(schedule.placement, schedule.plan.in_flight)
+    numbers = {(c.sender, c.receiver, c.carries): i for i, c in enumerate(channels)}
+    ranks = tuple(
+        _fold(schedule, rank, _expand(schedule, rank, numbers)) for rank in range(schedule.placement.workers)
+    )
+    return Program(
+        schedule=schedule.name,
+        plan=schedule.plan,
+        placement=schedule.placement,
+        weights=schedule.weights,
+        updates=schedule.updates,
+        kinds=schedule.kinds,
+        microbatches=schedule.microbatches,
+        cycle=schedule.cycle,
+        flushes=schedule.flushes,
+        couples_updates=schedule.couples_updates,
+        channels=channels,
+        ranks=ranks,
+    )
+
+
+def _channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel, ...]:
+    found: dict[tuple[int, int, str], Channel] = {}
+    last = placement.stages - 1
+
+    def join(carries: str, source: int, target: int, depth: int) -> None:
+        for k in range(placement.cycle):
+            sender, receiver = placement.rank_of(source, k), placement.rank_of(target, k)
+            if sender != receiver:
+                channel = Channel(sender, receiver, carries, source, target, max(2, min(depth, _MOST_AHEAD)))
+                found.setdefault((sender, receiver, carries), channel)
+
+    for stage in range(last):
+        ahead = in_flight[stage] - in_flight[stage + 1] + 1
+        join("activation", stage, stage + 1, ahead)
+        join("gradient", stage + 1, stage, ahead)
+    if last:
+        join("input", 0, last, in_flight[0])
+    return tuple(found.values())
+
+
+def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, str], int]) -> Iterator[Instruction]:
+    """Yields a rank's ops with their messages around them."""
+    placement = schedule.placement
+    last = placement.stages - 1
+    gradient = Kind.INPUT_GRADIENT if schedule.splits_backward else Kind.BACKWARD
+
+    def channel(sender: int, receiver: int, carries: str) -> int | None:
+        return numbers.get((sender, receiver, carries))
+
+    for op in schedule.order(rank):
+        kind, stage, k, _ = op
+        arrives: list[int | None] = []
+        leaves: list[int | None] = []
+        if kind is Kind.FORWARD:
+            if stage:
+                arrives.append(channel(placement.rank_of(stage - 1, k), rank, "activation"))
+            if stage == last:
+                arrives.append(channel(placement.rank_of(0, k), rank, "input"))
+            else:
+                leaves.append(channel(rank, placement.rank_of(stage + 1, k), "activation"))
+            if stage == 0:
+                leaves.append(channel(rank, placement.rank_of(last, k), "input"))
+        elif kind is gradient:
+            if stage < last:
+                arrives.append(channel(placement.rank_of(stage + 1, k), rank, "gradient"))
+            if stage:
+                leaves.append(channel(rank, placement.rank_of(stage - 1, k), "gradient"))
+        elif kind is Kind.UPDATE and placement.replicas[stage] > 1:
+            yield Transfer(Move.SYNC, stage, k)
+        yield from (Transfer(Move.RECEIVE, number, k) for number in arrives if number is not None)
+        yield op
+        yield from (Transfer(Move.SEND, number, k) for number in leaves if number is not None)
+
+
+def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankProgram:
+    """Finds the shortest warm-up after which a rank's instructions repeat, moved on by one cycle."""
+    cycle = schedule.cycle
+    deepest = max(schedule.plan.in_flight) * max(schedule.placement.replicas)
+    settled = (deepest // cycle + 2) * cycle  # no warm-up reaches beyond this microbatch
+    window: list[Instruction] = []
+    first = second = None
+    for instruction in islice(stream, 100 * (settled + 3 * cycle) * len(schedule.placement.seats(rank)) + 1000):
+        window.append(instruction)
+        if isinstance(instruction, Op) and instruction.kind is Kind.FORWARD:
+            if first is None and instruction.index >= settled:
+                first = len(window) - 1
+            elif first is not None and instruction == moved(window[first], cycle, schedule.updates):
+                if second is None:
+                    second = len(window) - 1
+            elif second is not None and instruction == moved(window[first], 2 * cycle, schedule.updates):
+                break
+    if first is None or second is None:
+        raise ScheduleError(f"schedule {schedule.name!r}: the order of rank {rank} does not settle into a period")
+    length = second - first
+
+    def repeats(i: int) -> bool:
+        return window[i + length] == moved(window[i], cycle, schedule.updates)
+
+    start = first
+    while start and repeats(start - 1):
+        start -= 1
+    if not all(repeats(i) for i in range(start, len(window) - length)):
+        raise ScheduleError(
+            f"schedule {schedule.name!r}: the order of rank {rank} does not repeat itself every {cycle} microbatches"
+        )
+    return RankProgram(tuple(window[:start]), tuple(window[start : start + length]))

@@ -1,0 +1,92 @@
+"""Plans cut by hand: the user says where, the planner fills in what it costs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from ..core.cluster import Cluster
+from ..core.errors import PlanError
+from ..core.graph import LayerGraph
+from ..core.plan import Plan
+from ..core.profile import Profile
+from .space import Space, Versions, stash
+
+__all__ = ["by_hand", "whole"]
+
+
+def whole(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    replicas: int = 1,
+    versions: Versions = stash,
+    microbatches: int = 1,
+) -> Plan:
+    """Returns the plan of one stage: one worker alone, or data parallelism over `replicas` workers.
+
+    Raises:
+        PlanError: see `by_hand`.
+    """
+    return by_hand(profile, cluster, (), (replicas,), versions=versions, microbatches=microbatches)
+
+
+def by_hand(
+    profile: Profile,
+    cluster: Cluster,
+    cuts: tuple[int, ...],
+    replicas: tuple[int, ...] | None = None,
+    *,
+    versions: Versions = stash,
+    microbatches: int = 1,
+    depth: str | tuple[int, ...] = "noam",
+) -> Plan:
+    """Returns the plan that is cut before each of the given layer indices.
+
+    Args:
+        replicas: workers of each stage; one each unless given.
+
+    Raises:
+        PlanError: a cut that the model does not allow (says why), counts that match neither stages nor
+            workers, or a stage that does not fit the memory.
+    """
+    _check_cuts(profile.graph, cuts)
+    counts = (1,) * (len(cuts) + 1) if replicas is None else tuple(replicas)
+    if len(counts) != len(cuts) + 1:
+        raise PlanError(
+            f"replicas {counts} name {len(counts)} stages, cuts {cuts} make {len(cuts) + 1}; give one count a stage"
+        )
+    if min(counts) < 1:
+        raise PlanError(f"replicas {counts} were asked; every stage needs at least one worker")
+    if sum(counts) > cluster.workers:
+        raise PlanError(
+            f"replicas {counts} take {sum(counts)} workers, the cluster has {cluster.workers}; ask for fewer or give "
+            "more workers"
+        )
+    space = Space.of(profile, cluster, versions=versions, microbatches=microbatches)
+    return space.at_depth(space.plan(tuple(cuts), counts, note="cut by hand"), depth)
+
+
+def _check_cuts(graph: LayerGraph, cuts: tuple[int, ...]) -> None:
+    count, allowed = len(graph.layers), graph.cuts()
+    if any(after <= before for before, after in pairwise(cuts)):
+        raise PlanError(f"cuts {cuts} were asked; give layer indices that rise, each once")
+    for cut in cuts:
+        if cut in allowed:
+            continue
+        if not 0 < cut < count:
+            reason = f"the model has {count} layers, a cut lies between 1 and {count - 1}"
+        else:
+            reason = _reason(graph, cut)
+        raise PlanError(f"a cut before layer {cut} was asked: {reason}; cut at one of {list(allowed)}")
+
+
+def _reason(graph: LayerGraph, cut: int) -> str:
+    for group in graph.ties:
+        if min(group) < cut <= max(group):
+            names = ", ".join(graph.layers[i].name for i in sorted(group))
+            return f"it would part layers that share a parameter ({names})"
+    source, target = next(edge for edge in graph.edges if edge[0] < cut <= edge[1] and edge[0] != cut - 1)
+    return (
+        f"layer {graph.layers[target].name} behind it also reads the output of {graph.layers[source].name}, and only "
+        f"the output of {graph.layers[cut - 1].name} can be sent across"
+    )

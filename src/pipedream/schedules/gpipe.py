@@ -1,0 +1,50 @@
+"""GPipe: all forwards of a minibatch, then all its backwards, then the update.
+
+Huang et al., NeurIPS 2019, section 2.3; bubble (p - 1)/(m + p - 1).
+
+    rank 0 | F0 F1 F2 F3 .  .  B0 B1 B2 B3 U
+    rank 1 |    F0 F1 F2 F3 B0 B1 B2 B3    U
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..core.op import Op
+from ..core.placement import Seat
+from ..core.plan import Plan
+from ..core.schedule import Claims, Schedule
+from ..core.update import UpdateRule
+from ..core.weights import Flush
+from .idioms import at_one_seat, backward, flushed, forward
+
+__all__ = ["gpipe"]
+
+
+def gpipe(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns GPipe; 4 microbatches a stage unless asked (the paper: m >= 4 p makes the bubble negligible)."""
+    m = microbatches or 4 * len(plan.stages)
+
+    def ops(seat: Seat) -> Iterator[Op]:
+        def all_forward_all_backward(mine: range) -> Iterator[Op]:
+            yield from (forward(seat, k) for k in mine)
+            yield from (backward(seat, k) for k in mine)
+
+        return flushed(seat, replicas=plan.replicas[seat[0]], microbatches=m, ops=all_forward_all_backward)
+
+    return Schedule(
+        name="gpipe",
+        plan=plan,
+        placement=plan.placement,
+        order=at_one_seat(plan.placement, ops),
+        weights=Flush(m),
+        updates=UpdateRule((m,) * len(plan.stages)),
+        microbatches=m,
+        flushes=True,
+        claims=Claims(
+            bubble=lambda p, m: (p - 1) / (m + p - 1),
+            in_flight=lambda p, m, s: m,
+            staleness=lambda p, m, s: 0,
+            versions=lambda p, m, s: 1,
+        ),
+    )

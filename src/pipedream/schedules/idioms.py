@@ -1,0 +1,100 @@
+"""The few turns of phrase that orders are written in. Each yields ops without end.
+
+Legend: a seat is a (stage, replica); its microbatches are replica, replica + r, replica + 2 r, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+
+from ..core.op import Kind, Op
+from ..core.placement import Placement, Seat
+from ..core.schedule import Order
+
+__all__ = [
+    "at_one_seat",
+    "backward",
+    "endless",
+    "flushed",
+    "forward",
+    "one_forward_one_backward",
+    "update",
+    "with_updates",
+]
+
+F, B, U = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE
+
+
+def forward(seat: Seat, microbatch: int) -> Op:
+    """Returns the forward of a microbatch at a seat."""
+    return Op(F, seat[0], microbatch, seat[1])
+
+
+def backward(seat: Seat, microbatch: int) -> Op:
+    """Returns the backward of a microbatch at a seat."""
+    return Op(B, seat[0], microbatch, seat[1])
+
+
+def update(seat: Seat, number: int) -> Op:
+    """Returns the update that makes version `number` at a seat."""
+    return Op(U, seat[0], number, seat[1])
+
+
+def at_one_seat(placement: Placement, ops: Callable[[Seat], Iterator[Op]]) -> Order:
+    """Returns the order of a placement with one seat a rank, from what a seat does."""
+
+    def order(rank: int) -> Iterator[Op]:
+        (seat,) = placement.seats(rank)
+        return ops(seat)
+
+    return order
+
+
+def one_forward_one_backward(seat: Seat, *, mine: range, warmup: int) -> Iterator[Op]:
+    """Yields `warmup` forwards, then one forward and one backward in turn, then the backwards that are left.
+
+    Args:
+        seat: the (stage, replica).
+        mine: the seat's microbatches.
+        warmup: W_s, forwards before the first backward beside the one that belongs to it.
+    """
+    for i in range(len(mine) + warmup):
+        if i < len(mine):
+            yield forward(seat, mine[i])
+        if i >= warmup:
+            yield backward(seat, mine[i - warmup])
+
+
+def with_updates(ops: Iterator[Op], *, replicas: int, per_update: int, lag: int = 0) -> Iterator[Op]:
+    """Yields an order with an update after the seat's last backward of each, or after the forward behind it.
+
+    Args:
+        ops: forwards and backwards of one seat, backwards in order.
+        replicas: of the stage; the seat takes every so-manieth microbatch.
+        per_update: microbatches in an update, over all replicas; at least `replicas`.
+        lag: 1 puts the next forward before the update.
+    """
+    due: Op | None = None
+    for op in ops:
+        yield op
+        if op.kind is B and (op.index + replicas) // per_update > op.index // per_update:
+            due = update((op.stage, op.replica), op.index // per_update + 1)
+        if due is not None and (not lag or op.kind is F):
+            yield due
+            due = None
+
+
+def flushed(
+    seat: Seat, *, replicas: int, microbatches: int, ops: Callable[[range], Iterator[Op]]
+) -> Iterator[Op]:
+    """Yields, minibatch after minibatch, the ops on the seat's share of its microbatches and one update."""
+    for number in count():
+        first = number * microbatches
+        yield from ops(range(first + (seat[1] - first) % replicas, first + microbatches, replicas))
+        yield update(seat, number + 1)
+
+
+def endless(seat: Seat, replicas: int) -> range:
+    """Returns all microbatches of a seat (2 to the 62nd: more than any run has)."""
+    return range(seat[1], 2**62, replicas)

@@ -1,0 +1,50 @@
+"""Naive model parallelism: one microbatch at a time; a worker waits while the others work.
+
+The baseline of PipeDream (SOSP 2019, figure 2).
+
+    rank 0 | F0 .  .  B0 U
+    rank 1 |    F0 B0    U
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..core.op import Op
+from ..core.placement import Seat
+from ..core.plan import Plan
+from ..core.schedule import Claims, Schedule
+from ..core.update import UpdateRule
+from ..core.weights import Flush
+from .idioms import at_one_seat, flushed, one_forward_one_backward
+
+__all__ = ["naive"]
+
+
+def naive(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns naive model parallelism; a minibatch is not split unless asked."""
+    m = microbatches or 1
+
+    def ops(seat: Seat) -> Iterator[Op]:
+        def one_at_a_time(mine: range) -> Iterator[Op]:
+            return one_forward_one_backward(seat, mine=mine, warmup=0)
+
+        return flushed(seat, replicas=plan.replicas[seat[0]], microbatches=m, ops=one_at_a_time)
+
+    return Schedule(
+        name="naive",
+        plan=plan,
+        placement=plan.placement,
+        order=at_one_seat(plan.placement, ops),
+        weights=Flush(m),
+        updates=UpdateRule((m,) * len(plan.stages)),
+        microbatches=m,
+        flushes=True,
+        claims=Claims(
+            # Nothing overlaps at all: one of p workers works. Also true for unequal times of F and B.
+            bubble=lambda p, m: (p - 1) / p,
+            in_flight=lambda p, m, s: 1,
+            staleness=lambda p, m, s: 0,
+            versions=lambda p, m, s: 1,
+        ),
+    )

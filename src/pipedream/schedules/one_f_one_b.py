@@ -1,0 +1,51 @@
+"""1F1B with a flush: PipeDream-Flush, DAPPLE. GPipe's time and result with fewer activations.
+
+Narayanan et al., PipeDream-2BW, ICML 2021, section 3.2; bubble (p - 1)/(m + p - 1), min(p - s, m) in flight.
+
+    rank 0 | F0 F1 .  B0 F2 B1 F3 B2 .  B3 U
+    rank 1 |    F0 B0 F1 B1 F2 B2 F3 B3    U
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..core.op import Op
+from ..core.placement import Seat
+from ..core.plan import Plan
+from ..core.schedule import Claims, Schedule
+from ..core.update import UpdateRule
+from ..core.weights import Flush
+from .idioms import at_one_seat, flushed, one_forward_one_backward
+
+__all__ = ["one_f_one_b"]
+
+
+def one_f_one_b(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns 1F1B with a flush; 4 microbatches a stage unless asked, the depth is the plan's."""
+    m = microbatches or 4 * len(plan.stages)
+
+    def ops(seat: Seat) -> Iterator[Op]:
+        def in_turn(mine: range) -> Iterator[Op]:
+            # A stage cannot warm up with more than the minibatch has for it.
+            warmup = min(plan.in_flight[seat[0]] - 1, max(len(mine) - 1, 0))
+            return one_forward_one_backward(seat, mine=mine, warmup=warmup)
+
+        return flushed(seat, replicas=plan.replicas[seat[0]], microbatches=m, ops=in_turn)
+
+    return Schedule(
+        name="1f1b",
+        plan=plan,
+        placement=plan.placement,
+        order=at_one_seat(plan.placement, ops),
+        weights=Flush(m),
+        updates=UpdateRule((m,) * len(plan.stages)),
+        microbatches=m,
+        flushes=True,
+        claims=Claims(
+            bubble=lambda p, m: (p - 1) / (m + p - 1),
+            in_flight=lambda p, m, s: min(p - s, m),
+            staleness=lambda p, m, s: 0,
+            versions=lambda p, m, s: 1,
+        ),
+    )

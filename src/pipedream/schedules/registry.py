@@ -1,0 +1,71 @@
+"""From a name to a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..core.artifact import Artifact
+from ..core.errors import ScheduleError
+from ..core.plan import Plan
+from ..core.schedule import Schedule
+from .gpipe import gpipe
+from .naive import naive
+from .one_f_one_b import one_f_one_b
+from .pipedream import pipedream, pipedream_vertical_sync
+from .two_bw import pipedream_2bw
+
+__all__ = ["ALIASES", "SCHEDULES", "Choice", "build"]
+
+SCHEDULES: dict[str, Callable[[Plan, int | None], Schedule]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "pipedream": pipedream,
+    "pipedream_vertical_sync": pipedream_vertical_sync,
+    "pipedream_2bw": pipedream_2bw,
+}
+"""The methods, each by its name."""
+
+ALIASES = {"pipedream_flush": "1f1b", "2bw": "pipedream_2bw", "vertical_sync": "pipedream_vertical_sync"}
+"""Other names that papers use."""
+
+
+def build(name: str, plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns a method's schedule for a plan.
+
+    Args:
+        name: of the method; case and the difference of ``-`` and ``_`` do not matter.
+        plan: stages, replicas, depth.
+        microbatches: m, how many a minibatch is split into; None takes the method's own choice.
+
+    Raises:
+        ScheduleError: no such method, or it cannot work with this plan or number.
+    """
+    key = name.lower().replace("-", "_")
+    key = ALIASES.get(key, key)
+    if key not in SCHEDULES:
+        raise ScheduleError(f"schedule {name!r} is not known; choose one of {', '.join(sorted(SCHEDULES))}")
+    if microbatches is not None and microbatches < 1:
+        raise ScheduleError(f"a minibatch is split into at least 1 microbatch, found {microbatches}")
+    return SCHEDULES[key](plan, microbatches)
+
+
+@dataclass(frozen=True)
+class Choice(Artifact):
+    """A Schedule as a file: the method's name, the plan, the split; `build` makes the rest again."""
+
+    FORMAT = 1
+
+    name: str
+    plan: Plan
+    microbatches: int
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Choice:
+        """Returns what is needed to build a schedule again."""
+        return cls(schedule.name, schedule.plan, schedule.microbatches)
+
+    def build(self) -> Schedule:
+        """Returns the schedule."""
+        return build(self.name, self.plan, self.microbatches)
