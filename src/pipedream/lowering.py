@@ -36,9 +36,7 @@ def lower(schedule: Schedule) -> Program:
     """
     channels = _channels(schedule.placement, schedule.plan.in_flight)
     numbers = {(c.sender, c.receiver, c.carries): i for i, c in enumerate(channels)}
-    ranks = tuple(
-        _fold(schedule, rank, _expand(schedule, rank, numbers)) for rank in range(schedule.placement.workers)
-    )
+    ranks = tuple(_fold(schedule, rank, _expand(schedule, rank, numbers)) for rank in range(schedule.placement.workers))
     return Program(
         schedule=schedule.name,
         plan=schedule.plan,
@@ -124,7 +122,11 @@ def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankP
             elif first is not None and instruction == moved(window[first], cycle, schedule.updates):
                 if second is None:
                     second = len(window) - 1
-            elif second is not None and instruction == moved(window[first], 2 * cycle, schedule.updates):
+            elif (
+                first is not None
+                and second is not None
+                and instruction == moved(window[first], 2 * cycle, schedule.updates)
+            ):
                 break
     if first is None or second is None:
         raise ScheduleError(f"schedule {schedule.name!r}: the order of rank {rank} does not settle into a period")

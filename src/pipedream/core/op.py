@@ -39,7 +39,7 @@ class Op(NamedTuple):
 
     kind: Kind
     stage: int
-    index: int
+    index: int  # type: ignore[assignment]  # a field, not the method of tuples
     replica: int = 0
 
     def __str__(self) -> str:

@@ -108,10 +108,7 @@ class Profile(Artifact):
         return cls("chain", graph, layers, batch, **rest)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        head = (
-            f"Profile of {self.model}: batch {self.batch}, {self.dtype}, {self.device}, "
-            f"median of {self.runs} runs\n"
-        )
+        head = f"Profile of {self.model}: batch {self.batch}, {self.dtype}, {self.device}, median of {self.runs} runs\n"
         width = max([5, *(len(layer.name) for layer in self.graph.layers)])
         kinds = max([4, *(len(layer.kind) for layer in self.graph.layers)])
         rows = [

@@ -16,13 +16,14 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from .artifact import Artifact, decode, encode
 from .errors import ArtifactError, ScheduleError
 from .op import Kind, Op
 from .placement import Placement
 from .plan import Plan
+from .schedule import requires_of
 from .update import UpdateRule
 from .weights import WeightRule
 
@@ -48,7 +49,7 @@ class Transfer(NamedTuple):
 
     kind: Move
     channel: int
-    index: int
+    index: int  # type: ignore[assignment]  # a field, not the method of tuples
 
     def __str__(self) -> str:
         return f"{self.kind.value}{self.channel}:{self.index}"
@@ -56,7 +57,7 @@ class Transfer(NamedTuple):
 
 Instruction = Op | Transfer
 
-_PATIENCE = 1_000_000
+_PATIENCE = 1_000_000  # instructions left out in a row, after which a program is given up
 
 
 @dataclass(frozen=True)
@@ -136,23 +137,47 @@ class Program(Artifact):
                 yield self._moved_on(instruction, turn)
             turn += 1
 
-    def instructions(self, rank: int, total: int) -> Iterator[Instruction]:
-        """Yields the instructions of a rank for a run of `total` microbatches, drain included."""
-        exists = self.exists(total)
-        missing = sum(self.op_counts(rank, total))
-        idle = 0
+    def instructions(self, rank: int, total: int | Callable[[], int | None]) -> Iterator[Instruction]:
+        """Yields the instructions of a rank for a run of `total` microbatches, drain included.
+
+        Args:
+            rank: whose.
+            total: the number, or a function that returns it as soon as it is known: a worker learns from
+                the data, or from the worker before it, where the stream ends. It is asked before each
+                instruction; what was yielded before must exist, but for the op that found the end.
+
+        Raises:
+            ScheduleError: the program goes on without yielding what is still missing.
+        """
+        known = total if isinstance(total, int) else None
+        missing = sum(self.op_counts(rank, known)) if known is not None else 0
+        exists = self.exists(known) if known is not None else None
+        # Indices only grow: a whole turn without an instruction of this run is followed by no other.
+        patience = len(self.ranks[rank].warmup) + len(self.ranks[rank].period)
+        made = idle = 0
+        last: Instruction | None = None
         for instruction in self.stream(rank):
-            # The sends behind the last op still belong to it.
-            if not missing and not (isinstance(instruction, Transfer) and instruction.kind is Move.SEND):
-                return
-            if exists(instruction):
-                idle = 0
-                missing -= isinstance(instruction, Op)
-                yield instruction
-            elif (idle := idle + 1) > _PATIENCE:
-                break
-        if missing:
-            raise ScheduleError(f"program {self.schedule!r}: rank {rank} lacks {missing} ops of {total} microbatches")
+            if exists is None and not isinstance(total, int) and (known := total()) is not None:
+                exists = self.exists(known)
+                if isinstance(last, Op) and not exists(last):
+                    made -= 1
+                missing = sum(self.op_counts(rank, known)) - made
+            if exists is not None:
+                # The sends behind the last op still belong to it.
+                if not missing and not (isinstance(instruction, Transfer) and instruction.kind is Move.SEND):
+                    return
+                if not exists(instruction):
+                    idle += 1
+                    if idle > patience:
+                        break
+                    continue
+            idle = 0
+            last = instruction
+            made += isinstance(instruction, Op)
+            missing -= exists is not None and isinstance(instruction, Op)
+            yield instruction
+        if missing or exists is None:
+            raise ScheduleError(f"program {self.schedule!r}: rank {rank} lacks {missing} ops of {known} microbatches")
 
     def exists(self, total: int) -> Callable[[Instruction], bool]:
         """Returns the test whether an instruction belongs to a run of `total` microbatches."""
@@ -177,6 +202,17 @@ class Program(Artifact):
             if len(self.kinds) > 1:
                 updates += self.updates.updates(stage, total)
         return passes, updates
+
+    def requires(self, op: Op, total: int | None = None) -> tuple[Op, ...]:
+        """Returns the ops that must be done before an op (`core.schedule.requires_of`, the one rule)."""
+        return requires_of(
+            op,
+            placement=self.placement,
+            weights=self.weights,
+            updates=self.updates,
+            kinds=self.kinds,
+            total=total,
+        )
 
     def channel_id(self, sender: int, receiver: int, carries: str) -> int:
         """Returns the index of a channel. Raises KeyError where there is none."""
@@ -209,9 +245,7 @@ class Program(Artifact):
             for rank, row in enumerate(value.pop("ranks", []))
         )
         plain = {
-            name: decode(kind, value[name], f"{place}.{name}")
-            for name, kind in _PLAIN_FIELDS.items()
-            if name in value
+            name: decode(kind, value[name], f"{place}.{name}") for name, kind in _PLAIN_FIELDS.items() if name in value
         }
         lacking = sorted(set(_PLAIN_FIELDS) - set(plain))
         unknown = sorted(set(value) - set(_PLAIN_FIELDS))

@@ -19,7 +19,7 @@ from .plan import Plan
 from .update import UpdateRule
 from .weights import WeightRule
 
-__all__ = ["Claims", "Order", "Schedule", "truncate"]
+__all__ = ["Claims", "Order", "Schedule", "requires_of", "truncate"]
 
 Order = Callable[[int], Iterator[Op]]
 """From a rank to its ops, in order, without end."""
@@ -99,24 +99,56 @@ class Schedule:
     def requires(self, op: Op, total: int | None = None) -> tuple[Op, ...]:
         """Returns the ops that must be done before an op: by data, by weights, by updates.
 
-        Adds to `op.requires`: a forward that reads version v needs update v of its own stage; an update
-        needs the gradients of all its members, over all replicas, and the update before it.
+        See `requires_of`, the one rule.
         """
-        needs = requires(op, self.placement, self.splits_backward)
-        stage, replica = op.stage, op.replica
-        if op.kind is Kind.FORWARD and len(self.kinds) > 1:
-            version = self.weights.forward_version(stage, op.index)
-            if version > 0:
-                needs += (Op(Kind.UPDATE, stage, version, replica),)
-        if op.kind is Kind.UPDATE:
-            last = Kind.WEIGHT_GRADIENT if self.splits_backward else Kind.BACKWARD
-            needs += tuple(
-                Op(last, stage, k, self.placement.replica(stage, k))
-                for k in self.updates.members(stage, op.index, total)
-            )
-            if op.index > 1:
-                needs += (Op(Kind.UPDATE, stage, op.index - 1, replica),)
+        return requires_of(
+            op,
+            placement=self.placement,
+            weights=self.weights,
+            updates=self.updates,
+            kinds=self.kinds,
+            total=total,
+        )
+
+
+def requires_of(
+    op: Op,
+    *,
+    placement: Placement,
+    weights: WeightRule,
+    updates: UpdateRule,
+    kinds: tuple[Kind, ...],
+    total: int | None = None,
+) -> tuple[Op, ...]:
+    """Returns the ops that must be done before an op: by data, by weights, by updates.
+
+    Adds to `op.requires`: a pass that reads version v needs update v of its own stage; an update needs the
+    gradients of all its members, over all replicas, and the update before it.
+
+    Args:
+        op: any op.
+        placement, weights, updates, kinds: of the schedule or the program.
+        total: microbatches in the run, None for a run without end.
+    """
+    splits_backward = Kind.INPUT_GRADIENT in kinds
+    needs = requires(op, placement, splits_backward)
+    kind, stage, index, replica = op
+    if kind is Kind.UPDATE:
+        last = Kind.WEIGHT_GRADIENT if splits_backward else Kind.BACKWARD
+        needs += tuple(Op(last, stage, k, placement.replica(stage, k)) for k in updates.members(stage, index, total))
+        if index > 1:
+            needs += (Op(Kind.UPDATE, stage, index - 1, replica),)
         return needs
+    if len(kinds) == 1 or kind is Kind.WEIGHT_GRADIENT:
+        return needs
+    version = weights.forward_version(stage, index)
+    if kind is not Kind.FORWARD:
+        # Its own forward has already waited for the version that both read.
+        newer = weights.backward_version(stage, index)
+        version = newer if newer > version else 0
+    if version > 0:
+        needs += (Op(Kind.UPDATE, stage, version, replica),)
+    return needs
 
 
 def truncate(order: Iterator[Op], schedule: Schedule, rank: int, total: int) -> Iterator[Op]:

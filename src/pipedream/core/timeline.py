@@ -32,7 +32,7 @@ class Span(NamedTuple):
     rank: int
     kind: str
     stage: int
-    index: int
+    index: int  # type: ignore[assignment]  # a field, not the method of tuples
     start_s: float
     end_s: float
 

@@ -63,9 +63,7 @@ def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
         return str(value)
     if value == 0:
         return f"0 {units[-1][0]}"
-    for name, size in units:
-        if abs(value) >= size:
-            break
+    name, size = next((unit for unit in units if abs(value) >= unit[1]), units[-1])
     scaled = value / size
-    digits = max(0, 2 - int(math.floor(math.log10(abs(scaled))))) if scaled else 0
+    digits = max(0, 2 - math.floor(math.log10(abs(scaled)))) if scaled else 0
     return f"{scaled:.{min(digits, 3)}f} {name}"

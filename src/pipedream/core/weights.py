@@ -53,12 +53,12 @@ class WeightRule(ABC):
 
     @abstractmethod
     def staleness(self, stage: int) -> int:
-        """Returns the updates between the version a gradient is taken at and the one it updates, in
-        steady state."""
+        """Returns the most updates between the version a gradient is taken at and the one it updates."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the rule as JSON values."""
-        return {"rule": self.name} | encode(self)
+        fields: dict[str, Any] = encode(self)
+        return {"rule": self.name} | fields
 
     @staticmethod
     def from_dict(data: Any, place: str = "weights") -> WeightRule:
@@ -124,7 +124,9 @@ class VerticalSync(WeightRule):
     """Vertical sync: one version for all stages, chosen at the input stage, travels with the minibatch.
 
     PipeDream, SOSP 2019, section 3.3: w(t+1) = w(t) - lr grad f(w_0(t-p+1), ..., w_{p-1}(t-p+1)). The tag
-    is a count of minibatches, a multiple of L = lcm(r), so that every stage has a version for it.
+    is a count of minibatches, a multiple of L = lcm(r), so that every stage has a version for it. It is
+    W_0 + lag_0 rounds of the input stage late, or more where a stage behind lags so much that it has not yet
+    made that version.
     """
 
     name: ClassVar[str] = "vertical_sync"
@@ -134,21 +136,40 @@ class VerticalSync(WeightRule):
 
     def forward_version(self, stage: int, microbatch: int) -> int:
         first = self.replicas[0]
-        newest = max(0, microbatch // first - self.warmup[0] - self.lag[0])
+        newest = max(0, microbatch // first - self._rounds_late)
         cycle = lcm(*self.replicas)
         return cycle * (first * newest // cycle) // self.replicas[stage]
 
     def versions(self, stage: int) -> int:
-        # From the version of the oldest minibatch in flight to the newest; the quantised tag may wait up
-        # to one cycle more.
-        count, cycle = self.replicas[stage], lcm(*self.replicas)
-        behind = (self.warmup[0] + self.lag[0]) * self.replicas[0]
-        if cycle == 1:
-            return behind + 1
-        return (behind + self.replicas[0] - 1 + cycle - 1) // count + 1
+        # Only multiples of L / r_s are ever read: those from the tag of the oldest round in flight on, and
+        # the newest where it is none of them.
+        count = self.replicas[stage]
+        step = lcm(*self.replicas) // count
+        return max(
+            len(range(self.forward_version(stage, newest * count), newest + 1, step)) + (newest % step > 0)
+            for newest in self._settled(stage)
+        )
 
     def staleness(self, stage: int) -> int:
-        return (self.warmup[0] + self.lag[0]) * self.replicas[0] // self.replicas[stage]
+        # The most over one cycle: the tag stands still for a cycle while the stage's updates go on.
+        count = self.replicas[stage]
+        return max(
+            k // count - self.forward_version(stage, k)
+            for newest in self._settled(stage)
+            for k in range(newest * count, (newest + 1) * count)
+        )
+
+    @property
+    def _rounds_late(self) -> int:
+        """Rounds of the input stage: r_0 times as many microbatches must cover (W_s + lag_s) r_s of each."""
+        each = zip(self.warmup, self.lag, self.replicas, strict=True)
+        return max(-(-(wait + lag) * count // self.replicas[0]) for wait, lag, count in each)
+
+    def _settled(self, stage: int) -> range:
+        """Returns one cycle of updates of a stage, behind the warm-up."""
+        cycle = lcm(*self.replicas)
+        first = ((self._rounds_late + 1) * self.replicas[0] // cycle + 2) * cycle
+        return range(first // self.replicas[stage], (first + cycle) // self.replicas[stage])
 
 
 @dataclass(frozen=True)

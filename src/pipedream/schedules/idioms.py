@@ -85,9 +85,7 @@ def with_updates(ops: Iterator[Op], *, replicas: int, per_update: int, lag: int 
             due = None
 
 
-def flushed(
-    seat: Seat, *, replicas: int, microbatches: int, ops: Callable[[range], Iterator[Op]]
-) -> Iterator[Op]:
+def flushed(seat: Seat, *, replicas: int, microbatches: int, ops: Callable[[range], Iterator[Op]]) -> Iterator[Op]:
     """Yields, minibatch after minibatch, the ops on the seat's share of its microbatches and one update."""
     for number in count():
         first = number * microbatches

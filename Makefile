@@ -1,0 +1,53 @@
+# make train    trains a small model over two worker processes
+# make test     the default tests: no root, no GPU, no browser, a few minutes on two cores
+# make test-all all tests that this machine can run; says of each skipped one what is missing
+# make check    format, lint, types, and the direction of imports
+# make docs     writes the pages of docs/ that are made from the code
+# make bench    runs the benchmarks, one after the other
+# make clean    removes all that these made
+#
+# Each makes .venv first if it is not there. PYTHON=... chooses the interpreter, PYTEST=... adds options.
+
+.PHONY: train test test-all check docs bench clean
+.DEFAULT_GOAL := test
+
+BIN := .venv/bin
+# The first interpreter that is new enough: python3 is too old on some systems that have a newer one beside it.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+STAMP := .venv/installed
+
+train: $(STAMP)
+	@$(BIN)/pipedream train examples/digits.py --workers 2
+
+test: $(STAMP)
+	@$(BIN)/pytest -q $(PYTEST)
+
+test-all: $(STAMP)
+	@$(BIN)/pytest -q -m "" $(PYTEST)
+
+check: $(STAMP)
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+docs: $(STAMP)
+	@$(BIN)/python scripts/make_docs.py
+
+bench: $(STAMP)
+	@for question in $(wildcard benchmarks/*/run.py); do echo "$$question"; $(BIN)/python "$$question" || exit 1; done
+
+clean:
+	@rm -rf .venv build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	@find src tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(STAMP): requirements/pins.txt pyproject.toml scripts/install.sh
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "pipedream needs Python 3.11 or newer; found $$($(or $(PYTHON),python3) --version 2>&1)." \
+			"Install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@echo "making .venv with $$($(PYTHON) --version) (minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { \
+		rm -rf .venv; echo "$(PYTHON) has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@sh scripts/install.sh
+	@touch $@

@@ -1,0 +1,20 @@
+#!/bin/sh
+# Installs the pins and this package into .venv, which must exist; quiet unless something fails.
+#
+# Without a GPU, torch's CPU build will do: it is a tenth of the size of the CUDA build. It is looked for on
+# PyTorch's own index and in whatever find-links the user's pip is set up with. Where neither answers, the ordinary
+# index gives the build that it has, which works as well.
+set -eu
+cd "$(dirname "$0")/.."
+
+pip() {
+    .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"
+}
+
+torch=$(grep '^torch==' requirements/pins.txt)
+if ! nvidia-smi -L >/dev/null 2>&1; then
+    pip install --no-deps --retries 0 --timeout 15 --index-url https://download.pytorch.org/whl/cpu "$torch" \
+        >/dev/null 2>&1 || echo "no CPU build of $torch was found; taking the ordinary one"
+fi
+pip install --requirement requirements/pins.txt
+pip install --no-deps --no-build-isolation --editable .

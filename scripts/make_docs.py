@@ -1,0 +1,102 @@
+"""Writes docs/gallery.md and docs/img/*.svg from the schedules themselves.
+
+With --check it writes nothing and says what is out of date.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+
+from pipedream.core.artifact import write_text
+from pipedream.core.plan import Plan
+from pipedream.core.schedule import Schedule
+from pipedream.core.timeline import Timeline
+from pipedream.lowering import lower
+from pipedream.report.gallery import Entry, gallery, prose
+from pipedream.report.svg import timeline_svg
+from pipedream.schedules import SCHEDULES
+from pipedream.simulator import costs, simulate
+
+DOCS = Path(__file__).parents[1] / "docs"
+STAGES, MICROBATCHES, LONG = 4, 8, 64
+
+CHOOSE = {
+    "naive": "Never for speed: it is the baseline. It is right for a model that does not fit one worker and is run "
+    "seldom, and for finding out whether an error comes from the pipeline or from the model.",
+    "gpipe": "When a minibatch splits into many microbatches (m at least 4 p) and memory is plentiful, or when an "
+    "order is wanted that is easy to follow. The result is that of one process; 1f1b gives it too, in the same time, "
+    "with less memory.",
+    "1f1b": "The first choice where the result must be that of one process: GPipe's bubble, and a stage holds at most "
+    "p microbatches instead of m. Split the minibatch as finely as the workers stay efficient.",
+    "pipedream": "When the minibatch cannot be split or the bubble of a flush is too dear: no worker waits in steady "
+    "state, at the price of stale gradients and of a set of weights for each minibatch in flight. The plan may "
+    "replicate stages.",
+    "pipedream_vertical_sync": "When all stages must see one version of the whole model for a minibatch, so that the "
+    "update rule is exactly delayed SGD. Costs more staleness and more weight sets than pipedream.",
+    "pipedream_2bw": "When the weights are large: no bubble in steady state with two sets of weights at any depth, and "
+    "a staleness of one update everywhere. Needs m >= p - 1 microbatches in a minibatch.",
+}
+PICTURES = {
+    "naive": ("Naive model parallelism, m = 1", 1, 4),
+    "gpipe": ("GPipe: all forwards, then all backwards, flush; m = 4", 4, 8),
+    "1f1b": ("1F1B with a flush, m = 4", 4, 8),
+    "pipedream": ("PipeDream: 1F1B, no flush; v is the version of the weights that an op reads", None, 12),
+    "pipedream_vertical_sync": (
+        "PipeDream with vertical sync: one version (v) for a minibatch at all stages",
+        None,
+        12,
+    ),
+    "pipedream_2bw": ("PipeDream-2BW: 1F1B, no flush, two versions (v) of the weights; m = 4", 4, 12),
+}
+"""Title, microbatches of a minibatch and of the run in a method's picture."""
+
+
+def split(name: str) -> int | None:
+    """Returns the microbatches of a minibatch in the gallery; None for methods that do not split it."""
+    return None if name in ("pipedream", "pipedream_vertical_sync") else MICROBATCHES
+
+
+def simulated(schedule: Schedule, total: int) -> Timeline:
+    """Returns the timeline of a schedule whose plan has seconds for a microbatch."""
+    return simulate(lower(schedule), costs(schedule.plan), total)
+
+
+def about(name: str) -> str:
+    """Returns what the docstrings of a method say: the function's first sentence, the module's words."""
+    factory = SCHEDULES[name]
+    sentence = (inspect.getdoc(factory) or "").split("\n\n")[0].removeprefix("Returns ")
+    return f"{prose(inspect.getdoc(inspect.getmodule(factory)))}\n\nHere: {sentence}"
+
+
+def pages() -> dict[Path, str]:
+    """Returns all files that this program writes: path -> text."""
+    plan = Plan.uniform(STAGES)
+    entries, files = [], {}
+    for name, factory in SCHEDULES.items():
+        schedule = factory(plan, split(name))
+        shown = simulated(schedule, MICROBATCHES)
+        run = shown if schedule.flushes else simulated(schedule, LONG)
+        title, m, total = PICTURES.get(name, (name, split(name), MICROBATCHES))
+        drawn = simulated(factory(plan, m), total)
+        files[DOCS / "img" / f"{name}.svg"] = timeline_svg(drawn, title=title, versions=True, width_px=1000)
+        entries.append(Entry(schedule, shown, run, f"img/{name}.svg", about(name), CHOOSE.get(name, "")))
+    files[DOCS / "gallery.md"] = gallery(entries)
+    return files
+
+
+def main() -> int:
+    """Writes the files, or compares them. Returns the exit status."""
+    stale = 0
+    for path, text in pages().items():
+        if "--check" not in sys.argv:
+            write_text(path, text)
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            print(f"{path} is out of date: run make docs", file=sys.stderr)
+            stale = 1
+    return stale
+
+
+if __name__ == "__main__":
+    sys.exit(main())

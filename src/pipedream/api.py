@@ -1,0 +1,165 @@
+"""The verbs: profile(), plan(), simulate(). They wire the wings and decide nothing.
+
+On several processes `profile` and `plan` run on rank 0, and all ranks get its answer: two ranks that
+measure at the same time would disturb each other, and would disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import planner, schedules
+from . import profiler as profiling
+from . import simulator as clock
+from .capture import capture
+from .core.cluster import Cluster
+from .core.plan import Plan
+from .core.profile import Profile
+from .core.program import Program
+from .core.schedule import Schedule
+from .core.timeline import Timeline
+from .lowering import lower
+from .runtime import talk
+from .verifier import verify
+
+__all__ = ["plan", "profile", "simulate", "simulate_program", "versions_of"]
+
+
+def profile(
+    model: Any,
+    sample: Any,
+    *,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    device: str = "cpu",
+    warmup: int = 3,
+    runs: int = 10,
+    autocast: Any = None,
+    seed: int = 0,
+) -> Profile:
+    """Measures seconds and bytes of each layer of a model on a sample minibatch.
+
+    Args:
+        model: a chain of modules, see `pipedream.capture`.
+        sample: the model's input for one minibatch; a tuple for several inputs.
+        loss: from the model's output to a scalar; its time is charged to the last stage.
+        optimizer: factory from named parameters to an optimizer; its update time and state are measured.
+        device: where to measure: 'cpu', 'cuda' or 'cuda:N'.
+        warmup, runs: runs that are not counted, and runs behind each median.
+        autocast: low-precision dtype of the forwards.
+        seed: of the random numbers that layers draw.
+
+    Raises:
+        CaptureError: the model cannot be taken apart.
+        ProfileError: a layer fails on the sample.
+    """
+
+    def measured() -> str:
+        inputs = sample if isinstance(sample, tuple) else (sample,)
+        captured = capture(model, inputs)
+        return profiling.measure(
+            captured.layers,
+            captured.graph,
+            inputs,
+            model_name=type(model).__name__,
+            loss=loss,
+            optimizer=optimizer,
+            device=device,
+            warmup=warmup,
+            runs=runs,
+            autocast=autocast,
+            seed=seed,
+        ).to_json()
+
+    return Profile.from_json(_from_rank_0(measured, device), "rank 0's profile")
+
+
+def plan(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    schedule: str = "pipedream",
+    microbatches: int | None = None,
+    in_flight: str | tuple[int, ...] = "noam",
+    straight: bool | None = None,
+) -> Plan:
+    """Cuts a profiled model into stages, so that the slowest is as fast as can be and the memory holds.
+
+    Args:
+        profile: of the model.
+        cluster: workers, links, memory.
+        schedule: method whose versions of the weights count against the memory.
+        microbatches: parts that a minibatch is split into.
+        in_flight: depth: 'noam', 'full', or a count for each stage.
+        straight: True takes one stage for each worker, False data parallelism, None the faster one.
+
+    Raises:
+        PlanError: nothing fits.
+    """
+    return planner.plan(
+        profile,
+        cluster,
+        versions=versions_of(schedule),
+        microbatches=microbatches or 1,
+        depth=in_flight,
+        straight=straight,
+    )
+
+
+def versions_of(schedule: str) -> Callable[[int], int]:
+    """Returns a method's rule from a stage's in-flight count to its versions of the weights, read off the
+    method's own weight rule on a small plan.
+
+    Raises:
+        ScheduleError: no such method.
+    """
+
+    def versions(in_flight: int) -> int:
+        small = Plan.uniform(in_flight)
+        return schedules.build(schedule, small).weights.versions(0)
+
+    versions(1)
+    return versions
+
+
+def simulate(
+    plan: Plan,
+    *,
+    schedule: str | Schedule = "pipedream",
+    microbatches: int = 16,
+    weight_s: float | None = None,
+) -> Timeline:
+    """Predicts what runs when, from an empty pipeline to an empty one.
+
+    Args:
+        plan: with its predicted seconds and bytes.
+        schedule: a method's name, or a schedule.
+        microbatches: of the run. A method that flushes runs one minibatch of so many; any other runs on.
+        weight_s: seconds of the weight gradient, where the backward is split.
+
+    Raises:
+        ScheduleError: the method does not work with this plan.
+    """
+    if isinstance(schedule, str):
+        tried = schedules.build(schedule, plan)
+        built = schedules.build(schedule, plan, microbatches) if tried.flushes else tried
+    else:
+        built = schedule
+    program = lower(built)
+    verify(program)
+    m = program.microbatches
+    return simulate_program(program, -(-microbatches // m) * m, weight_s=weight_s)
+
+
+def simulate_program(program: Program, total: int, *, weight_s: float | None = None) -> Timeline:
+    """Predicts a run of `total` microbatches of a program; see `simulate`."""
+    seconds = clock.costs(program.plan, split=program.microbatches, weight_s=weight_s)
+    return clock.simulate(program, seconds, total)
+
+
+def _from_rank_0(make: Callable[[], str], device: str) -> str:
+    if not talk.is_distributed():
+        return make()
+    rank, _ = talk.join(device)
+    return talk.from_rank_0(make, rank)

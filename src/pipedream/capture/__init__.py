@@ -1,0 +1,33 @@
+"""Takes a model apart: a module and a sample become a LayerGraph and the user's own modules in run order.
+
+`capture` is the door; behind it stands one way for now, chains (`pipedream.capture.chain`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .captured import Captured
+from .chain import capture_chain, find_layers
+
+__all__ = ["Captured", "capture", "find_layers"]
+
+
+def capture(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
+    """Finds the layers of a model by running its forward on a sample.
+
+    The model is left as it was: parameters, buffers, training flags, plain attributes and the random
+    generators. Where its parameters are on the meta device the sample is taken there too; then the chain
+    is found as always, but its values cannot be compared with the model's.
+
+    Args:
+        model: the user's module; its submodules become the layers, they are not copied.
+        sample: the positional inputs of one forward: tensors, or tuples, lists and dicts of them.
+
+    Raises:
+        CaptureError: the model cannot be cut, does not run on the sample, or its layers, run one after the
+            other, do not give what the model gives.
+    """
+    return capture_chain(model, sample)

@@ -1,0 +1,191 @@
+"""Finds the chain of modules that a model is.
+
+A module is replaced by the modules called within it where these get exactly what the one before gave, so
+that running them one after the other is running the module. This is so for `nn.Sequential`, nested or not,
+and for every forward that only calls its children in a line. Any other module stays one layer: so do those
+with parameters, buffers or hooks of their own, which a list of their children would lose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pipedream.core.errors import CaptureError
+from pipedream.core.graph import Layer, LayerGraph
+
+from .captured import Captured
+from .check import check_equal_to_model
+from .trace import Call, trace, why_not_a_chain
+from .untouched import seed_generators, untouched
+
+__all__ = ["capture_chain", "find_layers", "tied_layers"]
+
+_ADVICE = (
+    "write that step as a module of its own (nn.Flatten, nn.ReLU, ...) so that the forward only calls modules "
+    "in a line, or put the modules around it into one module"
+)
+
+
+def capture_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
+    """Captures a model that is a chain. See `pipedream.capture.capture`.
+
+    Raises:
+        CaptureError: the model is no chain; names the place and the mend.
+    """
+    _check_arguments(model, sample)
+    kind = type(model).__name__
+    if any(parameter.is_meta for parameter in model.parameters()):
+        sample = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, sample)
+    devices = _cuda_devices(model, sample)
+    names = {id(module): name or kind for name, module in model.named_modules()}
+    reasons = {id(module): reason for module in model.modules() if (reason := _own_reason(module))}
+    orders = []
+    calls = [_trace_in_mode(model, sample, training, devices) for training in (True, False)]
+    for call in calls:
+        _note_reasons(call, names, reasons)
+    if id(model) in reasons and any(call.calls for call in calls):
+        raise CaptureError(
+            f"the model {kind} should be a chain of modules to be cut, but {reasons[id(model)]}; {_ADVICE}"
+        )
+    orders = [_unfold(call, reasons) for call in calls]
+    layers = orders[0]
+    if list(map(id, layers)) != list(map(id, orders[1])):
+        raise CaptureError(
+            f"the model {kind} runs {len(layers)} layers in training and {len(orders[1])}, or others, in evaluation; "
+            "it should run the same in both, so put what differs into one module"
+        )
+    captured = Captured(LayerGraph.chain(_describe(model, layers, names), tied_layers(layers)), tuple(layers))
+    if not any(leaf.is_meta for leaf in tree_leaves(sample) if isinstance(leaf, torch.Tensor)):
+        check_equal_to_model(model, captured, sample, devices)
+    return captured
+
+
+def find_layers(model: nn.Module, names: Sequence[str]) -> Captured:
+    """Finds the layers of a chain again by their names, as a profile or a plan of the same model lists them.
+
+    Raises:
+        CaptureError: the model has no module of that name.
+    """
+    layers = []
+    modules = dict(model.named_modules())
+    for name in names:
+        path = name.split("@")[0]
+        if path not in modules and not (path == type(model).__name__ and len(names) == 1):
+            raise CaptureError(
+                f"the plan has a layer {name!r}, but the model {type(model).__name__} has no module of that name; "
+                "plan again from this model's profile"
+            )
+        layers.append(modules.get(path, model))
+    own = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
+    return Captured(LayerGraph.chain(_describe(model, layers, own), tied_layers(layers)), tuple(layers))
+
+
+def tied_layers(layers: Sequence[nn.Module]) -> tuple[tuple[int, ...], ...]:
+    """Returns the groups of layers that share a parameter, or are one module with state that runs twice.
+
+    Shared means: in the same storage, so that a view of a weight is tied to it. Buffers that different
+    modules share tie nothing; they are constants (masks, tables).
+    """
+    users: dict[Any, set[int]] = {}
+    for index, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            users.setdefault(("storage", parameter.untyped_storage()._cdata), set()).add(index)
+        for module in layer.modules():
+            if any(buffer is not None for buffer in module._buffers.values()):
+                users.setdefault(("module", id(module)), set()).add(index)
+    groups = {tuple(sorted(group)) for group in users.values() if len(group) > 1}
+    return tuple(sorted(groups))
+
+
+def _check_arguments(model: nn.Module, sample: Any) -> None:
+    if not isinstance(sample, tuple):
+        raise CaptureError(
+            f"the sample should be a tuple of the model's positional inputs, found {type(sample).__name__}; "
+            "for one input x write (x,)"
+        )
+    for name, module in model.named_modules():
+        where = f"the module {name!r}" if name else f"the model {type(model).__name__}"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(f"{where} is a TorchScript module and cannot be looked into; pass the eager module")
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            raise CaptureError(f"{where} is compiled and cannot be looked into; pass the module before torch.compile")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise CaptureError(f"parameter {name!r} has no shape yet (a lazy module); run the model once before")
+
+
+def _cuda_devices(model: nn.Module, sample: tuple[Any, ...]) -> list[int]:
+    tensors = [*model.parameters(), *model.buffers(), *tree_leaves(sample)]
+    found = {t.device.index for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+    return sorted(index for index in found if index is not None)
+
+
+def _own_reason(module: nn.Module) -> str:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if any(hooks):
+        return "it has hooks of its own, which its children do not run"
+    for word, slots in (("parameter", module._parameters), ("buffer", module._buffers)):
+        own = [name for name, tensor in slots.items() if tensor is not None]
+        if own:
+            return f"it holds the {word} {own[0]!r} itself, outside any of its modules"
+    return ""
+
+
+def _trace_in_mode(model: nn.Module, sample: tuple[Any, ...], training: bool, devices: list[int]) -> Call:
+    mode = "training" if training else "evaluation"
+    with untouched([model], devices):
+        seed_generators(0, devices)
+        for module in model.modules():
+            module.training = training  # not train(): a user's own train() may have side effects
+        copies: dict[int, torch.Tensor] = {}
+        try:
+            return trace(model, tree_map(lambda leaf: _copy(leaf, copies), sample))
+        except Exception as error:
+            raise CaptureError(
+                f"the forward of {type(model).__name__} should run on the sample, but in {mode} mode it raised "
+                f"{type(error).__name__}: {error}; give a sample of the shape, dtype and device that it takes"
+            ) from error
+
+
+def _copy(leaf: Any, copies: dict[int, torch.Tensor]) -> Any:
+    # The forward may write into its input.
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return copies.setdefault(id(leaf), leaf.detach().clone())
+
+
+def _note_reasons(call: Call, names: dict[int, str], reasons: dict[int, str]) -> None:
+    if call.calls and id(call.module) not in reasons:
+        reason = why_not_a_chain(call, names)
+        if reason:
+            reasons[id(call.module)] = reason
+    for inner in call.calls:
+        _note_reasons(inner, names, reasons)
+
+
+def _unfold(call: Call, reasons: dict[int, str]) -> list[nn.Module]:
+    if not call.calls or id(call.module) in reasons:
+        return [call.module]
+    return [module for inner in call.calls for module in _unfold(inner, reasons)]
+
+
+def _describe(model: nn.Module, layers: list[nn.Module], names: dict[int, str]) -> tuple[Layer, ...]:
+    owned: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for slots in (module._parameters, module._buffers):
+            for name, tensor in slots.items():
+                if tensor is not None:
+                    owned.setdefault(id(module), []).append(f"{path}.{name}" if path else name)
+    seen: dict[int, int] = {}
+    described = []
+    for layer in layers:
+        seen[id(layer)] = count = seen.get(id(layer), 0) + 1
+        name = names[id(layer)] + (f"@{count}" if count > 1 else "")
+        parameters = tuple(text for module in layer.modules() for text in owned.get(id(module), ()))
+        described.append(Layer(name, type(layer).__name__, parameters))
+    return tuple(described)

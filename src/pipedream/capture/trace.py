@@ -1,0 +1,162 @@
+"""Watches one forward of a model: which module is called within which, with what, and what it gives.
+
+Tensors are recognised by identity, and by marks that show what was done to them in place between two calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+__all__ = ["Call", "Values", "trace", "why_not_a_chain"]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """Arguments or an output, as they were at one moment.
+
+    Attributes:
+        leaves: the tensors and plain values, kept alive so that identity means something.
+        spec: the structure around them.
+        marks: of each leaf, what an in-place operation would change.
+    """
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    marks: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> Values:
+        """Notes a value."""
+        leaves, spec = tree_flatten(value)
+        return cls(tuple(leaves), spec, tuple(_mark(leaf) for leaf in leaves))
+
+    def same(self, other: Values | None) -> bool:
+        """The other holds the very same tensors, with nothing done to them in between."""
+        return (
+            other is not None
+            and self.spec == other.spec
+            and self.marks == other.marks
+            and all(
+                a is b or (isinstance(a, _PLAIN) and type(a) is type(b) and a == b)
+                for a, b in zip(self.leaves, other.leaves, strict=True)
+            )
+        )
+
+    def last_operation(self) -> str:
+        """Returns autograd's name for what made the first tensor, or ''."""
+        for leaf in self.leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                return leaf.grad_fn.name().rstrip("0123456789").removesuffix("Backward").lower()
+        return ""
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module.
+
+    Attributes:
+        module: what was called.
+        inputs: its positional arguments, a tuple.
+        keywords: it got keyword arguments.
+        context: gradient, autocast and saved-tensor modes at the call.
+        calls: the calls made within it, in order; of its own children or of their children.
+        output: its output, as a tuple of one; None if it raised.
+    """
+
+    module: nn.Module
+    inputs: Values
+    keywords: bool
+    context: tuple[Any, ...]
+    calls: list[Call] = field(default_factory=list)
+    output: Values | None = None
+
+
+def trace(model: nn.Module, sample: tuple[Any, ...]) -> Call:
+    """Runs the model once, with gradients on, and returns the tree of calls."""
+    top = Call(model, Values.of(sample), False, ())
+    stack = [top]
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = Call(module, Values.of(args), bool(kwargs), _context())
+        stack[-1].calls.append(call)
+        stack.append(call)
+
+    def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        # Calls that raised, and whose error the model caught, are dropped on the way.
+        while stack[-1].module is not module:
+            stack.pop()
+        stack.pop().output = Values.of((output,))
+
+    handles = []
+    try:
+        for module in model.modules():
+            # First in, last out: the caller's side of any hook of the user's.
+            handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave, with_kwargs=True))
+        with torch.enable_grad():
+            model(*sample)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return top.calls[0]
+
+
+def why_not_a_chain(call: Call, names: dict[int, str]) -> str:
+    """Returns what keeps a call from being its inner calls, one after the other; '' if nothing does.
+
+    Args:
+        call: a call with at least one call within.
+        names: the name of each module, by its id.
+    """
+    first, last = call.calls[0], call.calls[-1]
+    if call.keywords:
+        return "it is called with keyword arguments"
+    if not first.inputs.same(call.inputs):
+        return f"before {names[id(first.module)]!r} something happens to the input{_made_by(first.inputs)}"
+    before: Call | None = None
+    for child in call.calls:
+        name = names[id(child.module)]
+        if child.keywords:
+            return f"{name!r} is called with keyword arguments"
+        if child.context != call.context:
+            return f"{name!r} runs in another gradient, autocast or checkpoint mode than the forward around it"
+        if before is not None and not child.inputs.same(before.output):
+            return (
+                f"between {names[id(before.module)]!r} and {name!r} something else happens to the "
+                f"tensor{_made_by(child.inputs)}"
+            )
+        before = child
+    if call.output is None or not call.output.same(last.output):
+        made = _made_by(call.output) if call.output is not None else ""
+        return f"after {names[id(last.module)]!r} something else happens to the tensor{made}"
+    return ""
+
+
+def _made_by(values: Values) -> str:
+    operation = values.last_operation()
+    return f" (what arrives was made by {operation!r})" if operation else ""
+
+
+def _mark(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        version = 0 if leaf.is_inference() else leaf._version
+        return version, leaf.requires_grad, leaf.is_leaf, len(leaf._backward_hooks or ())
+    # An object that is no tensor may hold tensors that nobody sees: it equals nothing, not even itself.
+    return None if isinstance(leaf, _PLAIN) else object()
+
+
+def _context() -> tuple[Any, ...]:
+    modes: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    for device in ("cpu", "cuda"):
+        enabled = torch.is_autocast_enabled(device)
+        modes += [enabled, torch.get_autocast_dtype(device) if enabled else None]
+    # Non-reentrant checkpointing leaves tensors alone and shows only here; private, so asked with care.
+    saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return (*modes, saved_hooks(False) if saved_hooks is not None else None)

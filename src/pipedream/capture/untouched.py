@@ -1,0 +1,46 @@
+"""Runs a model without leaving a trace on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+__all__ = ["seed_generators", "untouched"]
+
+
+@contextmanager
+def untouched(modules: Iterable[nn.Module], devices: Iterable[int] = ()) -> Iterator[None]:
+    """Within it the modules work on copies of their buffers; after it they are as they were before.
+
+    Buffers are swapped for copies, not copied back, so that the user's own tensors are never written.
+    Training flags, plain attributes that a forward binds, and the random generators of the CPU and of the
+    CUDA devices named are restored too.
+    """
+    every = {id(module): module for root in modules for module in root.modules()}
+    saved = [(module, dict(module.__dict__), dict(module._buffers)) for module in every.values()]
+    copies: dict[int, torch.Tensor] = {}
+    with torch.random.fork_rng(devices=list(devices)):
+        try:
+            for module, _, buffers in saved:
+                for name, buffer in buffers.items():
+                    if buffer is not None:
+                        # A buffer that two modules share stays one tensor.
+                        module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+            yield
+        finally:
+            for module, attributes, buffers in saved:
+                for name in module.__dict__.keys() - attributes.keys():
+                    del module.__dict__[name]
+                module.__dict__.update(attributes)
+                module._buffers.clear()
+                module._buffers.update(buffers)
+
+
+def seed_generators(seed: int, devices: Iterable[int] = ()) -> None:
+    """Seeds the generator of the CPU and those of the CUDA devices named, and no other."""
+    torch.default_generator.manual_seed(seed)
+    for index in devices:
+        torch.cuda.default_generators[index].manual_seed(seed)

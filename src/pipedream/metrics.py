@@ -1,0 +1,221 @@
+"""From a Timeline, simulated or measured, to numbers: bubble, throughput, in flight, versions, staleness, bytes.
+
+Spans may have gaps between them and real times in them; nothing here asks where they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .core.artifact import Artifact
+from .core.timeline import WORK, Span, Timeline
+from .core.units import format_bytes, format_seconds
+
+__all__ = ["Metrics", "RankMetrics", "in_flight", "measure", "staleness", "steady", "steady_window"]
+
+
+@dataclass(frozen=True)
+class RankMetrics:
+    """What one rank did.
+
+    Attributes:
+        busy_s, wait_s: seconds in which it computed, and in which it waited for a message or a sum.
+        send_s: seconds in which at least one message of its own was on its way.
+        peak_in_flight: most microbatches forwarded and not yet backwarded, over its stages; of forwards alone, 0.
+        peak_versions: most distinct weight sets alive at once; None where it is not known.
+        staleness: most updates by which a gradient of its stages was late; None without tags.
+        peak_bytes: None where it is not known.
+    """
+
+    busy_s: float
+    wait_s: float
+    send_s: float
+    peak_in_flight: int
+    peak_versions: int | None = None
+    staleness: int | None = None
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Metrics(Artifact):
+    """What a run, or a window of it, comes to.
+
+    Attributes:
+        name, source: of the timeline.
+        makespan_s: seconds of the run or the window.
+        bubble: share of the workers' time in which they do not compute: 1 - busy / (workers x makespan).
+        throughput_per_s: microbatches per second.
+        samples_per_s: samples per second.
+        per_rank: a row a rank; peaks are those of the whole run.
+    """
+
+    FORMAT = 1
+
+    name: str
+    source: str
+    makespan_s: float
+    bubble: float
+    throughput_per_s: float
+    samples_per_s: float
+    per_rank: tuple[RankMetrics, ...]
+
+    @property
+    def busy_shares(self) -> tuple[float, ...]:
+        """Share of the time in which each rank computes."""
+        return tuple(row.busy_s / self.makespan_s if self.makespan_s else 0.0 for row in self.per_rank)
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.name}, {self.source}: {format_seconds(self.makespan_s)}, bubble {self.bubble:.1%}, "
+            f"{self.throughput_per_s:.4g} microbatches/s, {self.samples_per_s:.4g} samples/s"
+        )
+        rows = [
+            f"{'rank':>4}  {'busy':>9}  {'share':>6}  {'waits':>9}  {'sends':>9}  {'in flight':>9}  {'versions':>8}  "
+            f"{'staleness':>9}  {'peak':>9}"
+        ]
+        for rank, (row, share) in enumerate(zip(self.per_rank, self.busy_shares, strict=True)):
+            peak = "-" if row.peak_bytes is None else format_bytes(row.peak_bytes)
+            rows.append(
+                f"{rank:>4}  {format_seconds(row.busy_s):>9}  {share:>6.1%}  {format_seconds(row.wait_s):>9}  "
+                f"{format_seconds(row.send_s):>9}  {row.peak_in_flight:>9}  {_known(row.peak_versions):>8}  "
+                f"{_known(row.staleness):>9}  {peak:>9}"
+            )
+        return "\n".join([head, *rows])
+
+
+def measure(timeline: Timeline) -> Metrics:
+    """Returns the metrics of a whole run, its warm-up and its drain included."""
+    start_s = min((span.start_s for span in timeline.spans), default=0.0)
+    makespan_s = timeline.makespan_s
+    rate = timeline.microbatches / makespan_s if makespan_s else 0.0
+    return _metrics(timeline, start_s, start_s + makespan_s, rate)
+
+
+def steady(timeline: Timeline, *, skip: int = 0) -> Metrics:
+    """Returns the metrics of the steady part of a run: without warm-up and drain (`steady_window`).
+
+    Throughput counts the microbatches that the input stage finishes in the window, from one end of a backward to
+    another, so that no fraction of a microbatch is lost at the borders.
+
+    Raises:
+        ValueError: the run is too short to have such a part.
+    """
+    start_s, end_s = steady_window(timeline, skip=skip)
+    ends = sorted(span.end_s for span in _backwards(timeline) if start_s <= span.end_s <= end_s)
+    covered_s = ends[-1] - ends[0] if ends else 0.0
+    finished = sum(end > ends[0] for end in ends)
+    return _metrics(timeline, start_s, end_s, finished / covered_s if covered_s else 0.0)
+
+
+def steady_window(timeline: Timeline, *, skip: int = 0) -> tuple[float, float]:
+    """Returns start and end of a run's steady part, in seconds.
+
+    It begins when the input stage ends its first backward, the pipeline being full then, and ends when the input
+    stage ends its last forward, after which the pipeline drains.
+
+    Args:
+        timeline: of a training run.
+        skip: backwards of the input stage to leave out beyond the first, for runs whose replicas or messages
+            take longer to fall into step.
+
+    Raises:
+        ValueError: the run is too short, or has no backwards.
+    """
+    ends = sorted(span.end_s for span in _backwards(timeline))
+    start_s = ends[skip] if skip < len(ends) else float("inf")
+    end_s = max((span.end_s for span in timeline.spans if span.kind == "F" and span.stage == 0), default=0.0)
+    if start_s >= end_s:
+        raise ValueError(
+            f"a steady part beyond {skip + 1} backwards of the input stage was asked for, but this run of "
+            f"{timeline.microbatches} microbatches drains before; run more microbatches or skip fewer"
+        )
+    return start_s, end_s
+
+
+def in_flight(timeline: Timeline, rank: int) -> int:
+    """Returns the most microbatches that a rank held forwarded and not yet backwarded, over its stages.
+
+    A split backward ends with its weight gradient. A run of forwards alone holds nothing: 0.
+    """
+    return _in_flight(timeline.of_rank(rank))
+
+
+def staleness(timeline: Timeline, stage: int) -> int:
+    """Returns the most updates by which a gradient of a stage was late.
+
+    The first gradients of a run are fresher than those in steady state, never staler, so the most is the
+    steady state's.
+
+    Raises:
+        ValueError: the timeline has no tags of this stage.
+    """
+    found = [tag.staleness for tag in timeline.tags if tag.stage == stage]
+    if not found:
+        raise ValueError(f"staleness of stage {stage} was asked for, the timeline of {timeline.name} has no tags of it")
+    return max(found)
+
+
+def _metrics(timeline: Timeline, start_s: float, end_s: float, throughput_per_s: float) -> Metrics:
+    by_rank: list[list[Span]] = [[] for _ in range(timeline.workers)]
+    for span in timeline.spans:
+        by_rank[span.rank].append(span)
+    stalest: dict[int, int] = {}
+    for tag in timeline.tags:
+        stalest[tag.stage] = max(tag.staleness, stalest.get(tag.stage, 0))
+    rows = []
+    for rank, spans in enumerate(by_rank):
+        stages = {span.stage for span in spans if span.kind in WORK}
+        rows.append(
+            RankMetrics(
+                busy_s=_seconds((s for s in spans if s.kind in WORK), start_s, end_s),
+                wait_s=_seconds((s for s in spans if s.kind == "wait"), start_s, end_s),
+                send_s=_seconds((s for s in spans if s.kind == "send"), start_s, end_s),
+                peak_in_flight=_in_flight(spans),
+                peak_versions=timeline.peak_versions[rank] if timeline.peak_versions else None,
+                staleness=max((stalest[s] for s in stages if s in stalest), default=None),
+                peak_bytes=timeline.peak_bytes[rank] if timeline.peak_bytes else None,
+            )
+        )
+    length_s = end_s - start_s
+    busy_s = sum(row.busy_s for row in rows)
+    return Metrics(
+        name=timeline.name,
+        source=timeline.source,
+        makespan_s=length_s,
+        bubble=1 - busy_s / (timeline.workers * length_s) if length_s else 0.0,
+        throughput_per_s=throughput_per_s,
+        samples_per_s=throughput_per_s * timeline.batch / timeline.minibatch_microbatches,
+        per_rank=tuple(rows),
+    )
+
+
+def _seconds(spans: Iterable[Span], start_s: float, end_s: float) -> float:
+    """Returns the seconds of a window that spans cover; where they overlap, once. Spans come by their start."""
+    covered, reached = 0.0, start_s
+    for span in spans:
+        start, end = max(span.start_s, reached), min(span.end_s, end_s)
+        if end > start:
+            covered += end - start
+            reached = end
+    return covered
+
+
+def _in_flight(spans: Iterable[Span]) -> int:
+    passes = [span.kind for span in spans if span.kind in ("F", "B", "W")]
+    if set(passes) <= {"F"}:
+        return 0
+    held = peak = 0
+    for kind in passes:
+        held += 1 if kind == "F" else -1
+        peak = max(peak, held)
+    return peak
+
+
+def _backwards(timeline: Timeline) -> list[Span]:
+    """Returns the spans in which the input stage ends a microbatch."""
+    return [span for span in timeline.spans if span.stage == 0 and span.kind in ("B", "W")]
+
+
+def _known(value: int | None) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,336 @@
+"""Pipeline: the user's door to training.
+
+    with pd.Pipeline(model, plan, schedule="pipedream", loss=F.cross_entropy,
+                     optimizer=partial(torch.optim.SGD, lr=0.1)) as pipeline:
+        for done in pipeline.train(loader, epochs=10):
+            print(done.number, done.loss)
+
+Training is a stream, because asynchrony returns results late: each `Done` comes out when its gradients are
+in the weights. Under torchrun every rank runs the same script and its loop is the worker; in a plain process
+all workers run by turns in one thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from . import capture as capturing
+from . import schedules
+from .core.errors import PipelineError, PlanError, ScheduleError
+from .core.plan import Plan
+from .core.program import Program
+from .core.schedule import Schedule
+from .core.timeline import Timeline
+from .lowering import lower
+from .runtime.crew import Settings
+from .runtime.feed import Ending
+from .runtime.losses import Loss, is_torch_loss
+from .runtime.session import Session
+from .runtime.talk import device_of
+from .runtime.worker import Done
+from .verifier import Proof, verify
+
+__all__ = ["Done", "Pipeline"]
+
+
+class Pipeline:
+    """One model, cut by a plan, trained by a schedule.
+
+    Args:
+        model: the user's module, a chain of modules (`pipedream.capture`). It is not rewritten. On several
+            processes each rank keeps its own stage's parameters and the others become meta tensors.
+        plan: stages, replicas, depth.
+        schedule: a method's name (`pipedream schedules`), or a Schedule.
+        loss: ``loss(output, batch)`` -> scalar tensor or (sum, weight); a loss of torch's own gets (output,
+            targets); None where the model's output carries ``.loss``.
+        optimizer: factory from a list of (name, parameter) to a torch optimizer; called once a stage.
+        microbatches: parts of a minibatch, for methods that split it.
+        metrics: name -> ``metric(output, batch)``, a mean over samples or (sum, weight).
+        inputs: batch -> the model's input, a tuple for several; by default the first of a pair, else the batch.
+        targets: batch -> what the loss and the metrics get; by default the second of a pair for torch's own losses,
+            else the whole batch.
+        weight: batch -> what the loss is a mean over, for losses that do not say it themselves.
+        scheduler: factory from an optimizer to a learning-rate scheduler; stepped once an update.
+        clip_grad_norm: greatest norm of an update's gradients.
+        clip: 'global' (over all stages; flushing methods only) or 'local' (of each stage).
+        ema: decay of an exponential moving average of the weights.
+        autocast: low-precision dtype of the forwards (torch.bfloat16).
+        on_nan: 'error', or 'continue' past a loss that is not a number.
+        seed: of everything random inside the layers.
+        device: 'cpu', 'cuda' (each process its own: LOCAL_RANK) or 'cuda:N'.
+        sample: the model's input, to find the layers where the plan does not name them.
+        loggers: objects with ``log(done)``, called on rank 0.
+
+    Raises:
+        PlanError: the plan does not fit the model or the number of processes.
+        ScheduleError: the method does not work with this plan, or what is asked of it makes no sense.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        plan: Plan,
+        *,
+        schedule: str | Schedule = "pipedream",
+        loss: Any = None,
+        optimizer: Callable[[list[tuple[str, Any]]], Any],
+        microbatches: int | None = None,
+        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+        inputs: Callable[[Any], Any] | None = None,
+        targets: Callable[[Any], Any] | None = None,
+        weight: Callable[[Any], Any] | None = None,
+        scheduler: Callable[[Any], Any] | None = None,
+        clip_grad_norm: float | None = None,
+        clip: str = "global",
+        ema: float | None = None,
+        autocast: Any = None,
+        on_nan: str = "error",
+        seed: int = 0,
+        device: str = "cpu",
+        sample: Any = None,
+        loggers: Iterable[Any] = (),
+    ) -> None:
+        self.plan = plan
+        built = schedules.build(schedule, plan, microbatches) if isinstance(schedule, str) else schedule
+        _check_words(clip=(clip, ("global", "local")), on_nan=(on_nan, ("error", "continue")))
+        couples = clip_grad_norm is not None and clip == "global" and plan.workers > 1
+        if couples and not built.flushes and len(plan.stages) > 1:
+            raise ScheduleError(
+                f"clip_grad_norm by the global norm was asked of {built.name!r}, which does not flush: its stages update "
+                "at different times and no moment has one global norm. Take clip='local' (each stage by its own "
+                "norm) or a flushing schedule (1f1b, gpipe)"
+            )
+        self.schedule = replace(built, couples_updates=couples and len(plan.stages) > 1)
+        self.program: Program = lower(self.schedule)
+        self.proof: Proof = verify(self.program)
+        evaluation = lower(schedules.evaluation(plan))
+        verify(evaluation)
+        captured = _layers(model, plan, sample)
+        plan.check_layers(len(captured.layers))
+        for stage in plan.stages[1:]:
+            if stage.first not in captured.graph.cuts():
+                raise PlanError(
+                    f"the plan cuts the model before layer {captured.graph.layers[stage.first].name!r}, between layers "
+                    "that share parameters; keep them in one stage"
+                )
+        self._inputs, self._targets = inputs, targets
+        self._torch_loss = is_torch_loss(loss)
+        self._loggers = tuple(loggers)
+        self._epoch = self._epoch_batches = self._number = 0
+        self._segment: Iterator[Done] | None = None
+        self._ready: deque[Done] = deque()
+        self._ending = Ending.DATA
+        self.drains: list[int] = []
+        self._session = Session(
+            model,
+            captured.graph,
+            captured.layers,
+            self.program,
+            evaluation,
+            Settings(
+                loss=Loss(loss, weight),
+                optimizer=optimizer,
+                metrics=dict(metrics or {}),
+                scheduler=scheduler,
+                seed=seed,
+                clip_grad_norm=clip_grad_norm,
+                clip=clip,
+                ema=ema,
+                autocast=autocast,
+                on_nan=on_nan,
+            ),
+            device_of(device),
+        )
+
+    # -- training -----------------------------------------------------------------------------------
+
+    def train(self, loader: Iterable[Any], *, epochs: int = 1) -> Iterator[Done]:
+        """Trains; yields each minibatch as its gradients have reached the weights, alike on every rank.
+
+        One stream: nothing drains at an epoch's border. After a `break` what had been admitted is finished,
+        and the next call goes on from `position`; the rest of an epoch counts as its first epoch.
+
+        Args:
+            loader: an iterable of batches that can be iterated once an epoch. Only the input stage's workers read it.
+            epochs: how many.
+
+        Raises:
+            WorkerError: a worker failed; names rank, stage, op and cause.
+            KeyboardInterrupt: Ctrl-C; everything admitted was finished first.
+        """
+        self._finish()
+        until = self._epoch + epochs
+        self._session.open_feed(
+            loader, self._take, first_epoch=self._epoch, epochs=until, skip=self._epoch_batches
+        )
+        while True:
+            self._segment = self._session.train()
+            while self._ready or self._advance():
+                done = self._ready.popleft()
+                yield done
+            if self._ending is not Ending.DRAIN:
+                break
+            self._session.resume()
+        self._segment = None
+        if self._ending is Ending.INTERRUPT:
+            raise KeyboardInterrupt
+
+    def _advance(self) -> bool:
+        """Takes the next result of the running segment; tells whether there was one."""
+        if self._segment is None:
+            return False
+        done = next(self._segment, None)
+        if done is None:
+            if self._number not in self.drains:
+                self.drains.append(self._number)
+            self._segment = None
+            self._ending = self._session.ending
+            return False
+        self._number = done.number + 1
+        self._epoch, self._epoch_batches = (
+            (done.epoch + 1, 0) if done.ends_epoch else (done.epoch, self._epoch_batches + 1)
+        )
+        if self._session.rank == 0:
+            for logger in self._loggers:
+                logger.log(done)
+        self._ready.append(done)
+        return True
+
+    def drain(self) -> int:
+        """Finishes what has been admitted. Returns the number of minibatches done; all ranks call it alike."""
+        if self._segment is not None:
+            self._session.stop()
+            while self._advance():
+                pass
+        return self._number
+
+    def _finish(self) -> None:
+        """Ends a stream that its loop has left, by a break."""
+        self.drain()
+        self._ready.clear()
+
+    # -- other uses of the pipeline -----------------------------------------------------------------
+
+    def evaluate(self, loader: Iterable[Any], *, ema: bool = False) -> dict[str, float]:
+        """Returns the means of the loss and of the metrics over a loader, on every rank; drains first.
+
+        Batches may have any size. With `ema` the averaged weights are used.
+        """
+        self.drain()
+        done = self._session.evaluate(loader, self._take, ema)
+        return {"loss": done.loss, **done.metrics}
+
+    def predict(self, loader: Iterable[Any], *, ema: bool = False) -> Iterator[Any]:
+        """Yields the model's output for each batch of a loader, at rank 0 only; drains first.
+
+        Every rank must iterate it to its end. The loader may yield pairs or bare inputs.
+        """
+        self.drain()
+        for output in self._session.predict(loader, lambda batch: (self._model_input(batch), None), ema):
+            yield output.value
+
+    def state_dict(self, *, ema: bool = False) -> dict[str, Any]:
+        """Returns the whole model's state dict under the user's names at rank 0, an empty one elsewhere; drains."""
+        self.drain()
+        return self._session.state_dict(ema)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over the weights of a plain state dict of the model; drains. Optimizer state is kept as it is.
+
+        Raises:
+            CaptureError: a name is missing or a shape differs.
+        """
+        self.drain()
+        self._session.load_state_dict(state)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Where the data goes on: (epoch, minibatches of it that are done)."""
+        return self._epoch, self._epoch_batches
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; 0 where one process has all workers."""
+        return self._session.rank
+
+    @property
+    def distributed(self) -> bool:
+        """The workers are several processes."""
+        return self._session.distributed
+
+    def timeline(self) -> Timeline:
+        """Returns what ran when, on all ranks; drains. Every rank calls it."""
+        self.drain()
+        return self._session.timeline(self.plan.batch)
+
+    def status(self) -> dict[int, dict[str, float]]:
+        """Returns rank -> busy share and peak bytes of late, as far as this process knows; does not wait."""
+        return self._session.status()
+
+    def sent_bytes(self) -> dict[int, int]:
+        """Returns rank -> bytes that it has sent; every rank calls it."""
+        rows = self._session.gathered({str(k): v for k, v in self._session.sent_bytes().items()})
+        return {int(rank): value for row in rows for rank, value in row.items()}
+
+    def learning_rates(self) -> tuple[float, ...]:
+        """Returns each stage's learning rate now: the user's rate times r_s / r_0."""
+        rate = self._session.rate()
+        return tuple(rate * factor for factor in self.plan.rate_factors)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, KeyboardInterrupt) and self._session.interrupted:
+            self._finish()
+            self._session.close(failed=False)
+        else:
+            self._session.abort(error)
+            self._session.close(failed=True)
+
+    # -- small things -------------------------------------------------------------------------------
+
+    def _model_input(self, batch: Any) -> Any:
+        if self._inputs is not None:
+            return self._inputs(batch)
+        return batch[0] if _is_pair(batch) else batch
+
+    def _take(self, batch: Any) -> tuple[Any, Any]:
+        if self._targets is not None:
+            return self._model_input(batch), self._targets(batch)
+        if self._torch_loss:
+            if not _is_pair(batch):
+                raise PipelineError(
+                    f"a loss of torch's own needs batches (inputs, targets), the loader gave a {type(batch).__name__}; "
+                    "tell the pipeline inputs=... and targets=... to take them from it"
+                )
+            return self._model_input(batch), batch[1]
+        return self._model_input(batch), batch
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, (tuple, list)) and len(batch) == 2
+
+
+def _layers(model: Any, plan: Plan, sample: Any) -> capturing.Captured:
+    if sample is not None:
+        return capturing.capture(model, sample if isinstance(sample, tuple) else (sample,))
+    names = [name for stage in plan.stages for name in stage.names]
+    if len(names) == plan.stages[-1].last and plan.unit == "minibatch":
+        return capturing.find_layers(model, names)
+    raise PlanError(
+        "the plan does not name the model's layers; plan from a profile of the model, or give the pipeline sample=... "
+        "(an input of the model) so that it can find them"
+    )
+
+
+def _check_words(**words: tuple[str, tuple[str, ...]]) -> None:
+    for name, (value, known) in words.items():
+        if value not in known:
+            raise ScheduleError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")

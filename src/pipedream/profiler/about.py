@@ -1,0 +1,39 @@
+"""What a profile was measured on, in words."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+__all__ = ["device_text", "versions"]
+
+
+def device_text(device: torch.device) -> str:
+    """Returns the device and its make: ``cpu: AMD EPYC 7B13``, ``cuda: NVIDIA A100-SXM4-40GB``."""
+    if device.type == "cuda":
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    return f"{device.type}: {_processor()}"
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of python, torch and this library ('0' where it is not installed)."""
+    try:
+        own = metadata.version("pipedream")
+    except metadata.PackageNotFoundError:
+        own = "0"
+    return {"python": platform.python_version(), "torch": torch.__version__, "pipedream": own}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name" and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine()

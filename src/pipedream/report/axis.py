@@ -1,0 +1,59 @@
+"""Scales: round numbers for the ticks of an axis, a unit for a length of time, short figures."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["figure", "length", "ticks", "time_unit"]
+
+
+def ticks(low: float, high: float, most: int) -> tuple[float, ...]:
+    """Returns at most `most` round numbers (1, 2 or 5 times a power of ten apart) between low and high.
+
+    >>> ticks(0, 9.3, 6)
+    (0.0, 2.0, 4.0, 6.0, 8.0)
+    """
+    if not (math.isfinite(low) and math.isfinite(high)) or high <= low or most < 1:
+        return (low,)
+    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    step = next(size * power for size in (1, 2, 5, 10, 20, 50) if _count(low, high, size * power) <= most or size == 50)
+    first = math.ceil(low / step - 1e-9)
+    return tuple((first + i) * step for i in range(_count(low, high, step)))
+
+
+def _count(low: float, high: float, step: float) -> int:
+    return math.floor(high / step + 1e-9) - math.ceil(low / step - 1e-9) + 1
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Returns the unit in which a length of time reads well, and its seconds.
+
+    >>> time_unit(0.25)
+    ('ms', 0.001)
+    """
+    for name, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 3 * size:
+            return name, size
+    return "us", 1e-6
+
+
+def figure(value: float) -> str:
+    """Writes a number with at most four significant digits and without a power of ten where it can.
+
+    >>> figure(12.0), figure(0.03125), figure(1234567)
+    ('12', '0.03125', '1234567')
+    """
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 1000:
+        return f"{value:.0f}"
+    return f"{value:.4g}"
+
+
+def length(value: float) -> str:
+    """Writes a length in pixels.
+
+    >>> length(3.04), length(12.0)
+    ('3', '12')
+    """
+    return f"{value:.1f}".rstrip("0").rstrip(".") or "0"

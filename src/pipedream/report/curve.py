@@ -1,0 +1,115 @@
+"""A curve as a picture: the loss over the minibatches of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from .axis import figure, length, ticks
+from .style import COLOURS
+from .svg import frame, text
+
+__all__ = ["curve_svg", "thinned"]
+
+_LEFT, _RIGHT, _BOTTOM = 56, 16, 40
+_MOST_POINTS = 200
+
+
+def curve_svg(
+    points: Iterable[tuple[float, float]],
+    *,
+    title: str = "",
+    width_px: float = 640,
+    height_px: float = 240,
+    x_label: str = "minibatch",
+    y_label: str = "loss",
+    marks: Iterable[float] = (),
+    standalone: bool = True,
+) -> str:
+    """Returns the picture of a curve; many points become a line of means in a band from least to most.
+
+    Args:
+        points: (x, y); those that are not finite are left out, and counted below the picture.
+        title: above the picture, and what a screen reader says.
+        width_px, height_px: of the picture.
+        x_label, y_label: of the axes.
+        marks: x of dashed lines (drains).
+        standalone: False for a picture inside an HTML page.
+    """
+    given = list(points)
+    kept = sorted((x, y) for x, y in given if math.isfinite(x) and math.isfinite(y))
+    top = 34.0 if title else 14.0
+    right, bottom = width_px - _RIGHT, height_px - _BOTTOM
+    parts = [text(_LEFT, 21, title, size=14, weight=600)] if title else []
+    if kept:
+        left_x, right_x = kept[0][0], max(kept[-1][0], kept[0][0] + 1)
+        low = min(y for _, y in kept)
+        high = max(y for _, y in kept)
+        if low > 0 and low < high / 2:
+            low = 0.0
+        high = high if high > low else low + (abs(low) or 1.0)
+
+        def at(x: float, y: float) -> tuple[float, float]:
+            return (
+                _LEFT + (x - left_x) / (right_x - left_x) * (right - _LEFT),
+                bottom - (y - low) / (high - low) * (bottom - top),
+            )
+
+        for tick in ticks(low, high, 5):
+            y = at(left_x, tick)[1]
+            parts += [_line("tick", _LEFT, y, right, y, "line")]
+            parts += [text(_LEFT - 8, y + 4, figure(tick), colour="faint", anchor="end")]
+        for tick in ticks(left_x, right_x, max(2, int(width_px / 100))):
+            x = at(tick, low)[0]
+            parts.append(text(x, bottom + 15, figure(tick), colour="faint", anchor="middle"))
+        for mark in marks:
+            if left_x <= mark <= right_x:
+                parts.append(_line("drain", at(mark, low)[0], top, at(mark, low)[0], bottom, "faint", "3 4"))
+        parts += _drawn(thinned(kept), at, len(kept))
+    else:
+        parts.append(
+            text(width_px / 2, (top + bottom) / 2, f"no {y_label} was recorded", colour="faint", anchor="middle")
+        )
+    missing = len(given) - len(kept)
+    note = f"{x_label} ({missing} not finite left out)" if missing else x_label
+    parts.append(text((_LEFT + right) / 2, height_px - 8, note, colour="faint", anchor="middle"))
+    parts.append(text(8, top - 4 if not title else top + 2, y_label, colour="faint"))
+    return frame("".join(parts), width_px, height_px, title or f"{y_label} over {x_label}", standalone)
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float, float, float]]:
+    """Returns at most 200 of (x, least, mean, most): of one point each, or of neighbours together."""
+    together = -(-len(points) // _MOST_POINTS)
+    found = []
+    for i in range(0, len(points), together or 1):
+        group = points[i : i + together]
+        values = [y for _, y in group]
+        found.append((sum(x for x, _ in group) / len(group), min(values), sum(values) / len(values), max(values)))
+    return found
+
+
+def _drawn(means: list[tuple[float, float, float, float]], at: object, count: int) -> list[str]:
+    assert callable(at)
+    line = " ".join(",".join(map(length, at(x, mean))) for x, _, mean, _ in means)
+    parts = []
+    if count > len(means):
+        over = [",".join(map(length, at(x, most))) for x, _, _, most in means]
+        under = [",".join(map(length, at(x, least))) for x, least, _, _ in reversed(means)]
+        parts.append(f'<polygon class="band" points="{" ".join(over + under)}" fill="{COLOURS["F1"][0]}"/>')
+    if len(means) == 1:
+        x, y = at(means[0][0], means[0][2])
+        parts.append(f'<circle class="mark" cx="{length(x)}" cy="{length(y)}" r="3" fill="{COLOURS["mark"][0]}"/>')
+    else:
+        parts.append(
+            f'<polyline class="curve" points="{line}" fill="none" stroke="{COLOURS["mark"][0]}" '
+            'stroke-width="2" stroke-linejoin="round"/>'
+        )
+    return parts
+
+
+def _line(kind: str, x1: float, y1: float, x2: float, y2: float, colour: str, dashes: str = "") -> str:
+    broken = f' stroke-dasharray="{dashes}"' if dashes else ""
+    return (
+        f'<line class="{kind}" x1="{length(x1)}" y1="{length(y1)}" x2="{length(x2)}" y2="{length(y2)}" '
+        f'stroke="{COLOURS[colour][0]}"{broken}/>'
+    )

@@ -1,0 +1,151 @@
+"""The gallery of schedules: each with its picture, the paper's claims beside the simulation, and when to choose it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ..core.schedule import Schedule
+from ..core.timeline import Timeline
+from ..metrics import measure, steady
+from .axis import figure
+from .tables import NOTHING
+from .text import grid
+
+__all__ = ["Entry", "gallery", "prose"]
+
+_GRID_WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method of the gallery.
+
+    Attributes:
+        schedule: for a straight plan of equal stages.
+        shown: the timeline to draw.
+        run: the timeline to measure: one minibatch of a flushing schedule, a long run of any other.
+        picture: link to the SVG file.
+        about: what the method is; Markdown.
+        choose: when to choose it.
+    """
+
+    schedule: Schedule
+    shown: Timeline
+    run: Timeline
+    picture: str
+    about: str = ""
+    choose: str = ""
+
+
+def gallery(entries: Iterable[Entry]) -> str:
+    """Returns the Markdown page."""
+    entries = list(entries)
+    head = [
+        "# Schedules",
+        "",
+        "Every picture and every number on this page comes from the objects that the library runs: the order of the",
+        "schedule, lowered to a program and simulated. `make docs` writes the page again, and a test compares them.",
+        "",
+        "A row is a rank. `F3` and `B3` are the forward and the backward of microbatch 3, a backward takes two",
+        "columns, `.` is waiting, and `*` behind an op is an update. In the pictures `v` is the version of the weights",
+        "that an op reads.",
+        "",
+        "| schedule | bubble | staleness | weight sets | microbatches in flight |",
+        "| --- | --- | --- | --- | --- |",
+        *(_overview(entry) for entry in entries),
+        "",
+        "Several numbers are those of the stages, from first to last. The bubble is that of one minibatch where the",
+        "schedule flushes, and that of the steady state where it does not.",
+    ]
+    return "\n".join([*head, *(_section(entry) for entry in entries)]).rstrip() + "\n"
+
+
+def prose(docstring: str | None) -> str:
+    """Returns the paragraphs of a docstring before its first picture.
+
+    >>> prose("Naive.\\n\\nThe baseline.\\n\\n    rank 0 | F0\\n\\nMore.")
+    'Naive.\\n\\nThe baseline.'
+    """
+    kept = []
+    for paragraph in (docstring or "").split("\n\n"):
+        if paragraph.startswith("    "):
+            break
+        kept.append(paragraph.strip())
+    return "\n\n".join(kept)
+
+
+def _bubble(entry: Entry) -> float:
+    """Returns the bubble of a minibatch where a schedule flushes, else the one in the middle of a long run."""
+    return (measure if entry.schedule.flushes else steady)(entry.run).bubble
+
+
+def _overview(entry: Entry) -> str:
+    ranks = measure(entry.run).per_rank
+    name = entry.schedule.name
+    cells = (
+        f"[{name}](#{name})",
+        f"{100 * _bubble(entry):.0f}%",
+        _together(rank.staleness for rank in ranks),
+        _together(rank.peak_versions for rank in ranks),
+        _together(rank.peak_in_flight for rank in ranks),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _section(entry: Entry) -> str:
+    schedule = entry.schedule
+    stages = len(schedule.plan.stages)
+    lines = ["", f"## {schedule.name}", ""]
+    if entry.about:
+        lines += [entry.about, ""]
+    if entry.choose:
+        lines += [f"**When to choose it.** {entry.choose}", ""]
+    lines += [f"![{schedule.name}, {stages} stages]({entry.picture})", ""]
+    lines += ["```", grid(entry.shown, width=_GRID_WIDTH), "```", ""]
+    lines += _claims(entry)
+    return "\n".join(lines)
+
+
+def _claims(entry: Entry) -> list[str]:
+    schedule, claims = entry.schedule, entry.schedule.claims
+    p, m = len(schedule.plan.stages), entry.shown.microbatches
+    ranks = measure(entry.run).per_rank
+    where = "over one minibatch" if schedule.flushes else "in steady state"
+
+    def promised(form: Callable[[int, int, int], int] | None) -> str:
+        return NOTHING if form is None else _together(form(p, m, s) for s in range(p))
+
+    rows = [
+        (
+            f"bubble, {where}",
+            NOTHING if claims.bubble is None else figure(claims.bubble(p, m)),
+            figure(_tidy(_bubble(entry))),
+        ),
+        ("microbatches in flight", promised(claims.in_flight), _together(rank.peak_in_flight for rank in ranks)),
+        ("staleness in updates", promised(claims.staleness), _together(rank.staleness for rank in ranks)),
+        ("weight sets", promised(claims.versions), _together(rank.peak_versions for rank in ranks)),
+    ]
+    held, _, sets = (row[2] for row in rows[1:])
+    return [
+        f"| p = {p}, m = {m}, stages from first to last | claimed | simulated |",
+        "| --- | --- | --- |",
+        *(f"| {' | '.join(row)} |" for row in rows),
+        "",
+        f"Memory of a stage: its weights times {sets}, and its activations of a microbatch times {held}. "
+        f"Claims: {claims.assumption}.",
+    ]
+
+
+def _tidy(value: float) -> float:
+    return 0.0 if abs(value) < 1e-9 else value
+
+
+def _together(values: Iterable[int | None]) -> str:
+    """Writes one number where all stages are alike, else all of them.
+
+    >>> _together([3, 2, 1]), _together([1, 1])
+    ('3, 2, 1', '1')
+    """
+    found = [NOTHING if value is None else str(value) for value in values]
+    return found[0] if len(set(found)) == 1 else ", ".join(found)

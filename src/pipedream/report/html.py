@@ -1,0 +1,215 @@
+"""The report of a run: one self-contained page, light or dark as its reader's screen is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..core.artifact import write_text
+from ..core.plan import Plan
+from ..core.profile import Profile
+from ..core.timeline import Timeline
+from ..core.units import format_seconds
+from .axis import figure
+from .curve import curve_svg
+from .lanes import Window, start_window, steady_window
+from .style import page_style
+from .svg import LEFT, RIGHT, timeline_svg
+from .tables import NOTHING, cards, pairs, percent, plan_table, profile_table, stage_table
+
+__all__ = ["page", "save_page"]
+
+_WIDTH_PX = 1180
+_MOST_PX = 4000
+_OP_PX = 22
+"""A box this wide has room for its number."""
+
+Runs = Sequence[tuple[str, Timeline]]
+
+
+def page(
+    summary: Mapping[str, Any],
+    *,
+    plan: Plan | None = None,
+    profile: Profile | None = None,
+    predicted: Timeline | None = None,
+    measured: Timeline | None = None,
+    losses: Iterable[tuple[int, float]] = (),
+    title: str = "",
+) -> str:
+    """Returns the report as HTML text. What is not known is shown as ``-``, what was not given is left out.
+
+    Args:
+        summary: what the run wrote into ``summary.json``.
+        plan, profile: that it ran with.
+        predicted, measured: the simulator's timeline and the workers'.
+        losses: (minibatch number, loss).
+        title: of the page; the recipe and the schedule unless said.
+    """
+    heading = title or f"{summary.get('recipe') or 'Run'}: {summary.get('schedule') or 'pipeline'}"
+    known = [(timeline.source, timeline) for timeline in (predicted, measured) if timeline is not None]
+    runs = [({"simulated": "predicted"}.get(source, source), timeline) for source, timeline in known]
+    sections = [
+        f'<dl class="cards">{cards(_figures(summary))}</dl>',
+        _timelines(runs, _numbers(summary.get("drains"))),
+        _section("Loss", _curve(summary, losses)),
+        _section("Stages", stage_table(_list(summary.get("stages")))) if summary.get("stages") else "",
+        _section("Plan", plan_table(plan) + (f"<p>{escape(plan.note)}</p>" if plan.note else "")) if plan else "",
+        f"<details><summary>Profile</summary>{profile_table(profile)}</details>" if profile else "",
+        '<div class="columns">'
+        + _section("Configuration", pairs("Configuration", _mapping(summary.get("configuration"))))
+        + _section("Versions", pairs("Versions", _mapping(summary.get("versions"))))
+        + "</div>",
+    ]
+    body = "\n".join(part for part in sections if part)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escape(heading)}</title>\n<style>{page_style()}</style>\n</head>\n<body>\n"
+        f"<header><h1>{escape(heading)}</h1><p>{escape(_subtitle(summary, plan))}</p></header>\n"
+        f"<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def save_page(path: str | os.PathLike[str], summary: Mapping[str, Any], **parts: Any) -> Path:
+    """Writes the page of `page` to a file, atomically. Returns the path."""
+    return write_text(path, page(summary, **parts))
+
+
+def _section(name: str, inside: str) -> str:
+    return f"<section><h2>{escape(name)}</h2>{inside}</section>"
+
+
+def _subtitle(summary: Mapping[str, Any], plan: Plan | None) -> str:
+    said = [("workers", summary.get("workers")), ("epochs", summary.get("epochs")), ("seed", summary.get("seed"))]
+    words = [f"{name} {value}" for name, value in said if value is not None]
+    if plan is not None:
+        words.insert(0, f"plan {plan.config}, depth {plan.depth}")
+    return " \u00b7 ".join(words)
+
+
+def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Returns the key figures: name, value, note."""
+    found = []
+    target = _mapping(summary.get("target"))
+    metrics = dict(_mapping(summary.get("metrics")))
+    if "accuracy" in summary:
+        metrics.setdefault("accuracy", summary["accuracy"])
+    for name, value in metrics.items():
+        wanted = target.get("value") if target.get("metric") == name else None
+        note = "" if wanted is None else f"target {_metric(name, wanted)}"
+        found.append((name, _metric(name, value), note))
+    rate = _mapping(summary.get("throughput"))
+    expected, got = _number(rate.get("predicted_per_s")), _number(rate.get("measured_per_s"))
+    note = "" if expected is None else f"predicted {figure(expected)}"
+    if expected and got is not None:
+        note += f" ({100 * (got / expected - 1):+.0f}%)"
+    found.append(("samples per second", NOTHING if got is None else figure(got), note))
+    bubble = _mapping(summary.get("bubble"))
+    note = f"predicted {percent(bubble['predicted'])}" if "predicted" in bubble else ""
+    found.append(("bubble", percent(bubble.get("measured")), note))
+    found.append(("wall time", _seconds(summary.get("seconds")), ""))
+    if target or "seconds_to_target" in summary:
+        note = f"{target['metric']} {_metric(str(target['metric']), target.get('value'))}" if "metric" in target else ""
+        found.append(("time to target", _seconds(summary.get("seconds_to_target")), note))
+    return found
+
+
+def _metric(name: str, value: Any) -> str:
+    number = _number(value)
+    if number is None:
+        return NOTHING
+    is_share = 0 <= number <= 1 and any(word in name.lower() for word in ("accuracy", "share", "precision", "recall"))
+    return percent(number) if is_share else figure(number)
+
+
+def _timelines(runs: Runs, drains: list[int]) -> str:
+    """Returns a part in the middle of the run and its start, predicted above measured on one scale of time."""
+    if not runs:
+        return ""
+    boxes = []
+    steady = [(word, t, steady_window(t, _count(t), drains)) for word, t in runs]
+    start = [(word, t, start_window(t, _count(t))) for word, t in runs]
+    for name, shown in (("In the middle of the run", steady), ("At the start", start)):
+        present = [(word, t, window) for word, t, window in shown if window is not None]
+        if present:
+            boxes.append(_box(name, present))
+    return _section("Timelines", "".join(boxes))
+
+
+def _count(timeline: Timeline) -> int:
+    """Returns how many microbatches make a few dozen ops, in whole minibatches of a split."""
+    m = timeline.minibatch_microbatches
+    return min(max(12, 2 * m if m > 1 else 12), 40)
+
+
+def _box(name: str, shown: Sequence[tuple[str, Timeline, Window]]) -> str:
+    seconds = max(window.length_s for _, _, window in shown) or 1.0
+    ops = [
+        span.end_s - span.start_s
+        for _, timeline, window in shown
+        for span in timeline.between(window.start_s, window.end_s).work()
+        if span.kind != "U"
+    ]
+    readable = _OP_PX / median(ops) if ops and median(ops) > 0 else 0.0
+    fits = (_WIDTH_PX - LEFT - RIGHT) / seconds
+    scale = max(fits, min(readable, _MOST_PX / seconds))
+    pictures = "".join(
+        timeline_svg(
+            timeline,
+            title=f"{word.capitalize()}, from microbatch {window.first} on",
+            px_per_s=scale,
+            start_s=window.start_s,
+            end_s=window.start_s + seconds,
+            standalone=False,
+        )
+        for word, timeline, window in shown
+    )
+    return (
+        f'<h3>{escape(name)}</h3><div class="scroll timelines" tabindex="0" role="region" '
+        f'aria-label="{escape(name)}">{pictures}</div>'
+    )
+
+
+def _curve(summary: Mapping[str, Any], losses: Iterable[tuple[int, float]]) -> str:
+    drains = _numbers(summary.get("drains"))
+    note = "<p>Dashed lines: drains (evaluation, checkpoint).</p>" if drains else ""
+    points = [(float(number), float(loss)) for number, loss in losses]
+    if not points:
+        return "<p>No loss was recorded.</p>"
+    picture = curve_svg(
+        points, title="Loss of each minibatch", width_px=_WIDTH_PX, height_px=260, marks=drains, standalone=False
+    )
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="Loss">{picture}</div>{note}'
+
+
+def _seconds(value: Any) -> str:
+    number = _number(value)
+    if number is None:
+        return NOTHING
+    if number >= 120:
+        minutes, seconds = divmod(round(number), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+    return format_seconds(number)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _numbers(value: Any) -> list[int]:
+    return [item for item in _list(value) if isinstance(item, int)]
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else []
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

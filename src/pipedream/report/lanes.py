@@ -1,0 +1,89 @@
+"""Where spans that overlap are drawn, which part of a run is shown, and what time its pieces begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ..core.timeline import Span, Timeline
+
+__all__ = ["Window", "rows", "start_window", "steady_window"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a run.
+
+    Attributes:
+        first, last: the microbatches first <= k < last whose forwards at the input stage begin in it.
+        start_s, end_s: seconds since the start of the run.
+    """
+
+    first: int
+    last: int
+    start_s: float
+    end_s: float
+
+    @property
+    def length_s(self) -> float:
+        """Seconds of the window."""
+        return self.end_s - self.start_s
+
+
+def rows(spans: Sequence[Span]) -> list[int]:
+    """Returns for each span (sorted by start) the lowest row in which it overlaps no span before it."""
+    ends: list[float] = []
+    found: list[int] = []
+    for span in spans:
+        row = next((i for i, end in enumerate(ends) if end <= span.start_s), len(ends))
+        if row == len(ends):
+            ends.append(span.end_s)
+        ends[row] = span.end_s
+        found.append(row)
+    return found
+
+
+def start_window(timeline: Timeline, count: int) -> Window | None:
+    """Returns the part from the first span on, of so many microbatches; None for a run without forwards."""
+    starts = _starts(timeline)
+    if not starts:
+        return None
+    window = _window(timeline, starts, min(starts), count)
+    return Window(window.first, window.last, min(span.start_s for span in timeline.spans), window.end_s)
+
+
+def steady_window(timeline: Timeline, count: int, drains: Iterable[int] = ()) -> Window | None:
+    """Returns the middle of the longest stretch without a drain; None where that is no longer than `count`.
+
+    Args:
+        timeline: of the run.
+        count: microbatches to show.
+        drains: minibatch numbers at which the pipeline was drained.
+    """
+    starts = _starts(timeline)
+    m = timeline.minibatch_microbatches
+    if not starts:
+        return None
+    low, high = min(starts), max(starts) + 1
+    edges = sorted({low, high, *(number * m for number in drains if low < number * m < high)})
+    length, first = max(((b - a, a) for a, b in pairwise(edges)), key=lambda pair: pair[0])
+    if length < 2 * count:
+        return None
+    middle = first + (length - count) // 2
+    middle -= middle % m  # a flushing schedule is shown by whole minibatches
+    return _window(timeline, starts, middle, count) if middle in starts else None
+
+
+def _starts(timeline: Timeline) -> dict[int, float]:
+    """Returns when each microbatch's forward at the input stage began."""
+    return {span.index: span.start_s for span in timeline.spans if span.kind == "F" and span.stage == 0}
+
+
+def _window(timeline: Timeline, starts: dict[int, float], first: int, count: int) -> Window:
+    last = first + count
+    end = starts.get(last)
+    if end is None:
+        last = max(starts) + 1
+        end = max(span.end_s for span in timeline.spans)
+    return Window(first, last, starts[first], end)

@@ -1,0 +1,122 @@
+"""Colours of pictures and pages: one table, light and dark, for SVG, HTML and the terminal.
+
+Forwards are blue and backwards green, as in PipeDream's figures; an input gradient is orange, a weight
+gradient violet, an update grey. Neighbouring microbatches alternate between two shades.
+"""
+
+from __future__ import annotations
+
+__all__ = ["COLOURS", "FONT", "MONO", "TERMINAL", "colour_class", "page_style", "svg_style", "variables"]
+
+FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
+MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+
+COLOURS: dict[str, tuple[str, str]] = {
+    "paper": ("#ffffff", "#14171c"),
+    "ink": ("#1b2027", "#e8ebf0"),
+    "faint": ("#59626f", "#9aa5b4"),
+    "line": ("#d9dee6", "#323944"),
+    "lane": ("#f4f6f9", "#1c2128"),
+    "wait": ("#e9ecf1", "#262c35"),
+    "send": ("#b3560d", "#f0a35e"),
+    "mark": ("#1f5fbf", "#7fb0f5"),
+    "on-op": ("#10202f", "#f3f7ff"),
+    "F0": ("#9cc3f7", "#2a5ca8"),
+    "F1": ("#c3dbfb", "#1f4784"),
+    "B0": ("#98d8ab", "#24703f"),
+    "B1": ("#c2e9cd", "#1b5630"),
+    "I0": ("#f5c08a", "#94560f"),
+    "I1": ("#fadbb9", "#73430c"),
+    "W0": ("#cdb5f0", "#6440a3"),
+    "W1": ("#e1d3f7", "#4e327f"),
+    "U0": ("#aab2bf", "#5d6673"),
+    "U1": ("#aab2bf", "#5d6673"),
+}
+"""Name of a colour -> (light, dark)."""
+
+TERMINAL: dict[str, str] = {
+    "F0": "bright_blue",
+    "F1": "blue",
+    "B0": "bright_green",
+    "B1": "green",
+    "I0": "orange1",
+    "I1": "dark_orange3",
+    "W0": "bright_magenta",
+    "W1": "magenta",
+    "U0": "bright_black",
+    "U1": "bright_black",
+    "wait": "bright_black",
+}
+"""The same names -> rich's colours."""
+
+
+def colour_class(kind: str, index: int) -> str:
+    """Returns the name of an op's colour.
+
+    >>> colour_class("F", 3)
+    'F1'
+    """
+    return f"{kind}{index % 2}"
+
+
+def variables(selector: str) -> str:
+    """Returns CSS that defines all colours as variables on a selector, and again for dark screens."""
+    light, dark = (";".join(f"--pd-{name}:{pair[i]}" for name, pair in COLOURS.items()) for i in (0, 1))
+    return f"{selector}{{{light}}}@media(prefers-color-scheme:dark){{{selector}{{{dark}}}}}"
+
+
+def svg_style() -> str:
+    """Returns the CSS of a picture; each shape also has its light colour as an attribute, for readers without CSS."""
+    fills = "".join(f".pd .{name}{{fill:var(--pd-{name})}}" for name in COLOURS)
+    rules = (
+        f".pd text{{font-family:{FONT}}}.pd .tick{{stroke:var(--pd-line)}}"
+        ".pd .wave{stroke:var(--pd-send)}.pd .curve{stroke:var(--pd-mark);fill:none}.pd .band{fill:var(--pd-F1)}"
+        ".pd .drain{stroke:var(--pd-faint)}"
+    )
+    return variables(".pd") + fills + rules
+
+
+def page_style() -> str:
+    """Returns the CSS of a page, of the pictures in it too."""
+    return svg_style() + variables(":root") + _PAGE.replace("FONT", FONT).replace("MONO", MONO)
+
+
+_PAGE = """
+:root{color-scheme:light dark}
+*{box-sizing:border-box}
+body{margin:0;background:var(--pd-lane);color:var(--pd-ink);font:15px/1.5 FONT;-webkit-text-size-adjust:100%}
+header,main{max-width:1260px;margin:0 auto;padding:0 24px}
+header{padding-top:28px}
+h1{font-size:26px;line-height:1.25;margin:0;letter-spacing:-.01em}
+header p{margin:4px 0 0;color:var(--pd-faint)}
+h2{font-size:17px;margin:0 0 12px}
+h3{font-size:14px;margin:18px 0 8px;color:var(--pd-faint);font-weight:600}
+h2+h3{margin-top:0}
+main{padding-bottom:48px}
+section,details{background:var(--pd-paper);border:1px solid var(--pd-line);border-radius:10px;padding:18px 20px;
+ margin:16px 0;min-width:0}
+section p{margin:8px 0 0;color:var(--pd-faint);font-size:13px}
+summary{font-size:17px;font-weight:700;cursor:pointer}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:12px;margin:18px 0 0}
+.card{background:var(--pd-paper);border:1px solid var(--pd-line);border-radius:10px;padding:12px 16px}
+dt{color:var(--pd-faint);font-size:13px}
+dd{margin:0;font-size:25px;font-weight:650;line-height:1.3;font-variant-numeric:tabular-nums;letter-spacing:-.01em}
+small{display:block;font-size:12.5px;font-weight:400;letter-spacing:0;color:var(--pd-faint)}
+.columns{display:grid;grid-template-columns:repeat(auto-fit,minmax(360px,1fr));gap:0 16px}
+.scroll{overflow-x:auto;border-radius:6px}
+.scroll:focus-visible,summary:focus-visible{outline:2px solid var(--pd-mark);outline-offset:2px}
+.scroll svg{display:block}
+.timelines svg+svg{margin-top:2px}
+table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
+caption{text-align:left;color:var(--pd-faint);font-size:13px;padding-bottom:6px}
+th,td{padding:5px 10px;text-align:left;border-bottom:1px solid var(--pd-line);white-space:nowrap;font-weight:400}
+thead th{color:var(--pd-faint);font-size:12.5px}
+tbody tr:last-child>*{border-bottom:0}
+th:first-child{padding-left:0}
+.number{text-align:right}
+.columns td{font-family:MONO;font-size:12.5px;white-space:normal;overflow-wrap:anywhere}
+.bar{display:inline-block;min-width:64px;padding:0 4px;border-radius:3px;
+ background:linear-gradient(90deg,var(--pd-F1) var(--share),var(--pd-wait) var(--share))}
+@media(max-width:560px){header,main{padding-left:12px;padding-right:12px}.columns{grid-template-columns:1fr}}
+@media print{body{background:none}section,details,.card{break-inside:avoid}}
+"""

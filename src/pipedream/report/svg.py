@@ -1,0 +1,266 @@
+"""A timeline as a picture: one self-contained SVG, light or dark as its reader's screen is.
+
+One lane a rank; filled boxes are ops, light ones waiting, thin lines under a lane the messages that its rank
+sends. A box names its microbatch and, if asked, the version of the weights that it reads; the rest is told
+where the pointer rests.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from html import escape
+from itertools import groupby
+
+from ..core.program import Program
+from ..core.timeline import WORK, Span, Timeline
+from ..core.units import format_seconds
+from .axis import figure, length, ticks, time_unit
+from .lanes import rows
+from .style import COLOURS, colour_class, svg_style
+
+__all__ = ["LEFT", "RIGHT", "frame", "text", "timeline_svg"]
+
+LEFT, RIGHT = 78, 16
+"""Pixels beside the lanes."""
+
+_GAP, _AXIS, _LEGEND = 12, 22, 26
+_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "U": "update",
+    "wait": "waiting",
+    "send": "message",
+}
+
+
+def timeline_svg(
+    timeline: Timeline,
+    *,
+    title: str = "",
+    width_px: float = 960,
+    px_per_s: float | None = None,
+    start_s: float | None = None,
+    end_s: float | None = None,
+    versions: bool = False,
+    program: Program | None = None,
+    standalone: bool = True,
+) -> str:
+    """Returns the picture of a timeline.
+
+    Args:
+        timeline: simulated or measured.
+        title: above the picture, and what a screen reader says.
+        width_px: of the whole picture, where `px_per_s` is not given.
+        px_per_s: the scale of time, for pictures that are to be compared.
+        start_s, end_s: the part to show; all of it unless said. The axis counts from `start_s`.
+        versions: writes into each forward and backward which version it reads, where `timeline.tags` or
+            `program` tells.
+        program: whose weight rule tells the versions of a timeline without tags (from the start of the run).
+        standalone: False for a picture inside an HTML page, which needs no name of a namespace.
+    """
+    begin = min((span.start_s for span in timeline.spans), default=0.0) if start_s is None else start_s
+    end = max((span.end_s for span in timeline.spans), default=1.0) if end_s is None else end_s
+    seconds = max(end - begin, 1e-12)
+    scale = (width_px - LEFT - RIGHT) / seconds if px_per_s is None else px_per_s
+    lane_px = 36 if versions else 26
+    top = 34 if title else 10
+    bottom = top + timeline.workers * (lane_px + _GAP)
+    width = LEFT + seconds * scale + RIGHT
+    # A window leaves out what only touches it; the whole keeps the update that takes no time at its very end.
+    spans = timeline.spans if start_s is None and end_s is None else timeline.between(begin, end).spans
+
+    def x(time_s: float) -> float:
+        return LEFT + (min(max(time_s, begin), end) - begin) * scale
+
+    def y(rank: int) -> float:
+        return top + rank * (lane_px + _GAP)
+
+    read = _versions(timeline, program)
+    parts = [text(LEFT, 21, title, size=14, weight=600)] if title else []
+    parts += _axis(seconds, scale, top, bottom)
+    parts += _heads(timeline, y, lane_px, LEFT + seconds * scale)
+    parts += _boxes(spans, x, y, lane_px, read)
+    parts += _labels(spans, x, y, lane_px, read if versions else None)
+    parts += _messages(spans, x, lambda rank: y(rank) + lane_px)
+    parts += _legend([kind for kind in _NAMES if any(span.kind == kind for span in spans)], bottom + _AXIS)
+    label = title or f"Timeline of {timeline.name}, {timeline.source}"
+    return frame("".join(parts), width, bottom + _AXIS + _LEGEND, label, standalone)
+
+
+def frame(inside: str, width: float, height: float, label: str, standalone: bool) -> str:
+    """Returns an SVG around drawn parts, with its own paper and colours."""
+    space = ' xmlns="http://www.w3.org/2000/svg"' if standalone else ""
+    style = f"<style>{svg_style()}</style>" if standalone else ""
+    w, h = length(width), length(height)
+    return (
+        f'<svg{space} class="pd" role="img" aria-label="{escape(label)}" width="{w}" height="{h}" '
+        f'viewBox="0 0 {w} {h}">{style}<rect class="paper" width="{w}" height="{h}" rx="6" '
+        f'fill="{COLOURS["paper"][0]}"/>{inside}</svg>\n'
+    )
+
+
+def text(
+    x: float, y: float, words: str, *, colour: str = "ink", size: float = 11, weight: int = 400, anchor: str = "start"
+) -> str:
+    """Returns a line of text."""
+    bold = f' font-weight="{weight}"' if weight != 400 else ""
+    where = f' text-anchor="{anchor}"' if anchor != "start" else ""
+    return (
+        f'<text class="{colour}" x="{length(x)}" y="{length(y)}" font-size="{length(size)}"{bold}{where} '
+        f'fill="{COLOURS[colour][0]}">{escape(words)}</text>'
+    )
+
+
+def _versions(timeline: Timeline, program: Program | None) -> Callable[[Span], int | None]:
+    """Returns which version an op reads, or None where nobody tells."""
+    tags = {(tag.stage, tag.microbatch): tag for tag in timeline.tags}
+
+    def read(span: Span) -> int | None:
+        if span.kind not in ("F", "B", "I", "W"):
+            return None
+        tag = tags.get((span.stage, span.index))
+        if tag is not None:
+            return tag.forward_version if span.kind == "F" else tag.backward_version
+        if program is None:
+            return None
+        rule = program.weights
+        return (rule.forward_version if span.kind == "F" else rule.backward_version)(span.stage, span.index)
+
+    return read
+
+
+def _axis(seconds: float, scale: float, top: float, bottom: float) -> list[str]:
+    unit, size = time_unit(seconds)
+    parts = []
+    for tick in ticks(0.0, seconds / size, max(2, int(seconds * scale / 90))):
+        x = LEFT + tick * size * scale
+        parts.append(
+            f'<line class="tick" x1="{length(x)}" x2="{length(x)}" y1="{length(top - 4)}" '
+            f'y2="{length(bottom)}" stroke="{COLOURS["line"][0]}"/>'
+        )
+        # A label at the very edge would be cut off.
+        anchor = "end" if x > LEFT + seconds * scale - 14 else "middle"
+        parts.append(text(x, bottom + 13, f"{figure(tick)} {unit}", colour="faint", anchor=anchor))
+    return parts
+
+
+def _heads(timeline: Timeline, y: Callable[[int], float], lane_px: float, right: float) -> list[str]:
+    stages: dict[int, set[int]] = defaultdict(set)
+    for span in timeline.work():
+        stages[span.rank].add(span.stage)
+    parts = []
+    for rank in range(timeline.workers):
+        middle = y(rank) + lane_px / 2
+        parts.append(
+            f'<rect class="lane" x="{LEFT}" y="{length(y(rank))}" width="{length(right - LEFT)}" '
+            f'height="{length(lane_px)}" fill="{COLOURS["lane"][0]}"/>'
+        )
+        parts.append(text(LEFT - 10, middle - 1, f"rank {rank}", anchor="end", weight=600))
+        if stages[rank]:
+            names = f"stage {', '.join(map(str, sorted(stages[rank])))}"
+            parts.append(text(LEFT - 10, middle + 11, names, colour="faint", size=10, anchor="end"))
+    return parts
+
+
+def _boxes(
+    spans: tuple[Span, ...],
+    x: Callable[[float], float],
+    y: Callable[[int], float],
+    lane_px: float,
+    read: Callable[[Span], int | None],
+) -> list[str]:
+    """Returns a rectangle a span, in groups of one colour."""
+
+    def colour(span: Span) -> str:
+        return "wait" if span.kind == "wait" else colour_class(span.kind, span.index)
+
+    drawn = [span for span in spans if span.kind in WORK or span.kind == "wait"]
+    # Updates last: one that takes no time is a line over its neighbours.
+    drawn.sort(key=lambda span: (span.kind != "wait", span.kind == "U", colour(span), span.rank, span.start_s))
+    parts = []
+    for name, group in groupby(drawn, colour):
+        parts.append(f'<g class="{name}" fill="{COLOURS[name][0]}">')
+        for span in group:
+            left, right = x(span.start_s), x(span.end_s)
+            # A hair of paper between neighbours; an op is never too thin to be seen.
+            thick = max(right - left - (0.8 if right - left > 4 else 0), 1.5)
+            inset = 6 if span.kind == "wait" else 0
+            kind = "op" if span.kind in WORK else "idle"
+            parts.append(
+                f'<rect class="{kind}" x="{length(left)}" y="{length(y(span.rank) + inset)}" '
+                f'width="{length(thick)}" height="{length(lane_px - 2 * inset)}" rx="{2 if thick > 5 else 0}">'
+                f"<title>{escape(_story(span, read(span)))}</title></rect>"
+            )
+        parts.append("</g>")
+    return parts
+
+
+def _story(span: Span, version: int | None) -> str:
+    took = format_seconds(span.end_s - span.start_s)
+    if span.kind == "wait":
+        return f"waiting, {took}"
+    if span.kind == "send":
+        return f"message of stage {span.stage}, microbatch {span.index}: {took}"
+    reads = "" if version is None else f", reads version {version}"
+    what = "makes version" if span.kind == "U" else "microbatch"
+    return f"{span.stage}{span.kind}{span.index}: {_NAMES[span.kind]}, {what} {span.index}, {took}{reads}"
+
+
+def _labels(
+    spans: tuple[Span, ...],
+    x: Callable[[float], float],
+    y: Callable[[int], float],
+    lane_px: float,
+    read: Callable[[Span], int | None] | None,
+) -> list[str]:
+    """Returns the microbatches' numbers, and the versions below them, where there is room."""
+    parts = []
+    for span in spans:
+        if span.kind not in WORK or span.kind == "U":
+            continue
+        left, right = x(span.start_s), x(span.end_s)
+        middle = (left + right) / 2
+        if right - left < 7 * len(str(span.index)) + 3:
+            continue
+        version = read(span) if read else None
+        if version is None:
+            parts.append(text(middle, y(span.rank) + lane_px / 2 + 4, str(span.index), colour="on-op", anchor="middle"))
+            continue
+        parts.append(
+            text(middle, y(span.rank) + 16, str(span.index), colour="on-op", size=12, weight=600, anchor="middle")
+        )
+        if right - left >= 6 * len(f"v{version}") + 2:
+            parts.append(text(middle, y(span.rank) + 29, f"v{version}", colour="on-op", size=10, anchor="middle"))
+    return parts
+
+
+def _messages(spans: tuple[Span, ...], x: Callable[[float], float], y: Callable[[int], float]) -> list[str]:
+    sends = sorted((span for span in spans if span.kind == "send"), key=lambda span: (span.rank, span.start_s))
+    parts = []
+    for rank, group in groupby(sends, lambda span: span.rank):
+        mine = list(group)
+        for span, row in zip(mine, rows(mine), strict=True):
+            height = y(rank) + 3 + 3 * min(row, 2)
+            parts.append(
+                f'<line class="wave" x1="{length(x(span.start_s))}" x2="{length(x(span.end_s))}" '
+                f'y1="{length(height)}" y2="{length(height)}" stroke="{COLOURS["send"][0]}" stroke-width="2">'
+                f"<title>{escape(_story(span, None))}</title></line>"
+            )
+    return parts
+
+
+def _legend(kinds: list[str], y: float) -> list[str]:
+    parts, x = [], float(LEFT)
+    for kind in kinds:
+        name = {"wait": "wait", "send": "send"}.get(kind, f"{kind}0")
+        height = 3 if kind == "send" else 10
+        parts.append(
+            f'<rect class="{name}" x="{length(x)}" y="{length(y + 10 - height / 2)}" width="14" height="{height}" '
+            f'rx="1.5" fill="{COLOURS[name][0]}"/>'
+        )
+        parts.append(text(x + 20, y + 14, _NAMES[kind], colour="faint"))
+        x += 38 + 6.2 * len(_NAMES[kind])
+    return parts

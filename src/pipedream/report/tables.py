@@ -1,0 +1,180 @@
+"""Pieces of a page: tables, figures and values, as HTML text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from ..core.plan import Plan
+from ..core.profile import Profile
+from ..core.units import format_bytes, format_seconds
+from .axis import figure
+
+__all__ = ["amount", "bar", "cards", "pairs", "percent", "plan_table", "profile_table", "stage_table", "table"]
+
+NOTHING = "-"
+"""What stands for a value that is not known."""
+
+
+def table(
+    caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1, says: bool = True
+) -> str:
+    """Returns a table; cells are HTML already, the first `words` columns are words and stand left.
+
+    The caption is shown above the table, or (`says` False) only told to screen readers, where a heading says it already.
+    """
+
+    def cells(row: Sequence[str]) -> str:
+        first = f'<th scope="row">{row[0]}</th>'
+        return first + "".join(
+            f"<td{'' if i < words else ' class=number'}>{cell}</td>" for i, cell in enumerate(row[1:], 1)
+        )
+
+    head = "".join(
+        f'<th scope="col"{"" if i < words else " class=number"}>{escape(name)}</th>' for i, name in enumerate(heads)
+    )
+    body = "".join(f"<tr>{cells(row)}</tr>" for row in rows)
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
+        f"{f'<caption>{escape(caption)}</caption>' if says else ''}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def pairs(caption: str, values: Mapping[str, Any]) -> str:
+    """Returns a table of names and values; inner mappings are spelled out with dots."""
+    return table(caption, ("name", "value"), list(_flat(values)) or [(NOTHING, NOTHING)], words=2, says=False)
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
+        elif isinstance(value, (list, tuple)):
+            yield escape(f"{before}{name}"), escape(", ".join(map(str, value))) or NOTHING
+        else:
+            yield escape(f"{before}{name}"), amount(value)
+
+
+def amount(value: Any) -> str:
+    """Writes a value: numbers short, words escaped, `-` for none."""
+    if isinstance(value, float):
+        return figure(value)
+    return NOTHING if value is None or value == "" else escape(str(value))
+
+
+def percent(value: Any) -> str:
+    """Writes a share.
+
+    >>> percent(0.8731), percent(None)
+    ('87.3%', '-')
+    """
+    return f"{100 * value:.1f}%" if isinstance(value, (int, float)) else NOTHING
+
+
+def bar(value: Any) -> str:
+    """Writes a share with a bar behind it."""
+    if not isinstance(value, (int, float)):
+        return NOTHING
+    return f'<span class="bar" style="--share:{min(max(100 * value, 0), 100):.1f}%">{percent(value)}</span>'
+
+
+def cards(figures: Iterable[tuple[str, str, str]]) -> str:
+    """Returns the key figures: name, value and a note below it."""
+    return "".join(
+        f'<div class="card"><dt>{escape(name)}</dt><dd>{escape(value)}'
+        f"<small>{escape(note) or '&nbsp;'}</small></dd></div>"
+        for name, value, note in figures
+    )
+
+
+def plan_table(plan: Plan) -> str:
+    """Returns the stages of a plan."""
+    last = len(plan.stages) - 1
+    rows = [
+        (
+            str(s),
+            _layers(stage.names or tuple(str(i) for i in range(stage.first, stage.last))),
+            str(stage.replicas),
+            format_seconds(stage.forward_s),
+            format_seconds(stage.backward_s),
+            format_seconds(stage.update_s),
+            format_bytes(stage.output_bytes) if s < last else NOTHING,
+            format_bytes(stage.parameter_bytes),
+            str(plan.in_flight[s]),
+            figure(plan.rate_factors[s]),
+            format_bytes(stage.peak_bytes) if stage.peak_bytes else NOTHING,
+        )
+        for s, stage in enumerate(plan.stages)
+    ]
+    heads = (
+        "stage",
+        "layers",
+        "workers",
+        "forward",
+        "backward",
+        "update",
+        "sends",
+        "weights",
+        "in flight",
+        "rate factor",
+    )
+    return table(f"Plan {plan.config}: stages, seconds and bytes of one {plan.unit}", (*heads, "peak"), rows, words=2)
+
+
+def profile_table(profile: Profile) -> str:
+    """Returns the layers of a profile."""
+    rows = [
+        (
+            escape(layer.name),
+            escape(layer.kind),
+            format_seconds(cost.forward_s),
+            format_seconds(cost.backward_s),
+            format_bytes(cost.output_bytes),
+            format_bytes(cost.activation_bytes),
+            format_bytes(cost.parameter_bytes),
+        )
+        for layer, cost in zip(profile.graph.layers, profile.layers, strict=True)
+    ]
+    heads = ("layer", "kind", "forward", "backward", "output", "kept", "weights")
+    return table(f"Profile of {profile.model}: batch {profile.batch}, {profile.device}", heads, rows, words=2)
+
+
+def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
+    """Returns what the workers of each stage did: measured, and beside it what was predicted."""
+    rows = []
+    for s, stage in enumerate(stages):
+        rank = stage.get("rank", stage.get("ranks"))
+        ranks = ", ".join(map(str, rank)) if isinstance(rank, (list, tuple)) else amount(rank)
+        shares = [
+            cell
+            for word in ("busy", "wait", "send")
+            for cell in (bar(stage.get(f"{word}_share")), percent(stage.get(f"predicted_{word}_share")))
+        ]
+        rows.append(
+            (
+                str(stage.get("stage", s)),
+                _layers(tuple(map(str, stage.get("layers") or ()))),
+                ranks,
+                *shares,
+                _bytes(stage.get("bytes_sent")),
+                _bytes(stage.get("peak_bytes")),
+                amount(stage.get("versions")),
+                amount(stage.get("staleness")),
+                amount(stage.get("learning_rate")),
+            )
+        )
+    shares_of = ("busy", "predicted", "waiting", "predicted", "sending", "predicted")
+    heads = ("stage", "layers", "rank", *shares_of, "sent", "peak memory", "versions", "staleness", "rate")
+    return table("Stages: shares of the time, measured and predicted", heads, rows, words=2)
+
+
+def _layers(names: tuple[str, ...]) -> str:
+    if not names:
+        return NOTHING
+    short = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+    return f'<span title="{escape(", ".join(names))}">{escape(short)}</span>'
+
+
+def _bytes(value: Any) -> str:
+    return format_bytes(value) if isinstance(value, (int, float)) else NOTHING

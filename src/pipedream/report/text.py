@@ -1,0 +1,152 @@
+"""A timeline as text: one row a rank, one column a slot of time.
+
+    time   | 0 s         4 s         8 s
+    rank 0 | F0 F1 .  .  B0 == B1 ==
+    rank 1 |    F0 F1 B0 == B1 ==
+
+A letter and a number are an op and its microbatch; ``==`` goes on with the op before it; ``.`` is waiting;
+``*`` behind an op is an update shorter than a column.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import ceil
+from statistics import median
+from typing import NamedTuple
+
+from rich.text import Text
+
+from ..core.timeline import Span, Timeline
+from .axis import time_unit
+from .style import TERMINAL, colour_class
+
+__all__ = ["grid", "grid_rich", "slot"]
+
+_TICK_SLOTS = 4
+_NOTHING = 1e-9
+"""Shares of a slot that are rounding."""
+
+
+class _Cell(NamedTuple):
+    text: str
+    colour: str
+    updates: bool = False
+
+
+def grid(timeline: Timeline, *, slot_s: float | None = None, width: int | None = None) -> str:
+    """Returns the picture of a timeline.
+
+    Args:
+        timeline: simulated or measured.
+        slot_s: seconds of a column; the shortest op's unless said. A column shows what its rank does in its
+            middle; an op that meets no middle stands in the column of its own middle, if nothing else does.
+        width: most characters in a row; what is longer ends in ``...``.
+    """
+    return "\n".join(
+        (head + "".join(text for text, _ in pieces)).rstrip()
+        for head, pieces in _rows(timeline, slot_s or slot(timeline), width)
+    )
+
+
+def grid_rich(timeline: Timeline, *, slot_s: float | None = None, width: int | None = None) -> Text:
+    """Returns the picture of `grid` in colours, for a rich console."""
+    picture = Text(no_wrap=True)
+    for number, (head, pieces) in enumerate(_rows(timeline, slot_s or slot(timeline), width)):
+        picture.append("\n" if number else "").append(head, "dim" if not number else "bold")
+        for text, colour in pieces:
+            picture.append(text, TERMINAL.get(colour, "dim"))
+    return picture
+
+
+def slot(timeline: Timeline) -> float:
+    """Returns the seconds of the shortest kind of op: of each stage's forwards, backwards, ... the least median.
+
+    A median, for one interrupted clock reading must not stretch a measured picture. Updates count only where
+    there is nothing else.
+    """
+    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for span in timeline.work():
+        if span.end_s > span.start_s:
+            seconds[span.kind, span.stage].append(span.end_s - span.start_s)
+    passes = [median(found) for (kind, _), found in seconds.items() if kind != "U"]
+    return min(passes or [median(found) for found in seconds.values()] or [1.0])
+
+
+def _rows(timeline: Timeline, slot_s: float, width: int | None) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Returns the rows: what stands before the bar, and the pieces behind it with the names of their colours."""
+    names = ["time", *(f"rank {rank}" for rank in range(timeline.workers))]
+    heads = [f"{name:<{max(map(len, names))}} | " for name in names]
+    work = timeline.work()
+    begin = min((span.start_s for span in timeline.spans), default=0.0)
+    slots = ceil((max((span.end_s for span in work), default=begin) - begin) / slot_s - _NOTHING)
+    shown = slots if width is None else min(slots, max(1, (width - len(heads[0])) // 3 + 1))
+    ops: list[list[Span]] = [[] for _ in range(timeline.workers)]
+    ends = [begin] * timeline.workers
+    for span in work:
+        ends[span.rank] = max(ends[span.rank], span.end_s)
+        if span.start_s < begin + (shown + _NOTHING) * slot_s:
+            ops[span.rank].append(span)
+    cells = [_cells(sorted(mine, key=_when), begin, slot_s, shown) for mine in ops]
+    column = 1 + max((len(cell.text) for row in cells for cell in row), default=1)
+    cut = False
+    if width is not None and len(heads[0]) + slots * column - 1 > width:
+        cut = True
+        shown = max(1, (width - len(heads[0]) - len("...")) // column)
+    rows = [(heads[0], [(_scale(shown, column, slot_s), "")])]
+    for head, row, end_s in zip(heads[1:], cells, ends, strict=True):
+        pieces = [((cell.text + "*" * cell.updates).ljust(column), cell.colour) for cell in row[:shown]]
+        if cut and end_s > begin + (shown + _NOTHING) * slot_s:
+            waiting = ("." if row else "").ljust(column)
+            pieces += [(waiting, "wait")] * (shown - len(pieces)) + [("...", "wait")]
+        rows.append((head, pieces))
+    return rows
+
+
+def _when(span: Span) -> tuple[float, float]:
+    return span.start_s, span.end_s
+
+
+def _cells(ops: list[Span], begin: float, slot_s: float, slots: int) -> list[_Cell]:
+    """Returns the cells of a rank up to its last op."""
+    stages = len({span.stage for span in ops})
+    filled: dict[int, Span] = {}
+    short: dict[int, Span] = {}
+    instant: set[int] = set()
+    for span in ops:
+        start, end = (span.start_s - begin) / slot_s, (span.end_s - begin) / slot_s
+        if span.kind == "U" and end - start < 1 - 1e-6:
+            instant.add(max(0, ceil(start - 0.5 - 1e-6) - 1))
+            continue
+        first, last = (ceil(time - 0.5 - 1e-6) for time in (start, end))
+        filled |= dict.fromkeys(range(first, min(last, slots)), span)
+        if first == last:
+            short[int((start + end) / 2)] = span
+    filled = short | filled
+    row: list[_Cell] = []
+    before: Span | None = None
+    for i in range(min(slots, max(filled, default=-1) + 1)):
+        now = filled.get(i)
+        if now is None:
+            text, colour = ("." if before or any(cell.text for cell in row) else ""), "wait"
+        else:
+            name = f"{now.kind}{now.index}" if stages == 1 else f"{now.stage}{now.kind}{now.index}"
+            text, colour = ("==" if now is before else name), colour_class(now.kind, now.index)
+        row.append(_Cell(text, colour, i in instant))
+        before = now
+    return row
+
+
+def _scale(slots: int, column: int, slot_s: float) -> str:
+    """Returns the head row: the time at every fourth slot, or every eighth where the columns are narrow."""
+    every = _TICK_SLOTS
+    while every * column < 10:
+        every *= 2
+    room = slots * column
+    unit, size = time_unit(slots * slot_s)
+    text = ""
+    for i in range(0, slots, every):
+        label = f"{i * slot_s / size:.3g} {unit}"
+        if i * column + len(label) <= room:
+            text = text.ljust(i * column) + label
+    return text

@@ -1,0 +1,126 @@
+"""A timeline as a file that trace viewers open: Chrome's trace event format (ui.perfetto.dev, chrome://tracing).
+
+A run is a process, a rank a thread, messages have threads of their own beside their sender. Arrows (flows)
+lead a microbatch from a stage's forward to the next stage's, and back from backward to backward.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ..core.artifact import write_text
+from ..core.timeline import WORK, Span, Timeline
+from .lanes import rows
+
+__all__ = ["save_trace", "trace"]
+
+_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "U": "update"}
+
+
+def trace(*timelines: Timeline) -> dict[str, Any]:
+    """Returns the trace of one or more runs as JSON values; times are microseconds."""
+    events: list[dict[str, Any]] = []
+    for run, timeline in enumerate(timelines):
+        events += _metadata(run, timeline)
+        found = _spans(run, timeline) + _flows(run, timeline)
+        # A flow's end at the same time as the slice it points into must come behind it.
+        events += sorted(found, key=lambda event: (event["tid"], event["ts"], event["ph"] != "X"))
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def save_trace(timeline: Timeline, path: str | os.PathLike[str]) -> Path:
+    """Writes the trace of a timeline to a file, atomically. Returns the path."""
+    return write_text(path, json.dumps(trace(timeline)) + "\n")
+
+
+def _metadata(run: int, timeline: Timeline) -> list[dict[str, Any]]:
+    named = [(rank * _ROOM, f"rank {rank}") for rank in range(timeline.workers)]
+    for rank in range(timeline.workers):
+        count = max(rows(_sends(timeline, rank)), default=-1) + 1
+        named += [(rank * _ROOM + 1 + row, f"rank {rank} sends") for row in range(count)]
+    events: list[dict[str, Any]] = [
+        {
+            "ph": "M",
+            "name": "process_name",
+            "pid": run,
+            "tid": 0,
+            "args": {"name": f"{timeline.source} {timeline.name}"},
+        }
+    ]
+    for tid, name in sorted(named):
+        events.append({"ph": "M", "name": "thread_name", "pid": run, "tid": tid, "args": {"name": name}})
+        events.append({"ph": "M", "name": "thread_sort_index", "pid": run, "tid": tid, "args": {"sort_index": tid}})
+    return events
+
+
+_ROOM = 1000
+"""Thread numbers kept for a rank: its own, and those of its messages."""
+
+
+def _sends(timeline: Timeline, rank: int) -> list[Span]:
+    return sorted(
+        (span for span in timeline.spans if span.rank == rank and span.kind == "send"), key=lambda s: s.start_s
+    )
+
+
+def _spans(run: int, timeline: Timeline) -> list[dict[str, Any]]:
+    tags = {(tag.stage, tag.microbatch): tag for tag in timeline.tags}
+    events: list[dict[str, Any]] = []
+
+    def add(span: Span, tid: int) -> None:
+        number = "update" if span.kind == "U" else "microbatch"
+        args: dict[str, Any] = {"stage": span.stage, number: span.index}
+        tag = tags.get((span.stage, span.index))
+        if tag is not None and span.kind in ("F", "B", "I", "W"):
+            args["version"] = tag.forward_version if span.kind == "F" else tag.backward_version
+            if span.kind != "F":
+                args |= {"applied_to": tag.applied_to, "staleness": tag.staleness}
+        events.append(
+            {
+                "ph": "X",
+                "name": span.kind if span.kind == "wait" else f"{span.stage}{_letter(span)}{span.index}",
+                "cat": _WORDS.get(span.kind, span.kind),
+                "pid": run,
+                "tid": tid,
+                "ts": _us(span.start_s),
+                "dur": max(0.0, round(_us(span.end_s) - _us(span.start_s), 3)),
+                "args": args,
+            }
+        )
+
+    for span in timeline.spans:
+        if span.kind != "send":
+            add(span, span.rank * _ROOM)
+    for rank in range(timeline.workers):
+        sends = _sends(timeline, rank)
+        for span, row in zip(sends, rows(sends), strict=True):
+            add(span, rank * _ROOM + 1 + row)
+    return events
+
+
+def _letter(span: Span) -> str:
+    return span.kind if span.kind in WORK else ">"
+
+
+def _flows(run: int, timeline: Timeline) -> list[dict[str, Any]]:
+    """Returns the arrows: pairs of events of equal id, each inside the slice that it belongs to."""
+    found = {(span.kind, span.stage, span.index): span for span in timeline.work()}
+    events: list[dict[str, Any]] = []
+    number = 0
+    for (kind, stage, index), span in found.items():
+        step = {"F": 1, "B": -1, "I": -1}.get(kind)
+        after = found.get((kind, stage + step, index)) if step else None
+        if after is None:
+            continue
+        number += 1
+        common = {"name": f"{_WORDS[kind]} {index}", "cat": "microbatch", "id": run << 32 | number, "pid": run}
+        events.append(common | {"ph": "s", "tid": span.rank * _ROOM, "ts": _us(span.start_s)})
+        events.append(common | {"ph": "f", "bp": "e", "tid": after.rank * _ROOM, "ts": _us(after.start_s)})
+    return events
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

@@ -1,0 +1,1 @@
+"""Running a program with real tensors: workers, versions, channels, updates. Imports core only."""

@@ -1,0 +1,49 @@
+"""The two clocks that a worker can run on (the idea is SimPy's: one program, two environments).
+
+`in_process` runs all workers in one thread and turns to the next one that can go on; deterministic, good
+for tests, notebooks and debuggers. `on_wire` runs this process's one worker and really waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+from ..core.errors import DeadlockError
+from .channel import Pending
+
+__all__ = ["in_process", "on_wire"]
+
+
+def in_process(workers: Sequence[Generator[Any, None, None]], lead: int) -> Iterator[Any]:
+    """Runs workers by turns; yields what the lead worker yields beside what it waits for.
+
+    Raises:
+        DeadlockError: no worker can go on. (The verifier excludes it.)
+    """
+    waiting: dict[int, Pending[Any] | None] = dict.fromkeys(range(len(workers)))
+    while waiting:
+        moved = False
+        for number in list(waiting):
+            pending = waiting[number]
+            if pending is not None and not pending.ready():
+                continue
+            moved = True
+            for event in workers[number]:
+                if isinstance(event, Pending):
+                    waiting[number] = event
+                    if not event.ready():
+                        break
+                elif number == lead:
+                    yield event
+            else:
+                del waiting[number]
+        if not moved:
+            raise DeadlockError(f"workers {sorted(waiting)} wait for each other")
+
+
+def on_wire(worker: Generator[Any, None, None]) -> Iterator[Any]:
+    """Runs one worker; it waits inside each `Pending.result`. Yields the rest of what it yields."""
+    for event in worker:
+        if not isinstance(event, Pending):
+            yield event

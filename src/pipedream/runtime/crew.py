@@ -1,0 +1,271 @@
+"""Putting workers together: channels, stages, optimizers; all in one process, or this process's own one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..core.program import Program
+from .channel import Group, LocalChannel, LocalGroup, Receiver, Sender
+from .losses import Loss, Metric
+from .optimize import Gradients, Optimizer
+from .stage import StageModule, low_precision_weights
+from .versions import Versions
+from .wire import Line, WireGroup, WireReceiver, WireSender
+from .worker import Seated, Worker
+
+__all__ = ["Settings", "Wires", "connect", "local_crew", "wire_worker"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose for the training itself.
+
+    Attributes:
+        loss, metrics, optimizer, scheduler: of the user.
+        seed: of the run.
+        clip_grad_norm: greatest norm; None does not clip.
+        clip: 'global' or 'local'.
+        ema: decay of the average of the weights; None keeps none.
+        autocast: low-precision type; None computes as the weights are.
+        on_nan: 'error' or 'continue'.
+    """
+
+    loss: Loss
+    optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+    metrics: Mapping[str, Metric]
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    seed: int = 0
+    clip_grad_norm: float | None = None
+    clip: str = "global"
+    ema: float | None = None
+    autocast: torch.dtype | None = None
+    on_nan: str = "error"
+
+
+@dataclass(frozen=True)
+class Wires:
+    """Process groups of a run.
+
+    Attributes:
+        everyone: gloo group of all ranks: headers, results, sums of small numbers.
+        stages: for each stage the group of its replicas, None where there is one.
+        pairs: channel number -> group of its payloads.
+    """
+
+    everyone: dist.ProcessGroup
+    stages: tuple[dist.ProcessGroup | None, ...]
+    pairs: Mapping[int, dist.ProcessGroup]
+
+
+def connect(program: Program, device: torch.device) -> Wires:
+    """Makes the process groups of a program; every rank calls it."""
+    world = dist.group.WORLD
+    assert world is not None
+    on_gpu = device.type == "cuda"
+    everyone = world if dist.get_backend(world) == "gloo" else dist.new_group(backend="gloo")
+    backend = "nccl" if on_gpu else "gloo"
+    stages = tuple(
+        dist.new_group(list(row), backend=backend) if len(row) > 1 else None for row in program.placement.ranks
+    )
+    pairs = {
+        number: dist.new_group([c.sender, c.receiver], backend="nccl") if on_gpu else everyone
+        for number, c in enumerate(program.channels)
+    }
+    return Wires(everyone, stages, pairs)
+
+
+def local_crew(
+    program: Program,
+    evaluation: Program,
+    layers: Sequence[tuple[str, nn.Module]],
+    handles: Sequence[dict[str, nn.Parameter]],
+    settings: Settings,
+    device: torch.device,
+) -> list[Worker]:
+    """Returns all workers of a program, joined by queues.
+
+    Args:
+        program, evaluation: verified.
+        layers: (name, module) of the whole model.
+        handles: for each stage, its trained parameters.
+        settings: the user's choices.
+        device: of all workers.
+    """
+    placement = program.placement
+    channels = {number: LocalChannel() for number in range(len(program.channels))}
+    owners = placement.ranks[-1]
+    results = {
+        (owner, rank): LocalChannel() for owner in owners for rank in range(placement.workers) if rank != owner
+    }
+    norm = LocalGroup(sum(placement.replicas))
+    sums = [LocalGroup(count) for count in placement.replicas]
+    crew = []
+    for rank in range(placement.workers):
+        seats = {}
+        for stage, replica in placement.seats(rank):
+            own_layers, own_handles = layers, handles[stage]
+            if replica:
+                own_layers, own_handles = _copied(layers, handles[stage])
+            seats[stage] = _seat(
+                program,
+                stage,
+                own_layers,
+                own_handles,
+                settings,
+                device,
+                norm.member(rank) if program.couples_updates else None,
+                sums[stage].member(replica) if placement.replicas[stage] > 1 else None,
+            )
+        crew.append(
+            _worker(
+                rank,
+                program,
+                evaluation,
+                seats,
+                {n: channels[n] for n, c in enumerate(program.channels) if c.sender == rank},
+                {n: channels[n] for n, c in enumerate(program.channels) if c.receiver == rank},
+                {other: channel for (owner, other), channel in results.items() if owner == rank},
+                {owner: channel for (owner, other), channel in results.items() if other == rank},
+                settings,
+                device,
+            )
+        )
+    return crew
+
+
+def wire_worker(
+    rank: int,
+    program: Program,
+    evaluation: Program,
+    layers: Sequence[tuple[str, nn.Module]],
+    handles: Mapping[int, dict[str, nn.Parameter]],
+    settings: Settings,
+    device: torch.device,
+    wires: Wires,
+) -> Worker:
+    """Returns this process's worker, joined to the others by torch.distributed.
+
+    Args:
+        handles: stage -> its trained parameters, for the stages of this rank.
+        wires: of `connect`.
+    """
+    placement = program.placement
+    # Nothing is ever unread beyond what the input stage may have in flight, or one minibatch.
+    most_out = max(*program.plan.in_flight, program.microbatches) * max(placement.replicas) + 2
+    senders: dict[int, Sender] = {}
+    receivers: dict[int, Receiver] = {}
+    for number, channel in enumerate(program.channels):
+        if rank not in (channel.sender, channel.receiver):
+            continue
+        peer = channel.receiver if rank == channel.sender else channel.sender
+        line = Line(peer, number, channel.depth, wires.everyone, wires.pairs[number], device)
+        if rank == channel.sender:
+            senders[number] = WireSender(line, most_out)
+        else:
+            receivers[number] = WireReceiver(line)
+    result_senders: dict[int, Sender] = {}
+    result_receivers: dict[int, Receiver] = {}
+    cpu = torch.device("cpu")
+    for owner in placement.ranks[-1]:
+        for other in range(placement.workers):
+            number = len(program.channels) + owner * placement.workers + other
+            if owner == other or rank not in (owner, other):
+                continue
+            peer = other if rank == owner else owner
+            line = Line(peer, number, 2, wires.everyone, wires.everyone, cpu)
+            if rank == owner:
+                result_senders[other] = WireSender(line, most_out)
+            else:
+                result_receivers[owner] = WireReceiver(line)
+    seats = {
+        stage: _seat(
+            program,
+            stage,
+            layers,
+            handles[stage],
+            settings,
+            device,
+            WireGroup(wires.everyone) if program.couples_updates else None,
+            WireGroup(group) if (group := wires.stages[stage]) is not None else None,
+        )
+        for stage, _ in placement.seats(rank)
+    }
+    return _worker(
+        rank, program, evaluation, seats, senders, receivers, result_senders, result_receivers, settings, device
+    )
+
+
+def _copied(
+    layers: Sequence[tuple[str, nn.Module]], handles: dict[str, nn.Parameter]
+) -> tuple[list[tuple[str, nn.Module]], dict[str, nn.Parameter]]:
+    """Returns a further replica's own layers and handles; in one process the user's model has but one."""
+    memo: dict[int, Any] = {}
+    copied = [(name, copy.deepcopy(layer, memo)) for name, layer in layers]
+    return copied, {name: memo[id(handle)] for name, handle in handles.items()}
+
+
+def _seat(
+    program: Program,
+    stage: int,
+    layers: Sequence[tuple[str, nn.Module]],
+    handles: dict[str, nn.Parameter],
+    settings: Settings,
+    device: torch.device,
+    norm_group: Group | None,
+    replica_group: Group | None,
+) -> Seated:
+    plan = program.plan
+    mine = layers[plan.stages[stage].first : plan.stages[stage].last]
+    return Seated(
+        module=StageModule(mine, handles, device, settings.seed, settings.autocast),
+        versions=Versions(handles, low_precision_weights(mine, handles, settings.autocast)),
+        gradients=Gradients([handle.dtype for handle in handles.values()]),
+        optimizer=Optimizer(
+            handles,
+            settings.optimizer,
+            scheduler=settings.scheduler,
+            rate_factor=plan.rate_factors[stage],
+            replicas=plan.replicas[stage],
+            first_replicas=plan.replicas[0],
+            clip_grad_norm=settings.clip_grad_norm,
+            norm_group=norm_group,
+            replica_group=replica_group,
+            mean_of_rounds=program.updates.mean_of_rounds,
+            ema=settings.ema,
+        ),
+    )
+
+
+def _worker(
+    rank: int,
+    program: Program,
+    evaluation: Program,
+    seats: dict[int, Seated],
+    senders: Mapping[int, Sender],
+    receivers: Mapping[int, Receiver],
+    result_senders: Mapping[int, Sender],
+    result_receivers: Mapping[int, Receiver],
+    settings: Settings,
+    device: torch.device,
+) -> Worker:
+    return Worker(
+        rank,
+        program=program,
+        evaluation=evaluation,
+        seats=seats,
+        senders=dict(senders),
+        receivers=dict(receivers),
+        result_senders=dict(result_senders),
+        result_receivers=dict(result_receivers),
+        loss=settings.loss,
+        metrics=settings.metrics,
+        device=device,
+        on_nan=settings.on_nan,
+    )

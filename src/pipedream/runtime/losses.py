@@ -1,0 +1,149 @@
+"""Losses and metrics, weighted truly.
+
+A minibatch's loss is a mean over something: samples, tokens that count, elements. A pipeline sees it in
+pieces, and the mean of the pieces' means is not the mean of the whole. So each microbatch says its *weight*,
+the amount that its mean is over; gradients and losses are added up as weight x mean and divided once by the
+summed weight. PyTorch's own losses are recognised; any other states its weight by returning (sum, weight),
+by ``weight=fn(batch)``, or is taken as a mean over samples.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+__all__ = ["Loss", "Metric", "is_torch_loss", "measure"]
+
+Metric = Callable[[Any, Any], Any]
+"""(output, batch) -> a mean over samples, or (sum, weight)."""
+
+_CLASS_LOSSES = (F.cross_entropy, F.nll_loss)
+_CLASS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
+_SAMPLE_LOSSES = (F.multi_margin_loss, F.triplet_margin_loss, F.cosine_embedding_loss, F.multilabel_margin_loss)
+_SAMPLE_MODULES = (
+    nn.MultiMarginLoss, nn.TripletMarginLoss, nn.CosineEmbeddingLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss,
+)  # fmt: skip
+_ELEMENT_LOSSES = (
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
+    F.poisson_nll_loss, F.gaussian_nll_loss, F.kl_div, F.soft_margin_loss, F.hinge_embedding_loss,
+)  # fmt: skip
+_ELEMENT_MODULES = (
+    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss,
+    nn.GaussianNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss,
+)  # fmt: skip
+
+
+def is_torch_loss(loss: Any) -> bool:
+    """Tells whether a loss is one of PyTorch's own, which are called with (output, targets)."""
+    function, _ = _unwrapped(loss)
+    if isinstance(function, nn.Module):
+        return type(function).__module__ == "torch.nn.modules.loss"
+    return getattr(function, "__module__", "") == "torch.nn.functional"
+
+
+class Loss:
+    """A user's loss, made to give (mean or sum, weight) for each microbatch.
+
+    Args:
+        loss: ``loss(output, batch)`` -> scalar tensor or (sum, weight); one of torch's own losses; or None, where
+            the model's own output carries ``.loss``.
+        weight: ``weight(batch)`` -> the amount that the loss is a mean over.
+    """
+
+    def __init__(self, loss: Any = None, weight: Callable[[Any], Any] | None = None) -> None:
+        self._loss = loss
+        self._weight = weight
+        self._function, self._keywords = _unwrapped(loss)
+
+    def __call__(self, output: Any, batch: Any, samples: int, share: float) -> tuple[torch.Tensor, float, bool]:
+        """Returns (value, weight, is_sum): the value is a mean over `weight`, or a sum to be divided by it.
+
+        Args:
+            output: of the model.
+            batch: what the loss gets: the targets for torch's own losses.
+            samples: in the microbatch.
+            share: of the minibatch's samples that are in the microbatch.
+
+        Raises:
+            TypeError: the loss gave neither a scalar tensor nor a pair.
+        """
+        found = _own_loss(output) if self._loss is None else self._loss(output, batch)
+        if isinstance(found, tuple):
+            total, weight = found
+            return total, float(weight), True
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+            raise TypeError(f"the loss gave {what}; let it return a scalar tensor, or (sum, weight)")
+        found = found.reshape(())
+        if self._weight is not None:
+            return found, float(self._weight(batch)), False
+        reduction = self._option("reduction", "mean")
+        if reduction == "sum" and is_torch_loss(self._loss):
+            # The minibatch's loss is the sum of the pieces: weights that add up to one.
+            return found, share, True
+        weight = self._torch_weight(output, batch, reduction)
+        return found, float(samples if weight is None else weight), False
+
+    def _torch_weight(self, output: Any, targets: Any, reduction: str) -> float | None:
+        function = self._function
+        if not is_torch_loss(self._loss) or not isinstance(targets, torch.Tensor):
+            return None
+        if function in _CLASS_LOSSES or isinstance(function, _CLASS_MODULES):
+            if targets.is_floating_point():
+                return float(targets.numel() // targets.shape[1]) if targets.ndim > 1 else 1.0
+            counted = targets[targets != self._option("ignore_index", -100)]
+            classes = self._option("weight", None)
+            return float(counted.numel() if classes is None else classes[counted].sum())
+        if function in _ELEMENT_LOSSES or isinstance(function, _ELEMENT_MODULES):
+            return None if reduction == "batchmean" else float(torch.broadcast_tensors(output, targets)[0].numel())
+        return None
+
+    def _option(self, name: str, default: Any) -> Any:
+        if isinstance(self._function, nn.Module):
+            return getattr(self._function, name, default)
+        return self._keywords.get(name, default)
+
+
+def measure(
+    metrics: Mapping[str, Metric], output: Any, batch: Any, samples: int
+) -> tuple[tuple[float, float], ...]:
+    """Returns (sum, weight) of each metric for one microbatch."""
+    found = []
+    with torch.no_grad():
+        for metric in metrics.values():
+            value = metric(output, batch)
+            if isinstance(value, tuple):
+                found.append((float(value[0]), float(value[1])))
+            else:
+                found.append((float(value) * samples, float(samples)))
+    return tuple(found)
+
+
+def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
+    keywords: dict[str, Any] = {}
+    while isinstance(loss, functools.partial):
+        keywords = {**loss.keywords, **keywords}
+        loss = loss.func
+    return loss, keywords
+
+
+def _own_loss(output: Any) -> torch.Tensor:
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    if found is None and isinstance(output, torch.Tensor) and output.numel() == 1:
+        found = output
+    if found is None:
+        raise TypeError(
+            f"loss=None needs a model whose output carries .loss, found {type(output).__name__}; give the pipeline a loss"
+        )
+    assert isinstance(found, torch.Tensor)
+    return found
+
+

@@ -1,0 +1,190 @@
+"""A message and its header.
+
+Every message has a header of fixed size, so that its receive can be posted before anything is known about
+it. The header names the minibatch and the microbatch, the version tag, the loss weight, what the message is
+(data, an empty microbatch, the end of a stream) and the type and shape of each tensor. A shape is thus
+never guessed and never taken from an earlier batch: a smaller last minibatch or a longer sequence needs no
+word between the workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from math import prod
+
+import numpy as np
+import torch
+
+__all__ = ["HEADER_WORDS", "Content", "Message", "decode_header", "encode_header", "join_payload", "take_payload"]
+
+HEADER_WORDS = 512
+_FIXED = 16
+_MOST_DIMENSIONS = 8
+_MOST_NUMBERS = 64
+_ALIGNMENT = 64
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+_DTYPE_CODE = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+class Content(IntEnum):
+    """What a message is."""
+
+    DATA = 0
+    EMPTY = 1  # a microbatch without a sample: the minibatch had fewer samples than microbatches
+    END = 2  # no further microbatch; `microbatch` is the count of those that were
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message.
+
+    Attributes:
+        microbatch: number since the last drain.
+        content: data, empty, or the end of the stream.
+        tensors: what it carries; None where a gradient does not exist.
+        structure: how the tensors form a value (`batches.flatten`).
+        gradients: for each tensor, whether a gradient is to come back.
+        minibatch: number since the start of training.
+        epoch: of the minibatch; its lowest bit of `flags` tells whether it ends it.
+        samples: in the microbatch.
+        version: tag of the weights that its forward reads, of the sending stage.
+        flags: small numbers whose meaning sender and receiver share.
+        weight: loss weight of the microbatch.
+        share: of the minibatch's samples that are in it.
+        numbers: further floating point numbers (losses, metrics).
+    """
+
+    microbatch: int
+    content: Content = Content.DATA
+    tensors: tuple[torch.Tensor | None, ...] = ()
+    structure: str = ""
+    gradients: tuple[bool, ...] = ()
+    minibatch: int = 0
+    epoch: int = 0
+    samples: int = 0
+    version: int = 0
+    flags: int = 0
+    weight: float = 0.0
+    share: float = 1.0
+    numbers: tuple[float, ...] = field(default=())
+
+    def without_tensors(self) -> Message:
+        """Returns the message with its header only."""
+        return replace(self, tensors=(), structure="", gradients=())
+
+
+def encode_header(message: Message, payload_bytes: int) -> torch.Tensor:
+    """Writes a header: int64[HEADER_WORDS] on the CPU.
+
+    Raises:
+        ValueError: more tensors, dimensions or numbers than a header can name.
+    """
+    words = torch.zeros(HEADER_WORDS, dtype=torch.int64)
+    ints = words.numpy()
+    floats = ints.view(np.float64)
+    ints[:9] = (
+        message.content, message.microbatch, message.minibatch, message.epoch, message.samples, message.version,
+        message.flags, payload_bytes, len(message.tensors),
+    )  # fmt: skip
+    floats[9], floats[10] = message.weight, message.share
+    ints[11] = len(message.numbers)
+    if len(message.numbers) > _MOST_NUMBERS:
+        raise ValueError(f"a message carries at most {_MOST_NUMBERS} numbers, found {len(message.numbers)}")
+    place = _FIXED
+    floats[place : place + len(message.numbers)] = message.numbers
+    place += len(message.numbers)
+    for i, tensor in enumerate(message.tensors):
+        shape = () if tensor is None else tuple(tensor.shape)
+        if len(shape) > _MOST_DIMENSIONS or place + 2 + len(shape) > HEADER_WORDS:
+            raise ValueError(
+                f"the value has too many tensors or dimensions for a header: {len(message.tensors)} tensors, tensor "
+                f"{i} has shape {shape}; cut the model where less crosses"
+            )
+        code = -1 if tensor is None else _DTYPE_CODE[tensor.dtype]
+        wants = bool(message.gradients) and message.gradients[i]
+        ints[place] = (code + 1) * 2 + wants
+        ints[place + 1] = len(shape)
+        ints[place + 2 : place + 2 + len(shape)] = shape
+        place += 2 + len(shape)
+    return words
+
+
+def decode_header(
+    words: torch.Tensor,
+) -> tuple[Message, int, list[tuple[torch.dtype, tuple[int, ...]] | None]]:
+    """Reads a header. Returns the message without tensors, the payload's bytes, each tensor's type and shape."""
+    ints = words.numpy()
+    floats = ints.view(np.float64)
+    content, microbatch, minibatch, epoch, samples, version, flags, payload, count = ints[:9].tolist()
+    numbers = int(ints[11])
+    place = _FIXED + numbers
+    specs: list[tuple[torch.dtype, tuple[int, ...]] | None] = []
+    wants = []
+    for _ in range(count):
+        code, dimensions = divmod(int(ints[place]), 2), int(ints[place + 1])
+        shape = tuple(ints[place + 2 : place + 2 + dimensions].tolist())
+        specs.append(None if code[0] == 0 else (_DTYPES[code[0] - 1], shape))
+        wants.append(bool(code[1]))
+        place += 2 + dimensions
+    message = Message(
+        microbatch=microbatch,
+        content=Content(content),
+        gradients=tuple(wants),
+        minibatch=minibatch,
+        epoch=epoch,
+        samples=samples,
+        version=version,
+        flags=flags,
+        weight=float(floats[9]),
+        share=float(floats[10]),
+        numbers=tuple(floats[_FIXED : _FIXED + numbers].tolist()),
+    )
+    return message, payload, specs
+
+
+def join_payload(message: Message, device: torch.device) -> torch.Tensor:
+    """Returns the tensors of a message, and its structure, as uint8[n]; a single tensor is not copied."""
+    tensors = [tensor.detach() for tensor in message.tensors if tensor is not None]
+    if len(tensors) == 1 and not message.structure:
+        return _as_bytes(tensors[0].contiguous())
+    text = message.structure.encode()
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    total = sum(map(_aligned, sizes)) + len(text)
+    payload = torch.empty(total, dtype=torch.uint8, device=device)
+    place = 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        payload[place : place + size].copy_(_as_bytes(tensor.contiguous()))
+        place += _aligned(size)
+    if text:
+        payload[place:].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    return payload
+
+
+def take_payload(
+    message: Message, specs: list[tuple[torch.dtype, tuple[int, ...]] | None], payload: torch.Tensor
+) -> Message:
+    """Returns the message with its tensors, which are views of the payload (uint8[n])."""
+    place = 0
+    tensors: list[torch.Tensor | None] = []
+    for spec in specs:
+        if spec is None:
+            tensors.append(None)
+            continue
+        dtype, shape = spec
+        size = prod(shape) * dtype.itemsize
+        tensors.append(payload[place : place + size].view(dtype).view(shape))
+        place += _aligned(size) if place + _aligned(size) <= payload.numel() else size
+    structure = bytes(payload[place:].cpu().numpy()).decode() if place < payload.numel() else ""
+    return replace(message, tensors=tuple(tensors), structure=structure)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,187 @@
+"""What happens inside an update, in this order: normalise, reduce over replicas, clip, step, schedule, EMA.
+
+The optimizer is the user's own, made once a stage from that stage's named parameters. Its schedulers run on
+one clock for all stages: the rounds of the input stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import torch
+
+from .channel import Group, Pending
+
+__all__ = ["Gradients", "Optimizer"]
+
+
+class Gradients:
+    """The gradients of the update that is coming, in the order of the handles; never in ``.grad``.
+
+    The first microbatch's tensors are kept as autograd gave them; autograd may hand one tensor out twice, so
+    they are not written: the second one makes new tensors, and only those are added to in place.
+    """
+
+    def __init__(self, dtypes: list[torch.dtype]) -> None:
+        self._dtypes = dtypes
+        self._sums: list[torch.Tensor | None] = [None] * len(dtypes)
+        self._owned = [False] * len(dtypes)
+        self.weight = 0.0
+        self.count = 0
+
+    def add(self, gradients: list[torch.Tensor | None], weight: float) -> None:
+        """Adds one microbatch's gradients (of weight x mean loss, or of the mean, see `UpdateRule`)."""
+        self.weight += weight
+        self.count += 1
+        old: list[torch.Tensor] = []
+        new: list[torch.Tensor] = []
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            gradient = gradient.to(self._dtypes[i])
+            held = self._sums[i]
+            if held is None:
+                self._sums[i] = gradient
+            elif self._owned[i]:
+                old.append(held)
+                new.append(gradient)
+            else:
+                self._sums[i] = held + gradient
+                self._owned[i] = True
+        if old:
+            torch._foreach_add_(old, new)
+
+    def take(self) -> tuple[list[torch.Tensor | None], float, int]:
+        """Returns the sums, the summed weight and the number of microbatches, and starts again from nothing."""
+        taken = (self._sums, self.weight, self.count)
+        self._sums = [None] * len(self._dtypes)
+        self._owned = [False] * len(self._dtypes)
+        self.weight, self.count = 0.0, 0
+        return taken
+
+
+class Optimizer:
+    """The user's optimizer on one stage's handles, and what belongs to its step.
+
+    Args:
+        handles: name -> parameter.
+        optimizer: factory: list of (name, parameter) -> torch optimizer.
+        scheduler: factory: torch optimizer -> scheduler with ``step()``; None for a constant rate.
+        rate_factor: r_s / r_0, on the learning rate.
+        replicas, first_replicas: r_s and r_0.
+        clip_grad_norm: greatest norm of the gradients; None does not clip.
+        norm_group: adds up the squared norm over the stages (global norm); None takes this stage's alone.
+        replica_group: adds up gradients over the stage's replicas; None where there is one.
+        mean_of_rounds: see `UpdateRule`.
+        ema: decay of the exponential moving average of the weights; None keeps none.
+    """
+
+    def __init__(
+        self,
+        handles: Mapping[str, torch.nn.Parameter],
+        optimizer: Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer],
+        *,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        rate_factor: float = 1.0,
+        replicas: int = 1,
+        first_replicas: int = 1,
+        clip_grad_norm: float | None = None,
+        norm_group: Group | None = None,
+        replica_group: Group | None = None,
+        mean_of_rounds: bool = False,
+        ema: float | None = None,
+    ) -> None:
+        self._handles = list(handles.values())
+        self._names = list(handles)
+        # A stage may have no weights at all (an activation alone); it still has the common clock and rate.
+        named = list(handles.items()) or [("nothing", torch.nn.Parameter(torch.zeros(())))]
+        self.optimizer = optimizer(named)
+        self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
+        self._rate_factor = rate_factor
+        self._replicas = replicas
+        self._first_replicas = first_replicas
+        self._clip = clip_grad_norm
+        self._norm_group = norm_group
+        self._replica_group = replica_group
+        self._mean_of_rounds = mean_of_rounds
+        self._decay = ema
+        self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
+        self._scheduled = 0
+        self.updates = 0
+
+    @property
+    def rate(self) -> float:
+        """The user's learning rate of the first parameter group, before the stage's factor."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def prepare(self, gradients: Gradients, wish: float = 0.0) -> Generator[Pending[Any], None, tuple[float, bool]]:
+        """Puts the update's gradients into the handles' ``.grad``; yields where it would wait.
+
+        Args:
+            gradients: the update's sums; emptied.
+            wish: not 0 where this replica was asked to stop; all replicas hear of it with the sums.
+
+        Returns the share of the round's replicas that are present, which scales the learning rate, and
+        whether a replica wishes to stop.
+        """
+        sums, weight, count = gradients.take()
+        if self._replica_group is not None:
+            filled = [
+                torch.zeros_like(h) if s is None else s.contiguous()
+                for s, h in zip(sums, self._handles, strict=True)
+            ]
+            amounts = torch.tensor([weight, count, wish], dtype=torch.float64)
+            device = self._handles[0].device if self._handles else amounts.device
+            pending = self._replica_group.add_up([*filled, amounts.to(device)])
+            if not pending.ready():
+                yield pending
+            *reduced, amounts = pending.result()
+            sums = list(reduced)
+            weight, count, wish = float(amounts[0]), int(amounts[1]), float(amounts[2])
+        divisor = float(count) if self._mean_of_rounds else weight
+        present = [s for s in sums if s is not None]
+        if present and divisor != 1.0 and divisor > 0.0:
+            present = list(torch._foreach_div(present, divisor))
+        if self._clip is not None:
+            present = yield from self._clipped(present)
+        ready = iter(present)
+        for handle, held in zip(self._handles, sums, strict=True):
+            handle.grad = None if held is None else next(ready)
+        return (count / self._replicas if self._mean_of_rounds else 1.0), wish > 0
+
+    def step(self, present_share: float = 1.0) -> None:
+        """Makes the update from the handles' ``.grad``: step, schedule, EMA."""
+        # One clock for all stages: update n of this stage belongs to round (n - 1) r_s / r_0 of the input's.
+        while self.scheduler is not None and self._scheduled < self.updates * self._replicas // self._first_replicas:
+            self.scheduler.step()
+            self._scheduled += 1
+        factor = self._rate_factor * present_share
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        if factor != 1.0:
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+        self.optimizer.step()
+        if factor != 1.0:
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        self.updates += 1
+        for handle in self._handles:
+            handle.grad = None
+        if self._decay is not None and self._handles:
+            averages = [self.ema[name] for name in self._names]
+            torch._foreach_lerp_(averages, [handle.detach() for handle in self._handles], 1.0 - self._decay)
+
+    def _clipped(self, gradients: list[torch.Tensor]) -> Generator[Pending[Any], None, list[torch.Tensor]]:
+        assert self._clip is not None
+        squares = sum((float(n) ** 2 for n in torch._foreach_norm(gradients)), 0.0) if gradients else 0.0
+        if self._norm_group is not None:
+            # Replicas hold the same gradients after their sum: each gives its share of the stage's square.
+            pending = self._norm_group.add_up([torch.tensor([squares / self._replicas], dtype=torch.float64)])
+            if not pending.ready():
+                yield pending
+            squares = float(pending.result()[0])
+        scale = self._clip / (squares**0.5 + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        if scale < 1.0 and gradients:
+            return list(torch._foreach_mul(gradients, scale))
+        return gradients

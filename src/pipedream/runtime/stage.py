@@ -1,0 +1,220 @@
+"""A stage at work: the user's own layers, run forward and backward at a chosen version of their weights.
+
+Life of a microbatch at a stage:
+
+1. What arrives enters autograd as a non-leaf without a copy, so that a layer may work in place on it.
+2. The leaves of a version stand in the modules' parameter slots while the layers run; then the handles
+   stand there again.
+3. Before each layer the generator is seeded from (run seed, microbatch, layer name), after the last one the
+   user's generator goes on where it was.
+4. The backward takes the gradients of the leaves and of what arrived from autograd; they never pass
+   through ``.grad``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.seeds import layer_seed
+from .batches import flatten, unflatten
+from .versions import WeightSet
+
+__all__ = ["Held", "StageModule", "low_precision_weights", "outputs_of"]
+
+# Layers whose weights autocast casts before each use (torch.amp's op lists: linear, convolutions, recurrent
+# cells). Norms and embeddings stay in full precision there, so they do here.
+_CAST_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
+
+
+class _Entry(torch.autograd.Function):
+    """Gives a received tensor a place in the graph without copying it: neither a leaf nor a view."""
+
+    @staticmethod
+    def forward(ctx: Any, received: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(received)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        return gradients[0], None
+
+
+@dataclass
+class Held:
+    """What a stage keeps of a microbatch between its forward and its backward.
+
+    Attributes:
+        weights: the version that the forward read; None for a microbatch without samples.
+        entries: places in the graph where the inputs that want a gradient entered.
+        outputs: tensors that went on, or the loss.
+        wants: for each tensor that arrived, whether its gradient goes back.
+        minibatch, microbatch, weight, version: of the message.
+    """
+
+    weights: WeightSet | None
+    entries: tuple[Any, ...]
+    outputs: tuple[torch.Tensor, ...]
+    wants: tuple[bool, ...]
+    microbatch: int
+    weight: float = 0.0
+
+
+class StageModule:
+    """Consecutive layers of the user's model.
+
+    Args:
+        layers: (name, module) in run order; the modules are the user's own.
+        handles: name -> parameter that is trained, each shared one once.
+        device: where it computes.
+        seed: of the run.
+        autocast: low-precision type of the forward; None computes as the weights are.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[str, nn.Module]],
+        handles: dict[str, nn.Parameter],
+        device: torch.device,
+        seed: int,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.device = device
+        self._seed = seed
+        self._autocast = autocast
+        self._names = tuple(handles)
+        self._handles = handles
+        known = {id(parameter): name for name, parameter in handles.items()}
+        modules = {id(m): m for _, layer in layers for m in layer.modules()}
+        self._slots = [
+            (module._parameters, slot, known[id(parameter)])
+            for module in modules.values()
+            for slot, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in known
+        ]
+        # Recurrent layers keep a second list of their weights.
+        self._recurrent = [m for m in modules.values() if isinstance(m, nn.RNNBase)]
+
+    def train(self, mode: bool) -> list[tuple[nn.Module, bool]]:
+        """Sets the training flag of all modules; returns the flags that they had."""
+        flags = [(m, m.training) for _, layer in self.layers for m in layer.modules()]
+        for _, layer in self.layers:
+            layer.train(mode)
+        return flags
+
+    def forward(self, value: Any, leaves: dict[str, torch.Tensor], microbatch: int, first: bool) -> Any:
+        """Runs the layers on a value at the weights `leaves`.
+
+        Args:
+            value: what the first layer takes; for the model's first layer, possibly a tuple of inputs.
+            leaves: name -> weights, of one version.
+            microbatch: its number since the start of training, for the seeds.
+            first: the value is the model's input; a tuple is handed over as several arguments.
+        """
+        state = self._save_generator()
+        self._place(leaves)
+        try:
+            with self._casting():
+                for name, layer in self.layers:
+                    self._reseed(layer_seed(self._seed, microbatch, name))
+                    value = layer(*value) if first and isinstance(value, tuple) else layer(value)
+                    first = False
+            return value
+        finally:
+            self._place(self._handles)
+            self._restore_generator(state)
+
+    def enter(self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """Returns a received value with its place in the graph, and the edges to ask gradients for."""
+        edges = []
+        inside = []
+        for tensor, want in zip(tensors, wants, strict=True):
+            if want:
+                tensor = _Entry.apply(tensor, torch.empty((), requires_grad=True))
+                edges.append(torch.autograd.graph.get_gradient_edge(tensor))
+            inside.append(tensor)
+        return unflatten(structure, tuple(inside)), tuple(edges)
+
+    def backward(
+        self, held: Held, gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Returns the gradients of the weights, in the order of the handles, and of what arrived.
+
+        Args:
+            held: what the forward kept; its graph is freed.
+            gradients: of the outputs that went on.
+        """
+        assert held.weights is not None
+        leaves = [held.weights.leaves[name] for name in self._names]
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(held.outputs, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        wanted = [*leaves, *held.entries]
+        if not pairs or not wanted:
+            return [None] * len(leaves), [None] * len(held.entries)
+        found = torch.autograd.grad(
+            [output for output, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
+        )
+        return list(found[: len(leaves)]), list(found[len(leaves) :])
+
+    def _place(self, leaves: Any) -> None:
+        for parameters, slot, name in self._slots:
+            parameters[slot] = leaves[name]
+        for module in self._recurrent:
+            flat = [getattr(module, name, None) for name in module._flat_weights_names]
+            module._flat_weights = flat  # type: ignore[assignment]
+            module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in flat]
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self._autocast)
+
+    def _reseed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def _save_generator(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        return torch.default_generator.get_state(), cuda
+
+    def _restore_generator(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        torch.default_generator.set_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], self.device)
+
+
+def low_precision_weights(
+    layers: Sequence[tuple[str, nn.Module]], handles: dict[str, nn.Parameter], autocast: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """Returns the weights that autocast would cast at each use, with the type that it casts them to.
+
+    A weight shared with a layer that autocast leaves in full precision (a tied embedding) is not among them.
+    """
+    if autocast is None:
+        return {}
+    known = {id(parameter): name for name, parameter in handles.items()}
+    cast: set[str] = set()
+    full: set[str] = set()
+    for _, layer in layers:
+        for module in layer.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) in known:
+                    (cast if isinstance(module, _CAST_LAYERS) else full).add(known[id(parameter)])
+    return {name: autocast for name in handles if name in cast - full and handles[name].dtype == torch.float32}
+
+
+def outputs_of(value: Any) -> tuple[str, tuple[torch.Tensor, ...], tuple[bool, ...]]:
+    """Returns the structure and tensors of what a stage made, and which of them want a gradient back."""
+    structure, tensors = flatten(value)
+    return structure, tensors, tuple(tensor.requires_grad for tensor in tensors)

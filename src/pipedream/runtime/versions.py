@@ -1,0 +1,164 @@
+"""The versions of a stage's weights: a ring of leaf sets whose newest shares its storage with the optimizer's.
+
+Life of a version:
+
+1. Update n is due. If nobody will read the newest set any more, the optimizer steps in its storage.
+2. Otherwise the weights are copied into a free set and the optimizer's handles (the user's own
+   parameters) are pointed there; the old set stays as it is for its readers.
+3. The optimizer steps in place; the set is version n.
+4. A forward reads a version: its leaves stand in the modules while the forward runs, and autograd keeps
+   what it needs of them.
+5. The backward releases the version. A set without readers, older than any forward will read, is free.
+
+Handles are never in a graph: changing ``.data`` of a tensor that a graph has read is silently half wrong
+(docs/design.md, Facts). The leaves of a set and the handles share storage but not autograd's version
+counter, so `begin_update` itself asserts that the storage it frees for writing has no reader.
+
+Under autocast a set holds low-precision leaves of the weights that autocast would cast, cast once an update
+instead of once a forward; then only the optimizer's copy has full precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+__all__ = ["Versions", "WeightSet"]
+
+
+class WeightSet:
+    """One version of a stage's weights.
+
+    Attributes:
+        version: its number; -1 while it is free.
+        leaves: name -> tensor that a forward reads and a gradient is taken for.
+        readers: forwards that have read it and whose backward is still to come.
+    """
+
+    __slots__ = ("leaves", "readers", "version")
+
+    def __init__(self, version: int, leaves: dict[str, torch.Tensor]) -> None:
+        self.version = version
+        self.leaves = leaves
+        self.readers = 0
+
+
+class Versions:
+    """The weight sets of one stage replica.
+
+    Args:
+        handles: name -> the user's parameter, for those that are trained.
+        low_precision: name -> type of the leaf, for weights that autocast would cast.
+    """
+
+    def __init__(
+        self, handles: Mapping[str, torch.nn.Parameter], low_precision: Mapping[str, torch.dtype] | None = None
+    ) -> None:
+        self.handles = dict(handles)
+        self._low = dict(low_precision or {})
+        self.newest = 0
+        self._sets = {0: WeightSet(0, {name: self._leaf(name, handle) for name, handle in handles.items()})}
+        self._free: list[WeightSet] = []
+        self.peak = 1
+
+    @property
+    def alive(self) -> int:
+        """Versions that are held now, the newest included."""
+        return len(self._sets)
+
+    @property
+    def storages(self) -> int:
+        """Distinct storages of full size that hold weights: those of all sets, free ones too, and the
+        optimizer's own, counted on the first parameter."""
+        if not self.handles:
+            return 1
+        name = next(iter(self.handles))
+        held = [s.leaves[name].untyped_storage().data_ptr() for s in (*self._sets.values(), *self._free)]
+        return len({*held, self.handles[name].untyped_storage().data_ptr()})
+
+    def read(self, version: int) -> WeightSet:
+        """Returns a version for a forward, which must `release` it after its backward.
+
+        Raises:
+            KeyError: it is not made yet, or dropped already; the verifier excludes both.
+        """
+        found = self._sets[version]
+        found.readers += 1
+        return found
+
+    def peek(self) -> WeightSet:
+        """Returns the newest version for a forward that has no backward."""
+        return self._sets[self.newest]
+
+    def release(self, held: WeightSet) -> None:
+        """Ends a reader's hold."""
+        held.readers -= 1
+
+    def drop_below(self, version: int) -> None:
+        """Frees the sets that no reader holds and that no forward will read: those before `version`."""
+        for old in [v for v, s in self._sets.items() if v < version and not s.readers and v != self.newest]:
+            freed = self._sets.pop(old)
+            freed.version = -1
+            self._free.append(freed)
+
+    def begin_update(self, next_read: int) -> None:
+        """Makes the handles safe to write: moves them to a free set if the newest is still to be read.
+
+        Args:
+            next_read: the version that the next forward will read.
+        """
+        self.drop_below(next_read)
+        newest = self._sets[self.newest]
+        if newest.readers or next_read <= self.newest:
+            if not self._free:
+                self._free.append(WeightSet(-1, {name: self._leaf_like(name, newest) for name in self.handles}))
+            moved = self._free.pop()
+            shared = [name for name in self.handles if name not in self._low]
+            targets = [moved.leaves[name].detach() for name in shared]
+            if targets:
+                torch._foreach_copy_(targets, [self.handles[name].detach() for name in shared])
+            for name, target in zip(shared, targets, strict=True):
+                self.handles[name].data = target
+        else:
+            moved = self._sets.pop(self.newest)
+        assert moved.readers == 0, "the optimizer would write into weights that a backward still needs"
+        moved.version = self.newest + 1
+        self._sets[moved.version] = moved
+        self.peak = max(self.peak, len(self._sets))
+
+    def end_update(self) -> None:
+        """Makes what the optimizer wrote the newest version."""
+        self.newest += 1
+        made = self._sets[self.newest]
+        for name in self._low:
+            with torch.no_grad():
+                made.leaves[name].detach().copy_(self.handles[name])
+
+    def rewind(self) -> None:
+        """Counts versions from 0 again: after a drain, when one set is left."""
+        self.drop_below(self.newest)
+        assert len(self._sets) == 1, f"{len(self._sets)} versions after a drain"
+        left = self._sets.pop(self.newest)
+        left.version = self.newest = 0
+        self._sets[0] = left
+
+    def reload(self) -> None:
+        """Takes over weights that were written into the handles from outside, after a drain."""
+        newest = self._sets[self.newest]
+        for name, handle in self.handles.items():
+            if name in self._low:
+                with torch.no_grad():
+                    newest.leaves[name].detach().copy_(handle)
+            else:
+                newest.leaves[name] = self._leaf(name, handle)
+
+    def _leaf(self, name: str, handle: torch.nn.Parameter) -> torch.Tensor:
+        kind = self._low.get(name)
+        if kind is None:
+            # Not detach(): that would share autograd's version counter, which each update moves on.
+            return handle.data.requires_grad_()
+        return handle.detach().to(kind, copy=True).requires_grad_()
+
+    def _leaf_like(self, name: str, model: WeightSet) -> torch.Tensor:
+        return torch.empty_like(model.leaves[name]).detach().requires_grad_()

@@ -1,0 +1,117 @@
+"""How long each instruction takes: the seconds and bytes of a plan, put over the links of its cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..core.cost import transfer_s
+from ..core.op import Kind
+from ..core.plan import Plan
+from ..core.program import Channel
+
+__all__ = ["Costs", "costs"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of ops and sums, for each stage; seconds of messages, for each channel.
+
+    Attributes:
+        forward_s, backward_s: of one microbatch.
+        weight_s: share of the backward that is the weight gradient, where the backward is split.
+        update_s, sync_s: of one optimizer step, and of one sum over the replicas.
+        output_bytes: of the value that each stage sends on, for one microbatch; its gradient is as large.
+        bandwidth_bytes_per_s, latency_s: of a link, in one direction.
+        input_bytes: of what goes straight from the input stage to the output stage; 0 costs no time.
+
+    Raises:
+        ValueError: vectors of different lengths, negative seconds, or a weight gradient longer than its backward.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+    update_s: tuple[float, ...]
+    sync_s: tuple[float, ...]
+    output_bytes: tuple[float, ...]
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+    input_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        vectors = {
+            name: getattr(self, name)
+            for name in ("forward_s", "backward_s", "weight_s", "update_s", "sync_s", "output_bytes")
+        }
+        if len({len(vector) for vector in vectors.values()}) != 1:
+            raise ValueError(
+                f"costs need one number a stage, found {', '.join(f'{len(v)} {n}' for n, v in vectors.items())}"
+            )
+        for name, vector in vectors.items():
+            if min(vector, default=0.0) < 0:
+                raise ValueError(f"{name} cannot be negative, found {vector}")
+        if self.bandwidth_bytes_per_s <= 0 or self.latency_s < 0 or self.input_bytes < 0:
+            raise ValueError(
+                "bandwidth must be positive, latency and input bytes not negative, found "
+                f"{self.bandwidth_bytes_per_s}, {self.latency_s} and {self.input_bytes}"
+            )
+        if any(weight > backward for weight, backward in zip(self.weight_s, self.backward_s, strict=True)):
+            raise ValueError(
+                f"the weight gradient is a share of the backward, found {self.weight_s} of {self.backward_s} seconds"
+            )
+
+    def op_s(self, kind: Kind, stage: int) -> float:
+        """Returns the seconds of an op."""
+        if kind is Kind.INPUT_GRADIENT:
+            return self.backward_s[stage] - self.weight_s[stage]
+        by_kind = {
+            Kind.FORWARD: self.forward_s,
+            Kind.BACKWARD: self.backward_s,
+            Kind.WEIGHT_GRADIENT: self.weight_s,
+            Kind.UPDATE: self.update_s,
+        }
+        return by_kind[kind][stage]
+
+    def channel_bytes(self, channel: Channel) -> float:
+        """Returns the bytes of one message: the value of the boundary that the channel crosses."""
+        if channel.carries == "input":
+            return self.input_bytes
+        return self.output_bytes[channel.source if channel.carries == "activation" else channel.target]
+
+    def occupied_s(self, channel: Channel) -> float:
+        """Returns the seconds for which a message keeps its link busy, so that the next one waits."""
+        return transfer_s(self.channel_bytes(channel), self.bandwidth_bytes_per_s)
+
+    def transfer_s(self, channel: Channel) -> float:
+        """Returns the seconds from the start of a message to its arrival."""
+        if channel.carries == "input" and not self.input_bytes:
+            return 0.0
+        return self.occupied_s(channel) + self.latency_s
+
+
+def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None) -> Costs:
+    """Returns the costs of a plan's stages on the cluster that it was planned for.
+
+    Args:
+        plan: with seconds and bytes.
+        split: m, microbatches of a minibatch. A plan in minibatches is divided by it, all but updates and sums; a
+            plan in microbatches is taken as it is.
+        weight_s: seconds of a stage's weight gradient, in the plan's unit; None takes half of the backward.
+
+    Raises:
+        ValueError: a split below 1, or a weight gradient longer than its backward.
+    """
+    if split < 1:
+        raise ValueError(f"a minibatch is split into at least 1 microbatch, found {split}")
+    parts = split if plan.unit == "minibatch" else 1
+    stages = plan.stages
+    return Costs(
+        forward_s=tuple(stage.forward_s / parts for stage in stages),
+        backward_s=tuple(stage.backward_s / parts for stage in stages),
+        weight_s=tuple((stage.backward_s / 2 if weight_s is None else weight_s) / parts for stage in stages),
+        update_s=tuple(stage.update_s for stage in stages),
+        sync_s=plan.sync_s,
+        output_bytes=tuple(stage.output_bytes / parts for stage in stages),
+        bandwidth_bytes_per_s=plan.cluster.bandwidth_bytes_per_s,
+        latency_s=plan.cluster.latency_s,
+    )

@@ -1,0 +1,180 @@
+"""Verify, then run: every rule checked on finite runs that stand for all.
+
+The runs are one minibatch; and the warm-up, as many microbatches as the deepest ring and the oldest version
+reach back, two periods, and a drain that begins at each residue of the period.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from math import ceil, lcm
+
+from ..core.op import Kind, Op
+from ..core.program import Channel, Program
+from .unrolled import Unrolled, unroll
+from .waits import check_waits
+
+__all__ = ["Proof", "verify"]
+
+_MOST_INSTRUCTIONS = 60_000
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was proved of a program.
+
+    Attributes:
+        schedule, config: of which program.
+        totals: microbatches of the runs that were checked.
+        residues: at how many residues of the period a drain may begin; more than were checked where
+            replica counts have a large common multiple.
+        seats: the (stage, replica) pairs of each rank.
+        peak_in_flight: of each rank, microbatches forwarded and not yet backwarded; 0 without backwards.
+        peak_versions: of each rank, distinct sets of weights alive at once, the newest included.
+        staleness: of each stage, the most updates that a gradient is late.
+    """
+
+    schedule: str
+    config: str
+    totals: tuple[int, ...]
+    residues: int
+    seats: tuple[tuple[tuple[int, int], ...], ...]
+    peak_in_flight: tuple[int, ...]
+    peak_versions: tuple[int, ...]
+    staleness: tuple[int, ...]
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.totals[:6])) + (", ..." if len(self.totals) > 6 else "")
+        rows = [
+            f"Proof of {self.schedule}, plan {self.config}: each op once and in order, no deadlock, versions kept",
+            f"runs of {shown} microbatches, a drain from {len(self.totals) - 1} of {self.residues} residues",
+            f"{'rank':>4}  {'stages':<8}  {'in flight':>9}  {'versions':>8}  {'staleness':>9}",
+        ]
+        for rank, seats in enumerate(self.seats):
+            stages = [stage for stage, _ in seats]
+            late = ",".join(str(self.staleness[stage]) for stage in stages)
+            rows.append(
+                f"{rank:>4}  {','.join(map(str, stages)):<8}  {self.peak_in_flight[rank]:>9}  "
+                f"{self.peak_versions[rank]:>8}  {late:>9}"
+            )
+        return "\n".join(rows)
+
+
+def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = None) -> Proof:
+    """Proves that a program keeps the rules and cannot stand still.
+
+    Checked are: every op once; `requires` kept on each rank and, by messages, across ranks; no cycle in the
+    graph of waits (`check_waits`); no more versions alive than the weight rule allows.
+
+    Args:
+        program: a lowered schedule.
+        lanes: from a channel to what it shares with others in issue order, such as an NCCL communicator;
+            None gives each channel its own.
+
+    Raises:
+        ScheduleError: a rule is broken; names the rank, the instruction and the rule.
+        DeadlockError: ranks would wait for each other for ever; names the cycle.
+    """
+    totals, residues = _totals(program)
+    peaks = []
+    for total in totals:
+        run = unroll(program, total)
+        check_waits(run, lanes)
+        peaks.append([_peaks(run, rank) for rank in range(program.placement.workers)])
+    return Proof(
+        schedule=program.schedule,
+        config=program.plan.config,
+        totals=totals,
+        residues=residues,
+        seats=tuple(program.placement.seats(rank) for rank in range(program.placement.workers)),
+        peak_in_flight=tuple(max(rank[0] for rank in ranks) for ranks in zip(*peaks, strict=True)),
+        peak_versions=tuple(max(rank[1] for rank in ranks) for ranks in zip(*peaks, strict=True)),
+        staleness=tuple(_staleness(program, stage, totals[-1]) for stage in range(program.placement.stages)),
+    )
+
+
+def _totals(program: Program) -> tuple[tuple[int, ...], int]:
+    """Returns the runs to check, and how many residues there are."""
+    cycle, m = program.cycle, program.microbatches
+    replicas = program.placement.replicas
+    warmup = 1 + max(
+        [item.index for rank in program.ranks for item in rank.warmup if item.kind is Kind.FORWARD], default=-1
+    )
+    reach = max([c.depth * lcm(replicas[c.source], replicas[c.target]) for c in program.channels], default=0)
+    # Twice the warm-up: the first version that is read late is made behind the first, dropped behind the second.
+    settled = (ceil((2 * warmup + reach) / cycle) + 2) * cycle
+    residues = cycle // m
+    per_microbatch = max(1, sum(len(rank.period) for rank in program.ranks) // cycle)
+    affordable = max(2, _MOST_INSTRUCTIONS // (settled * per_microbatch))
+    count = min(residues, affordable)
+    chosen = sorted({round(i * (residues - 1) / max(1, count - 1)) for i in range(count)})
+    return (m, *(settled + residue * m for residue in chosen)), residues
+
+
+def _peaks(run: Unrolled, rank: int) -> tuple[int, int]:
+    """Returns a rank's peak of microbatches in flight and of versions alive.
+
+    A version lives from its update to its last reader, and at least until the next update; an update
+    reuses the storage of the version before it where nobody reads that any more.
+
+    Raises:
+        ScheduleError: more versions alive at a stage than its weight rule allows.
+    """
+    program = run.program
+    if len(program.kinds) == 1:
+        return 0, len(program.placement.seats(rank))
+    held: list[tuple[int, int]] = []
+    alive: list[tuple[int, int]] = []
+    for stage, replica in program.placement.seats(rank):
+        lives = list(_lives(run, stage, replica))
+        allowed = program.weights.versions(stage)
+        found, position = _peak(lives)
+        if found > allowed:
+            raise run.error(
+                rank,
+                position,
+                f"{found} versions of stage {stage}'s weights are alive, its weight rule "
+                f"{program.weights.name!r} keeps {allowed}",
+            )
+        alive += lives
+        last = Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in program.kinds else Kind.BACKWARD
+        held += [
+            (run.ops[Op(Kind.FORWARD, stage, k, replica)][1], run.ops[Op(last, stage, k, replica)][1])
+            for k in range(replica, run.total, program.placement.replicas[stage])
+        ]
+    return _peak(held)[0], _peak(alive)[0]
+
+
+def _lives(run: Unrolled, stage: int, replica: int) -> Iterator[tuple[int, int]]:
+    """Yields from where to where in the rank's stream each version of a seat is alive."""
+    program, ops = run.program, run.ops
+    made = [-1] + [
+        ops[Op(Kind.UPDATE, stage, n, replica)][1] for n in range(1, program.updates.updates(stage, run.total) + 1)
+    ]
+    dies = [*made[1:], len(run.streams[program.placement.ranks[stage][replica]])]
+    last = Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in program.kinds else Kind.BACKWARD
+    for k in range(replica, run.total, program.placement.replicas[stage]):
+        first = program.weights.forward_version(stage, k)
+        second = program.weights.backward_version(stage, k)
+        dies[first] = max(dies[first], ops[Op(Kind.FORWARD, stage, k, replica)][1])
+        dies[second] = max(dies[second], ops[Op(last, stage, k, replica)][1])
+    return zip(made, dies, strict=True)
+
+
+def _peak(spans: list[tuple[int, int]]) -> tuple[int, int]:
+    """Returns the most half-open spans that overlap, and where."""
+    changes = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
+    most = where = count = 0
+    for position, change in changes:
+        count += change
+        if count > most:
+            most, where = count, position
+    return most, max(where, 0)
+
+
+def _staleness(program: Program, stage: int, total: int) -> int:
+    if len(program.kinds) == 1:
+        return 0
+    updates, weights = program.updates, program.weights
+    return max(updates.update_of(stage, k) - 1 - weights.forward_version(stage, k) for k in range(total))

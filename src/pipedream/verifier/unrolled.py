@@ -1,0 +1,221 @@
+"""A program unrolled for one number of microbatches, and the rules of order that each rank keeps by itself.
+
+A program is a text without end; what is proved is proved of finite runs of it. Here stand the rules that
+need no clock: each op once and on its rank, nothing before what it needs, each message sent once and
+received once and in one order, each sum joined by all replicas.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from ..core.errors import ScheduleError
+from ..core.op import Kind, Op
+from ..core.program import Instruction, Move, Program, Transfer
+
+__all__ = ["Message", "Unrolled", "unroll"]
+
+Message = tuple[int, int]
+"""A (channel, microbatch)."""
+
+Place = tuple[int, int]
+"""A (rank, position in its stream)."""
+
+_Routes = dict[tuple[int, int, str, int, int], int]
+"""From (sender, receiver, carries, source, target) to the channel."""
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """One finite run of a program, indexed.
+
+    Attributes:
+        program: what is run.
+        total: microbatches in the run.
+        streams: the instructions of each rank, drain included.
+        ops: where each op stands.
+        sent, received: positions of each message at its sender and at its receiver.
+        sequences: the messages of each channel in the order in which they are sent.
+        synced: where each rank joins the sum of (rank, stage, update).
+    """
+
+    program: Program
+    total: int
+    streams: tuple[tuple[Instruction, ...], ...]
+    ops: dict[Op, Place] = field(default_factory=dict)
+    sent: dict[Message, int] = field(default_factory=dict)
+    received: dict[Message, int] = field(default_factory=dict)
+    sequences: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    synced: dict[tuple[int, int, int], int] = field(default_factory=dict)
+
+    def error(self, rank: int, position: int, reason: str) -> ScheduleError:
+        """Returns the error that an instruction deserves."""
+        program = self.program
+        return ScheduleError(
+            f"program {program.schedule!r}, plan {program.plan.config}, a run of {self.total} microbatches: rank "
+            f"{rank}, instruction {position}, {self.streams[rank][position]}: {reason}; nothing was run, mend the "
+            "schedule's order or its lowering"
+        )
+
+    def producer(self, message: Message) -> Op:
+        """Returns the op whose result a message carries."""
+        channel, k = message
+        ends = self.program.channels[channel]
+        kind = self._gradient if ends.carries == "gradient" else Kind.FORWARD
+        return Op(kind, ends.source, k, self.program.placement.replica(ends.source, k))
+
+    def consumer(self, message: Message) -> Op:
+        """Returns the op that reads a message, after which its place in the ring is free."""
+        channel, k = message
+        ends = self.program.channels[channel]
+        kind = self._gradient if ends.carries == "gradient" else Kind.FORWARD
+        return Op(kind, ends.target, k, self.program.placement.replica(ends.target, k))
+
+    @property
+    def _gradient(self) -> Kind:
+        return Kind.INPUT_GRADIENT if Kind.INPUT_GRADIENT in self.program.kinds else Kind.BACKWARD
+
+
+def unroll(program: Program, total: int) -> Unrolled:
+    """Unrolls a program and checks all that does not depend on how its ranks interleave.
+
+    Raises:
+        ScheduleError: a rule is broken; names the rank, the instruction and the rule.
+    """
+    ranks = range(program.placement.workers)
+    run = Unrolled(program, total, tuple(tuple(program.instructions(rank, total)) for rank in ranks))
+    for rank in ranks:
+        _index(run, rank)
+    _check_each_op_once(run)
+    _check_messages(run)
+    routes = {(c.sender, c.receiver, c.carries, c.source, c.target): i for i, c in enumerate(program.channels)}
+    inputs = {(c.source, c.target) for c in program.channels if c.carries == "input"}
+    for op, (rank, position) in run.ops.items():
+        _check_needs(run, op, rank, position, routes)
+        for source, target in inputs:
+            if op.kind is Kind.FORWARD and op.stage == target:
+                need = Op(Kind.FORWARD, source, op.index, program.placement.replica(source, op.index))
+                _check_arrival(run, op, need, "input", routes)
+    return run
+
+
+def _index(run: Unrolled, rank: int) -> None:
+    seats = set(run.program.placement.seats(rank))
+    channels = run.program.channels
+    for position, instruction in enumerate(run.streams[rank]):
+        kind = instruction.kind
+        if isinstance(instruction, Op):
+            if kind is not Kind.UPDATE and kind not in run.program.kinds:
+                raise run.error(rank, position, "an op of a kind that this schedule does not have")
+            stage, replica = instruction.stage, instruction.replica
+            expected = replica if kind is Kind.UPDATE else run.program.placement.replica(stage, instruction.index)
+            if (stage, replica) not in seats or replica != expected:
+                raise run.error(rank, position, f"an op of another rank or replica ({replica} of stage {stage})")
+            if instruction in run.ops:
+                raise run.error(rank, position, f"done before, at instruction {run.ops[instruction][1]}")
+            run.ops[instruction] = (rank, position)
+            continue
+        assert isinstance(instruction, Transfer)
+        number, index = instruction.channel, instruction.index
+        if kind is Move.SYNC:
+            if number not in {stage for stage, _ in seats}:
+                raise run.error(rank, position, f"a sum over stage {number}, which is not on this rank")
+            if run.synced.setdefault((rank, number, index), position) != position:
+                raise run.error(rank, position, "this sum was joined before")
+            continue
+        sends = kind is Move.SEND
+        if not 0 <= number < len(channels):
+            raise run.error(rank, position, f"there are {len(channels)} channels")
+        if rank != (channels[number].sender if sends else channels[number].receiver):
+            raise run.error(rank, position, "this rank is not at this end of the channel")
+        if (run.sent if sends else run.received).setdefault((number, index), position) != position:
+            raise run.error(rank, position, f"microbatch {index} was {'sent' if sends else 'received'} before")
+        if sends:
+            run.sequences[number].append(index)
+
+
+def _check_each_op_once(run: Unrolled) -> None:
+    program = run.program
+    for rank in range(program.placement.workers):
+        for stage, replica in program.placement.seats(rank):
+            wanted = [
+                Op(kind, stage, k, replica)
+                for k in range(replica, run.total, program.placement.replicas[stage])
+                for kind in program.kinds
+            ]
+            if len(program.kinds) > 1:
+                wanted += [Op(Kind.UPDATE, stage, n, replica) for n in _updates(run, stage)]
+            lacking = [op for op in wanted if op not in run.ops]
+            if lacking:
+                raise ScheduleError(
+                    f"program {program.schedule!r}: rank {rank} lacks {lacking[0]} in a run of {run.total} "
+                    "microbatches; each op of each microbatch must come once"
+                )
+
+
+def _updates(run: Unrolled, stage: int) -> range:
+    return range(1, run.program.updates.updates(stage, run.total) + 1)
+
+
+def _check_messages(run: Unrolled) -> None:
+    arrivals: dict[int, list[int]] = defaultdict(list)
+    for number, k in run.received:
+        arrivals[number].append(k)
+    for message, position in run.received.items():
+        rank = run.program.channels[message[0]].receiver
+        if message not in run.sent:
+            raise run.error(rank, position, f"microbatch {message[1]} is received but never sent")
+        place = run.ops.get(run.consumer(message))
+        if place is None or place[0] != rank or place[1] < position:
+            raise run.error(rank, position, f"{run.consumer(message)}, which reads it, does not follow on this rank")
+    for message, position in run.sent.items():
+        rank = run.program.channels[message[0]].sender
+        if message not in run.received:
+            raise run.error(rank, position, f"microbatch {message[1]} is sent but never received")
+        place = run.ops.get(run.producer(message))
+        if place is None or place[0] != rank or place[1] > position:
+            raise run.error(rank, position, f"{run.producer(message)}, which makes it, does not come before")
+    for number, order in run.sequences.items():
+        for i, (left, arrived) in enumerate(zip(order, arrivals[number], strict=True)):
+            if left != arrived:
+                receiver = run.program.channels[number].receiver
+                raise run.error(
+                    receiver,
+                    run.received[number, arrived],
+                    f"message {i} of a first-in-first-out channel is sent as microbatch {left} and received as "
+                    f"microbatch {arrived}",
+                )
+
+
+def _check_needs(run: Unrolled, op: Op, rank: int, position: int, routes: _Routes) -> None:
+    program = run.program
+    limit = position
+    if op.kind is Kind.UPDATE and program.placement.replicas[op.stage] > 1:
+        joined = run.synced.get((rank, op.stage, op.index))
+        if joined is None or joined > position:
+            raise run.error(rank, position, f"no sum over the replicas, ={op.stage}:{op.index}, comes before it")
+        limit = joined  # its own gradients must be in the sum; the others' are checked at their own update
+    for need in program.requires(op, run.total):
+        place = run.ops.get(need)
+        if place is None:
+            raise run.error(rank, position, f"needs {need}, which this run does not have")
+        if place[0] == rank:
+            if place[1] > limit:
+                raise run.error(rank, position, f"needs {need}, which comes later, at instruction {place[1]}")
+        elif op.kind is not Kind.UPDATE:
+            _check_arrival(run, op, need, "activation" if op.kind is Kind.FORWARD else "gradient", routes)
+
+
+def _check_arrival(run: Unrolled, op: Op, need: Op, carries: str, routes: _Routes) -> None:
+    """Checks that the result of an op on another rank is received before the op that reads it."""
+    rank, position = run.ops[op]
+    sender = run.ops[need][0]
+    if sender == rank:
+        return
+    channel = routes.get((sender, rank, carries, need.stage, op.stage))
+    if channel is None:
+        raise run.error(rank, position, f"needs {need} of rank {sender}, but no channel brings its {carries}")
+    arrival = run.received.get((channel, op.index))
+    if arrival is None or arrival > position:
+        raise run.error(rank, position, f"needs {need} of rank {sender}, but <{channel}:{op.index} is not before it")

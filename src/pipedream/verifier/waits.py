@@ -1,0 +1,225 @@
+"""No deadlock: the graph of waits has no cycle.
+
+A program of fixed order with bounded rings is a marked graph: whether its ranks come to stand still does
+not depend on how fast anything is. So it is enough to let every rank go on as far as it can, once: what
+gets through is a topological order of the waits, and where it stops, following who waits for whom runs
+into the cycle. The waits are
+
+- program order on each rank; a receive instruction waits for its message to be delivered;
+- a message is delivered when it is sent and its receive is posted; the receive of message i of a channel is
+  posted when the consumer of message i - depth is done;
+- on a lane (what a transport runs in order, such as an NCCL communicator) a rank's transfers complete in
+  the order in which they were issued: a send when its message is sent, a receive when it is posted. Receives
+  from one sender are posted on a lane in that sender's order;
+- a sum waits for all replicas; where updates are coupled, an update waits for the same one on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable
+
+from ..core.errors import DeadlockError
+from ..core.op import Kind, Op
+from ..core.program import Channel, Instruction, Move, Transfer
+from .unrolled import Message, Unrolled
+
+__all__ = ["check_waits"]
+
+_Lane = tuple[int, Hashable]  # (rank, lane)
+_Meeting = tuple[str, int, int]  # ('sum' or 'update', stage or -1, update)
+
+
+def check_waits(run: Unrolled, lanes: Callable[[Channel], Hashable] | None = None) -> None:
+    """Lets every rank of a run go on as far as it can.
+
+    Args:
+        run: what `unroll` accepted.
+        lanes: from a channel to the lane that it shares; None gives each channel its own.
+
+    Raises:
+        DeadlockError: some ranks wait for each other for ever; names the cycle, rank by rank.
+    """
+    waits = _Waits(run, lanes)
+    waits.go()
+    stuck = [rank for rank, stream in enumerate(run.streams) if waits.position[rank] < len(stream)]
+    if stuck:
+        raise DeadlockError(waits.explain(stuck[0]))
+
+
+class _Waits:
+    """The state of a run: where each rank is, what is sent, posted and delivered.
+
+    Life: `go` moves the ranks until none can; `explain` then follows the waits from a rank that is stuck.
+    """
+
+    def __init__(self, run: Unrolled, lanes: Callable[[Channel], Hashable] | None) -> None:
+        self.run = run
+        self.channels = run.program.channels
+        self.position = [0] * len(run.streams)
+        self.lane: list[Hashable] = [
+            number if lanes is None else lanes(channel) for number, channel in enumerate(self.channels)
+        ]
+        self.issued: dict[_Lane, deque[Message]] = defaultdict(deque)
+        self.sent: set[Message] = set()
+        self.posted: set[Message] = set()
+        self.consumed: set[Message] = set()
+        self.delivered: set[Message] = set()
+        self.ready = deque(range(len(run.streams)))
+        self.met: dict[_Meeting, set[int]] = defaultdict(set)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        run = self.run
+        # What is still to be posted, in the sender's order: one queue a (receiver, lane, sender).
+        self.to_post: dict[int, dict[tuple[Hashable, int], deque[Message]]] = defaultdict(lambda: defaultdict(deque))
+        self.frees: dict[Message, Message] = {}  # a message -> the one that had its place in the ring before
+        for message in sorted(run.sent, key=run.sent.__getitem__):
+            ends = self.channels[message[0]]
+            self.to_post[ends.receiver][self.lane[message[0]], ends.sender].append(message)
+        self.consumers: dict[Op, list[Message]] = defaultdict(list)
+        for number, order in run.sequences.items():
+            depth = self.channels[number].depth
+            for i, k in enumerate(order):
+                self.consumers[run.consumer((number, k))].append((number, k))
+                if i >= depth:
+                    self.frees[number, k] = (number, order[i - depth])
+        self.members: dict[_Meeting, set[int]] = defaultdict(set)
+        for rank, stage, update in run.synced:
+            self.members["sum", stage, update].add(rank)
+        if run.program.couples_updates:
+            for op, (rank, _) in run.ops.items():
+                if op.kind is Kind.UPDATE:
+                    self.members["update", -1, op.index].add(rank)
+
+    def go(self) -> None:
+        """Moves every rank on until none can move."""
+        for rank in range(len(self.run.streams)):
+            self._post(rank)
+        while self.ready:
+            rank = self.ready.popleft()
+            stream = self.run.streams[rank]
+            while self.position[rank] < len(stream) and self._step(rank, stream[self.position[rank]]):
+                self.position[rank] += 1
+
+    def _step(self, rank: int, instruction: Instruction) -> bool:
+        """Does an instruction, or returns False where it has to wait."""
+        if isinstance(instruction, Transfer):
+            number, index = instruction.channel, instruction.index
+            if instruction.kind is Move.SYNC:
+                return self._meet(rank, ("sum", number, index))
+            message = (number, index)
+            if instruction.kind is Move.RECEIVE:
+                return message in self.delivered
+            self.sent.add(message)
+            self._issue(rank, message)
+            return True
+        if (
+            instruction.kind is Kind.UPDATE
+            and self.run.program.couples_updates
+            and not self._meet(rank, ("update", -1, instruction.index))
+        ):
+            return False
+        if instruction in self.consumers:
+            self.consumed.update(self.consumers[instruction])
+            self._post(rank)
+        return True
+
+    def _meet(self, rank: int, meeting: _Meeting) -> bool:
+        here = self.met[meeting]
+        if rank not in here:
+            here.add(rank)
+            if here == self.members[meeting]:
+                self.ready.extend(here - {rank})
+        return here == self.members[meeting]
+
+    def _post(self, rank: int) -> None:
+        for waiting in self.to_post[rank].values():
+            while waiting and self._has_place(waiting[0]):
+                message = waiting.popleft()
+                self.posted.add(message)
+                self._issue(rank, message)
+
+    def _has_place(self, message: Message) -> bool:
+        before = self.frees.get(message)
+        return before is None or before in self.consumed
+
+    def _issue(self, rank: int, message: Message) -> None:
+        lane = self.lane[message[0]]
+        mine = self.issued[rank, lane]
+        mine.append(message)
+        if mine[0] == message:
+            self._deliver(mine, lane)
+
+    def _deliver(self, mine: deque[Message], lane: Hashable) -> None:
+        """Delivers what stands first at both its ends."""
+        changed = [mine]
+        while changed:
+            queue = changed.pop()
+            if not queue:
+                continue
+            message = queue[0]
+            ends = self.channels[message[0]]
+            there, here = self.issued[ends.sender, lane], self.issued[ends.receiver, lane]
+            if message in self.sent and message in self.posted and there and there[0] == message == here[0]:
+                there.popleft()
+                here.popleft()
+                self.delivered.add(message)
+                self.ready.append(ends.receiver)
+                changed += [there, here]
+
+    def explain(self, rank: int) -> str:
+        """Returns the cycle of waits that a stuck rank runs into, one line a wait."""
+        node: int | Message = rank
+        lines: list[str] = []
+        seen: dict[int | Message, int] = {}
+        while node not in seen:
+            seen[node] = len(lines)
+            line, node = self._rank_waits(node) if isinstance(node, int) else self._message_waits(node)
+            lines.append(line)
+        cycle = lines[seen[node] :]
+        program = self.run.program
+        return "\n  ".join(
+            [
+                f"program {program.schedule!r}, plan {program.plan.config}: in a run of {self.run.total} microbatches "
+                "these wait for each other for ever; change the order, the depth of a ring or the lanes:",
+                *cycle,
+            ]
+        )
+
+    def _rank_waits(self, rank: int) -> tuple[str, int | Message]:
+        position = self.position[rank]
+        instruction = self.run.streams[rank][position]
+        head = f"rank {rank} waits at instruction {position}, {instruction}, for "
+        if isinstance(instruction, Transfer) and instruction.kind is Move.RECEIVE:
+            ends = self.channels[instruction.channel]
+            return f"{head}the {ends.carries} of microbatch {instruction.index} from rank {ends.sender}", (
+                instruction.channel,
+                instruction.index,
+            )
+        meeting: _Meeting = ("update", -1, instruction.index)
+        if isinstance(instruction, Transfer):
+            meeting = ("sum", instruction.channel, instruction.index)
+        other = min(self.members[meeting] - self.met[meeting])
+        return f"{head}rank {other} to come to the same {meeting[0]}", other
+
+    def _message_waits(self, message: Message) -> tuple[str, int | Message]:
+        number, k = message
+        ends = self.channels[number]
+        head = f"message {number}:{k} (rank {ends.sender} to {ends.receiver}, {ends.carries}) waits for "
+        if message not in self.sent:
+            return f"{head}rank {ends.sender} to send it", ends.sender
+        if message not in self.posted:
+            first = self.to_post[ends.receiver][self.lane[number], ends.sender][0]
+            if first != message:
+                return f"{head}message {first[0]}:{first[1]}, whose receive is posted before", first
+            reader = self.run.consumer(self.frees[message])
+            return (
+                f"{head}a place in the ring of {ends.depth}, which {reader} on rank {ends.receiver} would free",
+                ends.receiver,
+            )
+        for rank in (ends.sender, ends.receiver):
+            first = self.issued[rank, self.lane[number]][0]
+            if first != message:
+                return f"{head}message {first[0]}:{first[1]}, issued before it on the same lane of rank {rank}", first
+        raise AssertionError(f"message {message} could have been delivered")

@@ -1,0 +1,198 @@
+"""The dynamic program against every partition, and what no partition can beat."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from pipedream.core.cluster import Cluster
+from pipedream.core.cost import transfer_s
+from pipedream.core.errors import PlanError
+from pipedream.core.graph import Layer, LayerGraph
+from pipedream.core.plan import Plan
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.planner import Pipelines, Space, Versions, exhaustive, partitions, stash, straight
+
+RULES: dict[str, Versions] = {"stash": stash, "double_buffer": lambda held: 2, "flush": lambda held: 1}
+
+
+def random_profile(draw: random.Random) -> Profile:
+    """A chain of 1 to 8 layers with small costs, so that equal ones are common, sometimes with ties and skips."""
+    count = draw.randint(1, 8)
+    tenths = draw.random() < 0.5  # seconds that are not sums of powers of two: equal sums must still be equal
+    seconds = [0, 1, 1, 2, 3] if not tenths else [0.0, 0.1, 0.1, 0.2, 0.7]
+    layers = tuple(
+        LayerProfile(
+            forward_s=draw.choice(seconds),
+            backward_s=draw.choice(seconds),
+            output_bytes=draw.choice([0, 1, 1, 2, 5]),
+            parameter_bytes=draw.choice([0, 0, 1, 4, 9]),
+            activation_bytes=draw.choice([0, 1, 3, 8]),
+        )
+        for _ in range(count)
+    )
+    edges = {(i, i + 1) for i in range(count - 1)}
+    ties: tuple[tuple[int, ...], ...] = ()
+    if count > 2 and draw.random() < 0.3:
+        edges.add(tuple(sorted(draw.sample(range(count), 2))))  # type: ignore[arg-type]
+    if count > 2 and draw.random() < 0.3:
+        ties = (tuple(draw.sample(range(count), 2)),)
+    graph = LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(count)), tuple(sorted(edges)), ties)
+    return Profile(
+        "random",
+        graph,
+        layers,
+        batch=4,
+        input_shapes=((draw.choice([0, 1, 4]),),),
+        update_s=draw.choice([0.0, 1.0, 2.5]),
+        optimizer_bytes=draw.choice([0, 7, 20]),
+        loss_s=draw.choice([0.0, 1.0]),
+    )
+
+
+def random_cluster(draw: random.Random) -> Cluster:
+    limit = draw.choice([None, None, 10, 20, 30, 45, 70])
+    return Cluster.flat(5, draw.choice([0.3, 1.0, 4.0, 1e9]), draw.choice([0.0, 0.0, 0.5, 3.0]), limit)
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> Profile:
+    cost = st.floats(0.0, 1e3, allow_subnormal=False)
+    size = st.integers(0, 10**12)
+    layers = draw(st.lists(st.builds(LayerProfile, cost, cost, size, size, size), min_size=1, max_size=9))
+    return Profile.of_chain(tuple(layers), update_s=draw(cost), optimizer_bytes=draw(size), loss_s=draw(cost))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equals_exhaustive_search(seed: int) -> None:
+    draw = random.Random(seed)
+    found = refused = 0
+    for _ in range(100):
+        profile, cluster = random_profile(draw), random_cluster(draw)
+        versions, microbatches = draw.choice(list(RULES.values())), draw.choice([1, 2, 3])
+        for stages in range(1, Pipelines(Space.of(profile, cluster)).longest + 1):
+            asked: dict[str, Any] = {"stages": stages, "versions": versions, "microbatches": microbatches}
+            try:
+                best = exhaustive(profile, cluster, **asked)
+            except PlanError:
+                refused += 1
+                with pytest.raises(PlanError, match="fits"):
+                    straight(profile, cluster, **asked)
+                continue
+            found += 1
+            plan = straight(profile, cluster, **asked)
+            assert replace(plan, note="") == best
+            assert plan.slowest_stage_s == best.slowest_stage_s
+    assert found > 50
+    assert refused > 5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_least_need_is_that_of_the_leanest_partition(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(50):
+        space = Space.of(random_profile(draw), Cluster.flat(5), microbatches=2)
+        pipelines = Pipelines(space)
+        for stages, least in enumerate(pipelines.least_bytes(pipelines.longest), start=1):
+            needs = [max(stage.peak_bytes for stage in plan.stages) for plan in partitions(space, stages)]
+            assert least == min(needs)
+
+
+@given(chains(), st.integers(1, 5), st.floats(1.0, 1e12))
+def test_period_is_the_bottleneck_and_respects_its_bounds(profile: Profile, stages: int, bandwidth: float) -> None:
+    assume(stages <= len(profile.layers))
+    plan = straight(profile, Cluster.flat(5, bandwidth), stages=stages)
+    total = profile.forward_s + profile.backward_s + profile.loss_s
+    total += profile.update_s if profile.parameter_bytes else 0.0
+    largest = max(layer.forward_s + layer.backward_s for layer in profile.layers)
+    period = plan.slowest_stage_s
+    assert period >= total / stages * (1 - 1e-12)
+    assert period >= largest * (1 - 1e-12)
+    assert period == max(*(stage.compute_s for stage in plan.stages), *plan.transfers_s, 0.0)
+    assert sum(stage.compute_s for stage in plan.stages) == pytest.approx(total)
+
+
+@given(chains(), st.integers(1, 5), st.floats(1.0, 1e12), st.floats(1.0, 100.0), st.floats(0.0, 1.0))
+def test_more_bandwidth_is_never_slower(
+    profile: Profile, stages: int, bandwidth: float, factor: float, latency: float
+) -> None:
+    assume(stages <= len(profile.layers))
+    slow = straight(profile, Cluster.flat(5, bandwidth, latency), stages=stages)
+    fast = straight(profile, Cluster.flat(5, bandwidth * factor, latency), stages=stages)
+    assert fast.slowest_stage_s <= slow.slowest_stage_s
+
+
+@given(chains(), st.integers(1, 5), st.floats(0.0, 1.5), st.sampled_from(sorted(RULES)))
+def test_memory_limit_is_obeyed_to_the_byte(profile: Profile, stages: int, share: float, rule: str) -> None:
+    assume(stages <= len(profile.layers))
+    free = Space.of(profile, Cluster.flat(5), versions=RULES[rule])
+    least = Pipelines(free).least_bytes(stages)[-1]
+    limit = max(1, int(least * share))
+    cluster = Cluster.flat(5, memory_bytes=limit)
+    if limit < least:
+        with pytest.raises(PlanError, match=rf"\({least} bytes\)"):
+            straight(profile, cluster, stages=stages, versions=RULES[rule])
+        return
+    plan = straight(profile, cluster, stages=stages, versions=RULES[rule])
+    assert max(stage.peak_bytes for stage in plan.stages) <= limit
+    assert plan.slowest_stage_s >= Pipelines(free).plan(stages).slowest_stage_s
+
+
+@given(chains(), st.integers(1, 5))
+def test_json_round_trip(profile: Profile, stages: int) -> None:
+    assume(stages <= len(profile.layers))
+    plan = straight(profile, Cluster.flat(5, memory_bytes=10**15), stages=stages)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def _chain(*rows: tuple[float, int]) -> Profile:
+    """Layers of (forward seconds, output bytes)."""
+    return Profile.of_chain(tuple(LayerProfile(seconds, 0.0, sent, 0) for seconds, sent in rows))
+
+
+def test_ties_go_to_fewer_bytes_then_to_earlier_cuts() -> None:
+    # Layer 3 alone takes the period, so the cut among the three before it is free.
+    rows = [(1.0, 5), (1.0, 2), (1.0, 2), (9.0, 1)]
+    assert _cuts(straight(_chain(*rows), Cluster.flat(3, 1e9), stages=3)) == (2, 3)
+    rows[0] = (1.0, 2)
+    assert _cuts(straight(_chain(*rows), Cluster.flat(3, 1e9), stages=3)) == (1, 3)
+
+
+def test_a_suffix_trades_its_slack_for_bytes() -> None:
+    # The suffix after the first cut is fastest cut in the middle, but the first stage is slower than either.
+    profile = _chain((10.0, 1), (2.0, 1), (2.0, 9), (2.0, 9), (2.0, 1))
+    assert _cuts(straight(profile, Cluster.flat(3, 1e9), stages=3)) == (1, 2)
+
+
+def test_a_slow_link_moves_the_cut() -> None:
+    profile = _chain((3.0, 1000), (1.0, 1), (2.0, 1))
+    assert _cuts(straight(profile, Cluster.flat(2, 1e6), stages=2)) == (1,)
+    slow = straight(profile, Cluster.flat(2, 100.0), stages=2)
+    assert _cuts(slow) == (2,)
+    assert slow.slowest_stage_s == 4.0
+    assert transfer_s(1000, 100.0) == 10.0
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        (0, "a pipeline of 0 stages was asked; give 1 or more"),
+        (5, "the cluster has 4 workers; ask for fewer stages or give more workers"),
+        (4, "3 layers can be cut at 1 places; ask for at most 2 stages"),
+    ],
+)
+def test_refuses_counts_that_do_not_fit(stages: int, says: str) -> None:
+    layers = tuple(Layer(name, "Layer") for name in "abc")
+    graph = LayerGraph.chain(layers, ties=((0, 1),))
+    profile = Profile("tied", graph, (LayerProfile(1.0, 1.0, 1, 1),) * 3, batch=1)
+    with pytest.raises(PlanError, match=says):
+        straight(profile, Cluster.flat(4), stages=stages)
+
+
+def _cuts(plan: Plan) -> tuple[int, ...]:
+    return tuple(stage.first for stage in plan.stages[1:])

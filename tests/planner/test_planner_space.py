@@ -1,0 +1,151 @@
+"""A stage's fields against plain sums over its layers; cuts made by hand."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.core.cluster import Cluster
+from pipedream.core.errors import PlanError
+from pipedream.core.graph import Layer, LayerGraph
+from pipedream.core.memory import stage_bytes
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.planner import Space, by_hand, whole
+
+TINY = Profile.of_chain(
+    (
+        LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=100, activation_bytes=7),
+        LayerProfile(2.0, 4.0, output_bytes=20, parameter_bytes=0, activation_bytes=8),
+        LayerProfile(3.0, 6.0, output_bytes=30, parameter_bytes=300, activation_bytes=9),
+    ),
+    batch=5,
+    input_shapes=((5, 2), (5,)),
+    update_s=4.0,
+    optimizer_bytes=401,
+    loss_s=0.5,
+)
+
+
+def test_every_field_of_every_stage() -> None:
+    first, second = by_hand(TINY, Cluster.flat(2), (2,), microbatches=2).stages
+    assert (first.first, first.last, second.first, second.last) == (0, 2, 2, 3)
+    assert (first.forward_s, first.backward_s, first.update_s) == (3.0, 6.0, 1.0)
+    assert (second.forward_s, second.backward_s, second.update_s) == (3.0, 6.5, 3.0)  # with the loss
+    assert (first.output_bytes, second.output_bytes) == (20, 30)
+    assert (first.activation_bytes, second.activation_bytes) == (15, 9)
+    assert (first.parameter_bytes, second.parameter_bytes) == (100, 300)
+    assert (first.optimizer_bytes, second.optimizer_bytes) == (100, 301)
+    assert (first.names, second.names) == (("layer0", "layer1"), ("layer2",))
+    # Two versions and their gradients; two microbatches of ceil(15 / 2); the input is 15 numbers of 4 bytes.
+    assert first.peak_bytes == 3 * 100 + 100 + 2 * 8 + 2 * 30
+    assert second.peak_bytes == 2 * 300 + 301 + 1 * 5 + 2 * 10
+
+
+@pytest.mark.parametrize(("dtype", "each"), [("float32", 4), ("bfloat16", 2), ("torch.float64", 8), ("odd", 4)])
+def test_the_input_is_counted_in_the_dtype_of_the_profile(dtype: str, each: int) -> None:
+    profile = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 0),), input_shapes=((3, 2),), dtype=dtype)
+    assert whole(profile, Cluster.flat(1)).stages[0].peak_bytes == 2 * 6 * each
+
+
+costs = st.floats(0.0, 1e6)
+sizes = st.integers(0, 10**12)
+
+
+@given(
+    st.lists(st.builds(LayerProfile, costs, costs, sizes, sizes, sizes), min_size=2, max_size=12),
+    costs,
+    sizes,
+    costs,
+    st.data(),
+)
+def test_stages_add_up_to_the_model(
+    layers: list[LayerProfile], update_s: float, optimizer_bytes: int, loss_s: float, data: st.DataObject
+) -> None:
+    profile = Profile.of_chain(tuple(layers), update_s=update_s, optimizer_bytes=optimizer_bytes, loss_s=loss_s)
+    cuts = tuple(sorted(data.draw(st.sets(st.integers(1, len(layers) - 1)))))
+    stages = by_hand(profile, Cluster.flat(12), cuts).stages
+    held = profile.parameter_bytes > 0
+    assert sum(stage.forward_s for stage in stages) == pytest.approx(profile.forward_s)
+    assert sum(stage.backward_s for stage in stages) == pytest.approx(profile.backward_s + loss_s)
+    assert sum(stage.update_s for stage in stages) == pytest.approx(update_s if held else 0.0)
+    assert sum(stage.parameter_bytes for stage in stages) == profile.parameter_bytes
+    assert sum(stage.optimizer_bytes for stage in stages) == (optimizer_bytes if held else 0)
+    for s, (stage, (first, last)) in enumerate(zip(stages, pairwise((0, *cuts, len(layers))), strict=True)):
+        inside = layers[first:last]
+        in_flight = len(stages) - s
+        assert stage.output_bytes == inside[-1].output_bytes
+        assert stage.activation_bytes == sum(layer.activation_bytes for layer in inside)
+        assert stage.peak_bytes == stage_bytes(
+            parameter_bytes=stage.parameter_bytes,
+            optimizer_bytes=stage.optimizer_bytes,
+            activation_bytes=stage.activation_bytes,
+            input_bytes=layers[first - 1].output_bytes if first else 0,
+            versions=in_flight,
+            in_flight=in_flight,
+        )
+
+
+def test_equal_layers_cost_the_same_wherever_they_stand() -> None:
+    profile = Profile.of_chain((LayerProfile(0.1, 0.7, 1, 1),) * 10)
+    stages = by_hand(profile, Cluster.flat(3), (3, 6)).stages
+    assert stages[0].forward_s == stages[1].forward_s
+    assert stages[0].backward_s == stages[1].backward_s
+
+
+def test_replicas_share_the_work_and_pay_for_the_sum() -> None:
+    cluster = Cluster.flat(4, bandwidth_bytes_per_s=100.0)
+    space = Space.of(TINY, cluster)
+    # 22.5 s of compute, 400 bytes in a ring of 4: 2 * 3 / 4 * 400 / 100 = 6 s.
+    assert space.seconds(0, 3, 4) == (22.5 + 6.0) / 4
+    plan = by_hand(TINY, cluster, (2,), (3, 1))
+    assert plan.config == "3-1"
+    assert plan.slowest_stage_s == max(space.seconds(0, 2, 3), space.seconds(2, 3, 1))
+    assert whole(TINY, cluster, replicas=4).slowest_stage_s == space.seconds(0, 3, 4)
+    assert whole(TINY, cluster).config == "1"
+
+
+def test_depth_by_hand_renews_the_peak() -> None:
+    shallow = by_hand(TINY, Cluster.flat(2), (2,), depth=(1, 1))
+    assert shallow.in_flight == (1, 1)
+    assert shallow.stages[0].peak_bytes == 2 * 100 + 100 + 15 + 2 * 60
+
+
+def _graph() -> Profile:
+    layers = tuple(Layer(name, "Layer") for name in "abcdef")
+    edges = ((0, 1), (1, 2), (0, 2), (2, 3), (3, 4), (4, 5))
+    graph = LayerGraph(layers, edges, ties=((3, 5),))
+    return Profile("graph", graph, (LayerProfile(1.0, 1.0, 1, 1),) * 6, batch=1)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "replicas", "says"),
+    [
+        ((1,), None, None),
+        ((2,), None, r"before layer 2 .*layer c behind it also reads the output of a, and only the output of b"),
+        ((4,), None, r"before layer 4 .*share a parameter \(d, f\); cut at one of \[1, 3\]"),
+        ((6,), None, r"the model has 6 layers, a cut lies between 1 and 5"),
+        ((0,), None, r"the model has 6 layers, a cut lies between 1 and 5"),
+        ((3, 1), None, r"cuts \(3, 1\) were asked; give layer indices that rise"),
+        ((3, 3), None, r"cuts \(3, 3\) were asked; give layer indices that rise"),
+        ((1, 3), (1, 1), r"name 2 stages, cuts \(1, 3\) make 3; give one count a stage"),
+        ((1,), (0, 1), r"every stage needs at least one worker"),
+        ((1,), (3, 2), r"take 5 workers, the cluster has 4; ask for fewer"),
+    ],
+)
+def test_refuses_cuts_and_says_why(cuts: tuple[int, ...], replicas: tuple[int, ...] | None, says: str | None) -> None:
+    if says is None:
+        assert by_hand(_graph(), Cluster.flat(4), cuts, replicas).config == "1-1"
+        return
+    with pytest.raises(PlanError, match=says):
+        by_hand(_graph(), Cluster.flat(4), cuts, replicas)
+
+
+def test_refuses_no_microbatch_and_too_little_memory() -> None:
+    with pytest.raises(PlanError, match="at least 1 microbatch, found 0"):
+        by_hand(TINY, Cluster.flat(2), (2,), microbatches=0)
+    with pytest.raises(PlanError, match=r"stage 1 \(layers 2 to 2\) then holds 1 in flight and needs 950 B"):
+        by_hand(TINY, Cluster.flat(2, memory_bytes=949), (2,))
+    assert by_hand(TINY, Cluster.flat(2, memory_bytes=950), (2,)).stages[1].peak_bytes == 950

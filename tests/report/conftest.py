@@ -1,0 +1,61 @@
+"""Timelines to draw: simulated, and bent as if they had been measured."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from pipedream.core.cluster import Cluster
+from pipedream.core.depth import noam
+from pipedream.core.plan import Plan, Stage
+from pipedream.core.timeline import Timeline
+from pipedream.lowering import lower
+from pipedream.schedules import build
+from pipedream.simulator import costs, simulate
+
+Simulated = Callable[..., Timeline]
+
+
+@pytest.fixture(scope="session")
+def simulated() -> Simulated:
+    """Returns the function from a method's name to a simulated timeline; keywords are those of `Plan.uniform`."""
+
+    def run(
+        name: str,
+        *,
+        stages: int = 2,
+        split: int | None = None,
+        total: int = 4,
+        plan: Plan | None = None,
+        **seconds: float,
+    ) -> Timeline:
+        plan = plan or Plan.uniform(stages, **seconds)
+        return simulate(lower(build(name, plan, split)), costs(plan), total)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def digits_plan() -> Plan:
+    """Returns a plan 2-1 with names, seconds and bytes."""
+    rows = (
+        Stage(0, 3, 2, 4e-3, 8e-3, 5e-4, 400_000, 10**6, 2 * 10**6, 0, 80 * 10**6, ("conv1", "conv2", "pool")),
+        Stage(3, 5, 1, 2.2e-3, 4.1e-3, 4e-4, 40_000, 10**6, 9 * 10**6, 0, 120 * 10**6, ("fc1", "fc<2>")),
+    )
+    return Plan(rows, noam((2, 1)), Cluster.flat(3, 1e9), model="Digits", batch=64, note="best of all cuts")
+
+
+@pytest.fixture(scope="session")
+def measured(simulated: Simulated, digits_plan: Plan) -> Timeline:
+    """Returns a timeline with the irregular times of a real one: a simulated one whose clock runs unevenly."""
+    smooth = simulated("pipedream", total=120, plan=digits_plan)
+    rng = random.Random(0)
+    uneven, now, before = {}, 0.0, 0.0
+    for time in sorted({time for span in smooth.spans for time in (span.start_s, span.end_s)}):
+        now += (time - before) * rng.uniform(0.8, 1.6)
+        uneven[time], before = now, time
+    spans = tuple(s._replace(start_s=uneven[s.start_s], end_s=uneven[s.end_s]) for s in smooth.spans)
+    return replace(smooth, source="measured", spans=spans)

@@ -1,0 +1,46 @@
+"""The loss curve: all of it inside its frame, and honest about what it leaves out."""
+
+from __future__ import annotations
+
+import math
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.report.curve import curve_svg, thinned
+
+SVG = "{http://www.w3.org/2000/svg}"
+LOSSES = st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=500)
+
+
+@given(losses=LOSSES)
+def test_any_losses_give_a_picture_in_its_frame(losses: list[float]) -> None:
+    tree = ElementTree.fromstring(curve_svg(enumerate(losses), marks=[3, 10**9]))
+    for line in [*tree.iter(f"{SVG}polyline"), *tree.iter(f"{SVG}polygon")]:
+        for point in (line.get("points") or "").split():
+            x, y = map(float, point.split(","))
+            assert 0 <= x <= 640
+            assert 0 <= y <= 240
+    missing = sum(not math.isfinite(loss) for loss in losses)
+    words = " ".join(text.text or "" for text in tree.iter(f"{SVG}text"))
+    assert (f"{missing} not finite" in words) == bool(missing)
+    assert ("no loss was recorded" in words) == (missing == len(losses))
+
+
+@given(losses=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=2000))
+def test_thinning_keeps_the_extremes(losses: list[float]) -> None:
+    found = thinned([(float(i), loss) for i, loss in enumerate(losses)])
+    assert len(found) <= 200
+    assert min(low for _, low, _, _ in found) == min(losses)
+    assert max(high for *_, high in found) == max(losses)
+    assert all(low <= mean + 1e-6 and mean <= high + 1e-6 for _, low, mean, high in found)
+
+
+def test_falling_losses_fall_in_the_picture() -> None:
+    tree = ElementTree.fromstring(curve_svg((i, 1 / (1 + i)) for i in range(50)))
+    (line,) = tree.iter(f"{SVG}polyline")
+    heights = [float(point.split(",")[1]) for point in (line.get("points") or "").split()]
+    assert heights == sorted(heights)
+    assert heights[-1] - heights[0] == pytest.approx(240 - 40 - 14, abs=5)

@@ -1,0 +1,61 @@
+"""The gallery: committed pages are what the objects give today."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+from pipedream.schedules import SCHEDULES
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def writer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_docs", ROOT / "scripts" / "make_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def pages(writer: ModuleType) -> dict[Path, str]:
+    found: dict[Path, str] = writer.pages()
+    return found
+
+
+def test_committed_pages_are_up_to_date(pages: dict[Path, str]) -> None:
+    stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    assert not stale, "run make docs, and look at the difference"
+    orphans = set((ROOT / "docs" / "img").glob("*.svg")) - set(pages)
+    assert not {path for path in orphans if path.stem in SCHEDULES}
+
+
+def test_each_method_has_its_section(writer: ModuleType, pages: dict[Path, str]) -> None:
+    text = pages[writer.DOCS / "gallery.md"]
+    assert re.findall(r"^## (.+)$", text, re.M) == list(SCHEDULES)
+    for name in SCHEDULES:
+        assert writer.CHOOSE.get(name), f"say in scripts/make_docs.py when to choose {name}"
+        assert writer.PICTURES.get(name), f"say how to draw {name} in scripts/make_docs.py"
+        assert f"(img/{name}.svg)" in text
+
+
+def test_claims_are_what_the_simulation_finds(writer: ModuleType, pages: dict[Path, str]) -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", pages[writer.DOCS / "gallery.md"], re.M)
+    compared = [row for row in rows if row[0].startswith(("bubble,", "microbatches in", "staleness", "weight sets"))]
+    assert len(compared) == 4 * len(SCHEDULES)
+    for name, claimed, found in compared:
+        assert claimed in (found, "-"), name
+
+
+def test_pictures_are_well_formed(pages: dict[Path, str]) -> None:
+    for path, text in pages.items():
+        if path.suffix == ".svg":
+            assert ElementTree.fromstring(text).get("aria-label")

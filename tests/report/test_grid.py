@@ -1,0 +1,117 @@
+"""The picture of a timeline in the terminal: golden, and by what it must hold for any."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.core.timeline import Span, Timeline
+from pipedream.report.text import grid, grid_rich, slot
+from pipedream.schedules import SCHEDULES
+
+Simulated = Callable[..., Timeline]
+
+PICTURES = {
+    ("naive", 1, 2): """\
+time   | 0 s         4 s         8 s
+rank 0 | F0 .  .  .  B0 ==*F1 .  .  .  B1 ==*
+rank 1 |    F0 B0 ==*.  .  .  F1 B1 ==*""",
+    ("gpipe", 3, 3): """\
+time   | 0 s         4 s         8 s
+rank 0 | F0 F1 F2 .  .  .  B0 == B1 == B2 ==*
+rank 1 |    F0 F1 F2 B0 == B1 == B2 ==*""",
+    ("1f1b", 3, 3): """\
+time   | 0 s         4 s         8 s
+rank 0 | F0 F1 .  .  B0 == F2 B1 == .  B2 ==*
+rank 1 |    F0 B0 == F1 B1 == F2 B2 ==*""",
+    ("pipedream", None, 4): """\
+time   | 0 s         4 s         8 s         12 s
+rank 0 | F0 F1 .  .  B0 ==*F2 B1 ==*F3 B2 ==*.  B3 ==*
+rank 1 |    F0 B0 ==*F1 B1 ==*F2 B2 ==*F3 B3 ==*""",
+    ("pipedream_2bw", 2, 4): """\
+time   | 0 s         4 s         8 s         12 s
+rank 0 | F0 F1 .  .  B0 == F2 B1 ==*F3 B2 == .  B3 ==*
+rank 1 |    F0 B0 == F1 B1 ==*F2 B2 == F3 B3 ==*""",
+}
+
+
+@pytest.mark.parametrize(("name", "split", "total"), PICTURES, ids=str)
+def test_pictures(simulated: Simulated, name: str, split: int | None, total: int) -> None:
+    assert grid(simulated(name, split=split, total=total)) == PICTURES[name, split, total]
+
+
+def test_updates_that_fill_a_column_are_ops(simulated: Simulated) -> None:
+    picture = grid(simulated("naive", split=1, total=1, backward_s=1.0, update_s=1.0))
+    assert picture.splitlines()[1:] == ["rank 0 | F0 .  .  B0 U1", "rank 1 |    F0 B0 U1"]
+
+
+def test_other_words_for_a_picture_of_a_docstring(simulated: Simulated) -> None:
+    """The picture in the docstring of 1F1B is the one that its order gives."""
+    picture = grid(simulated("1f1b", split=4, total=4, backward_s=1.0, update_s=1.0)).splitlines()[1:]
+    words = [re.sub(r"U\d", "U", row) for row in picture]
+    told = [row.strip() for row in (SCHEDULES["1f1b"].__globals__["__doc__"] or "").splitlines() if "rank" in row]
+    assert [" ".join(row.split()) for row in words] == [" ".join(row.split()).replace(" U", " U") for row in told]
+
+
+@given(
+    name=st.sampled_from(["naive", "gpipe", "1f1b", "pipedream"]),
+    stages=st.integers(1, 4),
+    total=st.integers(1, 9),
+    backward_s=st.sampled_from([1.0, 2.0, 3.0]),
+)
+def test_each_op_stands_once(simulated: Simulated, name: str, stages: int, total: int, backward_s: float) -> None:
+    timeline = simulated(name, stages=stages, total=total, backward_s=backward_s)
+    shown = Counter(re.findall(r"[FB]\d+", grid(timeline)))
+    assert shown == {f"{kind}{k}": stages for kind in "FB" for k in range(total)}
+
+
+@given(name=st.sampled_from(["naive", "pipedream"]), width=st.integers(30, 140), total=st.integers(1, 12))
+def test_width_is_kept(simulated: Simulated, name: str, width: int, total: int) -> None:
+    timeline = simulated(name, stages=3, split=1 if name == "naive" else None, total=total)
+    whole, narrow = grid(timeline).splitlines(), grid(timeline, width=width).splitlines()
+    assert max(map(len, narrow)) <= width
+    for long, short in zip(whole[1:], narrow[1:], strict=True):
+        assert short == long or short.endswith("...")
+        # Columns are as wide as their widest word, so the spaces may differ.
+        assert "".join(long.split()).startswith("".join(short.removesuffix("...").split()))
+    assert any(row.endswith("...") for row in narrow) == (max(map(len, whole)) > width)
+
+
+def test_colours_change_no_letter(simulated: Simulated) -> None:
+    timeline = simulated("pipedream", stages=3, total=5)
+    picture = grid_rich(timeline)
+    assert [row.rstrip() for row in picture.plain.splitlines()] == grid(timeline).splitlines()
+    styles = {picture.plain[span.start : span.end].strip(" *"): str(span.style) for span in picture.spans}
+    assert styles["F0"] != styles["F1"] != styles["B1"]
+
+
+def test_uneven_times(measured: Timeline) -> None:
+    """Also a measured picture shows each op of its beginning, and no clock reading stretches it."""
+    picture = grid(measured, width=200)
+    begun = [s.index for s in measured.spans if s.kind == "B" and s.end_s < 18 * slot(measured)]
+    assert begun
+    assert all(re.search(rf"\bB{k}\b", picture) for k in begun)
+
+
+def test_two_stages_on_a_rank_are_told_apart() -> None:
+    spans = (Span(0, "F", 0, 0, 0.0, 1.0), Span(0, "F", 1, 0, 1.0, 2.0))
+    assert grid(Timeline("x", "simulated", 1, spans, 1)).splitlines()[1] == "rank 0 | 0F0 1F0"
+
+
+def test_nothing_ran() -> None:
+    assert grid(Timeline("x", "simulated", 2, (), 0)).splitlines() == ["time   |", "rank 0 |", "rank 1 |"]
+
+
+def test_a_window_begins_at_its_first_span(simulated: Simulated) -> None:
+    timeline = simulated("pipedream", total=40)
+    picture = grid(timeline.between(60.0, 66.0)).splitlines()
+    assert picture[0].startswith("time   | 0 s")
+    assert any(row.startswith(("rank 0 | F", "rank 0 | B", "rank 1 | F", "rank 1 | B")) for row in picture)
+    assert sum(len(re.findall(r"[FB]\d+", row)) for row in picture) == len(
+        [span for span in timeline.between(60.0, 66.0).work() if span.kind != "U"]
+    )

@@ -1,0 +1,171 @@
+"""The page of a run: balanced, self-contained, complete, and calm when something is not known."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.core.plan import Plan
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.core.timeline import Timeline
+from pipedream.report.html import page, save_page
+
+Simulated = Callable[..., Timeline]
+VOID = {"meta", "link"}
+
+SUMMARY: dict[str, Any] = {
+    "recipe": "examples/digits.py",
+    "schedule": "pipedream",
+    "seed": 3,
+    "workers": 3,
+    "epochs": 2,
+    "metrics": {"accuracy": 0.9722, "validation loss": 0.1124},
+    "seconds": 754.2,
+    "seconds_to_target": 9.25,
+    "target": {"metric": "accuracy", "value": 0.95},
+    "throughput": {"predicted_per_s": 8000.0, "measured_per_s": 7200.0},
+    "stages": [
+        {"layers": ["conv1", "pool"], "rank": [0, 1], "learning_rate": 0.1, "busy_share": 0.913, "wait_share": 0.07,
+         "send_share": 0.017, "predicted_busy_share": 0.98, "bytes_sent": 123_456_789, "peak_bytes": 81_000_000,
+         "versions": 2, "staleness": 1},
+        {"layers": ["fc1", "fc<2>"], "rank": 2, "learning_rate": 0.05, "busy_share": 0.871},
+    ],
+    "bubble": {"predicted": 0.031, "measured": 0.104},
+    "drains": [40, 80],
+    "configuration": {"optimizer": "SGD", "momentum": 0.9, "paths": ["https://example.invalid/<data>"], "in": {"a": 1}},
+    "versions": {"torch": "2.13.0"},
+}  # fmt: skip
+
+
+class _Reader(HTMLParser):
+    """Checks that tags are balanced and collects attributes and words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.words: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data", "srcset")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script", "title"):
+            self.words.append(data)
+
+
+def _read(text: str) -> _Reader:
+    reader = _Reader()
+    reader.feed(text)
+    reader.close()
+    assert not reader.open, f"left open: {reader.open}"
+    return reader
+
+
+@pytest.fixture(scope="module")
+def full(simulated: Simulated, digits_plan: Plan, measured: Timeline) -> str:
+    profile = Profile.of_chain((LayerProfile(0.1, 0.2, 10, 10, 10), LayerProfile(0.1, 0.2, 10, 10, 10)))
+    return page(
+        SUMMARY,
+        plan=digits_plan,
+        profile=profile,
+        predicted=simulated("pipedream", total=120, plan=digits_plan),
+        measured=measured,
+        losses=[(k, 2.0 / (1 + k)) for k in range(120)],
+    )
+
+
+def test_it_is_balanced_and_loads_nothing(full: str) -> None:
+    reader = _read(full)
+    assert reader.loads == ["data:,"]
+    assert "script" not in reader.tags
+    assert not re.search(r"url\(|@import|(src|href)=.?https?:", full)
+
+
+def test_it_tells_all(full: str) -> None:
+    words = " ".join(_read(full).words)
+    for word in (
+        "97.2%", "target 95.0%", "0.1124", "7200", "predicted 8000 (-10%)", "10.4%", "predicted 3.1%", "12 min 34 s",
+        "9.25 s",        "plan 2-1", "seed 3", "conv1 .. pool", "91.3%", "98.0%", "123 MB", "81.0 MB", "fc1 .. fc<2>",
+        "best of all cuts",
+        "in.a", "momentum", "2.13.0", "Loss of each minibatch", "In the middle of the run", "At the start", "layer0",
+    ):  # fmt: skip
+        assert word in words, word
+    assert full.count("<svg") == 5
+
+
+def test_timelines_are_on_one_scale(full: str) -> None:
+    box = re.findall(r'<div class="scroll timelines".*?</div>', full, re.S)
+    assert len(box) == 2
+    for inside in box:
+        widths = re.findall(r'<svg[^>]*? width="([\d.]+)"', inside)
+        assert len(widths) == 2
+        assert len(set(widths)) == 1
+        assert float(widths[0]) >= 1180 - 1
+
+
+def test_all_is_escaped() -> None:
+    text = page({"recipe": "<script>alert(1)</script>", "configuration": {"<b>": "<i>"}, "metrics": {"<u>": 1}})
+    reader = _read(text)
+    assert not {"script", "b", "i", "u"} & set(reader.tags)
+
+
+def test_nothing_is_known() -> None:
+    words = " ".join(_read(page({})).words)
+    assert "No loss was recorded" in words
+    assert "nan" not in words.lower()
+    assert "None" not in words
+
+
+def _without(value: Any, paths: list[tuple[Any, ...]], kept: list[bool]) -> None:
+    for path, keep in zip(paths, kept, strict=False):
+        if not keep:
+            inner = value
+            for step in path[:-1]:
+                inner = inner[step] if isinstance(inner, list) or step in inner else {}
+            if isinstance(inner, dict):
+                inner.pop(path[-1], None)
+
+
+def _paths(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    if isinstance(value, dict):
+        return [p for key, item in value.items() for p in [(*before, key), *_paths(item, (*before, key))]]
+    if isinstance(value, list):
+        return [p for i, item in enumerate(value) for p in _paths(item, (*before, i))]
+    return []
+
+
+@given(data=st.data())
+def test_any_key_may_be_missing(data: st.DataObject) -> None:
+    summary, paths = copy.deepcopy(SUMMARY), _paths(SUMMARY)
+    _without(summary, paths[::-1], data.draw(st.lists(st.booleans(), min_size=len(paths), max_size=len(paths))))
+    _read(page(summary))
+
+
+def test_a_page_that_says_none(digits_plan: Plan) -> None:
+    """Values that the run could not know arrive as null."""
+    summary = {key: None for key in SUMMARY} | {"throughput": {"measured_per_s": None}, "stages": [{"rank": None}]}
+    assert "None" not in " ".join(_read(page(summary, plan=digits_plan)).words)
+
+
+def test_it_is_saved(tmp_path: Path) -> None:
+    assert save_page(tmp_path / "report.html", SUMMARY, title="x").read_text() == page(SUMMARY, title="x")

@@ -1,0 +1,109 @@
+"""The picture of a timeline as SVG: well formed, one box an op, the right words in the right place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.core.plan import Plan
+from pipedream.core.timeline import Timeline
+from pipedream.lowering import lower
+from pipedream.report.svg import LEFT, timeline_svg
+from pipedream.schedules import build
+
+Simulated = Callable[..., Timeline]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def _boxes(tree: ElementTree.Element, kind: str = "op") -> list[ElementTree.Element]:
+    return [box for box in tree.iter(f"{SVG}rect") if box.get("class") == kind]
+
+
+def _story(box: ElementTree.Element) -> str:
+    return box.findtext(f"{SVG}title") or ""
+
+
+@given(
+    name=st.sampled_from(["naive", "gpipe", "1f1b", "pipedream", "pipedream_vertical_sync"]),
+    stages=st.integers(1, 4),
+    total=st.integers(1, 8),
+    transfer_s=st.sampled_from([0.0, 0.25]),
+)
+def test_one_box_an_op_at_its_time(simulated: Simulated, name: str, stages: int, total: int, transfer_s: float) -> None:
+    timeline = simulated(name, stages=stages, total=total, transfer_s=transfer_s)
+    tree = ElementTree.fromstring(timeline_svg(timeline, title='"a" < & b', px_per_s=50))
+    drawn = {_story(box).split(":")[0]: box for box in _boxes(tree)}
+    assert len(_boxes(tree)) == len(drawn) == len(timeline.work())
+    for span in timeline.work():
+        box = drawn[f"{span.stage}{span.kind}{span.index}"]
+        assert float(box.get("x", "")) == pytest.approx(LEFT + 50 * span.start_s, abs=0.1)
+        if span.kind != "U":
+            assert float(box.get("width", "")) == pytest.approx(50 * (span.end_s - span.start_s), abs=1)
+    lines = [line for line in tree.iter(f"{SVG}line") if line.get("class") == "wave"]
+    assert len(lines) == sum(span.kind == "send" for span in timeline.spans)
+    assert bool(lines) == bool(transfer_s and stages > 1)
+
+
+def test_boxes_of_a_rank_do_not_overlap(measured: Timeline) -> None:
+    tree = ElementTree.fromstring(timeline_svg(measured, width_px=20_000))
+    lanes: dict[str, list[tuple[float, float]]] = {}
+    for box in _boxes(tree):
+        x, width = float(box.get("x", "")), float(box.get("width", ""))
+        lanes.setdefault(box.get("y", ""), []).append((x, x + width))
+    assert len(lanes) == measured.workers
+    for lane in lanes.values():
+        lane.sort()
+        assert all(b[0] >= a[1] - 1.5 for a, b in pairwise(lane))
+
+
+def test_labels_are_microbatches_and_versions(simulated: Simulated) -> None:
+    timeline = simulated("pipedream", stages=3, total=8)
+    tree = ElementTree.fromstring(timeline_svg(timeline, versions=True, px_per_s=40))
+    labels = [text.text for text in tree.iter(f"{SVG}text") if text.get("class") == "on-op"]
+    assert sorted(label for label in labels if label and label[0] == "v") == sorted(
+        f"v{tag.forward_version}" for tag in timeline.tags for _ in "FB"
+    )
+    assert sum(label == "7" for label in labels) == 6
+    story = next(_story(box) for box in _boxes(tree) if _story(box).startswith("0B7"))
+    assert story == "0B7: backward, microbatch 7, 2.00 s, reads version 5"
+
+
+def test_versions_of_a_program_without_tags(simulated: Simulated) -> None:
+    plan = Plan.uniform(3)
+    timeline = simulated("pipedream", plan=plan, total=8)
+    bare = Timeline(timeline.name, timeline.source, 3, timeline.spans, 8)
+    program = lower(build("pipedream", plan))
+    assert timeline_svg(bare, versions=True, program=program) == timeline_svg(timeline, versions=True)
+    assert 'class="on-op"' in timeline_svg(bare, versions=True)
+
+
+def test_a_window_is_cut_at_its_edges(simulated: Simulated) -> None:
+    timeline = simulated("pipedream", total=40)
+    tree = ElementTree.fromstring(timeline_svg(timeline, start_s=60.5, end_s=70.5, px_per_s=30))
+    assert tree.get("width") == str(LEFT + 300 + 16)
+    for box in _boxes(tree):
+        assert float(box.get("x", "")) >= LEFT
+        assert float(box.get("x", "")) + float(box.get("width", "")) <= LEFT + 300 + 1.5
+
+
+def test_colours_follow_the_screen_and_have_a_fallback(simulated: Simulated) -> None:
+    picture = timeline_svg(simulated("gpipe"))
+    assert "prefers-color-scheme:dark" in picture
+    for shape in re.findall(r"<(?:rect|text|line|g) [^>]*class=[^>]*>", picture):
+        if 'class="op"' not in shape and 'class="idle"' not in shape:  # their group has it
+            assert re.search(r'(fill|stroke)="#[0-9a-f]{6}"', shape), shape
+
+
+def test_inlined_it_names_no_address(simulated: Simulated) -> None:
+    assert "http" not in timeline_svg(simulated("gpipe"), standalone=False)
+
+
+def test_nothing_ran() -> None:
+    tree = ElementTree.fromstring(timeline_svg(Timeline("x", "simulated", 2, (), 0)))
+    assert not _boxes(tree)

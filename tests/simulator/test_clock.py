@@ -1,0 +1,367 @@
+"""The clock against an oracle that knows only the rules, and against what must hold whatever the costs are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from math import ceil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedream.core.cluster import Cluster
+from pipedream.core.errors import DeadlockError, ScheduleError
+from pipedream.core.op import Kind, Op
+from pipedream.core.plan import Plan, Stage
+from pipedream.core.program import Instruction, Move, Program, RankProgram, Transfer
+from pipedream.core.schedule import Schedule
+from pipedream.core.timeline import WORK, Span, Timeline
+from pipedream.core.update import UpdateRule
+from pipedream.core.weights import Flush
+from pipedream.lowering import lower
+from pipedream.schedules import SCHEDULES, build, evaluation
+from pipedream.simulator import Costs, costs, simulate
+
+SECONDS = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.1, 5.0))
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Draws a registered method on any replicated plan, of any depth and lag that the rules allow."""
+    replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
+    warmup: list[int] = []
+    for s in reversed(range(len(replicas))):
+        least = max((w * r for w, r in zip(warmup, replicas[s + 1 :], strict=True)), default=0)
+        warmup.insert(0, ceil(least / replicas[s]) + draw(st.integers(0, 2)))
+    lag = tuple(draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
+    rows = tuple(Stage(s, s + 1, r) for s, r in enumerate(replicas))
+    plan = Plan(rows, tuple(w + 1 for w in warmup), Cluster.flat(sum(replicas)), lag, unit="microbatch")
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    least = max(max(w, 1) * r for w, r in zip(warmup, replicas, strict=True))
+    if name == "pipedream_2bw":
+        return build(name, plan, least + draw(st.integers(0, 3)))
+    return build(name, plan, None if name.startswith("pipedream") else draw(st.integers(1, 7)))
+
+
+@st.composite
+def some_costs(draw: st.DrawFn, stages: int) -> Costs:
+    def vector() -> tuple[float, ...]:
+        return tuple(draw(SECONDS) for _ in range(stages))
+
+    backward = vector()
+    return Costs(
+        forward_s=vector(),
+        backward_s=backward,
+        weight_s=tuple(seconds / 2 for seconds in backward),
+        update_s=vector(),
+        sync_s=vector(),
+        output_bytes=vector(),
+        bandwidth_bytes_per_s=1.0,
+        latency_s=draw(SECONDS),
+        input_bytes=draw(SECONDS),
+    )
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Schedule, Costs, int]:
+    schedule = draw(schedules())
+    return schedule, draw(some_costs(len(schedule.plan.stages))), draw(st.integers(1, 15))
+
+
+def times_by_rules(program: Program, costs: Costs, total: int) -> dict[tuple[int, str, int, int], tuple[float, float]]:
+    """The oracle: the least times that keep all rules, found by raising them until nothing changes."""
+    texts = [list(program.instructions(r, total)) for r in range(program.placement.workers)]
+    done = [[0.0] * len(text) for text in texts]
+    sends = {(c, i): (r, n) for r, text in enumerate(texts) for n, (c, i) in _transfers(text, Move.SEND)}
+    receives: dict[int, list[tuple[int, int]]] = {}
+    for r, text in enumerate(texts):
+        for n, (c, _) in _transfers(text, Move.RECEIVE):
+            receives.setdefault(c, []).append((r, n))
+    starts = {key: 0.0 for key in sends}
+
+    def consumed(rank: int, n: int) -> float:
+        return next(done[rank][i] for i in range(n, len(texts[rank])) if isinstance(texts[rank][i], Op))
+
+    changed = True
+    while changed:
+        changed = False
+        for c, places in receives.items():
+            channel = program.channels[c]
+            order = [texts[r][n].index for r, n in places]
+            for i, k in enumerate(order):
+                sender, n = sends[c, k]
+                begin = done[sender][n]
+                if i:
+                    begin = max(begin, starts[c, order[i - 1]] + costs.occupied_s(channel))
+                if i >= channel.depth:
+                    begin = max(begin, consumed(*places[i - channel.depth]))
+                changed |= begin > starts[c, k]
+                starts[c, k] = begin
+        for r, text in enumerate(texts):
+            for n, one in enumerate(text):
+                end = done[r][n - 1] if n else 0.0
+                if isinstance(one, Op):
+                    end += costs.op_s(one.kind, one.stage)
+                elif one.kind is Move.RECEIVE:
+                    arrives = starts[one.channel, one.index] + costs.transfer_s(program.channels[one.channel])
+                    end = max(end, arrives)
+                elif one.kind is Move.SYNC:
+                    for other in program.placement.ranks[one.channel]:
+                        place = texts[other].index(one)
+                        end = max(end, done[other][place - 1] + costs.sync_s[one.channel])
+                changed |= end > done[r][n]
+                done[r][n] = end
+    return {
+        (r, one.kind.value, one.stage, one.index): (done[r][n] - costs.op_s(one.kind, one.stage), done[r][n])
+        for r, text in enumerate(texts)
+        for n, one in enumerate(text)
+        if isinstance(one, Op)
+    }
+
+
+def _transfers(text: list[Instruction], kind: Move) -> list[tuple[int, tuple[int, int]]]:
+    return [(n, (x.channel, x.index)) for n, x in enumerate(text) if isinstance(x, Transfer) and x.kind is kind]
+
+
+def work_of(timeline: Timeline) -> dict[tuple[int, str, int, int], tuple[float, float]]:
+    return {(s.rank, s.kind, s.stage, s.index): (s.start_s, s.end_s) for s in timeline.work()}
+
+
+@settings(max_examples=60)
+@given(runs())
+def test_equals_the_least_times_that_keep_the_rules(run: tuple[Schedule, Costs, int]) -> None:
+    schedule, costs_, total = run
+    program = lower(schedule)
+    expected = times_by_rules(program, costs_, total)
+    found = work_of(simulate(program, costs_, total))
+    assert found.keys() == expected.keys()
+    for key, times in expected.items():
+        assert found[key] == pytest.approx(times, abs=1e-9), key
+
+
+@settings(max_examples=150)
+@given(runs())
+def test_what_holds_for_every_schedule_and_cost(run: tuple[Schedule, Costs, int]) -> None:
+    schedule, costs_, total = run
+    program = lower(schedule)
+    timeline = simulate(program, costs_, total)
+    placement = schedule.placement
+
+    # Each rank does its ops, in its order, each once, and one thing at a time.
+    for rank in range(timeline.workers):
+        spans = [span for span in timeline.of_rank(rank) if span.kind != "send"]
+        done = [(span.kind, span.stage, span.index) for span in spans if span.kind in WORK]
+        assert done == [(op.kind.value, op.stage, op.index) for op in schedule.ops(rank, total)]
+        assert all(before.end_s <= after.start_s for before, after in pairwise(spans))
+        assert sum(span.end_s - span.start_s for span in spans if span.kind in WORK) == pytest.approx(
+            sum(costs_.op_s(op.kind, op.stage) for op in schedule.ops(rank, total))
+        )
+        assert timeline.makespan_s >= max(span.end_s for span in spans) - 1e-9
+
+    # What an op needs is done before it, and what comes from another rank has travelled.
+    at = work_of(timeline)
+    for rank in range(timeline.workers):
+        for op in schedule.ops(rank, total):
+            start = at[rank, op.kind.value, op.stage, op.index][0]
+            for need in schedule.requires(op, total):
+                owner = placement.ranks[need.stage][need.replica]
+                travel = 0.0
+                if owner != rank and op.kind is Kind.UPDATE:
+                    travel = costs_.sync_s[op.stage]
+                elif owner != rank:
+                    carries = "activation" if op.kind is Kind.FORWARD else "gradient"
+                    travel = costs_.transfer_s(program.channels[program.channel_id(owner, rank, carries)])
+                assert start >= at[owner, need.kind.value, need.stage, need.index][1] + travel - 1e-9
+
+    # No run is shorter than the way of one microbatch through all stages and back.
+    way = sum(costs_.forward_s) + sum(costs_.backward_s)
+    way += 2 * sum(size + costs_.latency_s for size in costs_.output_bytes[:-1])
+    assert timeline.makespan_s >= way - 1e-9
+
+    # One gradient a stage and microbatch, taken and applied at the versions of the rules.
+    assert Counter((t.stage, t.microbatch) for t in timeline.tags) == Counter(
+        (s, k) for s in range(placement.stages) for k in range(total)
+    )
+    for tag in timeline.tags:
+        assert tag.forward_version == schedule.weights.forward_version(tag.stage, tag.microbatch)
+        assert tag.microbatch in schedule.updates.members(tag.stage, tag.applied_to + 1)
+    for rank, peak in enumerate(timeline.peak_versions):
+        ((stage, _),) = placement.seats(rank)
+        assert 1 <= peak <= schedule.weights.versions(stage)
+
+    assert simulate(program, costs_, total) == timeline
+
+
+def straight(stages: int, forward_s: float = 1.0, backward_s: float = 2.0, transfer_s: float = 0.0) -> Plan:
+    return Plan.uniform(stages, forward_s, backward_s, transfer_s)
+
+
+def starts(timeline: Timeline, rank: int, kind: str) -> list[float]:
+    return [span.start_s for span in timeline.of_rank(rank) if span.kind == kind]
+
+
+def test_picture_of_a_run() -> None:
+    plan = straight(2, 1.0, 2.0, 0.5)
+    timeline = simulate(lower(build("gpipe", plan, 2)), costs(plan), 2)
+    assert timeline.spans == (
+        Span(0, "F", 0, 0, 0.0, 1.0),
+        Span(0, "F", 0, 1, 1.0, 2.0),
+        Span(0, "send", 0, 0, 1.0, 1.5),
+        Span(0, "wait", 0, 0, 2.0, 6.0),
+        Span(0, "send", 0, 1, 2.0, 2.5),
+        Span(0, "B", 0, 0, 6.0, 8.0),
+        Span(0, "B", 0, 1, 8.0, 10.0),
+        Span(0, "U", 0, 1, 10.0, 10.0),
+        Span(1, "wait", 1, 0, 0.0, 1.5),
+        Span(1, "F", 1, 0, 1.5, 2.5),
+        Span(1, "F", 1, 1, 2.5, 3.5),
+        Span(1, "B", 1, 0, 3.5, 5.5),
+        Span(1, "B", 1, 1, 5.5, 7.5),
+        Span(1, "send", 1, 0, 5.5, 6.0),
+        Span(1, "U", 1, 1, 7.5, 7.5),
+        Span(1, "send", 1, 1, 7.5, 8.0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("depth", "occupied_s", "latency_s", "expected"),
+    [
+        (1, 2.0, 0.0, [3.0, 10.0, 17.0]),  # a message starts only when the one before has been used
+        (2, 2.0, 0.0, [3.0, 8.0, 13.0]),
+        (2, 0.0, 2.0, [3.0, 8.0, 13.0]),
+        (3, 6.0, 0.0, [7.0, 13.0, 19.0]),  # the link is the bottleneck
+        (3, 0.0, 6.0, [7.0, 12.0, 17.0]),  # latency is not: messages follow each other
+    ],
+)
+def test_posted_receives_and_links_hold_messages_back(
+    depth: int, occupied_s: float, latency_s: float, expected: list[float]
+) -> None:
+    program = lower(build("gpipe", straight(2), 3))
+    program = replace(program, channels=tuple(replace(channel, depth=depth) for channel in program.channels))
+    zero = (0.0, 0.0)
+    slow = Costs((1.0, 5.0), zero, zero, zero, zero, (occupied_s, 0.0), 1.0, latency_s)
+    assert starts(simulate(program, slow, 3), 1, "F") == expected
+
+
+def test_one_stage_is_data_parallel_and_pays_its_sums() -> None:
+    rows = (Stage(0, 1, 4, 1.0, 2.0, 0.25, parameter_bytes=1000),)
+    plan = Plan(rows, (1,), Cluster.flat(4, 1000.0), unit="microbatch")
+    timeline = simulate(lower(build("pipedream", plan)), costs(plan), 12)
+    assert plan.sync_s == (1.5,)
+    assert timeline.makespan_s == pytest.approx(3 * (1.0 + 2.0 + 1.5 + 0.25))
+    assert starts(timeline, 3, "wait") == pytest.approx([3.0, 7.75, 12.5])
+
+
+def test_absent_replicas_join_the_last_round() -> None:
+    plan = Plan.uniform(2, replicas=(2, 1))
+    timeline = simulate(lower(build("pipedream", plan)), costs(plan), 5)
+    assert [span.index for span in timeline.of_rank(1) if span.kind == "U"] == [1, 2, 3]
+    assert [span.index for span in timeline.of_rank(1) if span.kind == "F"] == [1, 3]
+
+
+def test_coupled_updates_wait_for_all_ranks() -> None:
+    plan = straight(3)
+    program = lower(build("gpipe", plan, 2))
+    apart = simulate(program, costs(plan), 4)
+    coupled = simulate(replace(program, couples_updates=True), costs(plan), 4)
+    assert len({starts(apart, rank, "U")[0] for rank in range(3)}) == 3
+    assert [starts(coupled, rank, "U") for rank in range(3)] == [starts(apart, 0, "U")] * 3
+
+
+def test_forwards_alone() -> None:
+    plan = Plan.uniform(3, 1.0, 2.0, 0.0, replicas=(2, 1, 1))
+    timeline = simulate(lower(evaluation(plan)), costs(plan), 10)
+    assert timeline.makespan_s == pytest.approx(12.0)
+    assert timeline.tags == ()
+    assert timeline.peak_versions == (1, 1, 1, 1)
+
+
+def test_split_backward_sends_its_gradient_before_the_weight_gradient() -> None:
+    plan = straight(2, 1.0, 4.0)
+
+    def order(rank: int):  # type: ignore[no-untyped-def]
+        for k in range(100):
+            yield from (Op(Kind(letter), rank, k) for letter in "FIW")
+            yield Op(Kind.UPDATE, rank, k + 1)
+
+    kinds = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+    schedule = Schedule("split", plan, plan.placement, order, Flush(1), UpdateRule((1, 1)), 1, True, kinds)
+    timeline = simulate(lower(schedule), costs(plan, weight_s=1.0), 1)
+    assert [(s.kind, s.start_s, s.end_s) for s in timeline.of_rank(0) if s.kind in WORK] == [
+        ("F", 0.0, 1.0),
+        ("I", 5.0, 8.0),
+        ("W", 8.0, 9.0),
+        ("U", 9.0, 9.0),
+    ]
+    assert [(tag.stage, tag.microbatch) for tag in timeline.tags] == [(0, 0), (1, 0)]
+
+
+def test_peak_bytes_count_versions_and_activations() -> None:
+    rows = tuple(
+        Stage(s, s + 1, output_bytes=80, activation_bytes=800, parameter_bytes=5, optimizer_bytes=7) for s in range(2)
+    )
+    plan = Plan(rows, (2, 1), Cluster.flat(2))
+    stashing = simulate(lower(build("pipedream", plan)), costs(plan), 8)
+    assert stashing.peak_bytes == (5 * 3 + 7 + 2 * 800, 5 * 2 + 7 + 800 + 2 * 80)
+    flushing = simulate(lower(build("gpipe", plan, 8)), costs(plan, split=8), 8)
+    assert flushing.peak_bytes == (5 * 2 + 7 + 8 * 100, 5 * 2 + 7 + 8 * 100 + 2 * 10)
+
+
+def broken(program: Program, rank: int, change: dict[str, str]) -> Program:
+    """Returns a program with tokens of one rank's warm-up and period replaced."""
+    text = program.to_json().split('"ranks"')
+    rows = text[1].split('"warmup"')
+    for old, new in change.items():
+        assert old in rows[rank + 1]
+        rows[rank + 1] = rows[rank + 1].replace(old, new, 1)
+    return Program.from_json(text[0] + '"ranks"' + '"warmup"'.join(rows))
+
+
+def once(program: Program) -> Program:
+    """Returns a program that writes its first instructions out, so that a test can break one of them."""
+    return replace(
+        program, ranks=tuple(RankProgram(tuple(program.instructions(r, 4)), ()) for r in range(len(program.ranks)))
+    )
+
+
+def test_receive_before_its_cause_is_a_deadlock() -> None:
+    plan = straight(2)
+    program = once(lower(build("naive", plan)))
+    sound = simulate(program, costs(plan), 4)
+    assert len(sound.work()) == 2 * 4 * 3
+    receive = f"<{program.channel_id(1, 0, 'gradient')}:2"
+    send = f">{program.channel_id(0, 1, 'activation')}:2"
+    swapped = broken(program, 0, {receive: "x", send: receive, "x": send})
+    with pytest.raises(DeadlockError) as caught:
+        simulate(swapped, costs(plan), 4)
+    message = str(caught.value)
+    assert f"rank 0 waits at {receive}: the gradient of microbatch 2 from rank 1 to rank 0" in message
+    assert "rank 1 waits at <0:2: the activation of microbatch 2 from rank 0 to rank 1" in message
+
+
+def test_more_receives_than_are_posted_is_a_deadlock() -> None:
+    plan = straight(2)
+    program = once(lower(build("gpipe", plan, 4)))
+    early = broken(program, 1, {"<0:0 ": "<0:0 <0:1 <0:2 ", "1F0 <0:1": "1F0", "1F1 <0:2": "1F1"})
+    with pytest.raises(DeadlockError, match="rank 1 waits at <0:2"):
+        simulate(early, costs(plan), 4)
+
+
+def test_sum_without_all_replicas_is_a_deadlock() -> None:
+    plan = Plan.uniform(1, replicas=(2,))
+    program = once(lower(build("pipedream", plan)))
+    with pytest.raises(DeadlockError, match="rank 1 waits at =0:1: the other replicas of stage 0"):
+        simulate(broken(program, 0, {"=0:1 ": ""}), costs(plan), 4)
+
+
+def test_message_out_of_turn_and_message_unread_are_errors() -> None:
+    plan = straight(2)
+    program = once(lower(build("gpipe", plan, 4)))
+    crossed = broken(program, 1, {"<0:0": "<0:9", "<0:1": "<0:0", "<0:9": "<0:1"})
+    with pytest.raises(ScheduleError, match="rank 1 wants the activation of microbatch 1 .* microbatch 0"):
+        simulate(crossed, costs(plan), 4)
+    unread = broken(program, 1, {"<0:3 ": ""})
+    with pytest.raises(ScheduleError, match="the activation of microbatch 3 .* is sent and never received"):
+        simulate(unread, costs(plan), 4)

@@ -1,0 +1,403 @@
+"""The proof before the run: all methods pass it, programs broken on purpose do not."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pipedream.core import depth
+from pipedream.core.errors import DeadlockError, PlanError, ScheduleError
+from pipedream.core.op import Kind
+from pipedream.core.plan import Plan
+from pipedream.core.program import Channel, Instruction, Program, RankProgram
+from pipedream.core.weights import DoubleBuffer, Flush, Stash
+from pipedream.lowering import lower
+from pipedream.schedules import SCHEDULES, build, evaluation
+from pipedream.verifier import verify
+
+ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
+
+
+def program_of(name: str, *replicas: int, microbatches: int | None = None, in_flight: str = "noam") -> Program:
+    plan = Plan.uniform(len(replicas), replicas=replicas).with_depth(in_flight)
+    return lower(build(name, plan, microbatches))
+
+
+class Case(NamedTuple):
+    name: str
+    replicas: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    lag: tuple[int, ...]
+    microbatches: int | None
+
+    def program(self) -> Program:
+        plan = Plan.uniform(len(self.replicas), replicas=self.replicas)
+        plan = replace(plan, in_flight=self.in_flight, lag=self.lag)
+        return lower(build(self.name, plan, self.microbatches))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any method, replicas, depth (also by hand), lag and split that go together."""
+    replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
+    slots = tuple(draw(st.lists(st.floats(0, 4), min_size=len(replicas) - 1, max_size=len(replicas) - 1)))
+    in_flight = draw(st.sampled_from([depth.noam(replicas), depth.full(replicas, slots)]))
+    if draw(st.booleans()):
+        # By hand: up to one stage, as many minibatches as the deepest stage and some more.
+        last, more = draw(st.integers(0, len(replicas) - 1)), draw(st.integers(0, 3))
+        most = max((w - 1) * r for w, r in zip(in_flight, replicas, strict=True)) + more
+        deeper = [most // r + 1 for r in replicas[: last + 1]]
+        in_flight = (*deeper, *in_flight[last + 1 :])
+        try:
+            depth.check_in_flight(in_flight, replicas)
+        except PlanError:
+            assume(False)
+    lag = tuple(draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    microbatches = None if name in ("pipedream", "pipedream_vertical_sync") else draw(st.integers(1, 12))
+    if name == "pipedream_2bw":
+        assert microbatches is not None
+        assume(all(microbatches // r >= max(w - 1, 1) for w, r in zip(in_flight, replicas, strict=True)))
+    return Case(name, replicas, in_flight, lag, microbatches)
+
+
+@given(cases())
+@settings(max_examples=60)
+def test_all_methods_pass(case: Case) -> None:
+    program = case.program()
+    proof = verify(program)
+    weights, placement = program.weights, program.placement
+    for stage in range(placement.stages):
+        peaks = [proof.peak_versions[rank] for rank in placement.ranks[stage]]
+        held = [proof.peak_in_flight[rank] for rank in placement.ranks[stage]]
+        assert max(peaks) <= weights.versions(stage)
+        assert proof.staleness[stage] == weights.staleness(stage)
+        if program.schedule in ASYNCHRONOUS:
+            assert max(held) == program.plan.in_flight[stage]
+            assert program.schedule == "pipedream_2bw" or max(peaks) == weights.versions(stage)
+
+
+@given(cases())
+@settings(max_examples=30)
+def test_one_lane_a_direction_never_deadlocks(case: Case) -> None:
+    verify(case.program(), lanes=lambda channel: (channel.sender, channel.receiver))
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("replicas", [(1, 1), (1, 1, 1), (2, 1)])
+def test_one_lane_a_pair_deadlocks(name: str, replicas: tuple[int, ...]) -> None:
+    """Both directions on one communicator: each side's receive, posted ahead, stands before its send."""
+    with pytest.raises(DeadlockError, match="same lane"):
+        verify(program_of(name, *replicas), lanes=lambda channel: frozenset((channel.sender, channel.receiver)))
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("microbatches", [1, 2, 4, 7])
+def test_claims_of_the_papers(name: str, stages: int, microbatches: int) -> None:
+    asked = microbatches if name in ("naive", "gpipe", "1f1b", "pipedream_2bw") else None
+    if name == "pipedream_2bw" and microbatches < stages:
+        pytest.skip("2BW needs as many microbatches as stages")
+    schedule = build(name, Plan.uniform(stages), asked)
+    proof = verify(lower(schedule))
+    claims = schedule.claims
+    m = schedule.microbatches if schedule.flushes else proof.totals[-1]
+    assert claims.in_flight is not None
+    assert claims.staleness is not None
+    assert claims.versions is not None
+    # Naive model parallelism splits a minibatch for its gradient alone: one microbatch at a time.
+    assert proof.peak_in_flight == tuple(claims.in_flight(stages, m, s) for s in range(stages))
+    assert proof.staleness == tuple(claims.staleness(stages, m, s) for s in range(stages))
+    promised = tuple(claims.versions(stages, m, s) for s in range(stages))
+    if name == "pipedream_2bw":  # at most; the last stage never needs its second buffer while in flight
+        assert all(found <= most for found, most in zip(proof.peak_versions, promised, strict=True))
+    else:
+        assert proof.peak_versions == promised
+
+
+def test_double_buffer_uses_its_second_buffer() -> None:
+    assert verify(program_of("pipedream_2bw", 1, 1, 1, microbatches=4)).peak_versions == (2, 2, 2)
+
+
+def test_evaluation_passes() -> None:
+    proof = verify(lower(evaluation(Plan.uniform(3, replicas=(2, 1, 1)))))
+    assert proof.peak_in_flight == (0, 0, 0, 0)
+    assert proof.peak_versions == (1, 1, 1, 1)
+
+
+def test_totals_cover_every_residue_and_a_short_run() -> None:
+    proof = verify(program_of("pipedream", 2, 3))
+    assert proof.totals[0] == 1
+    assert {total % 6 for total in proof.totals[1:]} == set(range(6))
+    assert proof.residues == 6
+    assert min(proof.totals[1:]) >= 3 * 6
+    split = verify(program_of("1f1b", 2, 1, microbatches=3))
+    assert split.totals[0] == 3
+    assert {total % 6 for total in split.totals[1:]} == {0, 3}
+
+
+def test_prints_as_a_table() -> None:
+    text = str(verify(program_of("pipedream", 1, 1, 1)))
+    assert [line.split() for line in text.splitlines()[2:]] == [
+        ["rank", "stages", "in", "flight", "versions", "staleness"],
+        ["0", "0", "3", "3", "2"],
+        ["1", "1", "2", "2", "1"],
+        ["2", "2", "1", "1", "0"],
+    ]
+
+
+def test_is_quick() -> None:
+    """It runs before every training run. Ten times what it needs, for machines differ."""
+    small = program_of("pipedream", 1, 1, 1, 1)
+    large = program_of("1f1b", *(1,) * 16, microbatches=64)
+    start = time.process_time()
+    verify(small)
+    middle = time.process_time()
+    verify(large)
+    assert middle - start < 0.5
+    assert time.process_time() - middle < 5.0
+
+
+# Programs broken on purpose. 1F1B, two stages, two microbatches, all of it in the period:
+#
+#   rank 0: ( 0F0 >0:0 >2:0 0F1 >0:1 >2:1 <1:0 0B0 <1:1 0B1 0U1 )
+#   rank 1: ( <0:0 <2:0 1F0 1B0 >1:0 <0:1 <2:1 1F1 1B1 >1:1 1U1 )
+
+
+def with_period(program: Program, rank: int, period: tuple[Instruction, ...]) -> Program:
+    ranks = list(program.ranks)
+    ranks[rank] = RankProgram(ranks[rank].warmup, period)
+    return replace(program, ranks=tuple(ranks))
+
+
+def edited(program: Program, rank: int, change: Callable[[list[str]], list[str]]) -> Program:
+    """Returns the program with one rank's period changed, as words."""
+    period = program.ranks[rank].period
+    words = {str(item): item for item in period}
+    return with_period(program, rank, tuple(words[word] for word in change([str(item) for item in period])))
+
+
+def swapped(first: str, second: str) -> Callable[[list[str]], list[str]]:
+    return lambda words: [second if w == first else first if w == second else w for w in words]
+
+
+def without(word: str) -> Callable[[list[str]], list[str]]:
+    return lambda words: [w for w in words if w != word]
+
+
+def doubled(word: str) -> Callable[[list[str]], list[str]]:
+    return lambda words: [w for found in words for w in ([found] * (2 if found == word else 1))]
+
+
+def moved_before(word: str, place: str) -> Callable[[list[str]], list[str]]:
+    def change(words: list[str]) -> list[str]:
+        rest = without(word)(words)
+        return [*rest[: rest.index(place)], word, *rest[rest.index(place) :]]
+
+    return change
+
+
+BROKEN: dict[str, tuple[int, Callable[[list[str]], list[str]], str]] = {
+    "backward before forward": (1, swapped("1F0", "1B0"), r"rank 1, instruction 2, 1B0: needs 1F0.* later"),
+    "an op dropped": (0, without("0B1"), r"rank 0 lacks 1 ops of 2"),
+    "an op twice": (0, doubled("0B0"), r"rank 0, instruction 8, 0B0: done before, at instruction 7"),
+    "one op for another": (0, lambda words: ["0F0" if w == "0F1" else w for w in words], r"0F0: done before"),
+    "a send dropped": (0, without(">0:1"), r"rank 1, instruction 5, <0:1: .* received but never sent"),
+    "a receive dropped": (1, without("<0:1"), r"rank 0, instruction 4, >0:1: .* sent but never received"),
+    "a receive twice": (1, doubled("<0:0"), r"rank 1, instruction 1, <0:0: microbatch 0 was received before"),
+    "a send twice": (0, doubled(">0:0"), r"rank 0, instruction 2, >0:0: microbatch 0 was sent before"),
+    "a send too early": (0, moved_before(">0:0", "0F0"), r"rank 0, instruction 0, >0:0: 0F0, which makes it"),
+    "a receive too late": (1, swapped("<0:0", "1F0"), r"<2:0: 1F0, which reads it, does not follow"),
+    "an update too early": (0, moved_before("0U1", "0B1"), r"rank 0, instruction 9, 0U1: needs 0B1.* later"),
+    "sent in another order": (
+        0,
+        lambda words: ["0F0", "0F1", ">0:1", ">0:0", ">2:0", ">2:1", *words[6:]],
+        r"rank 1, instruction 0, <0:0: message 0 .* sent as microbatch 1 and received as microbatch 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("story", sorted(BROKEN))
+def test_broken_programs_are_refused(story: str) -> None:
+    rank, change, message = BROKEN[story]
+    program = program_of("1f1b", 1, 1, microbatches=2)
+    verify(program)
+    with pytest.raises(ScheduleError, match=message):
+        verify(edited(program, rank, change))
+
+
+def test_two_orders_that_are_each_legal_deadlock_together() -> None:
+    """Rank 0 wants a backward before it sends microbatch 1, rank 1 wants microbatch 1 before a backward."""
+    program = program_of("1f1b", 1, 1, microbatches=2)
+    program = with_period(program, 0, program_of("naive", 1, 1, microbatches=2).ranks[0].period)
+    program = with_period(program, 1, program_of("gpipe", 1, 1, microbatches=2).ranks[1].period)
+    with pytest.raises(DeadlockError) as caught:
+        verify(program)
+    lines = str(caught.value).splitlines()[1:]
+    assert [line.strip() for line in lines] == [
+        "rank 0 waits at instruction 3, <1:0, for the gradient of microbatch 0 from rank 1",
+        "message 1:0 (rank 1 to 0, gradient) waits for rank 1 to send it",
+        "rank 1 waits at instruction 3, <0:1, for the activation of microbatch 1 from rank 0",
+        "message 0:1 (rank 0 to 1, activation) waits for rank 0 to send it",
+    ]
+
+
+def with_depth(program: Program, depth: int) -> Program:
+    return replace(program, channels=tuple(replace(channel, depth=depth) for channel in program.channels))
+
+
+def test_a_ring_too_shallow_deadlocks() -> None:
+    """Two receives before the op that frees the first place: a ring of two holds them, a ring of one does not."""
+    program = program_of("gpipe", 1, 1, microbatches=2)
+    ahead = edited(program, 1, lambda words: ["<0:0", "<2:0", "<0:1", "<2:1", "1F0", "1F1", *words[6:]])
+    verify(with_depth(ahead, 2))
+    with pytest.raises(DeadlockError, match=r"a place in the ring of 1, which 1F0 on rank 1 would free"):
+        verify(with_depth(ahead, 1))
+    verify(with_depth(program, 1))
+
+
+def test_crossing_sends_deadlock_only_on_a_shared_lane() -> None:
+    """Activations and inputs go out in one order and are wanted in another: two channels bear it, and so does one
+    lane, for receives are posted in the sender's order. With rings of one, the lane stands still."""
+    program = with_depth(program_of("gpipe", 1, 1, microbatches=2), 1)
+    crossing = edited(program, 0, lambda words: ["0F0", "0F1", ">0:0", ">0:1", ">2:0", ">2:1", *words[6:]])
+    verify(crossing)
+    with pytest.raises(DeadlockError, match="whose receive is posted before"):
+        verify(crossing, lanes=lambda channel: (channel.sender, channel.receiver))
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "message"),
+    [
+        ("pipedream", Stash((1, 0, 0), (1, 1, 1), (0, 0, 0)), r"rank 0, .*0F2: needs 0U1, which comes later"),
+        ("pipedream", Flush(1), r"rank 0, .*0F1: needs 0U1, which comes later"),
+        ("1f1b", Flush(2), r"needs \dU1, which comes later"),
+        ("pipedream_2bw", DoubleBuffer(1), r"rank 0, .*needs 0U1, which comes later"),
+    ],
+)
+def test_versions_read_before_they_are_made(name: str, weights: Stash | Flush | DoubleBuffer, message: str) -> None:
+    split = 4 if name in ("1f1b", "pipedream_2bw") else None
+    program = program_of(name, 1, 1, 1, microbatches=split)
+    with pytest.raises(ScheduleError, match=message):
+        verify(replace(program, weights=weights))
+
+
+def test_more_versions_than_the_rule_keeps() -> None:
+    class Forgetful(Stash):
+        name = "forgetful"
+
+        def versions(self, stage: int) -> int:
+            return 1
+
+    program = program_of("pipedream", 1, 1)
+    rule = Forgetful((1, 0), (1, 1), (0, 0))
+    try:
+        with pytest.raises(ScheduleError, match=r"rank 0, .*2 versions of stage 0's weights .* 'forgetful' keeps 1"):
+            verify(replace(program, weights=rule))
+    finally:
+        del type(rule).rules["forgetful"]
+
+
+def test_replicas_must_all_join_a_sum() -> None:
+    program = program_of("pipedream", 2, 1)
+    verify(program)
+    for rank in (0, 1):
+        with pytest.raises(ScheduleError, match=rf"rank {rank}, .*0U1: no sum over the replicas, =0:1, comes before"):
+            verify(edited(program, rank, without("=0:1")))
+    with pytest.raises(ScheduleError, match=r"rank 1, .*0U1: needs 0B1, which comes later"):
+        verify(edited(program, 1, moved_before("=0:1", "0B1")))
+
+
+def test_replicas_that_wait_for_each_others_sum_deadlock() -> None:
+    """A ring of two stages, each replicated: rank 0 joins the sum before it sends what its fellow's gradient needs.
+
+    Rank 2 does microbatch 0 before 1, so replica 1 of stage 0 joins after replica 0 has sent, not before.
+    """
+    program = program_of("gpipe", 2, 1, microbatches=2)
+    assert [str(i) for i in program.ranks[2].period][:6] == ["<0:0", "<4:0", "1F0", "<1:1", "<5:1", "1F1"]
+    two_sums = edited(program, 1, lambda words: words)
+    verify(two_sums)
+    # The sum of the next minibatch before this minibatch's forward: replica 1 waits there, rank 2 waits for it.
+    period = two_sums.ranks[1].period
+    early = tuple(item._replace(index=item.index + 1) if item.kind.value == "=" else item for item in period)
+    with pytest.raises(ScheduleError, match=r"rank 1, .*0U1: no sum over the replicas"):
+        verify(with_period(two_sums, 1, early))
+
+
+def test_coupled_updates() -> None:
+    """With a flush they cost nothing; PipeDream's output stage stands still until the input stage follows."""
+    for name in ("1f1b", "gpipe", "pipedream", "pipedream_2bw"):
+        split = 4 if name != "pipedream" else None
+        verify(replace(program_of(name, 1, 1, 1, microbatches=split), couples_updates=True))
+    program = program_of("1f1b", 1, 1, microbatches=1)
+    # Rank 1 keeps back the gradient until the update that rank 0 makes with it.
+    late = edited(program, 1, moved_before("1U1", ">1:0"))
+    verify(late)
+    with pytest.raises(DeadlockError, match=r"rank 1 waits at instruction 4, 1U1, for rank 0 to come to the same update"):
+        verify(replace(late, couples_updates=True))
+
+
+def test_ops_of_a_stranger_are_refused() -> None:
+    program = program_of("1f1b", 1, 1, microbatches=2)
+    stranger = program.ranks[0].period[0]
+    with pytest.raises(ScheduleError, match=r"rank 1, instruction 0, 0F0: an op of another rank"):
+        verify(with_period(program, 1, (stranger, *program.ranks[1].period)))
+    send = program.ranks[0].period[1]
+    with pytest.raises(ScheduleError, match=r"rank 1, instruction 0, >0:0: this rank is not at this end"):
+        verify(with_period(program, 1, (send, *program.ranks[1].period)))
+
+
+def test_messages_without_a_channel_are_refused() -> None:
+    """Nothing of a channel is left: what it brought is missed where it is read."""
+    program = program_of("1f1b", 1, 1, microbatches=1)
+    for rank, words in ((0, (">0:0", "<1:0")), (1, ("<0:0", ">1:0"))):
+        for word in words:
+            program = edited(program, rank, without(word))
+    with pytest.raises(ScheduleError, match=r"0B0: needs 1B0 of rank 1, but <1:0 is not before it"):
+        verify(program)
+    unnamed = replace(program, channels=(replace(program.channels[0], carries="input"), *program.channels[1:]))
+    forwards = replace(unnamed, kinds=(Kind.FORWARD,), ranks=tuple(map(forwards_only, unnamed.ranks)))
+    with pytest.raises(ScheduleError, match=r"1F0: needs 0F0 of rank 0, but no channel brings its activation"):
+        verify(forwards)
+
+
+def forwards_only(rank: RankProgram) -> RankProgram:
+    return RankProgram((), tuple(i for i in rank.period if str(i)[1] == "F" or str(i)[1:2] == "2"))
+
+
+def test_every_message_names_the_program_and_says_what_to_do() -> None:
+    program = program_of("1f1b", 1, 1, microbatches=2)
+    for rank, change, _ in BROKEN.values():
+        with pytest.raises(ScheduleError) as caught:
+            verify(edited(program, rank, change))
+        assert "1f1b" in str(caught.value)
+        assert re.search(r"rank \d", str(caught.value))
+
+
+def test_split_backwards_are_understood() -> None:
+    """I and W in place of B: the rules ask the kinds, not the letter."""
+    program = program_of("1f1b", 1, 1, microbatches=2)
+
+    def split(items: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+        parts: list[Instruction] = []
+        for item in items:
+            if item.kind is Kind.BACKWARD:
+                weight = item._replace(kind=Kind.WEIGHT_GRADIENT)
+                parts += [item._replace(kind=Kind.INPUT_GRADIENT), weight]
+            else:
+                parts.append(item)
+        return tuple(parts)
+
+    kinds = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+    ranks = tuple(RankProgram(split(rank.warmup), split(rank.period)) for rank in program.ranks)
+    divided = replace(program, kinds=kinds, ranks=ranks)
+    assert verify(divided).peak_in_flight == (2, 1)
+    with pytest.raises(ScheduleError, match=r"0U1: needs 0W1, which comes later"):
+        verify(edited(divided, 0, moved_before("0U1", "0W1")))
