@@ -141,7 +141,7 @@ def _check(
     shapes = shapes_of(sample) if isinstance(sample, tuple) else ()
     if not shapes or not shapes[0] or shapes[0][0] < 1:
         raise ProfileError(
-            "the sample should be a tuple whose first tensor has the samples of the minibatch along dimension 0; for one "
+            "the sample should be a tuple whose first tensor has the minibatch along dimension 0; for one "
             f"input x write (x,); found {type(sample).__name__} with tensors of shapes {list(map(list, shapes))}"
         )
     for layer, module in zip(graph.layers, layers, strict=True):

@@ -22,7 +22,7 @@ def table(
 ) -> str:
     """Returns a table; cells are HTML already, the first `words` columns are words and stand left.
 
-    The caption is shown above the table, or (`says` False) only told to screen readers, where a heading says it already.
+    The caption is shown above the table, or (`says` False) only told to screen readers, where a heading has it.
     """
 
     def cells(row: Sequence[str]) -> str:
@@ -35,9 +35,10 @@ def table(
         f'<th scope="col"{"" if i < words else " class=number"}>{escape(name)}</th>' for i, name in enumerate(heads)
     )
     body = "".join(f"<tr>{cells(row)}</tr>" for row in rows)
+    shown = f"<caption>{escape(caption)}</caption>" if says else ""
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
-        f"{f'<caption>{escape(caption)}</caption>' if says else ''}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f"{shown}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 

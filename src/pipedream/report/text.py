@@ -89,9 +89,9 @@ def _rows(timeline: Timeline, slot_s: float, width: int | None) -> list[tuple[st
             ops[span.rank].append(span)
     cells = [_cells(sorted(mine, key=_when), begin, slot_s, shown) for mine in ops]
     column = 1 + max((len(cell.text) for row in cells for cell in row), default=1)
-    cut = False
-    if width is not None and len(heads[0]) + slots * column - 1 > width:
-        cut = True
+    longest = max(((len(row) - 1) * column + len(row[-1].text) + row[-1].updates for row in cells if row), default=0)
+    cut = width is not None and (shown < slots or len(heads[0]) + longest > width)
+    if width is not None and cut:
         shown = max(1, (width - len(heads[0]) - len("...")) // column)
     rows = [(heads[0], [(_scale(shown, column, slot_s), "")])]
     for head, row, end_s in zip(heads[1:], cells, ends, strict=True):
@@ -142,7 +142,7 @@ def _scale(slots: int, column: int, slot_s: float) -> str:
     every = _TICK_SLOTS
     while every * column < 10:
         every *= 2
-    room = slots * column
+    room = slots * column - 1
     unit, size = time_unit(slots * slot_s)
     text = ""
     for i in range(0, slots, every):

@@ -6,9 +6,10 @@ process group of its own, because a communicator runs its messages in one order.
 
 Receives are posted ahead without any talk about sizes. Message i finds a posted receive of
 ``capacity(i)`` bytes, the largest payload among the messages up to i - depth, which both ends know. A
-payload is padded to it; a longer one continues in a second message that is posted when the header has
-been read. So equal shapes, the common case, are always posted ahead, the first `depth` messages and growth
-cost one message time, and no byte is ever cut off.
+payload is padded to it; what is longer follows in a late part that is posted when the header has been read,
+by gloo under a tag of its own, because receives for later messages are posted already. So equal shapes, the
+common case, are always posted ahead, the first `depth` messages and growth cost one message time, and no
+byte is ever cut off.
 
 A send is never waited for on the critical path. The tensors are kept until the message has left; a worker
 waits for the oldest message only when more are out than its schedule can have unread.
@@ -58,21 +59,29 @@ class Line:
         self.payloads = payloads
         self.device = device
 
+    def send_late(self, payload: torch.Tensor) -> dist.Work:
+        """Starts to send what did not fit into the posted receive; from the CPU."""
+        return _started(dist.isend(payload, self.peer, self.headers, tag=3 * self.number + 2))
+
+    def receive_late(self, payload: torch.Tensor) -> None:
+        """Waits for what did not fit into the posted receive."""
+        _started(dist.irecv(payload, self.peer, self.headers, tag=3 * self.number + 2)).wait()
+
     def send_header(self, words: torch.Tensor) -> dist.Work:
         """Starts to send a header."""
-        return _started(dist.isend(words, self.peer, self.headers, tag=2 * self.number))
+        return _started(dist.isend(words, self.peer, self.headers, tag=3 * self.number))
 
     def send_payload(self, payload: torch.Tensor) -> dist.Work:
         """Starts to send a payload."""
-        return _started(dist.isend(payload, self.peer, self.payloads, tag=2 * self.number + 1))
+        return _started(dist.isend(payload, self.peer, self.payloads, tag=3 * self.number + 1))
 
     def receive_header(self, words: torch.Tensor) -> dist.Work:
         """Posts the receive of a header."""
-        return _started(dist.irecv(words, self.peer, self.headers, tag=2 * self.number))
+        return _started(dist.irecv(words, self.peer, self.headers, tag=3 * self.number))
 
     def receive_payload(self, payload: torch.Tensor) -> dist.Work:
         """Posts the receive of a payload."""
-        return _started(dist.irecv(payload, self.peer, self.payloads, tag=2 * self.number + 1))
+        return _started(dist.irecv(payload, self.peer, self.payloads, tag=3 * self.number + 1))
 
 
 def _started(work: dist.Work | None) -> dist.Work:
@@ -115,19 +124,21 @@ class WireSender(Sender):
         payload = join_payload(message, self._line.device)
         size = payload.numel()
         capacity = self._capacity.of_next(size)
-        parts = []
+        words = encode_header(message, size)
+        works, kept = [self._line.send_header(words)], [words]
         if capacity:
-            first = payload
+            first = payload[:capacity]
             if size < capacity:
                 first = torch.empty(capacity, dtype=torch.uint8, device=self._line.device)
                 first[:size].copy_(payload)
-            parts.append(first[:capacity])
+            works.append(self._line.send_payload(first))
+            kept.append(first)
         if size > capacity:
-            parts.append(payload[capacity:])
-        words = encode_header(message, size)
-        works = [self._line.send_header(words), *(self._line.send_payload(part) for part in parts)]
+            late = payload[capacity:].cpu()
+            works.append(self._line.send_late(late))
+            kept.append(late)
         self._sent_bytes += size
-        self._out.append((works, [words, *parts]))
+        self._out.append((works, kept))
         self._reap()
 
     def _reap(self) -> None:
@@ -190,9 +201,9 @@ class WireReceiver(Receiver):
             whole = torch.empty(size, dtype=torch.uint8, device=self._line.device)
             if payload is not None:
                 whole[:have].copy_(payload)
-            rest = torch.empty(size - have, dtype=torch.uint8, device=self._line.device)
-            self._line.receive_payload(rest).wait()
-            whole[have:].copy_(rest)
+            late = torch.empty(size - have, dtype=torch.uint8)
+            self._line.receive_late(late)
+            whole[have:].copy_(late)
             payload = whole
         # The receive posted now is for the message `depth` later: it may count on the sizes up to this one.
         self._size_bytes = max(self._size_bytes, size)

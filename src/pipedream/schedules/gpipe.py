@@ -2,8 +2,8 @@
 
 Huang et al., NeurIPS 2019, section 2.3; bubble (p - 1)/(m + p - 1).
 
-    rank 0 | F0 F1 F2 F3 .  .  B0 B1 B2 B3 U
-    rank 1 |    F0 F1 F2 F3 B0 B1 B2 B3    U
+    rank 0 | F0  F1  F2  F3  .   .   B0  B1  B2  B3'
+    rank 1 | .   F0  F1  F2  F3  B0  B1  B2  B3'
 """
 
 from __future__ import annotations

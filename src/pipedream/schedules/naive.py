@@ -2,8 +2,8 @@
 
 The baseline of PipeDream (SOSP 2019, figure 2).
 
-    rank 0 | F0 .  .  B0 U
-    rank 1 |    F0 B0    U
+    rank 0 | F0  .   .   B0'
+    rank 1 | .   F0  B0'
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Narayanan et al., PipeDream-2BW, ICML 2021, section 3.2; bubble (p - 1)/(m + p - 1), min(p - s, m) in flight.
 
-    rank 0 | F0 F1 .  B0 F2 B1 F3 B2 .  B3 U
-    rank 1 |    F0 B0 F1 B1 F2 B2 F3 B3    U
+    rank 0 | F0  F1  .   B0  F2  B1  F3  B2  .   B3'
+    rank 1 | .   F0  B0  F1  B1  F2  B2  F3  B3'
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """PipeDream: one forward, one backward, no flush; each minibatch keeps the weights that its forward read.
 
 Narayanan et al., SOSP 2019, sections 3.2 (1F1B-RR) and 3.3 (weight stashing, vertical sync). The number
-behind the letter is the minibatch; every backward is followed by the stage's own update.
+behind the letter is the minibatch; every backward is followed by the stage's own update (').
 
-    rank 0 | F0 F1 .  B0 F2 B1 F3 B2 F4 B3
-    rank 1 |    F0 B0 F1 B1 F2 B2 F3 B3 F4
+    rank 0 | F0  F1  .   B0' F2  B1' F3  B2' F4  B3'
+    rank 1 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4
 
 A one-stage plan is plain data parallelism: each round of its replicas is one all-reduce and one update.
 """

@@ -2,8 +2,8 @@
 
 Narayanan et al., ICML 2021, section 3.1: w(t+1) = w(t) - lr grad f(w(t-1)), at every stage.
 
-    rank 0 | F0 F1 .  B0 F2 B1 U F3 B2 F4 B3 U
-    rank 1 |    F0 B0 F1 B1 U F2 B2 F3 B3 U F4
+    rank 0 | F0  F1  .   B0  F2  B1' F3  B2  F4  B3'
+    rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4
 """
 
 from __future__ import annotations

@@ -1,0 +1,265 @@
+"""Bytes are exact, seconds are sane, and the model is left as it was."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipedream.core.errors import ProfileError
+from pipedream.core.graph import Layer, LayerGraph
+from pipedream.core.profile import Profile
+from pipedream.profiler import Stopwatch, measure
+
+
+def chain(*modules: nn.Module) -> LayerGraph:
+    return LayerGraph.chain(tuple(Layer(str(i), type(m).__name__) for i, m in enumerate(modules)))
+
+
+def profile_of(*modules: nn.Module, sample: tuple[Any, ...], **options: Any) -> Profile:
+    return measure(modules, chain(*modules), sample, **{"model_name": "Test", "warmup": 0, "runs": 1} | options)
+
+
+@settings(max_examples=25)
+@given(
+    batch=st.integers(1, 5),
+    widths=st.lists(st.integers(1, 9), min_size=2, max_size=5),
+    inplace=st.booleans(),
+)
+def test_bytes_of_linear_and_relu_are_exact(batch: int, widths: list[int], inplace: bool) -> None:
+    modules: list[nn.Module] = []
+    parameters, outputs, kept = [], [], []
+    for fan_in, fan_out in pairwise(widths):
+        modules += [nn.Linear(fan_in, fan_out), nn.ReLU(inplace=inplace)]
+        parameters += [4 * (fan_in * fan_out + fan_out), 0]
+        outputs += [4 * batch * fan_out] * 2
+        # A Linear saves its input: counted here for the raw data, else already in the ReLU, which saves its output.
+        kept += [4 * batch * fan_in if len(modules) == 2 else 0, 4 * batch * fan_out]
+    profile = profile_of(*modules, sample=(torch.randn(batch, widths[0]),))
+    assert [layer.parameter_bytes for layer in profile.layers] == parameters
+    assert [layer.output_bytes for layer in profile.layers] == outputs
+    assert [layer.activation_bytes for layer in profile.layers] == kept
+    assert profile.parameter_bytes == sum(p.nbytes for module in modules for p in module.parameters())
+    assert (profile.batch, profile.input_shapes) == (batch, ((batch, widths[0]),))
+
+
+def test_a_view_of_a_larger_tensor_counts_only_itself() -> None:
+    data = torch.randn(1000, 4)
+    profile = profile_of(nn.Linear(4, 2), sample=(data[:8],))
+    assert profile.layers[0].activation_bytes == 8 * 4 * 4
+
+
+def test_batch_norm_keeps_its_input_and_two_statistics_but_no_buffers() -> None:
+    profile = profile_of(nn.BatchNorm1d(6), sample=(torch.randn(8, 6),))
+    assert profile.layers[0].activation_bytes == 8 * 6 * 4 + 2 * 6 * 4
+
+
+def test_a_tied_weight_counts_where_it_is_first_used() -> None:
+    first, last = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+    last.weight = first.weight
+    profile = profile_of(
+        first, nn.ReLU(), last, sample=(torch.randint(7, (2, 3)),), optimizer=partial(torch.optim.Adam)
+    )
+    assert [layer.parameter_bytes for layer in profile.layers] == [7 * 4 * 4, 0, 0]
+    assert profile.optimizer_bytes == 2 * 7 * 4 * 4 + 4
+
+
+@pytest.mark.parametrize(
+    ("factory", "name", "state_bytes"),
+    [
+        (partial(torch.optim.Adam, lr=0.1), "Adam", 2 * 4 * 12 + 2 * 4),  # two moments; one step count a parameter
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), "SGD", 4 * 12),
+        (partial(torch.optim.SGD, lr=0.1), "SGD", 0),
+    ],
+)
+def test_optimizer_state_is_measured_on_copies(factory: Any, name: str, state_bytes: int) -> None:
+    module = nn.Linear(3, 3)
+    weight = module.weight.detach().clone()
+    profile = profile_of(module, sample=(torch.randn(2, 3),), optimizer=factory, runs=2)
+    assert (profile.optimizer, profile.optimizer_bytes) == (name, state_bytes)
+    assert profile.update_s > 0
+    assert torch.equal(module.weight, weight)
+
+
+def test_the_optimizer_gets_the_users_names_and_no_frozen_parameter() -> None:
+    module, frozen, seen = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), []
+
+    def factory(named: Any) -> torch.optim.Optimizer:
+        seen.extend(name for name, _ in named)
+        return torch.optim.SGD(named, lr=0.1)
+
+    layers = (Layer("body.0", "Linear", ("body.0.weight", "body.0.bias")), Layer("body.1", "Linear"))
+    graph = LayerGraph.chain((*layers, Layer("body.0@2", "Linear", layers[0].parameters)))
+    profile = measure([module, frozen, module], graph, (torch.randn(1, 2),), model_name="T", optimizer=factory, runs=1)
+    assert seen == ["body.0.weight", "body.0.bias"]
+    assert profile.layers[2].parameter_bytes == 0
+
+
+def test_a_large_layer_is_slower_than_a_small_one() -> None:
+    small, narrow, large = nn.Linear(40, 40), nn.Linear(40, 400), nn.Linear(400, 400)
+    profile = profile_of(small, narrow, large, sample=(torch.randn(256, 40),), warmup=2, runs=7)
+    first, _, last = profile.layers
+    assert last.forward_s > 2 * first.forward_s > 0
+    assert last.backward_s > 2 * first.backward_s > 0
+    assert min(last.forward_spread_s, last.backward_spread_s) >= 0
+    assert profile.runs == 7
+
+
+def test_the_first_layer_takes_no_gradient_for_the_data_and_a_frozen_one_has_no_backward() -> None:
+    calls: list[str] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            calls.append("backward")
+            return gradient
+
+    class Watch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Watched.apply(x)
+
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    profile_of(nn.Flatten(), frozen, Watch(), sample=(torch.randn(2, 4),))
+    assert calls == []
+    profile_of(nn.Flatten(), nn.Linear(4, 4), Watch(), sample=(torch.randn(2, 4),), runs=2, warmup=1)
+    assert calls == ["backward"] * 3
+
+
+def test_layers_that_work_in_place_really_run_backward() -> None:
+    seen: list[Tensor] = []
+
+    class Spy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.weight.register_hook(seen.append)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(self.weight)
+
+    profile_of(nn.Linear(4, 4), Spy(), nn.ReLU(inplace=True), sample=(torch.randn(2, 4),))
+    assert len(seen) == 1
+
+
+def test_tuples_dicts_integers_and_recurrent_layers_pass_between_layers() -> None:
+    class Pick(nn.Module):
+        def forward(self, value: tuple[Tensor, Any]) -> dict[str, Any]:
+            return {"last": value[0][:, -1], "index": value[0].argmax(dim=-1), "name": "x"}
+
+    class Head(nn.Module):
+        def forward(self, value: dict[str, Any]) -> Tensor:
+            return value["last"] * (value["index"].sum() > 0)
+
+    profile = profile_of(
+        nn.Embedding(9, 4), nn.LSTM(4, 5, batch_first=True), Pick(), Head(), sample=(torch.randint(9, (3, 6)),)
+    )
+    assert [layer.output_bytes for layer in profile.layers] == [
+        3 * 6 * 4 * 4, (3 * 6 * 5 + 2 * 3 * 5) * 4, 3 * 5 * 4 + 3 * 6 * 8, 3 * 5 * 4,
+    ]  # fmt: skip
+    assert all(layer.backward_s > 0 for layer in profile.layers)
+
+
+def test_the_model_and_the_sample_are_left_as_they_were() -> None:
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    model[1].eval()
+    model[3].weight.grad = torch.full((2, 4), 7.0)
+    x = torch.randn(8, 4)
+    copy = x.clone()
+    before = {name: (value, value.clone(), value._version) for name, value in model.state_dict(keep_vars=True).items()}
+    flags, generator = [m.training for m in model.modules()], torch.get_rng_state()
+    profile_of(*model, sample=(x,), optimizer=partial(torch.optim.SGD, lr=1.0), loss=torch.sum, runs=2)
+    assert torch.equal(x, copy)
+    for name, value in model.state_dict(keep_vars=True).items():
+        assert value is before[name][0]
+        assert torch.equal(value, before[name][1])
+        assert value._version == before[name][2]
+    assert torch.equal(model[3].weight.grad, torch.full((2, 4), 7.0))
+    assert model[3].bias.grad is None
+    assert [m.training for m in model.modules()] == flags
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_a_model_in_evaluation_mode_is_measured_in_training_mode() -> None:
+    seen: list[bool] = []
+
+    class Spy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(self.training)
+            return x
+
+    spy, norm = Spy().eval(), nn.BatchNorm1d(4).eval()
+    profile_of(spy, norm, sample=(torch.randn(2, 4),))
+    assert set(seen) == {True}
+    assert not spy.training
+    seen.clear()
+    profile_of(spy, nn.BatchNorm1d(4), sample=(torch.randn(2, 4),))
+    assert set(seen) == {False}
+
+
+def test_loss_device_dtype_and_versions_are_noted_and_survive_a_file() -> None:
+    target = torch.tensor([0, 1, 1])
+    profile = profile_of(
+        nn.Linear(4, 2),
+        sample=(torch.randn(3, 4),),
+        loss=lambda output: F.cross_entropy(output, target),
+        autocast=torch.bfloat16,
+        runs=3,
+    )
+    assert profile.loss_s > 0
+    assert profile.dtype == "bfloat16"
+    assert profile.layers[0].output_bytes == 3 * 2 * 2
+    assert profile.device.startswith("cpu: ")
+    assert set(profile.versions) == {"python", "torch", "pipedream"}
+    assert Profile.from_json(profile.to_json()) == profile
+    assert profile_of(nn.Linear(4, 2).double(), sample=(torch.randn(3, 4).double(),)).dtype == "float64"
+
+
+def test_each_failure_names_its_place() -> None:
+    good, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with pytest.raises(ProfileError, match=r"layer '1' \(Linear\).*shape \[2, 4\].*RuntimeError"):
+        profile_of(good, nn.Linear(5, 4), sample=(x,))
+    with pytest.raises(ProfileError, match=r"the loss.*one number, found shape \(2, 4\)"):
+        profile_of(good, sample=(x,), loss=lambda output: output)
+    with pytest.raises(ProfileError, match=r"optimizer step over 2 parameters.*TypeError"):
+        profile_of(good, sample=(x,), optimizer=partial(torch.optim.SGD, rate=1))
+    with pytest.raises(ProfileError, match=r"layer '0'.*meta.*to_empty"):
+        profile_of(nn.Linear(4, 4, device="meta"), sample=(x,))
+    with pytest.raises(ProfileError, match=r"measured on cuda, but is on cpu.*model.to\('cuda'\)"):
+        profile_of(good, sample=(x,), device="cuda")
+    with pytest.raises(ProfileError, match=r"write \(x,\)"):
+        profile_of(good, sample=x)  # type: ignore[arg-type]
+    with pytest.raises(ProfileError, match="runs=0"):
+        profile_of(good, sample=(x,), runs=0)
+    with pytest.raises(ProfileError, match="found 1 modules, 2 layers"):
+        measure([good], chain(good, good), (x,), model_name="T")
+
+
+def test_a_stopwatch_gives_a_lap_for_each_start_and_stop() -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    for _ in range(3):
+        watch.start()
+        watch.stop()
+    laps_s = watch.laps_s()
+    assert len(laps_s) == 3
+    assert all(0 <= lap < 1 for lap in laps_s)
+    assert watch.laps_s() == []
+
+
+@pytest.mark.gpu
+def test_cuda_events_measure_the_device_and_not_the_launch() -> None:
+    small, large = nn.Linear(1024, 4096).cuda(), nn.Linear(4096, 8192).cuda()
+    profile = profile_of(small, large, sample=(torch.randn(8192, 1024),), device="cuda", warmup=3, runs=5)
+    assert profile.device.startswith("cuda: ")
+    assert profile.layers[1].forward_s > 2 * profile.layers[0].forward_s > 0
+    assert profile.layers[1].backward_s > profile.layers[1].forward_s

@@ -1,0 +1,141 @@
+"""Golden pictures: each method's staircase, as its paper draws it, and as its own file shows it.
+
+A forward and a backward take one slot each, an update and a message none; every op starts as early as its
+worker and its needs allow. ``'`` marks an update behind an op, ``.`` a slot in which the worker waits.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+from pipedream.core.op import Kind, Op
+from pipedream.core.plan import Plan
+from pipedream.core.schedule import Schedule
+from pipedream.schedules import SCHEDULES, build
+
+
+def slots_of(schedule: Schedule, slots: int) -> dict[Op, int]:
+    """Returns for each op the slot in which it starts; a flushing method does one minibatch."""
+    workers = range(schedule.placement.workers)
+    m = schedule.microbatches
+    orders = [schedule.ops(rank, m) if schedule.flushes else schedule.order(rank) for rank in workers]
+    total = m if schedule.flushes else None
+    waiting = [next(order, None) for order in orders]
+    free = [0] * len(orders)
+    start: dict[Op, int] = {}
+    end: dict[Op, int] = {}
+    moving = True
+    while moving:
+        moving = False
+        for rank in workers:
+            op = waiting[rank]
+            while op is not None and all(need in end for need in schedule.requires(op, total)):
+                begins = max([free[rank], *(end[need] for need in schedule.requires(op, total))])
+                if begins >= slots and op.kind is not Kind.UPDATE:
+                    op = None
+                    break
+                start[op] = begins
+                free[rank] = end[op] = begins + (op.kind is not Kind.UPDATE)
+                op = next(orders[rank], None)
+                moving = True
+            waiting[rank] = op
+    return start
+
+
+def picture(schedule: Schedule, slots: int) -> list[str]:
+    """Returns one line a worker."""
+    rows = [["."] * slots for _ in range(schedule.placement.workers)]
+    for op, slot in slots_of(schedule, slots).items():
+        rank = schedule.placement.ranks[op.stage][op.replica]
+        if op.kind is Kind.UPDATE:
+            last = max(i for i in range(slots) if rows[rank][i] != ".")
+            rows[rank][last] += "'"
+        else:
+            rows[rank][slot] = f"{op.kind.value}{op.index}"
+    width = max(len(cell) for row in rows for cell in row)
+    lines = []
+    for rank, row in enumerate(rows):
+        while row[-1] == ".":
+            row.pop()
+        lines.append(f"rank {rank} | " + " ".join(cell.ljust(width) for cell in row).rstrip())
+    return lines
+
+
+def golden(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+STAIRCASES = {
+    ("naive", 1, 9): """
+        rank 0 | F0  .   .   .   .   .   .   B0'
+        rank 1 | .   F0  .   .   .   .   B0'
+        rank 2 | .   .   F0  .   .   B0'
+        rank 3 | .   .   .   F0  B0'
+    """,
+    ("naive", 2, 17): """
+        rank 0 | F0  .   .   .   .   .   .   B0  F1  .   .   .   .   .   .   B1'
+        rank 1 | .   F0  .   .   .   .   B0  .   .   F1  .   .   .   .   B1'
+        rank 2 | .   .   F0  .   .   B0  .   .   .   .   F1  .   .   B1'
+        rank 3 | .   .   .   F0  B0  .   .   .   .   .   .   F1  B1'
+    """,
+    ("gpipe", 4, 15): """
+        rank 0 | F0  F1  F2  F3  .   .   .   .   .   .   B0  B1  B2  B3'
+        rank 1 | .   F0  F1  F2  F3  .   .   .   .   B0  B1  B2  B3'
+        rank 2 | .   .   F0  F1  F2  F3  .   .   B0  B1  B2  B3'
+        rank 3 | .   .   .   F0  F1  F2  F3  B0  B1  B2  B3'
+    """,
+    ("1f1b", 8, 23): """
+        rank 0 | F0  F1  F2  F3  .   .   .   B0  F4  B1  F5  B2  F6  B3  F7  B4  .   B5  .   B6  .   B7'
+        rank 1 | .   F0  F1  F2  .   .   B0  F3  B1  F4  B2  F5  B3  F6  B4  F7  B5  .   B6  .   B7'
+        rank 2 | .   .   F0  F1  .   B0  F2  B1  F3  B2  F4  B3  F5  B4  F6  B5  F7  B6  .   B7'
+        rank 3 | .   .   .   F0  B0  F1  B1  F2  B2  F3  B3  F4  B4  F5  B5  F6  B6  F7  B7'
+    """,
+    ("pipedream", None, 12): """
+        rank 0 | F0  F1  F2  F3  .   .   .   B0' F4  B1' F5  B2'
+        rank 1 | .   F0  F1  F2  .   .   B0' F3  B1' F4  B2' F5
+        rank 2 | .   .   F0  F1  .   B0' F2  B1' F3  B2' F4  B3'
+        rank 3 | .   .   .   F0  B0' F1  B1' F2  B2' F3  B3' F4
+    """,
+    ("pipedream_vertical_sync", None, 12): """
+        rank 0 | F0  F1  F2  F3  .   .   .   B0' F4  B1' F5  B2'
+        rank 1 | .   F0  F1  F2  .   .   B0' F3  B1' F4  B2' F5
+        rank 2 | .   .   F0  F1  .   B0' F2  B1' F3  B2' F4  B3'
+        rank 3 | .   .   .   F0  B0' F1  B1' F2  B2' F3  B3' F4
+    """,
+    ("pipedream_2bw", 4, 15): """
+        rank 0 | F0  F1  F2  F3  .   .   .   B0  F4  B1  F5  B2  F6  B3' F7
+        rank 1 | .   F0  F1  F2  .   .   B0  F3  B1  F4  B2  F5  B3' F6  B4
+        rank 2 | .   .   F0  F1  .   B0  F2  B1  F3  B2  F4  B3' F5  B4  F6
+        rank 3 | .   .   .   F0  B0  F1  B1  F2  B2  F3  B3' F4  B4  F5  B5
+    """,
+}
+
+
+@pytest.mark.parametrize("method", STAIRCASES, ids=lambda method: f"{method[0]}-{method[1]}")
+def test_four_stages(method: tuple[str, int | None, int]) -> None:
+    name, microbatches, slots = method
+    assert picture(build(name, Plan.uniform(4), microbatches), slots) == golden(STAIRCASES[method])
+
+
+def test_every_method_has_its_staircase() -> None:
+    assert {name for name, _, _ in STAIRCASES} == set(SCHEDULES)
+
+
+def test_a_replicated_input_stage() -> None:
+    """1F1B-RR: replica k mod 2 takes minibatch k; both wait, at an update, for the round's other gradient."""
+    assert picture(build("pipedream", Plan.uniform(2, replicas=(2, 1))), 12) == golden("""
+        rank 0 | F0  F2  .   B0' .   .   F4  B2' .   .   F6  B4
+        rank 1 | F1  F3  .   .   .   B1' F5  .   .   B3' F7
+        rank 2 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4  B4' F5
+    """)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_file_shows_its_own_picture(name: str) -> None:
+    """Two stages; four microbatches where a flush ends the picture, else ten slots."""
+    text = import_module(SCHEDULES[name].__module__).__doc__ or ""
+    shown = [line.strip() for line in text.splitlines() if line.strip().startswith("rank ")]
+    split = {"gpipe": 4, "1f1b": 4, "pipedream_2bw": 2}.get(name)
+    assert shown == picture(build(name, Plan.uniform(2), split), 10)
