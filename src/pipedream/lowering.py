@@ -138,7 +138,14 @@ def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankP
     start = first
     while start and repeats(start - 1):
         start -= 1
-    if not all(repeats(i) for i in range(start, len(window) - length)):
+    # A turn must also do all that a cycle of microbatches needs, or what repeats is only a run of like ops.
+    wanted = sum(
+        cycle // schedule.placement.replicas[stage] * len(schedule.kinds)
+        + (cycle // schedule.updates.per_update[stage] if len(schedule.kinds) > 1 else 0)
+        for stage, _ in schedule.placement.seats(rank)
+    )
+    found = sum(isinstance(item, Op) for item in window[first:second])
+    if found != wanted or not all(repeats(i) for i in range(start, len(window) - length)):
         raise ScheduleError(
             f"schedule {schedule.name!r}: the order of rank {rank} does not repeat itself every {cycle} microbatches"
         )

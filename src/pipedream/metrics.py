@@ -14,6 +14,8 @@ from .core.units import format_bytes, format_seconds
 
 __all__ = ["Metrics", "RankMetrics", "in_flight", "measure", "staleness", "steady", "steady_window"]
 
+_ENDS = ("B", "W")  # the op with which a stage is done with a microbatch
+
 
 @dataclass(frozen=True)
 class RankMetrics:
@@ -102,7 +104,11 @@ def steady(timeline: Timeline, *, skip: int = 0) -> Metrics:
         ValueError: the run is too short to have such a part.
     """
     start_s, end_s = steady_window(timeline, skip=skip)
-    ends = sorted(span.end_s for span in _backwards(timeline) if start_s <= span.end_s <= end_s)
+    ends = sorted(
+        span.end_s
+        for span in timeline.spans
+        if span.stage == 0 and span.kind in _ENDS and start_s <= span.end_s <= end_s
+    )
     covered_s = ends[-1] - ends[0] if ends else 0.0
     finished = sum(end > ends[0] for end in ends)
     return _metrics(timeline, start_s, end_s, finished / covered_s if covered_s else 0.0)
@@ -111,8 +117,8 @@ def steady(timeline: Timeline, *, skip: int = 0) -> Metrics:
 def steady_window(timeline: Timeline, *, skip: int = 0) -> tuple[float, float]:
     """Returns start and end of a run's steady part, in seconds.
 
-    It begins when the input stage ends its first backward, the pipeline being full then, and ends when the input
-    stage ends its last forward, after which the pipeline drains.
+    It begins when each worker of the input stage has ended its first backward, the pipeline being full then, and
+    ends when the first of them has ended its last forward: from there on the pipeline drains.
 
     Args:
         timeline: of a training run.
@@ -122,9 +128,19 @@ def steady_window(timeline: Timeline, *, skip: int = 0) -> tuple[float, float]:
     Raises:
         ValueError: the run is too short, or has no backwards.
     """
-    ends = sorted(span.end_s for span in _backwards(timeline))
-    start_s = ends[skip] if skip < len(ends) else float("inf")
-    end_s = max((span.end_s for span in timeline.spans if span.kind == "F" and span.stage == 0), default=0.0)
+    first_backward: dict[int, float] = {}
+    last_forward: dict[int, float] = {}
+    ends = []
+    for span in timeline.spans:
+        if span.stage == 0 and span.kind == "F":
+            last_forward[span.rank] = max(span.end_s, last_forward.get(span.rank, span.end_s))
+        elif span.stage == 0 and span.kind in _ENDS:
+            first_backward[span.rank] = min(span.end_s, first_backward.get(span.rank, span.end_s))
+            ends.append(span.end_s)
+    ends.sort()
+    full_s = max(first_backward.values(), default=0.0)
+    start_s = max(ends[skip], full_s) if skip < len(ends) else float("inf")
+    end_s = min(last_forward.values(), default=0.0)
     if start_s >= end_s:
         raise ValueError(
             f"a steady part beyond {skip + 1} backwards of the input stage was asked for, but this run of "
@@ -210,11 +226,6 @@ def _in_flight(spans: Iterable[Span]) -> int:
         held += 1 if kind == "F" else -1
         peak = max(peak, held)
     return peak
-
-
-def _backwards(timeline: Timeline) -> list[Span]:
-    """Returns the spans in which the input stage ends a microbatch."""
-    return [span for span in timeline.spans if span.stage == 0 and span.kind in ("B", "W")]
 
 
 def _known(value: int | None) -> str:

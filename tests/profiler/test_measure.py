@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -112,6 +113,32 @@ def test_a_large_layer_is_slower_than_a_small_one() -> None:
     assert profile.runs == 7
 
 
+def test_forward_backward_and_loss_stand_in_their_own_columns() -> None:
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+            ctx.backward_s = backward_s
+            time.sleep(forward_s)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+            time.sleep(ctx.backward_s)
+            return gradient, None, None
+
+    class Wait(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Slow.apply(x, 0.03, 0.1)
+
+    first, wait = profile_of(nn.Linear(4, 4), Wait(), sample=(torch.randn(2, 4),), runs=3).layers
+    assert max(first.forward_s, first.backward_s) < 0.03 <= wait.forward_s < 0.1 <= wait.backward_s
+    profile = profile_of(
+        nn.Linear(4, 4), sample=(torch.randn(2, 4),), loss=lambda output: Slow.apply(output.sum(), 0.03, 0.1), runs=3
+    )
+    assert profile.loss_s >= 0.13
+    assert max(profile.forward_s, profile.backward_s) < 0.03
+
+
 def test_the_first_layer_takes_no_gradient_for_the_data_and_a_frozen_one_has_no_backward() -> None:
     calls: list[str] = []
 
@@ -172,7 +199,7 @@ def test_tuples_dicts_integers_and_recurrent_layers_pass_between_layers() -> Non
 
 def test_the_model_and_the_sample_are_left_as_they_were() -> None:
     model = nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
-    model[1].eval()
+    model[2].eval()
     model[3].weight.grad = torch.full((2, 4), 7.0)
     x = torch.randn(8, 4)
     copy = x.clone()

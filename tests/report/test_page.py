@@ -121,6 +121,10 @@ def test_timelines_are_on_one_scale(full: str) -> None:
         assert len(widths) == 2
         assert len(set(widths)) == 1
         assert float(widths[0]) >= 1180 - 1
+        slower = inside.split("<svg")[2]
+        first = re.search(r"from microbatch (\d+) on", slower)
+        assert first
+        assert f"0F{int(first[1]) + 11}: " in slower, "the slower of the two is cut off"
 
 
 def test_all_is_escaped() -> None:

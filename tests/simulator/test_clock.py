@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -110,7 +111,8 @@ def times_by_rules(program: Program, costs: Costs, total: int) -> dict[tuple[int
                 elif one.kind is Move.SYNC:
                     for other in program.placement.ranks[one.channel]:
                         place = texts[other].index(one)
-                        end = max(end, done[other][place - 1] + costs.sync_s[one.channel])
+                        reached = done[other][place - 1] if place else 0.0
+                        end = max(end, reached + costs.sync_s[one.channel])
                 changed |= end > done[r][n]
                 done[r][n] = end
     return {
@@ -310,13 +312,13 @@ def test_peak_bytes_count_versions_and_activations() -> None:
 
 
 def broken(program: Program, rank: int, change: dict[str, str]) -> Program:
-    """Returns a program with tokens of one rank's warm-up and period replaced."""
-    text = program.to_json().split('"ranks"')
-    rows = text[1].split('"warmup"')
+    """Returns a program with pieces of one rank's warm-up replaced."""
+    data = json.loads(program.to_json())
+    row = data["ranks"][rank]
     for old, new in change.items():
-        assert old in rows[rank + 1]
-        rows[rank + 1] = rows[rank + 1].replace(old, new, 1)
-    return Program.from_json(text[0] + '"ranks"' + '"warmup"'.join(rows))
+        assert old in row["warmup"]
+        row["warmup"] = row["warmup"].replace(old, new, 1)
+    return Program.from_json(json.dumps(data))
 
 
 def once(program: Program) -> Program:

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from math import lcm
 from typing import Any, NamedTuple
 
 from .artifact import Artifact, decode, encode
@@ -110,6 +111,9 @@ class Program(Artifact):
         couples_updates: updates of all stages wait for each other.
         channels: the ends of the messages.
         ranks: the instructions of each rank.
+
+    Raises:
+        ValueError: parts that are not for the same stages and ranks, or a cycle that is none.
     """
 
     FORMAT = 1
@@ -126,6 +130,23 @@ class Program(Artifact):
     couples_updates: bool
     channels: tuple[Channel, ...]
     ranks: tuple[RankProgram, ...]
+
+    def __post_init__(self) -> None:
+        stages, workers = self.placement.stages, self.placement.workers
+        if len(self.ranks) != workers:
+            raise ValueError(f"the placement has {workers} ranks, the program is for {len(self.ranks)}")
+        if len(self.plan.stages) != stages or len(self.updates.per_update) != stages:
+            raise ValueError(
+                f"the placement has {stages} stages, the plan {len(self.plan.stages)}, the update rule "
+                f"{len(self.updates.per_update)}"
+            )
+        # 0 where a count is 0: no cycle is a multiple of that.
+        least = lcm(self.placement.cycle, self.microbatches, *self.updates.per_update)
+        if least < 1 or self.cycle < 1 or self.cycle % least:
+            raise ValueError(
+                f"a cycle is a whole number of rounds ({self.placement.cycle} microbatches), minibatches "
+                f"({self.microbatches}) and updates {self.updates.per_update}, found {self.cycle}"
+            )
 
     def stream(self, rank: int) -> Iterator[Instruction]:
         """Yields the instructions of a rank without end."""
@@ -237,12 +258,13 @@ class Program(Artifact):
         value = dict(value)
         placement = decode(Placement, value.get("placement"), f"{place}.placement")
         weights = WeightRule.from_dict(value.pop("weights", None), f"{place}.weights")
+        rows = decode(tuple[dict[str, str], ...], value.pop("ranks", None), f"{place}.ranks")
         ranks = tuple(
             RankProgram(
                 _parse(row.get("warmup", ""), placement.seats(rank), f"{place}.ranks[{rank}].warmup"),
                 _parse(row.get("period", ""), placement.seats(rank), f"{place}.ranks[{rank}].period"),
             )
-            for rank, row in enumerate(value.pop("ranks", []))
+            for rank, row in enumerate(rows)
         )
         plain = {
             name: decode(kind, value[name], f"{place}.{name}") for name, kind in _PLAIN_FIELDS.items() if name in value
@@ -251,7 +273,10 @@ class Program(Artifact):
         unknown = sorted(set(value) - set(_PLAIN_FIELDS))
         if lacking or unknown:
             raise ArtifactError(f"{place} lacks the fields {lacking} and has unknown fields {unknown}")
-        return cls(weights=weights, ranks=ranks, **plain)
+        try:
+            return cls(weights=weights, ranks=ranks, **plain)
+        except ValueError as error:
+            raise ArtifactError(f"{place}: {error}") from None
 
     def __str__(self) -> str:
         head = f"Program {self.schedule}, plan {self.plan.config}, {self.microbatches} microbatches a minibatch"
@@ -298,9 +323,7 @@ def format_instructions(instructions: tuple[Instruction, ...]) -> str:
     return " ".join(map(str, instructions))
 
 
-def _parse(text: Any, seats: tuple[tuple[int, int], ...], place: str) -> tuple[Instruction, ...]:
-    if not isinstance(text, str):
-        raise ArtifactError(f"{place} should be a text of instructions")
+def _parse(text: str, seats: tuple[tuple[int, int], ...], place: str) -> tuple[Instruction, ...]:
     replica = dict(seats)
     found: list[Instruction] = []
     for token in text.split():

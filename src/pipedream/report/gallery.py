@@ -14,7 +14,7 @@ from .text import grid
 
 __all__ = ["Entry", "gallery", "prose"]
 
-_GRID_WIDTH = 110
+_GRID_WIDTH = 150
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def gallery(entries: Iterable[Entry]) -> str:
         "schedule, lowered to a program and simulated. `make docs` writes the page again, and a test compares them.",
         "",
         "A row is a rank. `F3` and `B3` are the forward and the backward of microbatch 3, a backward takes two",
-        "columns, `.` is waiting, and `*` behind an op is an update. In the pictures `v` is the version of the weights",
+        "columns, `.` is waiting, and `'` behind an op is an update. In the pictures `v` is the version of the weights",
         "that an op reads.",
         "",
         "| schedule | bubble | staleness | weight sets | microbatches in flight |",

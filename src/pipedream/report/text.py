@@ -1,11 +1,11 @@
 """A timeline as text: one row a rank, one column a slot of time.
 
-    time   | 0 s         4 s         8 s
-    rank 0 | F0 F1 .  .  B0 == B1 ==
-    rank 1 |    F0 F1 B0 == B1 ==
+    time   | 0 s             4 s             8 s
+    rank 0 | F0  F1  .   .   B0  ==' F2  B1  ==' .   B2  =='
+    rank 1 | .   F0  B0  ==' F1  B1  ==' F2  B2  =='
 
 A letter and a number are an op and its microbatch; ``==`` goes on with the op before it; ``.`` is waiting;
-``*`` behind an op is an update shorter than a column.
+``'`` behind an op is an update shorter than a column; the docstrings of the schedules draw the same way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ _NOTHING = 1e-9
 class _Cell(NamedTuple):
     text: str
     colour: str
-    updates: bool = False
 
 
 def grid(timeline: Timeline, *, slot_s: float | None = None, width: int | None = None) -> str:
@@ -89,16 +88,15 @@ def _rows(timeline: Timeline, slot_s: float, width: int | None) -> list[tuple[st
             ops[span.rank].append(span)
     cells = [_cells(sorted(mine, key=_when), begin, slot_s, shown) for mine in ops]
     column = 1 + max((len(cell.text) for row in cells for cell in row), default=1)
-    longest = max(((len(row) - 1) * column + len(row[-1].text) + row[-1].updates for row in cells if row), default=0)
+    longest = max(((len(row) - 1) * column + len(row[-1].text) for row in cells if row), default=0)
     cut = width is not None and (shown < slots or len(heads[0]) + longest > width)
     if width is not None and cut:
         shown = max(1, (width - len(heads[0]) - len("...")) // column)
     rows = [(heads[0], [(_scale(shown, column, slot_s), "")])]
     for head, row, end_s in zip(heads[1:], cells, ends, strict=True):
-        pieces = [((cell.text + "*" * cell.updates).ljust(column), cell.colour) for cell in row[:shown]]
+        pieces = [(cell.text.ljust(column), cell.colour) for cell in row[:shown]]
         if cut and end_s > begin + (shown + _NOTHING) * slot_s:
-            waiting = ("." if row else "").ljust(column)
-            pieces += [(waiting, "wait")] * (shown - len(pieces)) + [("...", "wait")]
+            pieces += [(".".ljust(column), "wait")] * (shown - len(pieces)) + [("...", "wait")]
         rows.append((head, pieces))
     return rows
 
@@ -128,11 +126,11 @@ def _cells(ops: list[Span], begin: float, slot_s: float, slots: int) -> list[_Ce
     for i in range(min(slots, max(filled, default=-1) + 1)):
         now = filled.get(i)
         if now is None:
-            text, colour = ("." if before or any(cell.text for cell in row) else ""), "wait"
+            text, colour = ".", "wait"
         else:
             name = f"{now.kind}{now.index}" if stages == 1 else f"{now.stage}{now.kind}{now.index}"
             text, colour = ("==" if now is before else name), colour_class(now.kind, now.index)
-        row.append(_Cell(text, colour, i in instant))
+        row.append(_Cell(text + "'" * (i in instant), colour))
         before = now
     return row
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from ..core.errors import DeadlockError, ScheduleError
 from ..core.memory import stage_bytes
@@ -52,6 +53,7 @@ class _Rank:
     now: float = 0.0
     instruction: Instruction | None = None
     spans: list[Span] = field(default_factory=list)
+    sends: list[Span] = field(default_factory=list)
     received: list[_Wire] = field(default_factory=list)
     coupled: int = 0
 
@@ -185,7 +187,8 @@ class _Clock:
         arrival = start + wire.transfer_s
         if arrival > start:
             channel = wire.channel
-            self.ranks[channel.sender].spans.append(Span(channel.sender, "send", channel.source, index, start, arrival))
+            sender = self.ranks[channel.sender]
+            sender.sends.append(Span(sender.number, "send", channel.source, index, start, arrival))
         return arrival
 
     def _coupled(self, rank: _Rank, index: int) -> float | None:
@@ -216,8 +219,7 @@ class _Clock:
         program = self.program
         spans: list[Span] = []
         for rank in self.ranks:
-            rank.spans.sort(key=_start)
-            spans += rank.spans
+            spans += sorted(rank.spans + rank.sends, key=attrgetter("start_s"))
         seats = [seat for rank in self.ranks for seat in rank.seats.values()]
         return Timeline(
             name=program.schedule,
@@ -279,7 +281,3 @@ def _waited(rank: _Rank, stage: int, index: int, now: float, until: float) -> fl
 
 def _described(channel: Channel, index: int) -> str:
     return f"the {channel.carries} of microbatch {index} from rank {channel.sender} to rank {channel.receiver}"
-
-
-def _start(span: Span) -> float:
-    return span.start_s

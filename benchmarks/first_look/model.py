@@ -1,0 +1,54 @@
+"""A network in the manner of VGG (convolutions, then heavy dense layers), cut where two workers have equal work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+__all__ = ["CLASSES", "CUT", "Sizes", "halves", "network"]
+
+CLASSES = 10
+_CONVOLUTIONS = ((32, 32, "pool"), (64, 64, "pool"), (128, 128, 128, "pool"))
+CUT = 9  # index of the first layer of the second half: the second pool
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the network and its microbatches are.
+
+    Attributes:
+        batch: samples in a microbatch; PipeDream's minibatch is one microbatch.
+        microbatches: m, microbatches of a minibatch for the methods that split it.
+        width: factor on the channels of the convolutions.
+        dense: width of the dense layers.
+    """
+
+    batch: int = 12
+    microbatches: int = 8
+    width: float = 1.0
+    dense: int = 1024
+
+
+def network(sizes: Sizes) -> nn.Sequential:
+    """Returns the network, with the same weights at each call; takes float32[batch, 3, 32, 32]."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    channels = 3
+    for block in _CONVOLUTIONS:
+        for item in block:
+            if item == "pool":
+                layers.append(nn.MaxPool2d(2))
+                continue
+            width = max(1, int(item * sizes.width))
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
+    layers += [nn.Flatten(), nn.Linear(channels * 16, sizes.dense), nn.ReLU()]
+    layers += [nn.Linear(sizes.dense, sizes.dense), nn.ReLU(), nn.Linear(sizes.dense, CLASSES)]
+    return nn.Sequential(*layers)
+
+
+def halves(model: nn.Sequential) -> tuple[nn.Sequential, nn.Sequential]:
+    """Returns the two halves as modules that share their layers with the network."""
+    return model[:CUT], model[CUT:]

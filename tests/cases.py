@@ -1,0 +1,251 @@
+"""One training run through a pipeline, and what plain PyTorch says to it; the same in one process and in several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import reference
+import torch
+import zoo
+from torch import Tensor
+
+import pipedream as pd
+from pipedream.core.plan import Plan
+
+FLUSHING = ("naive", "gpipe", "1f1b")
+ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, eps=1e-4, weight_decay=1e-2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: the animal, the method, the cut, and what else is asked.
+
+    Attributes:
+        drain_at: minibatch after which the loop evaluates; negative for never.
+        leave_at: minibatch after which the loop is left, and a second `train` goes on; negative for never.
+    """
+
+    animal: str
+    schedule: str
+    stages: int
+    replicas: tuple[int, ...] | None = None
+    depth: Any = "noam"
+    dtype: torch.dtype = torch.float64
+    optimizer: str = "sgd"
+    microbatches: int | None = None
+    epochs: int = 11
+    drain_at: int = 23
+    leave_at: int = -1
+    seed: int = 3
+    clip_grad_norm: float | None = None
+    clip: str = "global"
+    scheduled: bool = False
+    ema: float | None = None
+    autocast: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        plan = "-".join(map(str, self.replicas or (1,) * self.stages))
+        extras = [str(v) for v in (self.microbatches, self.clip_grad_norm, self.ema, self.autocast) if v is not None]
+        depth = "" if self.depth == "noam" else f" {self.depth}"
+        words = [self.animal, self.schedule, plan + depth, str(self.dtype).removeprefix("torch."), self.optimizer]
+        return " ".join([*words, *extras])
+
+    def optimize(self, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        """Makes the optimizer."""
+        return OPTIMIZERS[self.optimizer](named)
+
+    @property
+    def scheduler(self) -> Callable[[torch.optim.Optimizer], Any] | None:
+        """The learning-rate scheduler's factory, if there is one."""
+        return partial(torch.optim.lr_scheduler.StepLR, step_size=7, gamma=0.7) if self.scheduled else None
+
+    def plan(self) -> Plan:
+        """Returns the plan."""
+        return zoo.plan_of(zoo.make(self.animal, self.dtype), self.stages, self.replicas, self.depth)
+
+
+@dataclass
+class Outcome:
+    """What a run gave; all of it can travel between processes.
+
+    Attributes:
+        dones: in the order in which they came.
+        evaluated: minibatches done at the evaluation in the middle -> its loss.
+        state, ema: whole state dicts at the end, on rank 0.
+        drains, position: of the pipeline.
+        late: stage -> set of all staleness seen at it, from the timeline's tags.
+        storages: stage -> distinct storages of its weights.
+        split: m, of the schedule.
+    """
+
+    dones: list[pd.Done] = field(default_factory=list)
+    evaluated: dict[int, float] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    ema: dict[str, Tensor] = field(default_factory=dict)
+    drains: list[int] = field(default_factory=list)
+    position: tuple[int, int] = (0, 0)
+    late: dict[int, set[int]] = field(default_factory=dict)
+    storages: dict[int, int] = field(default_factory=dict)
+    split: int = 1
+
+
+def run(case: Case) -> Outcome:
+    """Trains through a pipeline: in this process alone, or as one rank of a process group."""
+    animal, outcome = zoo.make(case.animal, case.dtype), Outcome()
+    with pd.Pipeline(
+        animal.model,
+        case.plan(),
+        schedule=case.schedule,
+        loss=animal.loss,
+        optimizer=case.optimize,
+        microbatches=case.microbatches,
+        scheduler=case.scheduler,
+        clip_grad_norm=case.clip_grad_norm,
+        clip=case.clip,
+        ema=case.ema,
+        autocast=case.autocast,
+        seed=case.seed,
+    ) as pipeline:
+        # Copies: a network that works in place may write into what it is given.
+        for done in pipeline.train(_fresh(animal.batches), epochs=case.epochs):
+            outcome.dones.append(done)
+            if done.number == case.drain_at:
+                loss = pipeline.evaluate(_fresh(odd(animal.batches)))["loss"]
+                outcome.evaluated[pipeline.drain()] = loss
+            if done.number == case.leave_at:
+                break
+        if case.leave_at >= 0:
+            left = pipeline.drain()
+            outcome.dones = [done for done in outcome.dones if done.number < left]
+            epoch, _ = pipeline.position
+            outcome.dones += list(pipeline.train(_fresh(animal.batches), epochs=case.epochs - epoch))
+        timeline = pipeline.timeline()
+        outcome.state, outcome.ema = pipeline.state_dict(), pipeline.state_dict(ema=True) if case.ema else {}
+        outcome.drains, outcome.position = pipeline.drains, pipeline.position
+        for tag in timeline.tags:
+            outcome.late.setdefault(tag.stage, set()).add(tag.staleness)
+        for worker in pipeline._session.workers:
+            for stage, seat in worker.seats.items():
+                outcome.storages[stage] = max(seat.versions.storages, outcome.storages.get(stage, 0))
+        outcome.split = pipeline.schedule.microbatches
+    return outcome
+
+
+def answer(case: Case, outcome: Outcome) -> reference.Answer:
+    """Returns what plain PyTorch gives for a case, with the drain points that the run had."""
+    animal, plan = zoo.make(case.animal, case.dtype), case.plan()
+    total = animal.total
+    batches = animal.batches * case.epochs
+    names = list(chain.from_iterable(stage.names for stage in plan.stages))
+    common: dict[str, Any] = {
+        "seed": case.seed,
+        "scheduler": case.scheduler,
+        "ema": case.ema,
+        "autocast": case.autocast,
+        "drains": outcome.drains,
+        "clip": case.clip_grad_norm,
+        "microbatches": outcome.split,
+    }
+    if case.schedule in FLUSHING:
+        return reference.plain(animal.model, names, batches, total, case.optimize, **common)
+    owned = [
+        [n for n, _ in animal.model.named_parameters() if any(n.startswith(f"{layer}.") for layer in stage.names)]
+        for stage in plan.stages
+    ]
+    return reference.delayed(
+        animal.model, names, batches, total, case.optimize,
+        stages=owned, version=_rule(case.schedule, plan), replicas=plan.replicas if outcome.split == 1 else None,
+        **common,
+    )  # fmt: skip
+
+
+def check(case: Case, outcome: Outcome, tolerance: float | None = None) -> reference.Answer:
+    """Checks a run against plain PyTorch: each loss, weight and rate, evaluations, and the whole state."""
+    wanted = answer(case, outcome)
+    bound = tolerance or (1e-10 if case.dtype == torch.float64 else 1e-5)
+    animal = zoo.make(case.animal, case.dtype)
+    assert [done.number for done in outcome.dones] == list(range(len(wanted.losses)))
+    for done, loss, weight, rate in zip(outcome.dones, wanted.losses, wanted.weights, wanted.rates, strict=True):
+        size = len(animal.batches)
+        x, _ = animal.batches[done.number % size]
+        assert abs(done.loss - loss) <= bound * max(abs(loss), 1.0), f"loss of {done.number}: {done.loss}, not {loss}"
+        assert (done.epoch, done.ends_epoch) == (done.number // size, done.number % size == size - 1)
+        assert (done.weight, done.samples) == (weight, len(x))
+        assert abs(done.rate - rate) <= 1e-12
+    assert set(outcome.evaluated) <= set(outcome.drains)
+    for number, loss in outcome.evaluated.items():
+        expected = reference.mean_loss(wanted.at_drains[number], odd(animal.batches), animal.total)
+        assert abs(loss - expected) <= bound * max(abs(expected), 1.0), f"evaluated {loss}, not {expected}"
+    assert list(outcome.state) == list(animal.model.state_dict())
+    assert_near(outcome.state, wanted.state, bound)
+    if case.ema is not None:
+        assert_near({name: outcome.ema[name] for name in wanted.ema}, wanted.ema, bound)
+    return wanted
+
+
+def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], bound: float) -> None:
+    """Checks that each tensor lies within `bound` times the norm of the wanted one; whole numbers are equal."""
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():
+        got = found[name]
+        assert got.dtype == tensor.dtype
+        if not tensor.is_floating_point():
+            assert torch.equal(got, tensor), f"{name}: {got}, not {tensor}"
+            continue
+        distance, size = (got.double() - tensor.double()).norm(), tensor.double().norm()
+        assert distance <= bound * size, f"{name}: {distance / size:.3g} of its norm away"
+
+
+def odd(batches: list[zoo.Batch]) -> list[zoo.Batch]:
+    """Returns the batches in other sizes: whole, and cut behind the third sample."""
+    return [*batches[:1], *((x[:3], y[:3]) for x, y in batches[1:])]
+
+
+def per_worker(case: Case) -> Case:
+    """Returns a case for a comparison of processes: shorter, as one process is checked against plain PyTorch."""
+    return replace(case, epochs=3, drain_at=6)
+
+
+def _rule(schedule: str, plan: Plan) -> reference.Versions:
+    """Returns the rule as its paper writes it, k counting from the last drain.
+
+    For the straight pipeline of p stages at the paper's depth (SOSP 2019, section 3.3):
+    stashing w(t+1) = w(t) - lr grad f(w_0(t-p+1), ..., w_{p-1}(t)), so stage s reads version k - (p-1-s);
+    vertical sync grad f(w_0(t-p+1), ..., w_{p-1}(t-p+1)), so each reads k - (p-1);
+    2BW (ICML 2021, section 3.1) w(t+1) = w(t) - lr grad f(w(t-1)).
+    """
+    p = len(plan.stages)
+    if schedule == "pipedream_2bw":
+        return lambda s, k: max(0, k - 1)
+    straight = plan.workers == p and plan.depth == "noam"
+    if schedule == "pipedream" and straight:
+        return lambda s, k: max(0, k - (p - 1 - s))
+    if schedule == "pipedream_vertical_sync" and straight:
+        return lambda s, k: max(0, k - (p - 1))
+    assert schedule == "pipedream"
+    return lambda s, k: max(0, k // plan.replicas[s] - (plan.in_flight[s] - 1))
+
+
+def _fresh(batches: list[zoo.Batch]) -> Fresh:
+    return Fresh(batches)
+
+
+class Fresh:
+    """A loader that gives a copy of each batch."""
+
+    def __init__(self, batches: list[zoo.Batch]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Any:
+        return ((x.clone(), y.clone()) for x, y in self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)

@@ -1,0 +1,211 @@
+"""Nouns as files: what is saved is what is loaded, and what is not the noun is refused with the place."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.core import depth
+from pipedream.core.artifact import Artifact
+from pipedream.core.cluster import Cluster, Level
+from pipedream.core.errors import ArtifactError
+from pipedream.core.graph import Layer, LayerGraph
+from pipedream.core.placement import Placement
+from pipedream.core.plan import Plan, Stage
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.core.program import Program
+from pipedream.core.timeline import Span, Tag, Timeline
+from pipedream.core.weights import DoubleBuffer, Flush, Stash, VerticalSync, WeightRule
+from pipedream.lowering import lower
+from pipedream.schedules import SCHEDULES, Choice, build, evaluation
+
+counts = st.integers(1, 3)
+sizes = st.integers(0, 2**60)
+seconds = st.floats(0, 1e6, allow_nan=False)
+words = st.text(max_size=8)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    level = st.builds(Level, st.integers(1, 8), st.floats(1e-3, 1e12), seconds)
+    levels = tuple(draw(st.lists(level, min_size=1, max_size=3)))
+    return Cluster(levels, draw(st.none() | st.integers(1, 2**50)), draw(words))
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> LayerGraph:
+    n = draw(st.integers(1, 5))
+    layers = tuple(Layer(f"layer{i}", draw(words), tuple(draw(st.lists(words, max_size=2)))) for i in range(n))
+    pairs = [(i, j) for i in range(n) for j in range(i + 1, n)]
+    edges = tuple(draw(st.lists(st.sampled_from(pairs), unique=True))) if pairs else ()
+    tie = st.lists(st.integers(0, n - 1), min_size=1, max_size=3, unique=True).map(tuple)
+    return LayerGraph(layers, edges, tuple(draw(st.lists(tie, max_size=2))))
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    graph = draw(graphs())
+    cost = st.builds(LayerProfile, seconds, seconds, sizes, sizes, sizes, seconds, seconds)
+    layers = tuple(draw(cost) for _ in graph.layers)
+    shapes = tuple(draw(st.lists(st.lists(counts).map(tuple), max_size=2)))
+    versions = draw(st.dictionaries(words, words, max_size=2))
+    return Profile("Net", graph, layers, draw(counts), shapes, draw(words), runs=draw(counts), versions=versions)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    replicas = draw(st.lists(counts, min_size=1, max_size=4))
+    stages, first = [], 0
+    for count in replicas:
+        last = first + draw(counts)
+        numbers = [draw(sizes) for _ in range(5)]
+        names = tuple(draw(st.lists(words, max_size=2)))
+        stages.append(Stage(first, last, count, draw(seconds), draw(seconds), draw(seconds), *numbers, names=names))
+        first = last
+    lag = tuple(draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
+    return Plan(tuple(stages), depth.noam(tuple(replicas)), draw(clusters()), lag, draw(words), draw(counts))
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> Timeline:
+    span = st.builds(Span, st.integers(0, 3), st.sampled_from(["F", "wait"]), counts, counts, seconds, seconds)
+    tag = st.builds(Tag, counts, counts, counts, counts, counts)
+    spans, tags = tuple(draw(st.lists(span))), tuple(draw(st.lists(tag)))
+    return Timeline("gpipe", "simulated", 4, spans, 8, tags=tags, peak_bytes=tuple(draw(st.lists(sizes, max_size=4))))
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    plan = Plan.uniform(2, replicas=(draw(counts), draw(counts)))
+    name = draw(st.sampled_from(sorted({*SCHEDULES, "evaluation"})))
+    return lower(evaluation(plan) if name == "evaluation" else build(name, plan))
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> Choice:
+    return Choice.of(build(draw(st.sampled_from(sorted(SCHEDULES))), draw(plans())))
+
+
+placements = st.lists(counts, min_size=1, max_size=4).map(lambda r: Placement.replicated(tuple(r)))
+nouns = st.one_of(clusters(), graphs(), profiles(), plans(), timelines(), programs(), choices(), placements)
+
+
+@given(nouns)
+def test_round_trip(noun: Artifact) -> None:
+    text = noun.to_json()
+    again = type(noun).from_json(text)
+    assert again == noun
+    assert again.to_json() == text
+    assert json.loads(text)["artifact"] == type(noun).__name__
+
+
+@given(nouns)
+def test_prints(noun: Artifact) -> None:
+    assert str(noun)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    plan = Plan.uniform(3, replicas=(2, 1, 1))
+    path = plan.save(tmp_path / "deep" / "plan.json")
+    assert Plan.load(path) == plan
+    assert [item.name for item in path.parent.iterdir()] == ["plan.json"]
+
+
+def test_schedule_is_built_again_from_its_choice() -> None:
+    schedule = build("2BW", Plan.uniform(2), 4)
+    again = Choice.from_json(Choice.of(schedule).to_json()).build()
+    assert lower(again) == lower(schedule)
+
+
+Change = Callable[[dict[str, Any]], Any]
+REFUSED: dict[str, tuple[Change, str]] = {
+    "another noun": (lambda d: d | {"artifact": "Profile"}, "should hold a Plan, but holds 'Profile'"),
+    "no noun": (lambda d: {"stages": []}, "should hold a Plan, but holds None"),
+    "a list": (lambda d: [d], "should hold a Plan, but holds 'list'"),
+    "another format": (lambda d: d | {"format": 99}, "format 99, this library reads format 1"),
+    "no format": (lambda d: {k: v for k, v in d.items() if k != "format"}, "format None"),
+    "an unknown field": (lambda d: d | {"colour": "red"}, r"Plan has unknown fields \['colour'\]"),
+    "a lacking field": (lambda d: {k: v for k, v in d.items() if k != "cluster"}, "Plan lacks the field 'cluster'"),
+    "a word for a number": (lambda d: d | {"batch": "8"}, "Plan.batch should be a whole number, found '8'"),
+    "a truth for a number": (lambda d: d | {"batch": True}, "Plan.batch should be a whole number, found True"),
+    "half a sample": (lambda d: d | {"batch": 1.5}, "Plan.batch should be a whole number, found 1.5"),
+    "a number for a list": (lambda d: d | {"in_flight": 3}, "Plan.in_flight should be a list, found 3"),
+    "a word in a list": (lambda d: d | {"in_flight": [2, "x"]}, r"Plan.in_flight\[1\] should be a whole number"),
+    "a number for a word": (lambda d: d | {"note": 3}, "Plan.note should be a str, found 3"),
+    "what the noun forbids": (lambda d: d | {"in_flight": [1, 2]}, "Plan: .*must not grow towards the output"),
+}
+
+
+@pytest.mark.parametrize("story", sorted(REFUSED))
+def test_refused(story: str, tmp_path: Path) -> None:
+    change, message = REFUSED[story]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(change(json.loads(Plan.uniform(2).to_json()))), encoding="utf-8")
+    with pytest.raises(ArtifactError, match=message) as caught:
+        Plan.load(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_are_finite(value: float) -> None:
+    plan = replace(Plan.uniform(1), cluster=Cluster((Level(1, 1.0),)))
+    data = json.loads(plan.to_json())
+    data["stages"][0]["forward_s"] = value
+    with pytest.raises(ArtifactError, match=r"Plan.stages\[0\].forward_s should be a finite number"):
+        Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["", "{", "plan", "[" * 100_000])
+def test_what_is_not_json(text: str) -> None:
+    with pytest.raises(ArtifactError, match="is not JSON"):
+        Plan.from_json(text)
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"cannot read the Plan in .*nowhere"):
+        Plan.load(tmp_path / "nowhere.json")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ArtifactError, match="cannot read the Plan"):
+        Plan.load(tmp_path / "bytes")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d | {"weights": {"rule": "latest"}}, "weights.rule should be one of"),
+        (lambda d: d | {"weights": {"rule": "flush"}}, "lacks the field 'per_update'"),
+        (lambda d: d | {"weights": 3}, "weights.rule should be one of"),
+        (lambda d: d | {"kinds": ["F", "X"]}, r"Program.kinds\[1\] should be one of"),
+        (lambda d: d | {"ranks": [{"warmup": "0F0 0G1", "period": ""}]}, r"ranks\[0\].warmup: '0G1' is not"),
+        (lambda d: d | {"ranks": [{"warmup": "1F0", "period": ""}]}, "'1F0' is not an instruction of this rank"),
+        (lambda d: d | {"ranks": [{"warmup": 3, "period": ""}]}, r"Program.ranks\[0\]\['warmup'\] should be a str"),
+        (lambda d: d | {"ranks": [3]}, r"Program.ranks\[0\] should be an object"),
+        (lambda d: d | {"ranks": 3}, "Program.ranks should be a list"),
+        (lambda d: d | {"ranks": d["ranks"][:1]}, "the placement has 2 ranks, the program is for 1"),
+        (lambda d: d | {"cycle": 3}, r"minibatches \(2\) and updates \(2, 2\), found 3"),
+        (lambda d: d | {"microbatches": 0}, r"minibatches \(0\)"),
+        (lambda d: d | {"updates": {"per_update": [2]}}, "the placement has 2 stages, the plan 2, the update rule 1"),
+        (lambda d: {k: v for k, v in d.items() if k != "cycle"}, r"lacks the fields \['cycle'\]"),
+        (lambda d: d | {"colour": 1}, r"unknown fields \['colour'\]"),
+        (lambda d: d | {"channels": [d["channels"][0] | {"carries": "water"}]}, r"Program.channels\[0\]: .*'water'"),
+    ],
+)
+def test_programs_refused(change: Change, message: str) -> None:
+    data = json.loads(lower(build("1f1b", Plan.uniform(2), 2)).to_json())
+    with pytest.raises(ArtifactError, match=message):
+        Program.from_json(json.dumps(change(data)))
+
+
+@pytest.mark.parametrize(
+    "rule", [Flush(3), Stash((1, 0), (2, 1), (1, 0)), VerticalSync((1, 0), (2, 1), (0, 0)), DoubleBuffer(4)]
+)
+def test_weight_rules(rule: WeightRule) -> None:
+    assert WeightRule.from_dict(json.loads(json.dumps(rule.to_dict()))) == rule

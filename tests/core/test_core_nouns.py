@@ -1,0 +1,204 @@
+"""Units, graphs, plans, clusters: what is well formed and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.core.cluster import Cluster, Level
+from pipedream.core.errors import PlanError
+from pipedream.core.graph import Layer, LayerGraph
+from pipedream.core.placement import Placement
+from pipedream.core.plan import Plan, Stage
+from pipedream.core.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_rate
+
+
+class TestUnits:
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [("16e9", 16 * 10**9), ("512MB", 512 * 10**6), ("2 GiB", 2 * 2**30), ("1k", 1000), (" 7 B ", 7), (12, 12)],
+    )
+    def test_bytes(self, text: str | float, value: int) -> None:
+        assert parse_bytes(text) == value
+
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [
+            ("1e9", 1e9),
+            ("1.25GB/s", 1.25e9),
+            ("10 Gbit/s", 1.25e9),
+            ("100mbit/s", 12.5e6),
+            ("8bit/s", 1.0),
+            ("3kBps", 3e3),
+        ],
+    )
+    def test_rates(self, text: str, value: float) -> None:
+        assert parse_rate(text) == pytest.approx(value)
+
+    @pytest.mark.parametrize("text", ["", "-1", "0", "GB", "1 XB", "1e", "nan", "inf", "1 GB/s/s"])
+    def test_refused(self, text: str) -> None:
+        with pytest.raises(ValueError, match="is not a size; write"):
+            parse_bytes(text)
+        with pytest.raises(ValueError, match="is not a bandwidth; write"):
+            parse_rate(text)
+
+    @pytest.mark.parametrize(
+        ("written", "text"),
+        [
+            (format_bytes(1_340_000), "1.34 MB"),
+            (format_bytes(999), "999 B"),
+            (format_bytes(0), "0 B"),
+            (format_bytes(-2000), "-2.00 kB"),
+            (format_rate(1.25e9), "1.25 GB/s"),
+            (format_seconds(0.00241), "2.41 ms"),
+            (format_seconds(12.0), "12.0 s"),
+            (format_seconds(3.2e-8), "0.032 us"),
+            (format_seconds(float("inf")), "inf"),
+        ],
+    )
+    def test_writing(self, written: str, text: str) -> None:
+        assert written == text
+
+    @given(st.floats(1, 1e15))
+    def test_what_is_written_is_read_again(self, value: float) -> None:
+        assert parse_rate(format_rate(value)) == pytest.approx(value, rel=0.01)
+
+
+def chain(count: int, *ties: tuple[int, ...]) -> LayerGraph:
+    return LayerGraph.chain(tuple(Layer(f"layer{i}", "Linear") for i in range(count)), ties)
+
+
+class TestGraph:
+    def test_a_chain_may_be_cut_anywhere(self) -> None:
+        assert chain(5).cuts() == (1, 2, 3, 4)
+        assert chain(1).cuts() == ()
+
+    @pytest.mark.parametrize(
+        ("ties", "cuts"),
+        [
+            (((0, 3),), (4, 5)),
+            (((2, 2),), (1, 2, 3, 4, 5)),
+            (((1, 2), (4, 5)), (1, 3, 4)),
+            (((0, 5),), ()),
+            (((3, 1),), (1, 4, 5)),
+        ],
+    )
+    def test_ties_are_not_cut_apart(self, ties: tuple[tuple[int, ...], ...], cuts: tuple[int, ...]) -> None:
+        assert chain(6, *ties).cuts() == cuts
+
+    def test_only_one_value_crosses(self) -> None:
+        """A skip connection 0 -> 2 forbids the cuts under it; one value read twice does not."""
+        skip = replace(chain(4), edges=((0, 1), (1, 2), (0, 2), (2, 3)))
+        assert skip.cuts() == (1, 3)
+
+    @given(st.integers(2, 8), st.data())
+    def test_cuts_against_the_definition(self, count: int, data: st.DataObject) -> None:
+        pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
+        edges = tuple(data.draw(st.lists(st.sampled_from(pairs), unique=True)))
+        ties = tuple(data.draw(st.lists(st.sampled_from(pairs), max_size=2)))
+        graph = replace(chain(count, *ties), edges=edges)
+        for cut in range(1, count):
+            left = set(range(cut))
+            crossing = {source for source, target in edges if source in left and target not in left}
+            apart = any(len(left & set(tie)) not in (0, len(set(tie))) for tie in ties)
+            assert (cut in graph.cuts()) == (crossing <= {cut - 1} and not apart)
+
+    @pytest.mark.parametrize(
+        ("build", "message"),
+        [
+            (lambda: chain(0), "at least one layer"),
+            (lambda: LayerGraph((Layer("a", "X"), Layer("a", "X")), ()), r"must differ, found \['a'\]"),
+            (lambda: replace(chain(3), edges=((2, 1),)), r"edge \(2, 1\) does not run forward"),
+            (lambda: replace(chain(3), edges=((0, 3),)), r"edge \(0, 3\) does not run forward within 3"),
+            (lambda: chain(3, (0, 3)), r"tie \(0, 3\) names a layer"),
+            (lambda: chain(3, ()), r"tie \(\) names a layer"),
+        ],
+    )
+    def test_refused(self, build: Callable[[], LayerGraph], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            build()
+
+
+class TestPlacement:
+    @given(st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple), st.integers(0, 100))
+    def test_round_robin(self, replicas: tuple[int, ...], k: int) -> None:
+        placement = Placement.replicated(replicas)
+        assert placement.replicas == replicas
+        assert placement.workers == sum(replicas)
+        for stage, count in enumerate(replicas):
+            assert placement.seats(placement.rank_of(stage, k)) == ((stage, k % count),)
+            assert placement.rank_of(stage, k) == placement.rank_of(stage, k + placement.cycle)
+
+    @pytest.mark.parametrize(
+        ("ranks", "message"),
+        [
+            ((), "every stage needs a rank"),
+            (((0,), ()), "every stage needs a rank"),
+            (((0,), (2,)), "without a gap"),
+            (((1,),), "without a gap"),
+            (((0, 0),), "two replicas on one rank"),
+        ],
+    )
+    def test_refused(self, ranks: tuple[tuple[int, ...], ...], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            Placement(ranks)
+
+
+class TestPlan:
+    @pytest.mark.parametrize(
+        ("build", "message"),
+        [
+            (lambda: replace(Plan.uniform(2), stages=()), "at least one stage"),
+            (lambda: replace(Plan.uniform(1), stages=(Stage(1, 2),)), "must begin at layer 0, found 1"),
+            (
+                lambda: replace(Plan.uniform(2), stages=(Stage(0, 1), Stage(2, 3))),
+                "ends before layer 1, .* begins at 2",
+            ),
+            (lambda: replace(Plan.uniform(2), in_flight=(2,)), "name 1 stages, the plan has 2"),
+            (lambda: replace(Plan.uniform(2), in_flight=(1, 2)), "must not grow towards the output"),
+            (lambda: replace(Plan.uniform(2), lag=(0,)), r"lag needs 0 or 1 for each of 2 stages, found \(0,\)"),
+            (lambda: replace(Plan.uniform(2, replicas=(2, 1)), lag=(2, 0)), "lag needs 0 or 1"),
+            (lambda: replace(Plan.uniform(2), lag=(1, 0)), "lag is 0 where a stage is not replicated"),
+            (lambda: replace(Plan.uniform(1, replicas=(2,)), lag=(1,)), "and in a one-stage plan"),
+            (lambda: replace(Plan.uniform(2), unit="sample"), "unit is minibatch or microbatch, found 'sample'"),
+            (lambda: Stage(2, 2), "first < last, found 2 and 2"),
+            (lambda: Stage(0, 1, 0), "at least one worker, found 0"),
+            (lambda: Stage(0, 1, forward_s=-1.0), "forward_s cannot be negative, found -1.0"),
+            (lambda: Cluster(()), "at least one level"),
+            (lambda: Cluster.flat(0), "width must be at least 1, found 0"),
+            (lambda: Cluster.flat(1, 0.0), "bandwidth must be positive"),
+            (lambda: Cluster.flat(1, memory_bytes=0), "memory must be positive, found 0"),
+        ],
+    )
+    def test_refused(self, build: Callable[[], object], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            build()
+
+    def test_depths(self) -> None:
+        plan = Plan.uniform(3, transfer_s=1.5)  # 3 s of work a stage, a round trip of 3 s: one slot a boundary
+        assert plan.in_flight == (3, 2, 1)
+        assert plan.with_depth("full").in_flight == (5, 3, 1)
+        assert plan.with_depth("full").with_depth("noam") == plan
+        assert plan.with_depth((7, 7, 2)).in_flight == (7, 7, 2)
+        with pytest.raises(PlanError, match="depth 'deep' is not known"):
+            plan.with_depth("deep")
+        with pytest.raises(PlanError, match="must not grow"):
+            plan.with_depth((1, 2, 1))
+
+    def test_short_form_and_rates(self) -> None:
+        plan = Plan.uniform(3, replicas=(4, 2, 1))
+        assert (plan.config, plan.workers) == ("4-2-1", 7)
+        assert plan.rate_factors == (1.0, 0.5, 0.25)
+
+    def test_layers(self) -> None:
+        Plan.uniform(3).check_layers(3)
+        with pytest.raises(PlanError, match="covers layers 0 to 2, the model has 5"):
+            Plan.uniform(3).check_layers(5)
+
+    def test_levels(self) -> None:
+        cluster = Cluster((Level(4, 1e10, 1e-6), Level(2, 1e9, 1e-4)))
+        assert (cluster.workers, cluster.bandwidth_bytes_per_s, cluster.latency_s) == (8, 1e9, 1e-4)

@@ -1,0 +1,202 @@
+"""The arithmetic of depth, weights and updates, against the papers' own equations."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import ceil, lcm
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.core import depth
+from pipedream.core.errors import PlanError
+from pipedream.core.op import Kind, Op, requires
+from pipedream.core.placement import Placement
+from pipedream.core.plan import Plan
+from pipedream.core.update import UpdateRule
+from pipedream.core.weights import DoubleBuffer, Flush, Stash, VerticalSync
+from pipedream.schedules import build
+
+replica_counts = st.lists(st.integers(1, 6), min_size=1, max_size=6).map(tuple)
+
+
+class TestDepth:
+    @given(replica_counts)
+    def test_noam_of_the_input_stage_is_the_papers(self, replicas: tuple[int, ...]) -> None:
+        """NOAM = ceil(workers / replicas of the input stage); the output stage holds one."""
+        counts = depth.noam(replicas)
+        assert counts[0] == ceil(Fraction(sum(replicas), replicas[0]))
+        assert counts[-1] == 1
+        depth.check_in_flight(counts, replicas)
+
+    @pytest.mark.parametrize(
+        ("replicas", "counts"),
+        [
+            ((1,), (1,)),
+            ((1, 1, 1, 1), (4, 3, 2, 1)),
+            ((2, 1), (2, 1)),
+            ((1, 2), (3, 1)),
+            ((3, 1), (2, 1)),
+            ((2, 1, 1), (2, 2, 1)),
+            ((2, 2, 1), (3, 2, 1)),
+            ((15, 1), (2, 1)),
+        ],
+    )
+    def test_noam(self, replicas: tuple[int, ...], counts: tuple[int, ...]) -> None:
+        assert depth.noam(replicas) == counts
+
+    @given(replica_counts)
+    def test_full_without_messages_or_replicas_is_noam(self, replicas: tuple[int, ...]) -> None:
+        straight = (1,) * len(replicas)
+        assert depth.full(straight, (0.0,) * (len(straight) - 1)) == depth.noam(straight)
+        deep = depth.full(replicas, (0.0,) * (len(replicas) - 1))
+        assert all(d >= n for d, n in zip(deep, depth.noam(replicas), strict=True))
+        depth.check_in_flight(deep, replicas)
+
+    @pytest.mark.parametrize(
+        ("replicas", "slots", "counts"),
+        [
+            ((1, 1, 1, 1), (1.0, 1.0, 1.0), (7, 5, 3, 1)),  # c = T/2 each way: one slot a boundary
+            ((1, 1), (2.0,), (4, 1)),
+            ((1, 2), (0.0,), (4, 1)),  # noam: 3, busy 0.80
+            ((2, 1), (0.0,), (2, 1)),
+            ((3, 2), (0.0,), (3, 1)),
+        ],
+    )
+    def test_full(self, replicas: tuple[int, ...], slots: tuple[float, ...], counts: tuple[int, ...]) -> None:
+        assert depth.full(replicas, slots) == counts
+
+    def test_exact_slots_are_not_rounded_up(self) -> None:
+        assert depth.full((1, 1), (3 * 0.1 / 0.3,)) == depth.full((1, 1), (1.0,))
+
+    @pytest.mark.parametrize(
+        ("counts", "replicas", "message"),
+        [
+            ((1,), (1, 1), r"name 1 stages, the plan has 2"),
+            ((1, 0), (1, 1), r"must be at least 1, found \(1, 0\)"),
+            ((1, 2), (1, 1), r"stage 1 would wait for 1 warm-up minibatches, but stage 0 sends only 0"),
+            ((3, 3), (1, 2), r"stage 1 would wait for 4 .* sends only 2"),
+            ((4, 2, 3), (1, 1, 1), r"stage 2 would wait for 2 .* stage 1 sends only 1"),
+        ],
+    )
+    def test_refused(self, counts: tuple[int, ...], replicas: tuple[int, ...], message: str) -> None:
+        with pytest.raises(PlanError, match=message):
+            depth.check_in_flight(counts, replicas)
+
+    @pytest.mark.parametrize(("counts", "replicas"), [((9, 1), (1, 1)), ((2, 3), (4, 2)), ((3, 3, 3), (1, 1, 1))])
+    def test_accepted(self, counts: tuple[int, ...], replicas: tuple[int, ...]) -> None:
+        depth.check_in_flight(counts, replicas)
+
+
+class TestWeights:
+    @given(st.integers(1, 64), st.integers(0, 1000), st.integers(0, 9))
+    def test_flush_reads_the_newest(self, m: int, k: int, stage: int) -> None:
+        rule = Flush(m)
+        assert rule.forward_version(stage, k) == rule.backward_version(stage, k) == k // m
+        assert (rule.versions(stage), rule.staleness(stage)) == (1, 0)
+
+    @given(st.integers(1, 64), st.integers(0, 1000), st.integers(0, 9))
+    def test_double_buffer(self, m: int, k: int, stage: int) -> None:
+        """2BW: w(t+1) = w(t) - lr grad f(w(t-1)); microbatch k reads max(floor(k/m) - 1, 0)."""
+        rule = DoubleBuffer(m)
+        assert rule.forward_version(stage, k) == rule.backward_version(stage, k) == max(k // m - 1, 0)
+        assert (rule.versions(stage), rule.staleness(stage)) == (2, 1)
+
+    @pytest.mark.parametrize("p", [1, 2, 4, 7])
+    def test_stash_equation_of_the_paper(self, p: int) -> None:
+        """w(t+1) = w(t) - lr grad f(w_0(t-p+1), ..., w_{p-1}(t)): update t + 1 is minibatch t, in steady state."""
+        rule = build("pipedream", Plan.uniform(p)).weights
+        for t in range(p - 1, 3 * p + 5):
+            assert [rule.forward_version(s, t) for s in range(p)] == [t - p + 1 + s for s in range(p)]
+        assert [rule.staleness(s) for s in range(p)] == [p - 1 - s for s in range(p)]
+        assert [rule.versions(s) for s in range(p)] == [p - s for s in range(p)]
+
+    @pytest.mark.parametrize("p", [1, 2, 4, 7])
+    def test_vertical_sync_equation_of_the_paper(self, p: int) -> None:
+        """w(t+1) = w(t) - lr grad f(w_0(t-p+1), ..., w_{p-1}(t-p+1))."""
+        rule = build("vertical_sync", Plan.uniform(p)).weights
+        for t in range(p - 1, 3 * p + 5):
+            assert {rule.forward_version(s, t) for s in range(p)} == {t - p + 1}
+        assert {(rule.staleness(s), rule.versions(s)) for s in range(p)} == {(p - 1, p)}
+
+    @given(replica_counts, st.data())
+    def test_stash_of_replicas(self, replicas: tuple[int, ...], data: st.DataObject) -> None:
+        """Reads max(0, k // r_s - W_s - lag): W_s + lag late and one version more."""
+        warmup = tuple(count - 1 for count in depth.noam(replicas))
+        lag = tuple(data.draw(st.integers(0, 1)) for _ in replicas)
+        rule = Stash(warmup, replicas, lag)
+        stage, k = data.draw(st.integers(0, len(replicas) - 1)), data.draw(st.integers(0, 500))
+        late = warmup[stage] + lag[stage]
+        assert rule.staleness(stage) == late
+        assert rule.versions(stage) == late + 1
+        assert rule.forward_version(stage, k) == max(0, k // replicas[stage] - late)
+
+    @given(replica_counts, st.integers(0, 2000))
+    def test_vertical_sync_of_replicas_is_one_count_of_minibatches(self, replicas: tuple[int, ...], k: int) -> None:
+        """n = L floor(r_0 v_0 / L), v_0 = max(0, k // r_0 - W_0); stage s reads version n / r_s."""
+        warmup = tuple(count - 1 for count in depth.noam(replicas))
+        rule = VerticalSync(warmup, replicas, (0,) * len(replicas))
+        cycle = lcm(*replicas)
+        tag = cycle * (replicas[0] * max(0, k // replicas[0] - warmup[0]) // cycle)
+        assert [rule.forward_version(s, k) * r for s, r in enumerate(replicas)] == [tag] * len(replicas)
+
+    def test_vertical_sync_waits_for_the_stage_that_lags_most(self) -> None:
+        """Stage 1 makes version n one forward later than the input stage's depth alone would allow."""
+        rule = VerticalSync((4, 2), (1, 2), (0, 1))
+        assert [rule.forward_version(0, k) for k in range(12)] == [0] * 8 + [2, 2, 4, 4]
+        assert all(rule.forward_version(1, k) <= max(0, k // 2 - 2 - 1) for k in range(100))
+
+    @given(replica_counts, st.integers(0, 300))
+    def test_versions_never_fall(self, replicas: tuple[int, ...], k: int) -> None:
+        warmup = tuple(count - 1 for count in depth.noam(replicas))
+        for kind in (Stash, VerticalSync):
+            rule = kind(warmup, replicas, (0,) * len(replicas))
+            for stage in range(len(replicas)):
+                assert rule.forward_version(stage, k) <= rule.forward_version(stage, k + 1)
+
+
+class TestUpdates:
+    @given(st.integers(1, 20), st.integers(0, 200))
+    def test_members_part_all_microbatches(self, count: int, total: int) -> None:
+        rule = UpdateRule((count,))
+        members = [list(rule.members(0, n, total)) for n in range(1, rule.updates(0, total) + 1)]
+        assert [k for update in members for k in update] == list(range(total))
+        assert all(members)
+        assert all(rule.update_of(0, k) == n for n, update in enumerate(members, 1) for k in update)
+        assert all(len(update) == count for update in members[:-1])
+
+    def test_stages_count_for_themselves(self) -> None:
+        rule = UpdateRule((2, 3))
+        assert (list(rule.members(0, 2)), list(rule.members(1, 2))) == ([2, 3], [3, 4, 5])
+        assert (rule.updates(0, 7), rule.updates(1, 7)) == (4, 3)
+        assert list(rule.members(0, 4, 7)) == [6]
+
+
+class TestNeeds:
+    """What an op needs, by data, by weights, by updates."""
+
+    def test_flow(self) -> None:
+        placement = Placement.replicated((2, 1, 3))
+        forward = Op(Kind.FORWARD, 1, 5)
+        assert requires(forward, placement) == (Op(Kind.FORWARD, 0, 5, 1),)
+        assert requires(Op(Kind.FORWARD, 0, 5, 1), placement) == ()
+        assert requires(Op(Kind.BACKWARD, 1, 5), placement) == (forward, Op(Kind.BACKWARD, 2, 5, 2))
+        assert requires(Op(Kind.BACKWARD, 2, 5, 2), placement) == (Op(Kind.FORWARD, 2, 5, 2),)
+
+    def test_split_backward(self) -> None:
+        placement = Placement.replicated((1, 1))
+        gradient = Op(Kind.INPUT_GRADIENT, 0, 3)
+        assert requires(gradient, placement, True) == (Op(Kind.FORWARD, 0, 3), Op(Kind.INPUT_GRADIENT, 1, 3))
+        assert requires(Op(Kind.WEIGHT_GRADIENT, 0, 3), placement, True) == (gradient,)
+
+    def test_weights_and_updates(self) -> None:
+        schedule = build("pipedream", Plan.uniform(2, replicas=(2, 1)))
+        assert schedule.requires(Op(Kind.FORWARD, 0, 5, 1)) == (Op(Kind.UPDATE, 0, 1, 1),)
+        assert schedule.requires(Op(Kind.UPDATE, 0, 2, 1)) == (
+            Op(Kind.BACKWARD, 0, 2, 0),
+            Op(Kind.BACKWARD, 0, 3, 1),
+            Op(Kind.UPDATE, 0, 1, 1),
+        )
+        assert schedule.requires(Op(Kind.UPDATE, 0, 2, 1), 3)[0:1] == (Op(Kind.BACKWARD, 0, 2, 0),)
+        assert len(schedule.requires(Op(Kind.UPDATE, 0, 2, 1), 3)) == 2

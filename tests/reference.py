@@ -1,0 +1,250 @@
+"""What a pipeline must equal, in plain PyTorch: no class of the library is used, only its seeding rule.
+
+`plain` is one process: a loop over the microbatches, the sum of the gradients divided once. `delayed` is an
+asynchronous update rule as its paper writes it: all weights ever made are kept, and the gradient of each
+minibatch is taken at the mixture of versions that the rule names.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedream.core.seeds import layer_seed
+
+Total = Callable[[Any, Tensor], tuple[Tensor, float]]
+Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+Versions = Callable[[int, int], int]
+"""(stage, minibatch since the last drain) -> version since the last drain."""
+
+
+@dataclass
+class Answer:
+    """What came out.
+
+    Attributes:
+        losses, weights, rates: of each minibatch.
+        state: of the model at the end.
+        at_drains: the whole model at each drain before the end.
+        ema: averaged parameters.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    at_drains: dict[int, nn.Module] = field(default_factory=dict)
+    ema: dict[str, Tensor] = field(default_factory=dict)
+
+
+@contextmanager
+def seeded(model: nn.Module, names: Sequence[str], number: list[int], seed: int) -> Iterator[None]:
+    """Seeds the generator before each layer from (run seed, microbatch, layer's name): the rule for masks."""
+
+    def before(name: str) -> Callable[..., None]:
+        return lambda module, args: void(torch.manual_seed(layer_seed(seed, number[0], name)))
+
+    modules = dict(model.named_modules())
+    hooks = [modules[name].register_forward_pre_hook(before(name)) for name in names]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def void(_: Any) -> None:
+    """Returns None, whatever it gets: a forward pre-hook that returns something replaces the inputs."""
+
+
+def pieces(x: Tensor, y: Tensor, parts: int) -> list[tuple[Tensor, Tensor]]:
+    """Returns the microbatches of a minibatch; those without a sample too, as they have a number."""
+    return list(zip(torch.tensor_split(x, parts), torch.tensor_split(y, parts), strict=True))
+
+
+def plain(
+    model: nn.Module,
+    names: Sequence[str],
+    batches: Sequence[tuple[Tensor, Tensor]],
+    total: Total,
+    optimizer: Factory,
+    *,
+    microbatches: int = 1,
+    seed: int = 0,
+    clip: float | None = None,
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    ema: float | None = None,
+    autocast: torch.dtype | None = None,
+    drains: Sequence[int] = (),
+) -> Answer:
+    """Trains a copy of the model in one process.
+
+    Args:
+        names: of the layers, as they are seeded.
+        total: (output, targets) -> (sum, weight).
+        drains: minibatch numbers at which the model is noted; nothing else happens there.
+    """
+    model = copy.deepcopy(model)
+    model.train()
+    stepper = optimizer(list(model.named_parameters()))
+    schedule = scheduler(stepper) if scheduler else None
+    averages = {name: p.detach().clone() for name, p in model.named_parameters()} if ema is not None else {}
+    answer, number = Answer(), [0]
+    with seeded(model, names, number, seed):
+        for k, (x, y) in enumerate(batches):
+            if k in drains:
+                answer.at_drains[k] = _frozen(model)
+            stepper.zero_grad()
+            loss = weight = 0.0
+            for part, (xs, ys) in enumerate(pieces(x, y, microbatches)):
+                number[0] = k * microbatches + part
+                if not len(xs):
+                    continue
+                with torch.autocast("cpu", autocast) if autocast else nullcontext():
+                    found, amount = total(model(xs.clone()), ys)
+                found.backward()
+                loss, weight = loss + float(found.detach()), weight + amount
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad /= weight
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            answer.rates.append(stepper.param_groups[0]["lr"])
+            stepper.step()
+            if schedule:
+                schedule.step()
+            for name, average in averages.items():
+                average.copy_(ema * average + (1 - ema) * model.get_parameter(name).detach())
+            answer.losses.append(loss / weight)
+            answer.weights.append(weight)
+    answer.state, answer.ema = _values(model.state_dict()), averages
+    return answer
+
+
+def delayed(
+    model: nn.Module,
+    names: Sequence[str],
+    batches: Sequence[tuple[Tensor, Tensor]],
+    total: Total,
+    optimizer: Factory,
+    *,
+    stages: Sequence[Sequence[str]],
+    version: Versions,
+    drains: Sequence[int] = (),
+    replicas: Sequence[int] | None = None,
+    microbatches: int = 1,
+    seed: int = 0,
+    clip: float | None = None,
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    ema: float | None = None,
+    autocast: torch.dtype | None = None,
+) -> Answer:
+    """Trains a copy of the model by an asynchronous rule, one minibatch after the other.
+
+    Args:
+        stages: for each stage the names of its parameters.
+        version: the rule: which version of a stage minibatch k (both since the last drain) reads.
+        drains: minibatch numbers before which the versions start again: all stages at their newest.
+        replicas: r_s; an update of stage s is the mean of the gradients of r_s minibatches, at r_s / r_0 times the rate.
+        clip: greatest norm of each stage's gradients by themselves.
+    """
+    counts = tuple(replicas or (1,) * len(stages))
+    model = copy.deepcopy(model)
+    model.train()
+    newest = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    steppers = [optimizer([(name, newest[name]) for name in stage]) if stage else None for stage in stages]
+    schedules = [scheduler(stepper) if scheduler and stepper else None for stepper in steppers]
+    averages = {name: p.detach().clone() for name, p in newest.items()} if ema is not None else {}
+    answer, number, base = Answer(), [0], 0
+    made = [[_of(newest, stage)] for stage in stages]
+    rounds: list[list[dict[str, Tensor]]] = [[] for _ in stages]
+
+    def update(s: int) -> None:
+        gradients, stepper = rounds[s], steppers[s]
+        for name in stages[s]:
+            newest[name].grad = sum(g[name] for g in gradients) / len(gradients)
+        rounds[s] = []
+        if stepper is not None:
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_([newest[name] for name in stages[s]], clip)
+            rate = stepper.param_groups[0]["lr"]
+            stepper.param_groups[0]["lr"] = rate * counts[s] / counts[0] * len(gradients) / counts[s]
+            stepper.step()
+            stepper.param_groups[0]["lr"] = rate
+            if schedules[s]:
+                schedules[s].step()
+        made[s].append(_of(newest, stages[s]))
+        for name in stages[s]:
+            if ema is not None:
+                averages[name].copy_(ema * averages[name] + (1 - ema) * newest[name].detach())
+
+    with seeded(model, names, number, seed):
+        for k, (x, y) in enumerate(batches):
+            if k and k in drains:
+                for s in range(len(stages)):
+                    if rounds[s]:
+                        update(s)
+                base, made = k, [[_of(newest, stage)] for stage in stages]
+                _load(model, newest)
+                answer.at_drains[k] = _frozen(model)
+            mixed = {n: v for s, _ in enumerate(stages) for n, v in made[s][version(s, k - base)].items()}
+            _load(model, mixed)
+            model.zero_grad()
+            loss = weight = 0.0
+            for part, (xs, ys) in enumerate(pieces(x, y, microbatches)):
+                number[0] = k * microbatches + part
+                if not len(xs):
+                    continue
+                with torch.autocast("cpu", autocast) if autocast else nullcontext():
+                    found, amount = total(model(xs.clone()), ys)
+                found.backward()
+                loss, weight = loss + float(found.detach()), weight + amount
+            answer.losses.append(loss / weight)
+            answer.weights.append(weight)
+            answer.rates.append(next(s.param_groups[0]["lr"] for s in steppers if s))
+            for s, stage in enumerate(stages):
+                rounds[s].append({name: model.get_parameter(name).grad / weight for name in stage})
+                if len(rounds[s]) == counts[s]:
+                    update(s)
+        for s in range(len(stages)):
+            if rounds[s]:
+                update(s)
+    _load(model, newest)
+    answer.state, answer.ema = _values(model.state_dict()), averages
+    return answer
+
+
+def mean_loss(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], total: Total) -> float:
+    """Returns the loss over a loader in evaluation mode."""
+    model = copy.deepcopy(model)
+    model.eval()
+    with torch.no_grad():
+        sums = [total(model(x.clone()), y) for x, y in batches]
+    return sum(float(value) for value, _ in sums) / sum(weight for _, weight in sums)
+
+
+def _of(values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    return {name: values[name].detach().clone() for name in names}
+
+
+def _load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in values.items():
+            model.get_parameter(name).copy_(value)
+
+
+def _frozen(model: nn.Module) -> nn.Module:
+    found = copy.deepcopy(model)
+    for module in found.modules():
+        module._forward_pre_hooks.clear()
+    return found
+
+
+def _values(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in state.items()}

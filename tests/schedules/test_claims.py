@@ -1,0 +1,97 @@
+"""Every registered method keeps its paper's closed forms: all of them simulated, over many depths and counts."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from pipedream.core.errors import ScheduleError
+from pipedream.core.plan import Plan
+from pipedream.core.schedule import Schedule
+from pipedream.core.timeline import Timeline
+from pipedream.lowering import lower
+from pipedream.metrics import in_flight, measure, staleness
+from pipedream.schedules import SCHEDULES, build
+from pipedream.simulator import costs, simulate
+
+STAGES = range(1, 7)
+MICROBATCHES = (1, 2, 3, 4, 6, 7, 12, 16)
+TIMES = ((1.0, 1.0), (1.0, 2.0), (3.0, 1.25))
+
+
+@cache
+def made(name: str, p: int, m: int, times: tuple[float, float] = (1.0, 2.0)) -> Schedule | None:
+    """Returns a method's schedule, m microbatches a minibatch where it splits one; None where it refuses."""
+    plan = Plan.uniform(p, *times)
+    try:
+        return build(name, plan, m)
+    except ScheduleError:
+        return None
+
+
+def run(schedule: Schedule, total: int) -> Timeline:
+    return simulate(lower(schedule), costs(schedule.plan), total)
+
+
+def cases(flushing: bool) -> list[tuple[str, int, int]]:
+    found = []
+    for name in SCHEDULES:
+        for p in STAGES:
+            for m in MICROBATCHES:
+                schedule = made(name, p, m)
+                if schedule is not None and schedule.flushes is flushing:
+                    found.append((name, p, m))
+    return found
+
+
+def test_every_method_is_tried() -> None:
+    assert {name for name, _, _ in cases(True) + cases(False)} == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("times", TIMES, ids=str)
+@pytest.mark.parametrize(("name", "p", "m"), cases(flushing=True))
+def test_bubble_of_one_minibatch(name: str, p: int, m: int, times: tuple[float, float]) -> None:
+    schedule = made(name, p, m, times)
+    assert schedule is not None
+    assert schedule.claims.bubble is not None
+    assert measure(run(schedule, m)).bubble == pytest.approx(schedule.claims.bubble(p, m), abs=1e-9)
+
+
+@pytest.mark.parametrize(("name", "p", "m"), cases(flushing=True) + cases(flushing=False))
+def test_in_flight_staleness_and_versions(name: str, p: int, m: int) -> None:
+    schedule = made(name, p, m)
+    assert schedule is not None
+    total = 3 * m if schedule.flushes else max(3 * m, 4 * p)
+    # The claims' m: of a minibatch for an order that flushes, of the run for one that does not.
+    counted = m if schedule.flushes else total
+    timeline, claims = run(schedule, total), schedule.claims
+    for s in range(p):
+        if claims.in_flight:
+            assert in_flight(timeline, s) == claims.in_flight(p, counted, s)
+        if claims.staleness:
+            assert staleness(timeline, s) == claims.staleness(p, counted, s) == schedule.weights.staleness(s)
+        if claims.versions:
+            assert timeline.peak_versions[s] == claims.versions(p, counted, s) == schedule.weights.versions(s)
+
+
+@pytest.mark.parametrize("p", STAGES)
+@pytest.mark.parametrize("total", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_vertical_sync"])
+def test_in_flight_of_a_run_shorter_than_the_pipeline(name: str, p: int, total: int) -> None:
+    schedule = build(name, Plan.uniform(p))
+    timeline = run(schedule, total)
+    assert schedule.claims.in_flight is not None
+    assert [in_flight(timeline, s) for s in range(p)] == [schedule.claims.in_flight(p, total, s) for s in range(p)]
+
+
+@pytest.mark.parametrize("p", STAGES)
+def test_staleness_settles_at_the_claim(p: int) -> None:
+    """Not only the most: every gradient beyond the warm-up is as late as claimed."""
+    for name in ("pipedream", "pipedream_vertical_sync", "pipedream_2bw"):
+        schedule = build(name, Plan.uniform(p))
+        timeline = run(schedule, 6 * p)
+        assert schedule.claims.staleness is not None
+        for tag in timeline.tags:
+            if tag.microbatch >= 2 * p:
+                assert tag.staleness == schedule.claims.staleness(p, 6 * p, tag.stage)

@@ -1,0 +1,119 @@
+"""Closed forms of time: makespan of flushing orders, period of asynchronous ones, at both depths."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import lcm
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedream.core.cluster import Cluster
+from pipedream.core.depth import noam
+from pipedream.core.plan import Plan, Stage
+from pipedream.core.timeline import Timeline
+from pipedream.lowering import lower
+from pipedream.metrics import measure, steady
+from pipedream.schedules import build
+from pipedream.simulator import costs, simulate
+
+SECONDS = st.floats(0.1, 10.0)
+
+
+def run(name: str, plan: Plan, microbatches: int | None, total: int) -> Timeline:
+    return simulate(lower(build(name, plan, microbatches)), costs(plan), total)
+
+
+def period_s(timeline: Timeline, every: int, skip: int) -> float:
+    """Returns the seconds a minibatch between ends of backwards of rank 0, a multiple of `every` apart, before the drain."""
+    spans = [span for span in timeline.of_rank(0) if span.kind == "B"]
+    first, last = skip, skip + (len(spans) - 30 - skip) // every * every
+    assert last > first
+    return (spans[last].end_s - spans[first].end_s) / (spans[last].index - spans[first].index)
+
+
+@given(st.integers(1, 6), st.integers(1, 12), SECONDS, SECONDS, st.floats(0.0, 1.0))
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_makespan_of_a_flushing_minibatch(name: str, p: int, m: int, f: float, b: float, share: float) -> None:
+    # GPipe, section 2.3. A message as long as an op at most is hidden in the stream and counts once each way.
+    c = share * min(f, b) if name == "gpipe" else 0.0
+    found = run(name, Plan.uniform(p, f, b, c), m, m).makespan_s
+    assert found == pytest.approx((m + p - 1) * (f + b) + 2 * c * (p - 1))
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 6), SECONDS, SECONDS, st.floats(0.0, 1.0))
+def test_period_at_the_papers_depth_shows_messages(p: int, f: float, b: float, share: float) -> None:
+    c = share * (f + b)
+    timeline = run("pipedream", Plan.uniform(p, f, b, c), None, 20 * p + 60)
+    assert period_s(timeline, p, 10 * p) == pytest.approx(f + b + 2 * c * (p - 1) / p)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 6), SECONDS, SECONDS, st.floats(0.0, 1.0))
+def test_period_at_full_depth_hides_messages(p: int, f: float, b: float, share: float) -> None:
+    plan = Plan.uniform(p, f, b, share * (f + b)).with_depth("full")
+    timeline = run("pipedream", plan, None, 200)
+    assert period_s(timeline, 1, 120) == pytest.approx(f + b)
+    assert min(steady(timeline, skip=120).busy_shares) == pytest.approx(1.0)
+
+
+def test_the_design_pages_example() -> None:
+    timeline = run("pipedream", Plan.uniform(4, 1.0, 1.0, 1.0), None, 400)
+    assert max(steady(timeline, skip=200).busy_shares) == pytest.approx(4 / 7, abs=1e-2)  # "57% busy"
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=5))
+def test_throughput_is_that_of_the_slowest_stage(times: list[tuple[float, float]]) -> None:
+    rows = tuple(Stage(s, s + 1, 1, f, b) for s, (f, b) in enumerate(times))
+    plan = Plan(rows, tuple(range(len(rows), 0, -1)), Cluster.flat(len(rows)), unit="microbatch")
+    timeline = run("pipedream", plan, None, 120)
+    slowest = max(f + b for f, b in times)
+    # Spread over a whole number of turns round the pipeline, and bounded from below for any run.
+    assert period_s(timeline, lcm(*range(1, len(rows) + 1)), 30) == pytest.approx(slowest)
+    assert measure(timeline).throughput_per_s <= 1 / slowest + 1e-9
+
+
+def balanced(replicas: tuple[int, ...], forward_s: float = 1.0, backward_s: float = 2.0) -> Plan:
+    """Returns a plan whose stages take r_s times as long on r_s replicas: one period for all."""
+    rows = tuple(Stage(s, s + 1, r, forward_s * r, backward_s * r) for s, r in enumerate(replicas))
+    return Plan(rows, noam(replicas), Cluster.flat(sum(replicas)), unit="microbatch")
+
+
+AT_NOAM = {
+    (2, 1): 1.00,
+    (3, 1): 1.00,
+    (2, 2, 1): 1.00,
+    (1, 2): 0.80,
+    (3, 2): 0.86,
+    (2, 3): 0.75,
+    (2, 1, 1): 0.67,
+    (4, 2, 1): 0.67,
+    (5, 3): 0.79,
+}
+"""Least busy share of a balanced plan at the paper's depth (docs/design.md, Depth)."""
+
+
+@pytest.mark.parametrize("replicas", AT_NOAM, ids=str)
+def test_busy_share_of_replicated_plans(replicas: tuple[int, ...]) -> None:
+    shallow = run("pipedream", balanced(replicas), None, 1200)
+    found = 3.0 / period_s(shallow, lcm(*replicas), 100)
+    assert found == pytest.approx(AT_NOAM[replicas], abs=0.005)
+    full = run("pipedream", balanced(replicas).with_depth("full"), None, 300)
+    assert min(steady(full, skip=150).busy_shares) == pytest.approx(1.0)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.sampled_from([(1, 1), (1, 2), (2, 1)]), st.integers(0, 4))
+def test_full_depth_fills_replicated_plans(replicas: list[int], times: tuple[int, int], quarters: int) -> None:
+    base = balanced(tuple(replicas), *map(float, times))
+    period = Fraction(sum(times))
+    size = Fraction(quarters, 4) * period
+    rows = tuple(
+        Stage(s.first, s.last, s.replicas, s.forward_s, s.backward_s, output_bytes=int(size * 4)) for s in base.stages
+    )
+    plan = Plan(rows, base.in_flight, Cluster.flat(sum(replicas), 4.0), unit="microbatch")
+    assert plan.slowest_stage_s == float(period)
+    timeline = run("pipedream", plan.with_depth("full"), None, 400)
+    assert min(steady(timeline, skip=250).busy_shares) == pytest.approx(1.0)

@@ -1,0 +1,141 @@
+"""From orders to programs: nothing lost, nothing moved, one channel a direction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.core.errors import ScheduleError
+from pipedream.core.op import Kind, Op
+from pipedream.core.plan import Plan
+from pipedream.core.program import Move, Program, Transfer, format_instructions
+from pipedream.core.schedule import Schedule
+from pipedream.lowering import lower
+from pipedream.schedules import SCHEDULES, build, evaluation
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Any method with up to three stages of up to three replicas."""
+    replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    plan = Plan.uniform(len(replicas), replicas=replicas, transfer_s=draw(st.sampled_from([0.0, 3.0])))
+    plan = plan.with_depth(draw(st.sampled_from(["noam", "full"])))
+    name = draw(st.sampled_from(sorted({*SCHEDULES, "evaluation"})))
+    if name == "evaluation":
+        return evaluation(plan)
+    split = draw(st.integers(1, 7)) if name in ("naive", "gpipe", "1f1b") else None
+    return build(name, plan, split)
+
+
+def ops_of(program: Program, rank: int, total: int) -> list[Op]:
+    return [item for item in program.instructions(rank, total) if isinstance(item, Op)]
+
+
+@given(schedules(), st.integers(1, 40))
+def test_ops_are_those_of_the_schedule(schedule: Schedule, minibatches: int) -> None:
+    """The order, folded into warm-up and period and unrolled again, is the order: for any run, drain included."""
+    program = lower(schedule)
+    total = minibatches * schedule.microbatches
+    for rank in range(schedule.placement.workers):
+        assert ops_of(program, rank, total) == list(schedule.ops(rank, total))
+
+
+@given(schedules())
+def test_messages_stand_beside_their_ops(schedule: Schedule) -> None:
+    """A receive directly before the op that reads it, a send directly after the op that makes it."""
+    program = lower(schedule)
+    for rank in range(schedule.placement.workers):
+        stream = list(program.instructions(rank, 3 * schedule.cycle))
+        for i, item in enumerate(stream):
+            if not isinstance(item, Transfer):
+                continue
+            step = -1 if item.kind is Move.SEND else 1
+            op = next(x for x in stream[i::step] if isinstance(x, Op))
+            if item.kind is Move.SYNC:
+                assert op == Op(Kind.UPDATE, item.channel, item.index, op.replica)
+                continue
+            channel = program.channels[item.channel]
+            stage = channel.source if item.kind is Move.SEND else channel.target
+            kind = Kind.BACKWARD if channel.carries == "gradient" else Kind.FORWARD
+            assert (op.kind, op.stage, op.index) == (kind, stage, item.index)
+
+
+@given(schedules())
+def test_each_direction_has_a_channel_of_its_own(schedule: Schedule) -> None:
+    program = lower(schedule)
+    ends = [(channel.sender, channel.receiver, channel.carries) for channel in program.channels]
+    assert len(set(ends)) == len(ends)
+    for index, (sender, receiver, carries) in enumerate(ends):
+        assert sender != receiver
+        assert program.channel_id(sender, receiver, carries) == index
+        forward = program.channels[index].source < program.channels[index].target
+        assert forward == (carries != "gradient")
+
+
+def test_rings_hold_what_may_lie_between_two_stages() -> None:
+    """In flight upstream minus in flight downstream, and the one that is being read; between 2 and 8."""
+    plan = replace(Plan.uniform(3), in_flight=(20, 4, 1), depth="hand")
+    depths = {(c.carries, c.source, c.target): c.depth for c in lower(build("pipedream", plan)).channels}
+    assert depths == {
+        ("activation", 0, 1): 8,
+        ("gradient", 1, 0): 8,
+        ("activation", 1, 2): 4,
+        ("gradient", 2, 1): 4,
+        ("input", 0, 2): 8,
+    }
+
+
+def test_pictures() -> None:
+    program = lower(build("pipedream", Plan.uniform(3)))
+    assert [(format_instructions(rank.warmup), format_instructions(rank.period)) for rank in program.ranks] == [
+        ("0F0 >0:0 >4:0 0F1 >0:1 >4:1", "0F2 >0:2 >4:2 <1:0 0B0 0U1"),
+        ("<0:0 1F0 >2:0", "<0:1 1F1 >2:1 <3:0 1B0 >1:0 1U1"),
+        ("", "<2:0 <4:0 2F0 2B0 >3:0 2U1"),
+    ]
+    alone = lower(build("pipedream", Plan.uniform(1, replicas=(2,))))
+    assert format_instructions(alone.ranks[1].period) == "0F1 0B1 =0:1 0U1"
+    assert alone.channels == ()
+    late = lower(build("pipedream", replace(Plan.uniform(2, replicas=(2, 1)), lag=(1, 0))))
+    assert format_instructions(late.ranks[0].period) == "<2:0 0B0 0F4 >0:4 >4:4 =0:1 0U1"
+
+
+def test_evaluation_sends_no_gradients_and_ends() -> None:
+    program = lower(evaluation(Plan.uniform(2)))
+    assert format_instructions(program.ranks[1].period) == "<0:0 <2:0 1F0"
+    assert [str(item) for item in program.instructions(0, 2)] == ["0F0", ">0:0", ">2:0", "0F1", ">0:1", ">2:1"]
+
+
+def restless(rank: int) -> Iterator[Op]:
+    """Each update one forward later than the one before: no two turns are alike."""
+    done = 0
+    for number in count(1):
+        yield from (Op(Kind.FORWARD, 0, k) for k in range(done, done + number))
+        yield from (Op(Kind.BACKWARD, 0, k) for k in range(done, done + number))
+        done += number
+
+
+def test_an_order_without_a_period_is_refused() -> None:
+    schedule = replace(build("pipedream", Plan.uniform(1)), order=restless)
+    with pytest.raises(ScheduleError, match=r"order of rank 0 does not (settle into a period|repeat itself)"):
+        lower(schedule)
+
+
+def test_an_order_that_ends_is_refused() -> None:
+    schedule = replace(build("pipedream", Plan.uniform(1)), order=lambda rank: iter([Op(Kind.FORWARD, 0, 0)]))
+    with pytest.raises(ScheduleError, match="does not settle"):
+        lower(schedule)
+    with pytest.raises(ScheduleError, match="lacks 2 ops of a run of 1"):
+        list(schedule.ops(0, 1))
+
+
+def test_a_program_that_lacks_an_op_says_so_at_once() -> None:
+    program = lower(build("1f1b", Plan.uniform(1), 2))
+    (rank,) = program.ranks
+    short = replace(program, ranks=(replace(rank, period=rank.period[:-1]),))
+    with pytest.raises(ScheduleError, match="rank 0 lacks 1 ops of 2 microbatches"):
+        list(short.instructions(0, 2))

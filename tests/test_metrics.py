@@ -1,0 +1,127 @@
+"""Numbers of timelines, simulated and measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipedream.core.plan import Plan
+from pipedream.core.timeline import Span, Tag, Timeline
+from pipedream.lowering import lower
+from pipedream.metrics import Metrics, in_flight, measure, staleness, steady, steady_window
+from pipedream.schedules import build, evaluation
+from pipedream.simulator import costs, simulate
+
+MEASURED = Timeline(
+    name="pipedream",
+    source="measured",
+    workers=2,
+    spans=(
+        Span(0, "F", 0, 0, 10.0, 11.0),
+        Span(0, "send", 0, 0, 11.0, 11.5),
+        Span(0, "F", 0, 1, 11.2, 12.0),
+        Span(0, "send", 0, 1, 11.3, 12.5),
+        Span(0, "wait", 0, 0, 12.0, 14.0),
+        Span(0, "B", 0, 0, 14.1, 16.0),
+        Span(0, "U", 0, 1, 16.0, 16.1),
+        Span(0, "F", 0, 2, 16.2, 17.2),
+        Span(0, "B", 0, 1, 17.5, 19.0),
+        Span(0, "B", 0, 2, 19.0, 20.0),
+        Span(1, "F", 1, 0, 11.5, 12.5),
+        Span(1, "B", 1, 0, 12.5, 14.0),
+        Span(1, "F", 1, 1, 14.5, 15.0),
+        Span(1, "B", 1, 1, 15.0, 16.5),
+        Span(1, "F", 1, 2, 17.3, 17.8),
+        Span(1, "B", 1, 2, 17.8, 18.5),
+    ),
+    microbatches=3,
+    batch=32,
+    tags=(Tag(0, 0, 0, 0, 0), Tag(0, 1, 0, 0, 1), Tag(0, 2, 1, 1, 2), Tag(1, 2, 2, 2, 2)),
+    peak_bytes=(2000, 1000),
+)
+
+
+def test_measured_run_with_gaps() -> None:
+    found = measure(MEASURED)
+    assert found.makespan_s == pytest.approx(10.0)
+    assert found.throughput_per_s == pytest.approx(0.3)
+    assert found.samples_per_s == pytest.approx(9.6)
+    assert [row.busy_s for row in found.per_rank] == pytest.approx([7.3, 5.7])
+    assert found.bubble == pytest.approx(1 - 13.0 / 20.0)
+    assert [row.wait_s for row in found.per_rank] == pytest.approx([2.0, 0.0])
+    assert [row.send_s for row in found.per_rank] == pytest.approx([1.5, 0.0])  # overlapping messages count once
+    assert [(row.peak_in_flight, row.peak_versions, row.staleness, row.peak_bytes) for row in found.per_rank] == [
+        (2, None, 1, 2000),
+        (1, None, 0, 1000),
+    ]
+
+
+def test_steady_part_of_a_measured_run() -> None:
+    assert steady_window(MEASURED) == (16.0, 17.2)
+    found = steady(MEASURED)
+    assert found.makespan_s == pytest.approx(1.2)
+    assert [row.busy_s for row in found.per_rank] == pytest.approx([1.1, 0.5])
+    assert [row.wait_s for row in found.per_rank] == [0.0, 0.0]
+    assert found.per_rank[0].peak_in_flight == 2
+
+
+def test_steady_part_has_neither_warm_up_nor_drain() -> None:
+    plan = Plan.uniform(4)
+    timeline = simulate(lower(build("pipedream", plan)), costs(plan), 40)
+    whole, found = measure(timeline), steady(timeline)
+    assert whole.bubble > 0.05
+    assert found.bubble == pytest.approx(0.0)
+    assert found.throughput_per_s == pytest.approx(1 / 3)
+    assert steady_window(timeline) == (12.0, 12.0 + 36 * 3 - 2)
+    assert steady_window(timeline, skip=5)[0] == 12.0 + 15
+
+
+def test_steady_throughput_of_replicas_that_finish_together() -> None:
+    plan = Plan.uniform(1, replicas=(4,))
+    timeline = simulate(lower(build("pipedream", plan)), costs(plan), 40)
+    assert steady(timeline).throughput_per_s == pytest.approx(4 / 3)
+    assert measure(timeline).throughput_per_s == pytest.approx(4 / 3)
+
+
+def test_run_without_steady_part_is_refused() -> None:
+    plan = Plan.uniform(3)
+    gpipe = simulate(lower(build("gpipe", plan, 6)), costs(plan), 6)
+    with pytest.raises(ValueError, match="this run of 6 microbatches drains before"):
+        steady(gpipe)
+    with pytest.raises(ValueError, match="beyond 8 backwards"):
+        steady(gpipe, skip=7)
+
+
+def test_in_flight_counts_until_the_weight_gradient() -> None:
+    letters = ["F", "F", "I", "F", "W", "I", "I", "W", "W"]
+    spans = tuple(Span(0, letter, 0, i, float(i), i + 1.0) for i, letter in enumerate(letters))
+    assert in_flight(Timeline("split", "simulated", 1, spans, 3), 0) == 3
+
+
+def test_forwards_alone_hold_nothing() -> None:
+    plan = Plan.uniform(2)
+    timeline = simulate(lower(evaluation(plan)), costs(plan), 5)
+    assert in_flight(timeline, 0) == 0
+    assert measure(timeline).per_rank[1].staleness is None
+
+
+def test_staleness_by_stage() -> None:
+    assert (staleness(MEASURED, 0), staleness(MEASURED, 1)) == (1, 0)
+    with pytest.raises(ValueError, match="no tags"):
+        staleness(MEASURED, 2)
+
+
+def test_empty_timeline() -> None:
+    found = measure(Timeline("none", "measured", 2, (), 0))
+    assert (found.makespan_s, found.bubble, found.throughput_per_s) == (0.0, 0.0, 0.0)
+    assert found.busy_shares == (0.0, 0.0)
+
+
+def test_prints_as_a_table_and_can_be_saved() -> None:
+    found = measure(MEASURED)
+    assert str(found).splitlines() == [
+        "pipedream, measured: 10.0 s, bubble 35.0%, 0.3 microbatches/s, 9.6 samples/s",
+        "rank       busy   share      waits      sends  in flight  versions  staleness       peak",
+        "   0     7.30 s   73.0%     2.00 s     1.50 s          2         -          1    2.00 kB",
+        "   1     5.70 s   57.0%       0 us       0 us          1         -          0    1.00 kB",
+    ]
+    assert Metrics.from_json(found.to_json()) == found

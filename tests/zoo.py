@@ -1,0 +1,198 @@
+"""The zoo: four small models with their data, losses and places to cut.
+
+Each gives what a pipeline can get wrong: dropout, statistics and work in place, tuples of which a part has no
+gradient, padding, sequences of changing length, and a last minibatch with fewer samples than microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipedream.capture import capture
+from pipedream.core.cluster import Cluster
+from pipedream.core.plan import Plan
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.planner import by_hand
+
+Batch = tuple[Tensor, Tensor]
+PAD = 0
+
+
+@dataclass(frozen=True)
+class Animal:
+    """A model and all that its training takes.
+
+    Attributes:
+        model: fresh, the same each time.
+        batches: one epoch.
+        loss: as a user gives it to a pipeline.
+        total: (output, targets) -> (sum, weight), written independently of the loss above.
+        cuts: number of stages -> layer indices.
+    """
+
+    model: nn.Module
+    batches: list[Batch]
+    loss: Callable[..., Any]
+    total: Callable[[Any, Tensor], tuple[Tensor, float]]
+    cuts: dict[int, tuple[int, ...]]
+
+
+def plan_of(animal: Animal, stages: int, replicas: tuple[int, ...] | None = None, depth: Any = "noam") -> Plan:
+    """Returns the plan that is cut at the animal's own places; nothing is timed."""
+    graph = capture(animal.model, (animal.batches[0][0],)).graph
+    costs = tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers)
+    profile = Profile(type(animal.model).__name__, graph, costs, len(animal.batches[0][0]))
+    counts = replicas or (1,) * stages
+    return by_hand(profile, Cluster.flat(sum(counts)), animal.cuts[stages], counts, depth=depth)
+
+
+def mlp(dtype: torch.dtype) -> Animal:
+    """A multilayer perceptron with dropout."""
+    model = nn.Sequential(
+        nn.Linear(6, 16),
+        nn.Tanh(),
+        nn.Dropout(0.3),
+        nn.Linear(16, 16),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.2),
+        nn.Linear(16, 3),
+    )
+    data = torch.randn(50, 6, dtype=dtype), torch.randint(3, (50,))
+    cuts = {1: (), 2: (3,), 3: (2, 4), 4: (1, 3, 5)}
+    return Animal(model.to(dtype), _dealt(*data, 12), F.cross_entropy, _classes, cuts)
+
+
+def cnn(dtype: torch.dtype) -> Animal:
+    """A convolutional network with statistics, work in place and dropped channels."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1, bias=False),  # a bias before a norm has no gradient but rounding
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Dropout2d(0.3),
+        nn.Conv2d(4, 4, 3, stride=2, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+    data = torch.randn(50, 1, 6, 6, dtype=dtype), torch.randint(3, (50,))
+    # Cuts before the ReLUs: what arrives is written in place.
+    cuts = {1: (), 2: (2,), 3: (2, 6), 4: (1, 2, 6)}
+    return Animal(model.to(dtype), _dealt(*data, 12), nn.CrossEntropyLoss(), _classes, cuts)
+
+
+class _Embed(nn.Module):
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(words, width, padding_idx=PAD)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mask = tokens != PAD
+        return self.table(tokens), mask, mask.sum(1)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(width, width, num_layers=2, dropout=0.2, batch_first=True)
+
+    def forward(self, value: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        x, mask, lengths = value
+        out, (hidden, cell) = self.lstm(x * mask.unsqueeze(2))
+        # The lengths are whole numbers; nobody reads the cell, so no gradient comes back for it.
+        return out, hidden[-1], lengths, {"mask": mask, "cell": [cell], "scale": 0.5}
+
+
+class _Decode(nn.Module):
+    def __init__(self, width: int, words: int) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, value: tuple[Tensor, Tensor, Tensor, dict[str, Any]]) -> Tensor:
+        out, hidden, lengths, rest = value
+        share = lengths.to(out.dtype).reshape(-1, 1, 1) / out.shape[1]
+        mixed = out + rest["scale"] * hidden.unsqueeze(1) * share * rest["mask"].unsqueeze(2)
+        return self.head(self.drop(mixed)).transpose(1, 2)
+
+
+class _Squash(nn.Module):
+    def forward(self, value: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.tanh(value[0]), value[1], value[2]
+
+
+def lstm(dtype: torch.dtype) -> Animal:
+    """A recurrent language model: tokens, padding, and sequences whose length changes between minibatches."""
+    words, width = 11, 8
+    model = nn.Sequential(_Embed(words, width), _Squash(), _Recurrent(width), _Decode(width, words)).to(dtype)
+    batches = []
+    for length, count in ((5, 8), (7, 8), (3, 8), (6, 8), (4, 2)):
+        x, y = torch.randint(1, words, (count, length)), torch.randint(1, words, (count, length))
+        for row in range(count):
+            kept = length - row % 3
+            x[row, kept:], y[row, kept:] = PAD, PAD
+        batches.append((x, y))
+    batches[2][1][0] = batches[2][1][1] = PAD  # a microbatch in which nothing counts
+    cuts = {1: (), 2: (2,), 3: (2, 3), 4: (1, 2, 3)}
+    return Animal(model, batches, partial(F.cross_entropy, ignore_index=PAD), _tokens, cuts)
+
+
+class _Positions(nn.Module):
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(words, width)
+        self.places = nn.Parameter(torch.randn(8, width) / 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(tokens) + self.places[: tokens.shape[1]]
+
+
+class _Pool(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def transformer(dtype: torch.dtype) -> Animal:
+    """A small transformer with dropout, with a loss over elements."""
+    width = 8
+    layers = [nn.TransformerEncoderLayer(width, 2, 16, dropout=0.1, batch_first=True) for _ in range(2)]
+    model = nn.Sequential(_Positions(9, width), *layers, _Pool(), nn.Linear(width, 4)).to(dtype)
+    data = torch.randint(9, (50, 6)), torch.randn(50, 4, dtype=dtype)
+    return Animal(model, _dealt(*data, 12), F.mse_loss, _elements, {1: (), 2: (2,), 3: (1, 2), 4: (1, 2, 3)})
+
+
+_SPECIES = {"mlp": mlp, "cnn": cnn, "lstm": lstm, "transformer": transformer}
+NAMES = tuple(_SPECIES)
+
+
+def make(name: str, dtype: torch.dtype = torch.float64) -> Animal:
+    """Returns an animal by name: the same weights and data each time; the global generator is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        return _SPECIES[name](dtype)
+
+
+def _dealt(x: Tensor, y: Tensor, size: int) -> list[Batch]:
+    return [(x[i : i + size], y[i : i + size]) for i in range(0, len(x), size)]
+
+
+def _classes(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    picked = output.log_softmax(1)[torch.arange(len(targets)), targets]
+    return -picked.sum(), float(len(targets))
+
+
+def _tokens(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    picked = output.log_softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    counts = targets != PAD
+    return -(picked * counts).sum(), float(counts.sum())
+
+
+def _elements(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    return ((output - targets) ** 2).sum(), float(targets.numel())
