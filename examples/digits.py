@@ -47,6 +47,7 @@ def recipe(seed: int = 0) -> pipedream.Recipe:
         train=DataLoader(train, batch_size=32, shuffle=True, generator=order),
         test=DataLoader(test, batch_size=128),
         metrics={"accuracy": lambda output, labels: (output.argmax(1) == labels).float().mean()},
+        scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=12 * 45),  # one step an update
         epochs=12,
         target=("accuracy", 0.97),
     )

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 __all__ = ["ADDRESSES", "LINK", "lacking", "two_namespaces"]
 
 ADDRESSES = ("10.83.0.1", "10.83.0.2")
-LINK = "link"
+LINK = "wire"
 """Name of the link's end in each namespace."""
 
 # A bucket of 32 kB lets little more than half a message part through at full speed before the rate holds; the queue

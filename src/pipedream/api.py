@@ -21,6 +21,7 @@ from .core.schedule import Schedule
 from .core.timeline import Timeline
 from .lowering import lower
 from .runtime import talk
+from .runtime.batches import to_device
 from .verifier import verify
 
 __all__ = ["plan", "profile", "simulate", "simulate_program", "versions_of"]
@@ -56,7 +57,9 @@ def profile(
     """
 
     def measured() -> str:
-        inputs = sample if isinstance(sample, tuple) else (sample,)
+        inputs = to_device(sample if isinstance(sample, tuple) else (sample,), talk.device_of(device))
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            model.to(talk.device_of(device))
         captured = capture(model, inputs)
         return profiling.measure(
             captured.layers,

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from math import ceil
+from math import ceil, gcd
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +28,16 @@ from pipedream.simulator import Costs, costs, simulate
 SECONDS = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.1, 5.0))
 
 
+def lag_has_room(warmup: list[int], replicas: tuple[int, ...], lag: list[int], u: int, s: int) -> bool:
+    """Tells whether stage u sends what the replicas of stage s must forward before a lagging update of theirs.
+
+    Update i + 1 of s then follows all forwards below (i + W_s + 2) r_s, and stage u makes those of its round j only
+    after all backwards below (j - W_u) r_u; with a lag of its own, below (j - W_u - 1) r_u.
+    """
+    slack = replicas[u] if lag[u] else gcd(replicas[u], replicas[s])
+    return (warmup[s] + 1) * replicas[s] <= warmup[u] * replicas[u] + slack
+
+
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     """Draws a registered method on any replicated plan, of any depth and lag that the rules allow."""
@@ -36,9 +46,12 @@ def schedules(draw: st.DrawFn) -> Schedule:
     for s in reversed(range(len(replicas))):
         least = max((w * r for w, r in zip(warmup, replicas[s + 1 :], strict=True)), default=0)
         warmup.insert(0, ceil(least / replicas[s]) + draw(st.integers(0, 2)))
-    lag = tuple(draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
+    lag = [0] * len(replicas)
+    for s, r in enumerate(replicas):
+        if r > 1 and all(lag_has_room(warmup, replicas, lag, u, s) for u in range(s)) and len(replicas) > 1:
+            lag[s] = draw(st.integers(0, 1))
     rows = tuple(Stage(s, s + 1, r) for s, r in enumerate(replicas))
-    plan = Plan(rows, tuple(w + 1 for w in warmup), Cluster.flat(sum(replicas)), lag, unit="microbatch")
+    plan = Plan(rows, tuple(w + 1 for w in warmup), Cluster.flat(sum(replicas)), tuple(lag), unit="microbatch")
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     least = max(max(w, 1) * r for w, r in zip(warmup, replicas, strict=True))
     if name == "pipedream_2bw":

@@ -105,7 +105,9 @@ def test_busy_share_of_replicated_plans(replicas: tuple[int, ...]) -> None:
 
 
 @settings(max_examples=25)
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.sampled_from([(1, 1), (1, 2), (2, 1)]), st.integers(0, 4))
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=4), st.sampled_from([(1, 1), (1, 2), (2, 1)]), st.integers(0, 4)
+)
 def test_full_depth_fills_replicated_plans(replicas: list[int], times: tuple[int, int], quarters: int) -> None:
     base = balanced(tuple(replicas), *map(float, times))
     period = Fraction(sum(times))

@@ -7,13 +7,14 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -27,8 +28,10 @@ def set_threads(processes: int) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
 
 
-def launch(workers: int, arguments: Sequence[str]) -> int:
+def launch(workers: int, arguments: Sequence[str], *, silent: bool = False) -> int:
     """Runs ``python ARGUMENTS`` in so many local processes under torch's elastic agent.
+
+    With `silent` the workers' standard output is dropped.
 
     Returns the exit status: 0; 130 after Ctrl-C; otherwise that of the worker that failed first, whose message
     is printed on standard error, once.
@@ -40,13 +43,13 @@ def launch(workers: int, arguments: Sequence[str]) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=workers,
-        run_id=uuid.uuid4().hex,
+        run_id=f"pipedream-{uuid.uuid4().hex}",
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(),
+        logs_specs=_silence() if silent else DefaultLogsSpecs(),
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     try:
@@ -59,6 +62,10 @@ def launch(workers: int, arguments: Sequence[str]) -> int:
         number = getattr(error, "sigval", signal.SIGINT)
         return 128 + int(number)
     return 0
+
+
+def _silence() -> DefaultLogsSpecs:
+    return DefaultLogsSpecs(log_dir=tempfile.mkdtemp(prefix="pipedream-"), redirects=Std.OUT)
 
 
 def leave_word(message: str) -> bool:

@@ -15,7 +15,7 @@ from .one_f_one_b import one_f_one_b
 from .pipedream import pipedream, pipedream_vertical_sync
 from .two_bw import pipedream_2bw
 
-__all__ = ["ALIASES", "SCHEDULES", "Choice", "build"]
+__all__ = ["ALIASES", "SCHEDULES", "Choice", "build", "claims_at"]
 
 SCHEDULES: dict[str, Callable[[Plan, int | None], Schedule]] = {
     "naive": naive,
@@ -69,3 +69,14 @@ class Choice(Artifact):
     def build(self) -> Schedule:
         """Returns the schedule."""
         return build(self.name, self.plan, self.microbatches)
+
+
+def claims_at(schedule: Schedule, stages: int, microbatches: int) -> dict[str, object]:
+    """Returns what a method's paper promises for p stages and m microbatches, as JSON values."""
+    claims = schedule.claims
+    lists = {
+        name: None if form is None else [form(stages, microbatches, s) for s in range(stages)]
+        for name, form in (("in_flight", claims.in_flight), ("staleness", claims.staleness), ("versions", claims.versions))
+    }
+    bubble = None if claims.bubble is None else claims.bubble(stages, microbatches)
+    return {"flushes": schedule.flushes, "assumption": claims.assumption, "bubble": bubble, **lists}

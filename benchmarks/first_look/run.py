@@ -1,0 +1,193 @@
+"""A first look at speed: two workers behind a link of three rates; all methods by turns in one run.
+
+    python benchmarks/first_look/run.py            # about fifteen minutes
+    python benchmarks/first_look/run.py --quick    # a minute, tiny sizes: that it runs, not how fast
+
+Needs root, iproute2 and two cores; says so where it cannot run. Prints the tables of README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from model import Sizes
+from network import ADDRESSES, LINK, lacking, two_namespaces
+
+import pipedream as pd
+from pipedream import metrics, planner, schedules
+from pipedream.core.plan import Plan
+from pipedream.core.profile import Profile
+
+__all__ = ["main"]
+
+RATES = {"no limit": (None, None), "400 mbit/s": ("400mbit", 50e6), "100 mbit/s": ("100mbit", 12.5e6)}
+"""Name -> the rate as tc writes it, and in bytes per second."""
+
+PIPEDREAM = {
+    "pipedream, depth noam": ("pipedream", "noam"),
+    "pipedream, depth full": ("pipedream", "full"),
+    "pipedream, 2BW, depth full": ("pipedream_2bw", "full"),
+    "pipedream, 1F1B flush": ("1f1b", "noam"),
+    "torch, Schedule1F1B": ("1f1b", "noam"),
+}
+"""Variants that the simulator can predict -> schedule and depth."""
+
+
+def main() -> int:
+    """Runs the benchmark; returns the exit status."""
+    options = _options()
+    if (reason := lacking()) is not None:
+        print(f"benchmarks/first_look cannot run here: {reason}")
+        return 0
+    sizes = Sizes(batch=4, microbatches=4, width=0.25, dense=64) if options.quick else Sizes()
+    rounds, segment = (1, 8) if options.quick else (options.rounds, options.segment)
+    before = os.getloadavg()[0]
+    start = time.monotonic()
+    tables = []
+    for name in options.rates or RATES:
+        print(name, file=sys.stderr, flush=True)
+        tc_rate, bytes_per_s = RATES[name]
+        asked = {"sizes": asdict(sizes), "bytes_per_s": bytes_per_s, "rounds": rounds, "segment": segment,
+                 "only": options.only}  # fmt: skip
+        tables.append(_table(name, _measured(tc_rate, asked), sizes))
+    print(_environment(before, rounds, segment, sizes, time.monotonic() - start))
+    print("\n\n".join(tables))
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, one round")
+    parser.add_argument("--rounds", type=int, default=7, help="segments of each variant, by turns")
+    parser.add_argument("--segment", type=int, default=24, help="microbatches that a segment times")
+    parser.add_argument("--rates", nargs="+", choices=list(RATES), help="rates of the link; all unless given")
+    parser.add_argument("--only", nargs="+", help="names of variants; all unless given")
+    return parser.parse_args()
+
+
+def _measured(tc_rate: str | None, asked: dict[str, Any]) -> dict[str, Any]:
+    """Runs the two workers, one core each, and returns what rank 0 printed."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    with two_namespaces(tc_rate) as names:
+        workers = []
+        try:
+            for rank, (name, core) in enumerate(zip(names, cores, strict=True)):
+                command = ("ip", "netns", "exec", name, "taskset", "-c", str(core), sys.executable,
+                           str(Path(__file__).with_name("worker.py")), json.dumps(asked))  # fmt: skip
+                torch_variables = {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "MASTER_ADDR": ADDRESSES[0],
+                    "MASTER_PORT": "29500",
+                    "GLOO_SOCKET_IFNAME": LINK,
+                    "OMP_NUM_THREADS": "1",
+                }
+                output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+                workers.append(subprocess.Popen(command, env=os.environ | torch_variables, stdout=output, text=True))
+            text = workers[0].communicate()[0]
+            statuses = [worker.wait(timeout=60) for worker in workers]
+            if any(statuses):
+                raise SystemExit(f"the workers ended with {statuses}")
+        finally:
+            for worker in workers:
+                if worker.poll() is None:
+                    worker.kill()
+                    worker.wait()
+    return dict(json.loads(text.splitlines()[-1]))
+
+
+def _predicted(found: dict[str, Any], sizes: Sizes) -> dict[str, float]:
+    """Returns variant -> samples per second by simulation of the measured profile over the set rate."""
+    # The profile is of one microbatch.
+    plan = replace(Plan.from_json(found["plan"], "the worker's plan"), unit="microbatch")
+    rates = {"solo": sizes.batch / max(stage.compute_s for stage in plan.stages)}
+    for name, (method, depth) in PIPEDREAM.items():
+        splits = method != "pipedream"
+        schedule = schedules.build(method, plan.with_depth(depth), sizes.microbatches if splits else None)
+        timeline = pd.simulate(schedule.plan, schedule=schedule, microbatches=12 * max(4, schedule.microbatches))
+        rates[name] = metrics.steady(timeline, skip=schedule.microbatches * 2).throughput_per_s * sizes.batch
+        if schedule.flushes:  # whole minibatches: the flush is part of the steady state
+            rates[name] = timeline.microbatches / timeline.makespan_s * sizes.batch
+    whole = planner.whole(Profile.from_json(found["profile"], "the profile"), plan.cluster, replicas=2)
+    compute, update, sync = (
+        whole.stages[0].forward_s + whole.stages[0].backward_s, whole.stages[0].update_s, whole.sync_s[0]
+    )  # fmt: skip
+    for name, each in (("torch, DDP", 1), ("torch, DDP, accumulating", max(1, sizes.microbatches // 2))):
+        rates[name] = 2 * each * sizes.batch / (each * compute + sync + update)
+    return rates
+
+
+def _paper(sizes: Sizes) -> dict[str, float]:
+    """Returns variant -> share of the slowest stage's rate that the method's paper claims, where it claims one."""
+    m = sizes.microbatches
+    flush = m / (m + 1)
+    return {
+        "solo": 1.0,
+        "pipedream, depth noam": 1.0,
+        "pipedream, depth full": 1.0,
+        "pipedream, 2BW, depth full": 1.0,
+        "pipedream, 1F1B flush": flush,
+        "torch, Schedule1F1B": flush,
+    }
+
+
+def _table(name: str, found: dict[str, Any], sizes: Sizes) -> str:
+    predicted, paper = _predicted(found, sizes), _paper(sizes)
+    plan = Plan.from_json(found["plan"], "the worker's plan")
+    solo = statistics.median(found["rates"].get("solo", [predicted["solo"]]))
+    slot_s = sizes.batch / solo
+    message = plan.stages[0].output_bytes
+    depths = {depth: tuple(counts) for depth, counts in found["depths"].items()}
+    rows = [
+        f"### {name}",
+        "",
+        f"Message {message / 1e6:.2f} MB, measured {found['message_s'] * 1e3:.1f} ms one way (the set rate predicts "
+        f"{plan.transfers_s[0] * 1e3:.1f} ms); slot of the slowest stage alone {slot_s * 1e3:.1f} ms; a message takes "
+        f"{found['message_s'] / slot_s:.2f} slots. In flight: noam {depths['noam']}, full {depths['full']}.",
+        "",
+        "| variant | paper | predicted | measured | samples/s, median (quartiles) |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for variant, rates in found["rates"].items():
+        low, middle, high = _quartiles(rates)
+        claim = f"{paper[variant]:.0%}" if variant in paper else "-"
+        rows.append(
+            f"| {variant} | {claim} | {predicted[variant] / predicted['solo']:.0%} | {middle / solo:.0%} | "
+            f"{middle:.1f} ({low:.1f} to {high:.1f}) |"
+        )
+    return "\n".join(rows)
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    if len(values) < 2:
+        return (values[0],) * 3
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _environment(load: float, rounds: int, segment: int, sizes: Sizes, seconds: float) -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        cpu = platform.processor()
+    return (
+        f"{time.strftime('%Y-%m-%d')}; {os.cpu_count()} cores of {cpu}, Linux {platform.release()}, Python "
+        f"{platform.python_version()}, torch {torch.__version__}; load average before the run {load:.2f}; {sizes}; "
+        f"{rounds} rounds of {segment} microbatches; {seconds / 60:.1f} minutes; command: python {' '.join(sys.argv)}\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
