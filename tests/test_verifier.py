@@ -249,6 +249,13 @@ def test_broken_programs_are_refused(story: str) -> None:
         verify(edited(program, rank, change))
 
 
+def test_an_update_that_makes_no_version_is_refused() -> None:
+    program = program_of("1f1b", 1, 1, microbatches=2)
+    period = program.ranks[0].period
+    with pytest.raises(ScheduleError, match=r"rank 0 lacks 0U1 in a run of 2 microbatches"):
+        verify(with_period(program, 0, (*period[:-1], period[-1]._replace(index=0))))
+
+
 def test_two_orders_that_are_each_legal_deadlock_together() -> None:
     """Rank 0 wants a backward before it sends microbatch 1, rank 1 wants microbatch 1 before a backward."""
     program = program_of("1f1b", 1, 1, microbatches=2)
@@ -277,6 +284,21 @@ def test_a_ring_too_shallow_deadlocks() -> None:
     with pytest.raises(DeadlockError, match=r"a place in the ring of 1, which 1F0 on rank 1 would free"):
         verify(with_depth(ahead, 1))
     verify(with_depth(program, 1))
+
+
+def test_a_send_waits_for_those_before_it_on_its_lane() -> None:
+    """Replica 0's third microbatch is sent before replica 1's first, and has no place before their first sum."""
+    program = with_depth(Case("pipedream", (1, 2), (6, 1), (0, 0), None).program(), 1)
+    warmup = program.ranks[0].warmup
+    words = {str(item): item for item in warmup}
+    assert [word for word in words if word[0] == "0"] == [f"0F{k}" for k in range(5)]
+    sends = [f">{c}:{k}" for k in (0, 2, 4, 1, 3) for c in range(len(program.channels)) if f">{c}:{k}" in words]
+    order = tuple(words[word] for word in ["0F0", "0F1", "0F2", "0F3", "0F4", *sends])
+    assert sorted(map(str, order)) == sorted(words)
+    even_first = replace(program, ranks=(replace(program.ranks[0], warmup=order), *program.ranks[1:]))
+    verify(even_first)
+    with pytest.raises(DeadlockError, match=r"issued before it on the same lane of rank 0"):
+        verify(even_first, lanes=lambda channel: channel.sender)
 
 
 def test_crossing_sends_deadlock_only_on_a_shared_lane() -> None:

@@ -168,7 +168,9 @@ def plan(
         print(found)
         return
     alone = measured.forward_s + measured.backward_s + measured.update_s + measured.loss_s
-    parallel = api.plan(measured, Cluster.flat(joined.workers, joined.bandwidth_bytes_per_s, joined.latency_s), straight=False)
+    parallel = api.plan(
+        measured, Cluster.flat(joined.workers, joined.bandwidth_bytes_per_s, joined.latency_s), straight=False
+    )
     _print_json(
         {
             "config": found.config,
@@ -300,7 +302,14 @@ def compare(
 
     names = tuple(schedule or ("pipedream", "1f1b", "pipedream_2bw"))
     rows = compare_recipe(
-        recipe, workers=workers, schedules=names, epochs=epochs, minibatches=minibatches, seed=seed, device=device, out=out
+        recipe,
+        workers=workers,
+        schedules=names,
+        epochs=epochs,
+        minibatches=minibatches,
+        seed=seed,
+        device=device,
+        out=out,
     )
     if as_json:
         _print_json({"variants": rows})
@@ -309,11 +318,9 @@ def compare(
 
 
 @app.command()
-def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder.")], as_json: Json = False
-) -> None:
+def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder.")], as_json: Json = False) -> None:
     """Make report.html again from a run folder."""
-    from .training import write_report
+    from .runfolder import write_report
 
     path = write_report(folder)
     if as_json:
@@ -376,9 +383,7 @@ def _depth(text: str) -> str | tuple[int, ...]:
         raise PlanError(f"--in-flight {text!r} is not known; write noam, full or counts as in 3,2,1") from None
 
 
-def _cluster(
-    path: Path | None, workers: int | None, bandwidth: str, latency: float, memory: str | None
-) -> Cluster:
+def _cluster(path: Path | None, workers: int | None, bandwidth: str, latency: float, memory: str | None) -> Cluster:
     try:
         size = None if memory is None else units.parse_bytes(memory)
         rate = units.parse_rate(bandwidth)

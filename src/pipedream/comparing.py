@@ -70,7 +70,10 @@ def compare_recipe(
 def comparison_table(rows: list[dict[str, Any]]) -> str:
     """Returns the rows as a table; speed-ups are over the first."""
     names = list(rows[0]["metrics"])
-    head = f"{'variant':<24}  {'workers':>7}  {'samples/s':>9}  {'speed-up':>8}  {'predicted':>9}  {'bubble':>6}  {'peak MB':>7}"
+    head = (
+        f"{'variant':<24}  {'workers':>7}  {'samples/s':>9}  {'speed-up':>8}  {'predicted':>9}  {'bubble':>6}  "
+        f"{'peak MB':>7}"
+    )
     lines = [head + "".join(f"  {name:>10}" for name in names)]
     for row in rows:
         speedup = row["samples_per_s"] / rows[0]["samples_per_s"]

@@ -29,9 +29,9 @@ from .lowering import lower
 from .runtime.crew import Settings
 from .runtime.feed import Ending
 from .runtime.losses import Loss, is_torch_loss
+from .runtime.results import Done
 from .runtime.session import Session
 from .runtime.talk import device_of
-from .runtime.worker import Done
 from .verifier import Proof, verify
 
 __all__ = ["Done", "Pipeline"]
@@ -100,8 +100,8 @@ class Pipeline:
         couples = clip_grad_norm is not None and clip == "global" and plan.workers > 1
         if couples and not built.flushes and len(plan.stages) > 1:
             raise ScheduleError(
-                f"clip_grad_norm by the global norm was asked of {built.name!r}, which does not flush: its stages update "
-                "at different times and no moment has one global norm. Take clip='local' (each stage by its own "
+                f"clip_grad_norm by the global norm was asked of {built.name!r}, which does not flush: its stages "
+                "update at different times and no moment has one global norm. Take clip='local' (each stage by its own "
                 "norm) or a flushing schedule (1f1b, gpipe)"
             )
         self.schedule = replace(built, couples_updates=couples and len(plan.stages) > 1)
@@ -164,9 +164,7 @@ class Pipeline:
         """
         self._finish()
         until = self._epoch + epochs
-        self._session.open_feed(
-            loader, self._take, first_epoch=self._epoch, epochs=until, skip=self._epoch_batches
-        )
+        self._session.open_feed(loader, self._take, first_epoch=self._epoch, epochs=until, skip=self._epoch_batches)
         while True:
             self._segment = self._session.train()
             while self._ready or self._advance():
@@ -287,7 +285,7 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, KeyboardInterrupt) and self._session.interrupted:
+        if error is None or (isinstance(error, KeyboardInterrupt) and self._session.interrupted):
             self._finish()
             self._session.close(failed=False)
         else:

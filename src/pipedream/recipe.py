@@ -66,7 +66,8 @@ class Recipe:
     def first_batch(self) -> Any:
         """Returns a training batch without moving the loader's random numbers on, where it allows that."""
         loader: Any = self.train
-        dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+        dataset: Any = getattr(loader, "dataset", None)
+        collate = getattr(loader, "collate_fn", None)
         size = getattr(loader, "batch_size", None)
         if size and collate is not None and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             return collate([dataset[i] for i in range(min(size, len(dataset)))])
@@ -89,7 +90,9 @@ def load_recipe(path: str, *, seed: int = 0, function: str = "recipe") -> Recipe
     """
     file = Path(path)
     if not file.is_file():
-        raise RecipeError(f"the recipe {path} does not exist; give the path of a Python file with a function {function}()")
+        raise RecipeError(
+            f"the recipe {path} does not exist; give the path of a Python file with a function {function}()"
+        )
     spec = spec_from_file_location(f"recipe_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise RecipeError(f"the recipe {path} is not a Python file; give one that ends in .py")

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from . import api, metrics
-from .core.artifact import write_text
+from . import api
 from .core.cluster import Cluster
 from .core.errors import PlanError, RecipeError
 from .core.plan import Plan
 from .core.profile import Profile
-from .core.timeline import Timeline
 from .pipeline import Done, Pipeline
 from .progress import Progress
 from .recipe import Recipe, make_recipe
-from .report.html import save_page
-from .report.trace import save_trace
+from .runfolder import last_segment, software_versions, summarise, write_run
 from .runtime import talk
-from .runtime.files import load_weights, save_weights
+from .runtime.files import load_weights
 from .runtime.launch import set_threads
 from .runtime.losses import Loss, is_torch_loss
 
@@ -137,11 +130,19 @@ def train_recipe(
         state = pipeline.state_dict()
         average = pipeline.state_dict(ema=True) if recipe.ema is not None else None
         rates = pipeline.learning_rates()
-        steady = _last_segment(measured, pipeline.drains)
+        steady = last_segment(measured, pipeline.drains)
         predicted = api.simulate_program(
             pipeline.program, max(steady.microbatches, 4 * pipeline.program.cycle * max(plan.in_flight))
         )
-    summary = _summary(work, plan, predicted, steady, sent, rates) | {
+    summary = summarise(
+        plan=plan,
+        predicted=predicted,
+        measured=steady,
+        sent_bytes=sent,
+        learning_rates=rates,
+        samples_per_s=work.samples_per_s,
+    )
+    summary |= work.figures() | {
         "seconds": time.perf_counter() - began,
         "interrupted": interrupted,
         "configuration": {
@@ -164,12 +165,12 @@ def train_recipe(
         },
         "recipe": recipe.name,
         "seed": seed,
-        "versions": _versions(),
+        "versions": software_versions(),
     }
     if rank == 0:
         for logger in loggers:
             logger.close()
-        _write(folder, summary, plan, profile, predicted, measured, steady, work.losses, state, average)
+        write_run(folder, summary, plan, profile, predicted, measured, steady, work.losses, state, average)
         _say(console, summary, folder)
     if interrupted:
         raise KeyboardInterrupt
@@ -206,7 +207,7 @@ class _Run:
         self.results: list[dict[str, Any]] = []
         self.seconds_to_target: float | None = None
         self.train_s = 0.0
-        self.rates: list[float] = []
+        self.samples_per_s: list[float] = []
         self._evaluate_every = evaluate_every
         self._progress = Progress(console, pipeline.plan.workers)
         self._console = console
@@ -227,12 +228,12 @@ class _Run:
                     self._progress.show(done, self.pipeline)
                     if done.ends_epoch:
                         if now > mark[0]:
-                            self.rates.append((samples - mark[1]) / (now - mark[0]))
+                            self.samples_per_s.append((samples - mark[1]) / (now - mark[0]))
                         self._end_epoch(done, now - start, last=done.epoch + 1 == epochs)
                         mark = None
                     if minibatches is not None and done.number + 1 >= minibatches:
                         if mark is not None and now > mark[0]:
-                            self.rates.append((samples - mark[1]) / (now - mark[0]))
+                            self.samples_per_s.append((samples - mark[1]) / (now - mark[0]))
                         break
             except KeyboardInterrupt:
                 # What was admitted has been finished. A second signal shall not spoil the saving.
@@ -243,6 +244,23 @@ class _Run:
         if self.recipe.test is not None and not self.result:
             self.result = self.pipeline.evaluate(self.recipe.test)
         return interrupted
+
+    def figures(self) -> dict[str, Any]:
+        """Returns what the summary says of the training itself."""
+        found: dict[str, Any] = {
+            "drains": self.pipeline.drains,
+            "epochs": self.pipeline.position[0],
+            "minibatches": len(self.losses),
+            "metrics": self.result,
+            "evaluations": self.results,
+            "train_seconds": self.train_s,
+            "seconds_to_target": self.seconds_to_target,
+        }
+        if "accuracy" in self.result:
+            found["accuracy"] = self.result["accuracy"]
+        if self.recipe.target is not None:
+            found["target"] = {"metric": self.recipe.target[0], "value": self.recipe.target[1]}
+        return found
 
     def _end_epoch(self, done: Done, seconds: float, last: bool) -> None:
         every = self._evaluate_every
@@ -256,7 +274,7 @@ class _Run:
         if self.recipe.target is not None and self.seconds_to_target is None:
             name, value = self.recipe.target
             if name not in self.result:
-                raise RecipeError(f"the recipe's target is on {name!r}, its metrics are {sorted(self.result)}; name one")
+                raise RecipeError(f"the recipe's target is on {name!r}, its metrics are {sorted(self.result)}")
             reached = self.result[name] <= value if name == "loss" else self.result[name] >= value
             self.seconds_to_target = seconds if reached else None
 
@@ -264,7 +282,7 @@ class _Run:
 def _workers(workers: int | None, plan: Plan | None, processes: int) -> int:
     count = workers or (plan.workers if plan is not None else processes if processes > 1 else 2)
     if processes > 1 and count != processes:
-        raise PlanError(f"{count} workers were asked for, but {processes} processes were started; make the numbers equal")
+        raise PlanError(f"{count} workers were asked for, {processes} processes were started; make the numbers equal")
     if plan is not None and plan.workers != count:
         raise PlanError(
             f"the plan {plan.config} is for {plan.workers} workers, {count} were asked for; plan again for {count}"
@@ -321,140 +339,6 @@ def _new_folder(name: str) -> Path:
     return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def _last_segment(measured: Timeline, drains: list[int]) -> Timeline:
-    """Returns the measured run between its last two drains, where nothing disturbed it."""
-    m = measured.minibatch_microbatches
-    stop = measured.microbatches
-    start = max((drain * m for drain in drains if drain * m < stop), default=0)
-    inside = [span for span in measured.spans if span.kind in "FB" and start <= span.index < stop]
-    if not inside:
-        return measured
-    part = measured.between(min(span.start_s for span in inside), max(span.end_s for span in inside))
-    return replace(part, microbatches=stop - start)
-
-
-def _summary(
-    work: _Run,
-    plan: Plan,
-    predicted: Timeline,
-    measured: Timeline,
-    sent: dict[int, int],
-    rates: tuple[float, ...],
-) -> dict[str, Any]:
-    before, after = _steady(predicted), _steady(measured)
-    samples_per_s = sorted(work.rates)[len(work.rates) // 2] if work.rates else after.samples_per_s
-    stages = []
-    placement = plan.placement
-    for index, stage in enumerate(plan.stages):
-        for rank in placement.ranks[index]:
-            now, then = after.per_rank[rank], before.per_rank[rank]
-            stages.append(
-                {
-                    "stage": index,
-                    "rank": rank,
-                    "layers": list(stage.names),
-                    "learning_rate": rates[index],
-                    "busy_share": now.busy_s / after.makespan_s if after.makespan_s else None,
-                    "wait_share": now.wait_s / after.makespan_s if after.makespan_s else None,
-                    "send_share": now.send_s / after.makespan_s if after.makespan_s else None,
-                    "predicted_busy_share": then.busy_s / before.makespan_s if before.makespan_s else None,
-                    "bytes_sent": sent.get(rank, 0),
-                    "peak_bytes": measured.peak_bytes[rank] if measured.peak_bytes else None,
-                    "predicted_peak_bytes": stage.peak_bytes,
-                    "versions": measured.peak_versions[rank] if measured.peak_versions else None,
-                    "staleness": now.staleness,
-                }
-            )
-    found: dict[str, Any] = {
-        "format": 1,
-        "schedule": measured.name,
-        "workers": plan.workers,
-        "plan": json.loads(plan.to_json()),
-        "stages": stages,
-        "drains": work.pipeline.drains,
-        "epochs": work.pipeline.position[0],
-        "minibatches": len(work.losses),
-        "metrics": work.result,
-        "evaluations": work.results,
-        "train_seconds": work.train_s,
-        "seconds_to_target": work.seconds_to_target,
-        "throughput": {"predicted_per_s": before.samples_per_s, "measured_per_s": samples_per_s},
-        "bubble": {"predicted": before.bubble, "measured": after.bubble},
-    }
-    if "accuracy" in work.result:
-        found["accuracy"] = work.result["accuracy"]
-    if work.recipe.target is not None:
-        found["target"] = {"metric": work.recipe.target[0], "value": work.recipe.target[1]}
-    return found
-
-
-def _steady(timeline: Timeline) -> metrics.Metrics:
-    try:
-        return metrics.steady(timeline)
-    except ValueError:  # too short a run to have a steady part
-        return metrics.measure(timeline)
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in ("pipedream", "torch", "numpy"):
-        found[name] = version(name)
-    return found
-
-
-def _write(
-    folder: Path,
-    summary: dict[str, Any],
-    plan: Plan,
-    profile: Profile | None,
-    predicted: Timeline,
-    measured: Timeline,
-    steady: Timeline,
-    losses: list[tuple[int, float]],
-    state: dict[str, Any],
-    average: dict[str, Any] | None,
-) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    plan.save(folder / "plan.json")
-    if profile is not None:
-        profile.save(folder / "profile.json")
-    predicted.save(folder / "predicted.json")
-    steady.save(folder / "measured.json")
-    write_text(folder / "losses.json", json.dumps(losses))
-    write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-    save_weights(folder / "weights.pt", state)
-    if average is not None:
-        save_weights(folder / "weights_ema.pt", average)
-    save_trace(measured, folder / "trace.json")
-    write_report(folder)
-
-
-def write_report(folder: Path) -> Path:
-    """Writes ``report.html`` of a run folder from the files in it. Returns its path.
-
-    Raises:
-        ArtifactError: the folder is not a run folder.
-    """
-    from .core.errors import ArtifactError
-
-    try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        losses = json.loads((folder / "losses.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{folder} is not a run folder: {error}; give the folder that a training run left") from None
-    profile = folder / "profile.json"
-    return save_page(
-        folder / "report.html",
-        summary,
-        plan=Plan.load(folder / "plan.json"),
-        profile=Profile.load(profile) if profile.exists() else None,
-        predicted=Timeline.load(folder / "predicted.json"),
-        measured=Timeline.load(folder / "measured.json"),
-        losses=losses,
-        title=f"{summary.get('recipe', 'run')}, {summary.get('schedule', '')}",
-    )
-
-
 def _say(console: Console, summary: dict[str, Any], folder: Path) -> None:
     results = ", ".join(f"{name} {value:.4g}" for name, value in summary["metrics"].items())
     rate = summary["throughput"]
@@ -466,7 +350,9 @@ def _say(console: Console, summary: dict[str, Any], folder: Path) -> None:
         + (
             f", to the target {summary['seconds_to_target']:.1f}"
             if summary["seconds_to_target"] is not None
-            else ", target not reached" if summary.get("target") else ""
+            else ", target not reached"
+            if summary.get("target")
+            else ""
         )
         + f"\nrun folder: {folder} (open report.html in a browser, trace.json in Perfetto)"
     )

@@ -375,8 +375,8 @@ def test_message_out_of_turn_and_message_unread_are_errors() -> None:
     plan = straight(2)
     program = once(lower(build("gpipe", plan, 4)))
     crossed = broken(program, 1, {"<0:0": "<0:9", "<0:1": "<0:0", "<0:9": "<0:1"})
-    with pytest.raises(ScheduleError, match="rank 1 wants the activation of microbatch 1 .* microbatch 0"):
+    with pytest.raises(ScheduleError, match=r"rank 1 wants the activation of microbatch 1 .* microbatch 0"):
         simulate(crossed, costs(plan), 4)
     unread = broken(program, 1, {"<0:3 ": ""})
-    with pytest.raises(ScheduleError, match="the activation of microbatch 3 .* is sent and never received"):
+    with pytest.raises(ScheduleError, match=r"the activation of microbatch 3 .* is sent and never received"):
         simulate(unread, costs(plan), 4)

@@ -26,7 +26,7 @@ def run(name: str, plan: Plan, microbatches: int | None, total: int) -> Timeline
 
 
 def period_s(timeline: Timeline, every: int, skip: int) -> float:
-    """Returns the seconds a minibatch between ends of backwards of rank 0, a multiple of `every` apart, before the drain."""
+    """Returns the seconds a minibatch between ends of backwards of rank 0, `every` so many apart, before the drain."""
     spans = [span for span in timeline.of_rank(0) if span.kind == "B"]
     first, last = skip, skip + (len(spans) - 30 - skip) // every * every
     assert last > first
@@ -69,9 +69,11 @@ def test_throughput_is_that_of_the_slowest_stage(times: list[tuple[float, float]
     rows = tuple(Stage(s, s + 1, 1, f, b) for s, (f, b) in enumerate(times))
     plan = Plan(rows, tuple(range(len(rows), 0, -1)), Cluster.flat(len(rows)), unit="microbatch")
     timeline = run("pipedream", plan, None, 120)
-    slowest = max(f + b for f, b in times)
-    # Spread over a whole number of turns round the pipeline, and bounded from below for any run.
-    assert period_s(timeline, lcm(*range(1, len(rows) + 1)), 30) == pytest.approx(slowest)
+    slowest, rank = max((f + b, s) for s, (f, b) in enumerate(times))
+    ends = [span.end_s for span in timeline.of_rank(rank) if span.kind == "B"]
+    found = (ends[100] - ends[40]) / 60
+    # Stages almost as slow take long to fall into step with it, so the period is met from above.
+    assert slowest * (1 - 1e-9) <= found <= slowest * 1.01
     assert measure(timeline).throughput_per_s <= 1 / slowest + 1e-9
 
 

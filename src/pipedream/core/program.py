@@ -235,6 +235,17 @@ class Program(Artifact):
             total=total,
         )
 
+    def describe(self, instruction: Instruction) -> str:
+        """Returns an instruction in words: ``stage 1, 1F17`` or ``stage 1, receiving activation of microbatch 17``."""
+        if isinstance(instruction, Op):
+            return f"stage {instruction.stage}, {instruction}"
+        if instruction.kind is Move.SYNC:
+            return f"stage {instruction.channel}, sum of update {instruction.index}"
+        channel = self.channels[instruction.channel]
+        if instruction.kind is Move.RECEIVE:
+            return f"stage {channel.target}, receiving {channel.carries} of microbatch {instruction.index}"
+        return f"stage {channel.source}, sending {channel.carries} of microbatch {instruction.index}"
+
     def channel_id(self, sender: int, receiver: int, carries: str) -> int:
         """Returns the index of a channel. Raises KeyError where there is none."""
         for index, channel in enumerate(self.channels):

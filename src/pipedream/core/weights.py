@@ -152,11 +152,8 @@ class VerticalSync(WeightRule):
 
     def staleness(self, stage: int) -> int:
         # The most over one cycle: the tag stands still for a cycle while the stage's updates go on.
-        count = self.replicas[stage]
         return max(
-            k // count - self.forward_version(stage, k)
-            for newest in self._settled(stage)
-            for k in range(newest * count, (newest + 1) * count)
+            newest - self.forward_version(stage, newest * self.replicas[stage]) for newest in self._settled(stage)
         )
 
     @property

@@ -41,9 +41,11 @@ class Sender(ABC):
 
     def close_begin(self) -> None:
         """Says that nothing more comes, so that the receiver can end; does not wait."""
+        return
 
     def close(self) -> None:
         """Waits until everything has left."""
+        return
 
     @property
     @abstractmethod
@@ -60,6 +62,7 @@ class Receiver(ABC):
 
     def close(self) -> None:
         """Completes what was posted ahead; the sender has begun to close."""
+        return
 
 
 class Group(ABC):

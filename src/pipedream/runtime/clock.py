@@ -15,18 +15,25 @@ from .channel import Pending
 __all__ = ["in_process", "on_wire"]
 
 
-def in_process(workers: Sequence[Generator[Any, None, None]], lead: int) -> Iterator[Any]:
+def in_process(workers: Sequence[Generator[Any, None, None]], abreast: Sequence[int]) -> Iterator[Any]:
     """Runs workers by turns; yields what the lead worker yields beside what it waits for.
+
+    Args:
+        workers: all of them.
+        abreast: those of the input stage, the lead first. None of them goes on after a result before the lead
+            has given the same one: what the loop then asks for (a drain) meets all of them at the same place, as
+            it does where each is a process with a loop of its own.
 
     Raises:
         DeadlockError: no worker can go on. (The verifier excludes it.)
     """
     waiting: dict[int, Pending[Any] | None] = dict.fromkeys(range(len(workers)))
+    lead, given = abreast[0], dict.fromkeys(abreast, 0)
     while waiting:
         moved = False
         for number in list(waiting):
             pending = waiting[number]
-            if pending is not None and not pending.ready():
+            if (pending is not None and not pending.ready()) or given.get(number, 0) > given[lead]:
                 continue
             moved = True
             for event in workers[number]:
@@ -34,8 +41,13 @@ def in_process(workers: Sequence[Generator[Any, None, None]], lead: int) -> Iter
                     waiting[number] = event
                     if not event.ready():
                         break
-                elif number == lead:
-                    yield event
+                elif number in given:
+                    given[number] += 1
+                    if number == lead:
+                        yield event
+                    elif given[number] > given[lead]:
+                        waiting[number] = None
+                        break
             else:
                 del waiting[number]
         if not moved:

@@ -15,6 +15,8 @@ from ..core.program import Program
 from .channel import Group, LocalChannel, LocalGroup, Receiver, Sender
 from .losses import Loss, Metric
 from .optimize import Gradients, Optimizer
+from .results import Results
+from .scoring import Scorer
 from .stage import StageModule, low_precision_weights
 from .versions import Versions
 from .wire import Line, WireGroup, WireReceiver, WireSender
@@ -101,9 +103,7 @@ def local_crew(
     placement = program.placement
     channels = {number: LocalChannel() for number in range(len(program.channels))}
     owners = placement.ranks[-1]
-    results = {
-        (owner, rank): LocalChannel() for owner in owners for rank in range(placement.workers) if rank != owner
-    }
+    results = {(owner, rank): LocalChannel() for owner in owners for rank in range(placement.workers) if rank != owner}
     norm = LocalGroup(sum(placement.replicas))
     sums = [LocalGroup(count) for count in placement.replicas]
     crew = []
@@ -255,6 +255,7 @@ def _worker(
     settings: Settings,
     device: torch.device,
 ) -> Worker:
+    results = Results(rank, program.placement.ranks[-1], result_senders, result_receivers, list(settings.metrics))
     return Worker(
         rank,
         program=program,
@@ -262,10 +263,7 @@ def _worker(
         seats=seats,
         senders=dict(senders),
         receivers=dict(receivers),
-        result_senders=dict(result_senders),
-        result_receivers=dict(result_receivers),
-        loss=settings.loss,
-        metrics=settings.metrics,
+        results=results,
+        scorer=Scorer(settings.loss, settings.metrics, results, program.updates.mean_of_rounds, settings.on_nan),
         device=device,
-        on_nan=settings.on_nan,
     )

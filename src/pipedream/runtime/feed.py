@@ -50,9 +50,13 @@ class Feed:
     Args:
         batches: pairs (epoch, batch), as from `read`.
         take: batch -> (inputs, targets).
+        cycle: minibatches of which a drain waits for a multiple, so that no stage's round is torn apart.
     """
 
-    def __init__(self, batches: Iterator[tuple[int, Any]], take: Callable[[Any], tuple[Any, Any]]) -> None:
+    def __init__(
+        self, batches: Iterator[tuple[int, Any]], take: Callable[[Any], tuple[Any, Any]], cycle: int = 1
+    ) -> None:
+        self._cycle = cycle
         self._batches = batches
         self._take = take
         self._ahead: tuple[int, Any] | None = None
@@ -73,9 +77,9 @@ class Feed:
 
         A replica of the input stage takes every so-manieth minibatch and passes over the others.
         """
-        if self.stopped is not None:
+        if self.stopped is not None and number % self._cycle == replica % self._cycle:
             # All replicas stop before the same round.
-            self.ended_at = number - replica
+            self.ended_at = number - number % self._cycle
             return self.stopped
         if not self._started:
             self._started = True
@@ -105,7 +109,8 @@ def read(loader: Iterable[Any], *, first_epoch: int = 0, epochs: int = 1, skip: 
         WorkerError: an epoch has no minibatch.
     """
     for epoch in range(first_epoch, epochs):
-        for part in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None), loader):
+        parts: tuple[Any, ...] = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None), loader)
+        for part in parts:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
         empty = True

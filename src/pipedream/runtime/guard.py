@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-
-import torch.distributed as dist
+from contextlib import suppress
+from typing import Any
 
 from ..core.errors import PeerError, WorkerError
 
@@ -35,7 +35,7 @@ class Guard:
         on_hard_exit: called with the message before the process is ended from the thread.
     """
 
-    def __init__(self, store: dist.Store, rank: int, on_hard_exit: Callable[[str], None] | None = None) -> None:
+    def __init__(self, store: Any, rank: int, on_hard_exit: Callable[[str], None] | None = None) -> None:
         self._store = store
         self._rank = rank
         self._on_hard_exit = on_hard_exit or (lambda text: print(text, file=sys.stderr, flush=True))
@@ -46,10 +46,8 @@ class Guard:
     def report(self, error: WorkerError) -> None:
         """Tells all ranks that this one failed; the first report of a run counts."""
         text = json.dumps([error.rank, error.where, error.cause, error.advice])
-        try:
+        with suppress(RuntimeError):  # where the store's own process is gone, the others notice that
             self._store.compare_set(_KEY, "", text)
-        except RuntimeError:  # the store's own process is gone; the others notice that
-            pass
 
     def failure(self, wait_s: float = 3.0) -> PeerError | None:
         """Returns the failure that another rank has reported, waiting for it a little."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from .worker import Done
+from .results import Done
 
 __all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
 

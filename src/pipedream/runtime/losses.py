@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-
 __all__ = ["Loss", "Metric", "is_torch_loss", "measure"]
 
 Metric = Callable[[Any, Any], Any]
@@ -27,7 +26,8 @@ _CLASS_LOSSES = (F.cross_entropy, F.nll_loss)
 _CLASS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _SAMPLE_LOSSES = (F.multi_margin_loss, F.triplet_margin_loss, F.cosine_embedding_loss, F.multilabel_margin_loss)
 _SAMPLE_MODULES = (
-    nn.MultiMarginLoss, nn.TripletMarginLoss, nn.CosineEmbeddingLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss,
+    nn.MultiMarginLoss, nn.TripletMarginLoss, nn.CosineEmbeddingLoss, nn.MultiLabelMarginLoss,
+    nn.MultiLabelSoftMarginLoss,
 )  # fmt: skip
 _ELEMENT_LOSSES = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
@@ -78,7 +78,9 @@ class Loss:
             total, weight = found
             return total, float(weight), True
         if not isinstance(found, torch.Tensor) or found.numel() != 1:
-            what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+            what = (
+                f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+            )
             raise TypeError(f"the loss gave {what}; let it return a scalar tensor, or (sum, weight)")
         found = found.reshape(())
         if self._weight is not None:
@@ -101,7 +103,7 @@ class Loss:
             classes = self._option("weight", None)
             return float(counted.numel() if classes is None else classes[counted].sum())
         if function in _ELEMENT_LOSSES or isinstance(function, _ELEMENT_MODULES):
-            return None if reduction == "batchmean" else float(torch.broadcast_tensors(output, targets)[0].numel())
+            return None if reduction == "batchmean" else float(max(output.numel(), targets.numel()))
         return None
 
     def _option(self, name: str, default: Any) -> Any:
@@ -110,9 +112,7 @@ class Loss:
         return self._keywords.get(name, default)
 
 
-def measure(
-    metrics: Mapping[str, Metric], output: Any, batch: Any, samples: int
-) -> tuple[tuple[float, float], ...]:
+def measure(metrics: Mapping[str, Metric], output: Any, batch: Any, samples: int) -> tuple[tuple[float, float], ...]:
     """Returns (sum, weight) of each metric for one microbatch."""
     found = []
     with torch.no_grad():
@@ -141,9 +141,7 @@ def _own_loss(output: Any) -> torch.Tensor:
         found = output
     if found is None:
         raise TypeError(
-            f"loss=None needs a model whose output carries .loss, found {type(output).__name__}; give the pipeline a loss"
+            f"loss=None needs a model whose output carries .loss, found {type(output).__name__}; give a loss"
         )
     assert isinstance(found, torch.Tensor)
     return found
-
-

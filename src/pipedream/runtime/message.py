@@ -9,17 +9,18 @@ word between the workers.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from math import prod
 
-import numpy as np
 import torch
 
 __all__ = ["HEADER_WORDS", "Content", "Message", "decode_header", "encode_header", "join_payload", "take_payload"]
 
 HEADER_WORDS = 512
 _FIXED = 16
+_LAYOUT = struct.Struct("=9q2dq")  # the fixed part of a header, see `encode_header`
 _MOST_DIMENSIONS = 8
 _MOST_NUMBERS = 64
 _ALIGNMENT = 64
@@ -72,6 +73,17 @@ class Message:
     share: float = 1.0
     numbers: tuple[float, ...] = field(default=())
 
+    def carrying(
+        self,
+        structure: str,
+        tensors: tuple[torch.Tensor, ...],
+        gradients: tuple[bool, ...] | None = None,
+        version: int = 0,
+    ) -> Message:
+        """Returns the message with other tensors; no gradient comes back unless said."""
+        wants = (False,) * len(tensors) if gradients is None else gradients
+        return replace(self, tensors=tensors, structure=structure, gradients=wants, version=version)
+
     def without_tensors(self) -> Message:
         """Returns the message with its header only."""
         return replace(self, tensors=(), structure="", gradients=())
@@ -83,34 +95,28 @@ def encode_header(message: Message, payload_bytes: int) -> torch.Tensor:
     Raises:
         ValueError: more tensors, dimensions or numbers than a header can name.
     """
-    words = torch.zeros(HEADER_WORDS, dtype=torch.int64)
-    ints = words.numpy()
-    floats = ints.view(np.float64)
-    ints[:9] = (
-        message.content, message.microbatch, message.minibatch, message.epoch, message.samples, message.version,
-        message.flags, payload_bytes, len(message.tensors),
-    )  # fmt: skip
-    floats[9], floats[10] = message.weight, message.share
-    ints[11] = len(message.numbers)
     if len(message.numbers) > _MOST_NUMBERS:
         raise ValueError(f"a message carries at most {_MOST_NUMBERS} numbers, found {len(message.numbers)}")
-    place = _FIXED
-    floats[place : place + len(message.numbers)] = message.numbers
-    place += len(message.numbers)
+    room = HEADER_WORDS - _FIXED - len(message.numbers)
+    words: list[int] = []
     for i, tensor in enumerate(message.tensors):
         shape = () if tensor is None else tuple(tensor.shape)
-        if len(shape) > _MOST_DIMENSIONS or place + 2 + len(shape) > HEADER_WORDS:
+        if len(shape) > _MOST_DIMENSIONS or len(words) + 2 + len(shape) > room:
             raise ValueError(
                 f"the value has too many tensors or dimensions for a header: {len(message.tensors)} tensors, tensor "
                 f"{i} has shape {shape}; cut the model where less crosses"
             )
         code = -1 if tensor is None else _DTYPE_CODE[tensor.dtype]
         wants = bool(message.gradients) and message.gradients[i]
-        ints[place] = (code + 1) * 2 + wants
-        ints[place + 1] = len(shape)
-        ints[place + 2 : place + 2 + len(shape)] = shape
-        place += 2 + len(shape)
-    return words
+        words += ((code + 1) * 2 + wants, len(shape), *shape)
+    header = bytearray(8 * HEADER_WORDS)
+    _LAYOUT.pack_into(
+        header, 0, message.content, message.microbatch, message.minibatch, message.epoch, message.samples,
+        message.version, message.flags, payload_bytes, len(message.tensors), message.weight, message.share,
+        len(message.numbers),
+    )  # fmt: skip
+    struct.pack_into(f"={len(message.numbers)}d{len(words)}q", header, 8 * _FIXED, *message.numbers, *words)
+    return torch.frombuffer(header, dtype=torch.int64)
 
 
 def decode_header(
@@ -118,18 +124,19 @@ def decode_header(
 ) -> tuple[Message, int, list[tuple[torch.dtype, tuple[int, ...]] | None]]:
     """Reads a header. Returns the message without tensors, the payload's bytes, each tensor's type and shape."""
     ints = words.numpy()
-    floats = ints.view(np.float64)
-    content, microbatch, minibatch, epoch, samples, version, flags, payload, count = ints[:9].tolist()
-    numbers = int(ints[11])
-    place = _FIXED + numbers
+    (
+        content, microbatch, minibatch, epoch, samples, version, flags, payload, count, weight, share, numbers,
+    ) = _LAYOUT.unpack_from(ints)  # fmt: skip
+    named = ints[_FIXED + numbers : _FIXED + numbers + count * (2 + _MOST_DIMENSIONS)].tolist()
     specs: list[tuple[torch.dtype, tuple[int, ...]] | None] = []
     wants = []
+    place = 0
     for _ in range(count):
-        code, dimensions = divmod(int(ints[place]), 2), int(ints[place + 1])
-        shape = tuple(ints[place + 2 : place + 2 + dimensions].tolist())
-        specs.append(None if code[0] == 0 else (_DTYPES[code[0] - 1], shape))
-        wants.append(bool(code[1]))
-        place += 2 + dimensions
+        code, want = divmod(named[place], 2)
+        behind = place + 2 + named[place + 1]
+        specs.append(None if code == 0 else (_DTYPES[code - 1], tuple(named[place + 2 : behind])))
+        wants.append(bool(want))
+        place = behind
     message = Message(
         microbatch=microbatch,
         content=Content(content),
@@ -139,9 +146,9 @@ def decode_header(
         samples=samples,
         version=version,
         flags=flags,
-        weight=float(floats[9]),
-        share=float(floats[10]),
-        numbers=tuple(floats[_FIXED : _FIXED + numbers].tolist()),
+        weight=weight,
+        share=share,
+        numbers=struct.unpack_from(f"={numbers}d", ints, 8 * _FIXED),
     )
     return message, payload, specs
 

@@ -128,8 +128,7 @@ class Optimizer:
         sums, weight, count = gradients.take()
         if self._replica_group is not None:
             filled = [
-                torch.zeros_like(h) if s is None else s.contiguous()
-                for s, h in zip(sums, self._handles, strict=True)
+                torch.zeros_like(h) if s is None else s.contiguous() for s, h in zip(sums, self._handles, strict=True)
             ]
             amounts = torch.tensor([weight, count, wish], dtype=torch.float64)
             device = self._handles[0].device if self._handles else amounts.device

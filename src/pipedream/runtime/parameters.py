@@ -7,6 +7,7 @@ storage). The whole model's state dict is put together at rank 0, under the user
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,9 +38,7 @@ def trained(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
     """Returns those of the named parameters that are trained, each shared one once, in the model's order."""
     wanted = set(names)
     return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (name in wanted)
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad and (name in wanted)
     }
 
 
@@ -61,7 +60,7 @@ def materialise(layers: Sequence[tuple[str, nn.Module]], device: torch.device, s
             for inner in layer.modules():
                 own = [*inner.parameters(recurse=False), *inner.buffers(recurse=False)]
                 if hasattr(inner, "reset_parameters"):
-                    inner.reset_parameters()
+                    inner.reset_parameters()  # type: ignore[operator]
                 elif own:
                     raise CaptureError(
                         f"layer {name!r} is on the meta device and {type(inner).__name__} has no reset_parameters() to "
@@ -73,7 +72,8 @@ def drop_foreign(model: nn.Module, own: set[str]) -> None:
     """Turns parameters and buffers that are not among `own` into meta tensors, in place."""
     kept = {id(tensor) for name, tensor in named_state(model).items() if name in own}
     for module in model.modules():
-        for slots in (module._parameters, module._buffers):
+        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for slots in both:
             for slot, tensor in list(slots.items()):
                 if tensor is None or id(tensor) in kept or tensor.is_meta:
                     continue

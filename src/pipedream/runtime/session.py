@@ -27,8 +27,9 @@ from .clock import in_process, on_wire
 from .crew import Settings, connect, local_crew, wire_worker
 from .feed import Ending, Feed, read
 from .guard import Guard
+from .results import Done, Output
 from .talk import agree, gather_texts, join
-from .worker import Done, Output, Worker
+from .worker import Worker
 
 __all__ = ["Session"]
 
@@ -83,9 +84,7 @@ class Session:
         for worker in self.workers:
             worker.wishes_to_stop = lambda: self.interrupted
 
-    def _join_others(
-        self, processes: int, named: Sequence[tuple[str, nn.Module]], evaluation: Program
-    ) -> Worker:
+    def _join_others(self, processes: int, named: Sequence[tuple[str, nn.Module]], evaluation: Program) -> Worker:
         program, model = self.program, self.model
         placement = program.placement
         if processes != placement.workers:
@@ -106,9 +105,7 @@ class Session:
         parameters.share_initial(model, self._names, placement, self.rank, self._group)
         parameters.drop_foreign(model, own)
         handles = {stage: parameters.trained(model, self._names[stage]) for stage in own_stages}
-        return wire_worker(
-            self.rank, program, evaluation, named, handles, self._settings, self.device, wires
-        )
+        return wire_worker(self.rank, program, evaluation, named, handles, self._settings, self.device, wires)
 
     @property
     def distributed(self) -> bool:
@@ -167,7 +164,8 @@ class Session:
         count = len(self._input_ranks())
         if not count:
             return []
-        return [Feed(batches, take) for batches in itertools.tee(read(loader, **span), count)]
+        cycle = self.program.placement.cycle if self.program.updates.mean_of_rounds else 1
+        return [Feed(batches, take, cycle) for batches in itertools.tee(read(loader, **span), count)]
 
     def _input_ranks(self) -> list[int]:
         here = {worker.rank for worker in self.workers}
@@ -178,7 +176,7 @@ class Session:
             if len(streams) == 1:
                 yield from on_wire(streams[0])
             else:
-                yield from in_process(streams, self.program.placement.ranks[0][0])
+                yield from in_process(streams, self.program.placement.ranks[0])
         except PipelineError as error:
             raise self._told(error) from error.__cause__
         except Exception as error:  # of the user's loader, say
@@ -232,8 +230,8 @@ class Session:
             rows.append(
                 {
                     "rank": worker.rank,
-                    "spans": [list(span) for span in worker.timeline_spans()],
-                    "tags": [list(tag) for tag in worker.tags],
+                    "spans": [list(span) for span in worker.recorder.spans()],
+                    "tags": [list(tag) for tag in worker.recorder.tags],
                     "peak_bytes": self.peak_bytes(),
                     "versions": max(seat.versions.peak for seat in worker.seats.values()),
                 }
@@ -271,18 +269,18 @@ class Session:
 
     def sent_bytes(self) -> dict[int, int]:
         """Returns rank -> bytes of payload that its stages have sent."""
-        return {
-            worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in self.workers
-        }
+        return {worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in self.workers}
 
     def rate(self) -> float:
         """Returns the learning rate now, before the stages' factors."""
-        seats = self.lead.seats
-        return seats[min(seats)].optimizer.rate
+        return self.lead.rate
 
     def status(self) -> dict[int, dict[str, float]]:
         """Returns rank -> busy share since the last call and peak bytes; of other processes, their last word."""
-        mine = {w.rank: {"busy_share": w.busy_share(), "peak_bytes": float(self.peak_bytes())} for w in self.workers}
+        mine = {
+            w.rank: {"busy_share": w.recorder.busy_share(), "peak_bytes": float(self.peak_bytes())}
+            for w in self.workers
+        }
         if self._group is None:
             return mine
         store = dist.distributed_c10d._get_default_store()
@@ -304,13 +302,13 @@ class Session:
         """Ends the channels, in order; after a failure there is nothing left to end."""
         if not failed:
             for worker in self.workers:
-                for sender in (*worker.senders.values(), *worker.result_senders.values()):
+                for sender in (*worker.senders.values(), *worker.results.senders.values()):
                     sender.close_begin()
             for worker in self.workers:
-                for receiver in (*worker.receivers.values(), *worker.result_receivers.values()):
+                for receiver in (*worker.receivers.values(), *worker.results.receivers.values()):
                     receiver.close()
             for worker in self.workers:
-                for sender in (*worker.senders.values(), *worker.result_senders.values()):
+                for sender in (*worker.senders.values(), *worker.results.senders.values()):
                     sender.close()
             if self._group is not None:
                 dist.barrier(group=self._group)

@@ -55,7 +55,9 @@ class Held:
         entries: places in the graph where the inputs that want a gradient entered.
         outputs: tensors that went on, or the loss.
         wants: for each tensor that arrived, whether its gradient goes back.
-        minibatch, microbatch, weight, version: of the message.
+        microbatch: whose.
+        weight: loss weight of the microbatch.
+        scale: gradient of the update's objective by the loss, at the last stage.
     """
 
     weights: WeightSet | None
@@ -64,6 +66,7 @@ class Held:
     wants: tuple[bool, ...]
     microbatch: int
     weight: float = 0.0
+    scale: float = 1.0
 
 
 class StageModule:
@@ -137,7 +140,8 @@ class StageModule:
         inside = []
         for tensor, want in zip(tensors, wants, strict=True):
             if want:
-                tensor = _Entry.apply(tensor, torch.empty((), requires_grad=True))
+                anchor = torch.empty((), requires_grad=True)
+                tensor = _Entry.apply(tensor, anchor)  # type: ignore[no-untyped-call]
                 edges.append(torch.autograd.graph.get_gradient_edge(tensor))
             inside.append(tensor)
         return unflatten(structure, tuple(inside)), tuple(edges)
@@ -171,7 +175,7 @@ class StageModule:
             parameters[slot] = leaves[name]
         for module in self._recurrent:
             flat = [getattr(module, name, None) for name in module._flat_weights_names]
-            module._flat_weights = flat  # type: ignore[assignment]
+            module._flat_weights = flat
             module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in flat]
 
     def _casting(self) -> AbstractContextManager[Any]:

@@ -27,7 +27,7 @@ class Stopwatch:
         """Returns this moment."""
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         if self._origin is None:
             event.synchronize()

@@ -10,7 +10,17 @@ import torch.distributed as dist
 
 from ..core.errors import PlanError
 
-__all__ = ["agree", "broadcast_text", "device_of", "everyone", "from_rank_0", "gather_texts", "is_distributed", "join", "rank_and_workers"]
+__all__ = [
+    "agree",
+    "broadcast_text",
+    "device_of",
+    "everyone",
+    "from_rank_0",
+    "gather_texts",
+    "is_distributed",
+    "join",
+    "rank_and_workers",
+]
 
 
 def is_distributed() -> bool:

@@ -8,8 +8,8 @@ stand in the program, which was verified before.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,60 +18,32 @@ import torch
 from ..core.errors import PipelineError, WorkerError
 from ..core.op import Kind, Op
 from ..core.program import Instruction, Move, Program
-from ..core.timeline import WORK, Span, Tag
-from .batches import flatten, split, to_device, unflatten
+from ..core.timeline import Tag
+from .batches import flatten, to_device, unflatten
 from .channel import Pending, Receiver, Sender
-from .feed import Admitted, Ending, Feed
-from .losses import Loss, Metric, measure
+from .feed import Ending, Feed
+from .intake import Intake
 from .message import Content, Message
 from .optimize import Gradients, Optimizer
+from .recorder import Recorder
+from .results import Done, Output, Results
+from .scoring import Scorer
 from .stage import Held, StageModule, outputs_of
-from .stopwatch import Stopwatch
 from .versions import Versions
 
-__all__ = ["Done", "Output", "Seated", "Worker"]
+__all__ = ["Seated", "Worker"]
 
-_ENDS_EPOCH = 1
-_MOST_SPANS = 200_000
 _FORWARD = ("activation", "input")
-
-
-@dataclass(frozen=True)
-class Done:
-    """One minibatch whose gradients are in the weights; equal on every rank.
-
-    Attributes:
-        number: of the minibatch, from 0 since the start of training.
-        epoch: of the minibatch, from 0.
-        ends_epoch: it was the epoch's last one.
-        loss: mean over `weight`.
-        weight: what the loss is a mean over (samples, tokens, ...).
-        samples: in the minibatch.
-        rate: learning rate, before the stages' factors.
-        metrics: means.
-    """
-
-    number: int
-    epoch: int
-    ends_epoch: bool
-    loss: float
-    weight: float
-    samples: int
-    rate: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Output:
-    """The model's output for one minibatch, at rank 0."""
-
-    number: int
-    value: Any
 
 
 @dataclass
 class Seated:
-    """What lives on one seat of a rank: a stage replica with its weights and its optimizer."""
+    """What lives on one seat of a rank: a stage replica with its weights and its optimizer.
+
+    Attributes:
+        next_forward: microbatch of its next forward.
+        tags: (microbatch, forward version, backward version) of the gradients of the coming update.
+    """
 
     module: StageModule
     versions: Versions
@@ -79,21 +51,6 @@ class Seated:
     optimizer: Optimizer
     next_forward: int = 0
     tags: list[tuple[int, int, int]] = field(default_factory=list)
-
-
-@dataclass
-class _Result:
-    """Sums of a minibatch's losses and metrics, as far as one worker has them."""
-
-    minibatch: int
-    epoch: int
-    flags: int
-    samples: int = 0
-    numbers: list[float] = field(default_factory=list)
-
-    def add(self, numbers: list[float], samples: int) -> None:
-        self.numbers = [a + b for a, b in zip(self.numbers, numbers, strict=True)] if self.numbers else list(numbers)
-        self.samples += samples
 
 
 class Worker:
@@ -105,10 +62,9 @@ class Worker:
         evaluation: the program of forwards alone.
         seats: stage -> what lives here.
         senders, receivers: channel number -> its end, for the channels of the programs.
-        result_senders, result_receivers: other rank -> channel, from each worker of the last stage to all.
-        loss, metrics: of the user.
+        results: this rank's part in losses and metrics.
+        scorer: of the last stage's outputs.
         device: where it computes.
-        on_nan: 'error' or 'continue'.
     """
 
     def __init__(
@@ -120,12 +76,9 @@ class Worker:
         seats: dict[int, Seated],
         senders: dict[int, Sender],
         receivers: dict[int, Receiver],
-        result_senders: dict[int, Sender],
-        result_receivers: dict[int, Receiver],
-        loss: Loss,
-        metrics: Mapping[str, Metric],
+        results: Results,
+        scorer: Scorer,
         device: torch.device,
-        on_nan: str = "error",
     ) -> None:
         self.rank = rank
         self.program = program
@@ -133,23 +86,17 @@ class Worker:
         self._evaluation = evaluation
         self.senders = senders
         self.receivers = receivers
-        self.result_senders = result_senders
-        self.result_receivers = result_receivers
-        self._loss = loss
-        self._metrics = metrics
+        self.results = results
+        self._scorer = scorer
         self._device = device
-        self._on_nan = on_nan
         self._last = program.placement.stages - 1
-        self._watch = Stopwatch(device)
-        self.spans: deque[tuple[str, int, int, Any, Any]] = deque(maxlen=_MOST_SPANS)
-        self.tags: deque[Tag] = deque(maxlen=_MOST_SPANS)
+        self.recorder = Recorder(rank, device)
         self.ending = Ending.DATA
+        self._total: int | None = None
         self.done_minibatches = 0
-        self.where = "the start"
+        self._at: tuple[Program, Instruction] | None = None
         self.wishes_to_stop: Callable[[], bool] = lambda: False
-        self._feed: Feed | None = None
-        self._looked: Any = None
-        self._reset()
+        self._begin(None, 1, 0)
 
     # -- the three things a worker does -------------------------------------------------------------
 
@@ -162,66 +109,75 @@ class Worker:
         Raises:
             WorkerError: an op failed; names rank, stage, op and cause.
         """
-        self._reset()
-        self._feed = feed
+        self._begin(feed, self.program.microbatches, self.done_minibatches)
         self._training = True
         for seat in self.seats.values():
             seat.next_forward = 0
-        yield from self._run(self.program, self._train_op)
+        for event in self._run(self.program):
+            if not isinstance(event, Op):
+                yield event
         for seat in self.seats.values():
             seat.versions.rewind()
-        self.done_minibatches += self._total // self.program.microbatches if self._total else 0
+        self.done_minibatches += (self._total or 0) // self.program.microbatches
 
     def evaluate(self, feed: Feed | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Runs forwards alone, and ends with one `Done` that holds the means over all minibatches."""
-        self._begin_evaluation(feed, ema)
-        total = _Result(0, 0, 0)
-        self._totals = total
-        flags = self._set_mode(False)
-        try:
-            yield from self._run(self._evaluation, self._forward_op)
-        finally:
-            _restore_mode(flags)
+        self._begin(feed, 1, 0, ema)
+        with self._in_evaluation():
+            for event in self._run(self._evaluation):
+                if not isinstance(event, Op):
+                    yield event
+        owners = self.program.placement.ranks[self._last]
         if self._last in self.seats:
-            self._announce(total)
-        yield (yield from self._gather(0, range(min(len(self.program.placement.ranks[self._last]), self._total or 1))))
+            self.results.announce(0)
+        yield (yield from self.results.gather(0, range(len(owners)), self.rate))
 
     def predict(self, feed: Feed | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
         """Runs forwards alone, and yields the outputs in order, at rank 0 only."""
-        self._begin_evaluation(feed, ema)
+        self._begin(feed, 1, 0, ema)
         self._predicting = True
-        ahead = self.program.plan.in_flight[0]
-        flags = self._set_mode(False)
-        given = 0
-        try:
-            for _ in self._run_steps(self._evaluation, self._forward_op):
-                if isinstance(_, Pending):
-                    yield _
-                elif self.rank == 0 and _.index - given >= ahead:
+        ahead, given = self.program.plan.in_flight[0], 0
+        with self._in_evaluation():
+            for event in self._run(self._evaluation):
+                if not isinstance(event, Op):
+                    yield event
+                elif self.rank == 0 and self._total is None and event.index - given >= ahead:
                     # Outputs are taken as they come, so that no worker has to keep many.
-                    yield (yield from self._take_output(given))
+                    yield (yield from self._output(given))
                     given += 1
             while self.rank == 0 and given < (self._total or 0):
-                yield (yield from self._take_output(given))
+                yield (yield from self._output(given))
                 given += 1
-        finally:
-            _restore_mode(flags)
-            self._predicting = False
+
+    @property
+    def where(self) -> str:
+        """What the worker does now, in words."""
+        return "the start" if self._at is None else self._at[0].describe(self._at[1])
+
+    @property
+    def rate(self) -> float:
+        """The learning rate now, before the stages' factors."""
+        return self.seats[min(self.seats)].optimizer.rate
+
+    def _output(self, index: int) -> Generator[Any, None, Output]:
+        return self.results.take_output(index, self.program.placement.rank_of(self._last, index))
 
     # -- the loop -----------------------------------------------------------------------------------
 
-    def _run(self, program: Program, do: Any) -> Generator[Pending[Any] | Done, None, None]:
-        for event in self._run_steps(program, do):
-            if not isinstance(event, Op):
-                yield event
-
-    def _run_steps(self, program: Program, do: Any) -> Generator[Any, None, None]:
+    def _run(self, program: Program) -> Generator[Any, None, None]:
         """Does the instructions of a program; yields what it would wait for, what is done, and each op."""
         for instruction in program.instructions(self.rank, lambda: self._total):
-            self.where = self._describe(program, instruction)
+            self._at = (program, instruction)
             try:
                 if isinstance(instruction, Op):
-                    yield from do(instruction)
+                    if instruction.kind is Kind.FORWARD:
+                        self._forward_op(instruction)
+                    elif instruction.kind is Kind.BACKWARD:
+                        self._backward_op(instruction)
+                    elif instruction.kind is Kind.UPDATE:
+                        yield from self._update_op(instruction)
+                    else:
+                        raise NotImplementedError(f"this worker cannot do {instruction}")
                     yield instruction
                 elif instruction.kind is Move.RECEIVE:
                     yield from self._receive(program, instruction.channel, instruction.index)
@@ -230,166 +186,87 @@ class Worker:
             except PipelineError:
                 raise
             except Exception as error:
-                raise self._failed(program, instruction, error) from error
+                raise self._failed(error) from error
         # The end of a stream comes once on each channel that carries forwards; read those still unread.
         for number, channel in enumerate(program.channels):
             if channel.receiver == self.rank and channel.carries in _FORWARD and number not in self._ended:
                 yield from self._receive(program, number, self._total or 0)
 
-    def _train_op(self, op: Op) -> Generator[Any, None, None]:
-        if op.kind is Kind.FORWARD:
-            yield from self._forward_op(op)
-        elif op.kind is Kind.BACKWARD:
-            self._backward_op(op)
-        elif op.kind is Kind.UPDATE:
-            yield from self._update_op(op)
-        else:
-            raise NotImplementedError(f"this worker cannot do {op}")
-
     # -- forward ------------------------------------------------------------------------------------
 
-    def _forward_op(self, op: Op) -> Generator[Any, None, None]:
-        if op.stage == 0:
-            message = self._admit(op)
-            if message is None:
-                return
-        else:
-            message = self._inbox.pop("activation")
-        start = self._watch.mark()
+    def _forward_op(self, op: Op) -> None:
+        message = self._admit(op) if op.stage == 0 else self._inbox.pop("activation")
+        if message is None:
+            return
+        start = self.recorder.mark()
         seat = self.seats[op.stage]
         if message.content is Content.EMPTY:
             result = message
-            self._keep(op, Held(None, (), (), (), op.index))
-            if op.stage == self._last and self._training:
-                self._note_loss(op, message, [0.0] * (2 + 2 * len(self._metrics)), 0)
+            if self._training:
+                self._held[op.stage, op.index] = Held(None, (), (), (), op.index)
+                if op.stage == self._last:
+                    self.results.note(self._minibatch(op.index), message, self.results.nothing)
+        elif self._training:
+            result = self._forward_training(op, seat, message)
         else:
-            result = self._forward_data(op, seat, message)
+            result = self._forward_alone(op, seat, message)
         if op.stage == self._last:
             self._inbox.pop("input", None)
         else:
             self._outbox["activation"] = result
         seat.next_forward = op.index + self.program.placement.replicas[op.stage]
-        self._note("F", op.stage, self._number(op.index), start)
-        if op.stage == self._last and self._training:
-            self._announce_if_complete(op)
-        yield from ()
+        self.recorder.note("F", op.stage, self._number(op.index), start)
+        ends = self._minibatch(seat.next_forward) > self._minibatch(op.index)
+        if op.stage == self._last and self._training and ends:
+            self.results.announce(self._minibatch(op.index))
 
-    def _forward_data(self, op: Op, seat: Seated, message: Message) -> Message:
-        number = self._number(op.index)
-        if self._training:
-            version = self.program.weights.forward_version(op.stage, op.index)
-            weights = seat.versions.read(version)
-            leaves = weights.leaves
-            if op.stage == 0:
-                value, entries = unflatten(message.structure, message.tensors), ()  # type: ignore[arg-type]
-                value = to_device(value, self._device)
-            else:
-                value, entries = seat.module.enter(message.structure, message.tensors, message.gradients)
-            output = seat.module.forward(value, leaves, number, op.stage == 0)
-            if op.stage == self._last:
-                self._finish_training(op, message, output, weights, entries)
-                return message
-            structure, tensors, wants = outputs_of(output)
-            self._keep(op, Held(weights, entries, tensors, message.gradients, op.index))
-            return _onward(message, structure, tensors, wants, weights.version)
+    def _forward_training(self, op: Op, seat: Seated, message: Message) -> Message:
+        weights = seat.versions.read(self.program.weights.forward_version(op.stage, op.index))
+        entries: tuple[Any, ...] = ()
+        if op.stage == 0:
+            value = self._value_of(message)
+        else:
+            value, entries = seat.module.enter(message.structure, message.tensors, message.gradients)
+        output = seat.module.forward(value, weights.leaves, self._number(op.index), op.stage == 0)
+        held = Held(weights, entries, (), message.gradients, op.index)
+        self._held[op.stage, op.index] = held
+        if op.stage == self._last:
+            targets, key = self._value_of(self._inbox["input"]), self._minibatch(op.index)
+            value, held.weight, held.scale = self._scorer.score(key, message, output, targets, self.rank, self.where)
+            held.outputs = (value,)
+            return message
+        structure, held.outputs, wants = outputs_of(output)
+        return message.carrying(structure, held.outputs, wants, weights.version)
+
+    def _forward_alone(self, op: Op, seat: Seated, message: Message) -> Message:
         leaves = seat.optimizer.ema if self._ema else seat.versions.peek().leaves
         with torch.no_grad():
-            value = to_device(unflatten(message.structure, message.tensors), self._device)  # type: ignore[arg-type]
-            output = seat.module.forward(value, leaves, number, op.stage == 0)
-            if op.stage == self._last:
-                self._finish_evaluation(op, message, output)
-                return message
-            structure, tensors, _ = outputs_of(output)
-            return _onward(message, structure, tensors, (False,) * len(tensors), 0)
+            output = seat.module.forward(self._value_of(message), leaves, self._number(op.index), op.stage == 0)
+            if op.stage < self._last:
+                return message.carrying(*flatten(output))
+            if self._predicting:
+                self.results.give_output(op.index, message.carrying(*flatten(output)))
+            else:
+                self._scorer.assess(message, output, self._value_of(self._inbox["input"]))
+        return message
 
     def _admit(self, op: Op) -> Message | None:
         """Takes the next microbatch from the data; ends the stream where there is none."""
+        if self._training and self.program.placement.replicas[0] == 1 and self.wishes_to_stop():
+            self._stop_feed(Ending.INTERRUPT)
         assert self._feed is not None
-        m = self._split
-        if op.index % m == 0:
-            if self._training and self.program.placement.replicas[0] == 1 and self.wishes_to_stop():
-                self._feed.stopped = Ending.INTERRUPT
-            found = self._feed.admit(op.index // m, op.replica)
-            if isinstance(found, Ending):
-                self._end(self._feed.ended_at * m, found)
-                return None
-            self._admitted = found
-            self._pieces = list(
-                zip(
-                    split(found.inputs, found.samples, m),
-                    split(found.targets, found.samples, m),
-                    _sizes(found.samples, m),
-                    strict=True,
-                )
-            )
-        admitted: Admitted = self._admitted
-        inputs, targets, count = self._pieces[op.index % m]
-        header = Message(
-            microbatch=op.index,
-            content=Content.DATA if count else Content.EMPTY,
-            minibatch=self._base + op.index // m,
-            epoch=admitted.epoch,
-            samples=count,
-            flags=_ENDS_EPOCH if admitted.ends_epoch else 0,
-            share=count / admitted.samples,
-        )
-        target_structure, target_tensors = flatten(targets)
-        straight = _onward(header, target_structure, target_tensors, (), 0) if count else header
-        if self._last == 0:
-            self._inbox["input"] = straight
-        else:
-            self._outbox["input"] = straight
-        structure, tensors = flatten(inputs)
-        return _onward(header, structure, tensors, (False,) * len(tensors), 0) if count else header
+        assert self._intake is not None
+        found = self._intake.take(op.index)
+        if isinstance(found, Ending):
+            self._end(self._feed.ended_at * self._split, found)
+            return None
+        inputs, targets = found
+        box = self._inbox if self._last == 0 else self._outbox
+        box["input"] = targets
+        return inputs
 
-    def _finish_training(self, op: Op, message: Message, output: Any, weights: Any, entries: Any) -> None:
-        targets = self._targets()
-        value, weight, is_sum = self._loss(output, targets, message.samples, message.share)
-        loss = float(value.detach())
-        if loss != loss and weight and self._on_nan == "error":
-            raise WorkerError(
-                self.rank,
-                self.where,
-                f"the loss of minibatch {message.minibatch} is nan",
-                "lower the learning rate, clip the gradients (clip_grad_norm=...), look at that minibatch's data, or "
-                "go on regardless with on_nan='continue'",
-            )
-        if not weight:
-            value, loss = sum((t.sum() * 0.0 for t in flatten(output)[1] if t.is_floating_point()), value * 0.0), 0.0
-            value = torch.nan_to_num(value)
-        if self.program.updates.mean_of_rounds:
-            scale = 1.0 / weight if is_sum and weight else 1.0
-        else:
-            scale = 1.0 if is_sum else weight
-        kept = Held(weights, entries, (value,), message.gradients, op.index, weight)
-        self._keep(op, kept)
-        self._scales[op.index] = scale
-        numbers = [loss if is_sum else loss * weight, weight]
-        for pair in measure(self._metrics, _detached(output), targets, message.samples):
-            numbers.extend(pair)
-        self._note_loss(op, message, numbers, message.samples)
-
-    def _finish_evaluation(self, op: Op, message: Message, output: Any) -> None:
-        if self._predicting:
-            structure, tensors = flatten(output)
-            answer = _onward(message, structure, tensors, (False,) * len(tensors), 0)
-            if self.rank == 0:
-                self._own_outputs[op.index] = answer
-            else:
-                self.result_senders[0].send(answer)
-            return
-        targets = self._targets()
-        value, weight, is_sum = self._loss(output, targets, message.samples, message.share)
-        loss = float(value)
-        numbers = [(loss if is_sum else loss * weight) if weight else 0.0, weight]
-        for pair in measure(self._metrics, output, targets, message.samples):
-            numbers.extend(pair)
-        self._totals.add(numbers, message.samples)
-
-    def _targets(self) -> Any:
-        message = self._inbox["input"]
-        value = unflatten(message.structure, message.tensors)  # type: ignore[arg-type]
-        return to_device(value, self._device)
+    def _value_of(self, message: Message) -> Any:
+        return to_device(unflatten(message.structure, message.tensors), self._device)  # type: ignore[arg-type]
 
     # -- backward and update ------------------------------------------------------------------------
 
@@ -397,13 +274,12 @@ class Worker:
         seat = self.seats[op.stage]
         held = self._held.pop((op.stage, op.index))
         message = self._inbox.pop("gradient") if op.stage < self._last else None
-        start = self._watch.mark()
+        start = self.recorder.mark()
         back: list[torch.Tensor | None] = []
         if held.weights is not None:
             if message is None:
                 weight = held.weight
-                scale = self._scales.pop(op.index)
-                given: list[torch.Tensor | None] = [torch.full_like(held.outputs[0], scale)]
+                given: list[torch.Tensor | None] = [torch.full_like(held.outputs[0], held.scale)]
             else:
                 weight = message.weight
                 arriving = iter(message.tensors)
@@ -413,14 +289,16 @@ class Worker:
             seat.tags.append((op.index, held.weights.version, held.weights.version))
             seat.versions.release(held.weights)
             held.weight = weight
+        else:
+            seat.gradients.add([], 0.0)
         if op.stage:
             content = Content.EMPTY if held.weights is None else Content.DATA
             self._outbox["gradient"] = Message(op.index, content, tensors=tuple(back), weight=held.weight)
-        self._note("B", op.stage, self._number(op.index), start)
+        self.recorder.note("B", op.stage, self._number(op.index), start)
 
     def _update_op(self, op: Op) -> Generator[Any, None, None]:
         seat = self.seats[op.stage]
-        before = self._watch.mark()
+        before = self.recorder.mark()
         wish = self.program.placement.replicas[op.stage] > 1 and self.wishes_to_stop()
         prepared = seat.optimizer.prepare(seat.gradients, float(wish))
         waited = False
@@ -432,128 +310,59 @@ class Worker:
         except StopIteration as stop:
             share, wishes = stop.value
         if waited:
-            self._note("wait", op.stage, op.index, before)
-        start = self._watch.mark()
+            self.recorder.note("wait", op.stage, op.index, before)
+        start = self.recorder.mark()
         newest = seat.versions.newest
         next_read = self.program.weights.forward_version(op.stage, seat.next_forward)
         seat.versions.begin_update(next_read)
         seat.optimizer.step(share)
         seat.versions.end_update()
         for microbatch, forward_version, backward_version in seat.tags:
-            self.tags.append(Tag(op.stage, self._number(microbatch), forward_version, backward_version, newest))
+            number = self._number(microbatch)
+            self.recorder.tags.append(Tag(op.stage, number, forward_version, backward_version, newest))
         seat.tags.clear()
-        self._note("U", op.stage, self._updates_before(op.stage) + op.index, start)
-        if wishes and self._feed is not None:
-            self._feed.stopped = Ending.INTERRUPT
+        self.recorder.note("U", op.stage, self._updates_before(op.stage) + op.index, start)
+        if wishes:
+            self._stop_feed(Ending.INTERRUPT)
         if op.stage == min(self.seats):
             m = self.program.microbatches
             members = self.program.updates.members(op.stage, op.index, self._total)
+            if self.program.updates.mean_of_rounds and self._total is None:
+                # A round may be the last one and not full before this worker has heard of the end.
+                members = members[: round(share * self.program.placement.replicas[op.stage])]
             for minibatch in range(members.start // m, -(-members.stop // m)):
-                yield (yield from self._gather(minibatch, self._result_replicas(minibatch)))
-
-    # -- results ------------------------------------------------------------------------------------
-
-    def _note_loss(self, op: Op, message: Message, numbers: list[float], samples: int) -> None:
-        minibatch = op.index // self.program.microbatches
-        found = self._results.setdefault(
-            minibatch, _Result(self._base + minibatch, message.epoch, message.flags & _ENDS_EPOCH)
-        )
-        found.add(numbers, samples)
-
-    def _announce_if_complete(self, op: Op) -> None:
-        """Sends a minibatch's sums to all ranks after this worker's last microbatch of it."""
-        m = self.program.microbatches
-        if (op.index + self.program.placement.replicas[self._last]) // m > op.index // m:
-            self._announce(self._results.pop(op.index // m), op.index // m)
-
-    def _announce(self, result: _Result, minibatch: int = 0) -> None:
-        if not result.numbers:
-            result.numbers = [0.0] * (2 + 2 * len(self._metrics))
-        self._own_results[minibatch] = result
-        message = Message(
-            0,
-            minibatch=result.minibatch,
-            epoch=result.epoch,
-            flags=result.flags,
-            samples=result.samples,
-            numbers=tuple(result.numbers),
-        )
-        for sender in self.result_senders.values():
-            sender.send(message)
+                yield (yield from self.results.gather(minibatch, self._result_replicas(minibatch), self.rate))
 
     def _result_replicas(self, minibatch: int) -> range | list[int]:
         m = self.program.microbatches
         count = self.program.placement.replicas[self._last]
         return sorted({k % count for k in range(minibatch * m, (minibatch + 1) * m)})
 
-    def _gather(self, minibatch: int, replicas: range | list[int]) -> Generator[Any, None, Done]:
-        total: _Result | None = None
-        for replica in replicas:
-            owner = self.program.placement.ranks[self._last][replica]
-            if owner == self.rank:
-                part = self._own_results.pop(minibatch)
-            else:
-                pending = self.result_receivers[owner].receive()
-                if not pending.ready():
-                    yield pending
-                got = pending.result()
-                part = _Result(got.minibatch, got.epoch, got.flags, got.samples, list(got.numbers))
-            if total is None:
-                total = part
-            else:
-                total.add(part.numbers, part.samples)
-        assert total is not None
-        loss, weight, *rest = total.numbers
-        return Done(
-            number=total.minibatch,
-            epoch=total.epoch,
-            ends_epoch=bool(total.flags & _ENDS_EPOCH),
-            loss=loss / weight if weight else float("nan"),
-            weight=weight,
-            samples=total.samples,
-            rate=self.seats[min(self.seats)].optimizer.rate,
-            metrics={
-                name: rest[2 * i] / rest[2 * i + 1] if rest[2 * i + 1] else float("nan")
-                for i, name in enumerate(self._metrics)
-            },
-        )
-
-    def _take_output(self, index: int) -> Generator[Any, None, Output]:
-        owner = self.program.placement.rank_of(self._last, index)
-        if owner == self.rank:
-            message = self._own_outputs.pop(index)
-        else:
-            pending = self.result_receivers[owner].receive()
-            if not pending.ready():
-                yield pending
-            message = pending.result()
-        return Output(message.minibatch, unflatten(message.structure, message.tensors))  # type: ignore[arg-type]
-
     # -- messages -----------------------------------------------------------------------------------
 
     def _receive(self, program: Program, number: int, index: int) -> Generator[Any, None, None]:
         channel = program.channels[number]
-        start = self._watch.mark()
+        start = self.recorder.mark()
         pending = self.receivers[number].receive()
         if not pending.ready():
             yield pending
         message = pending.result()
-        self._note("wait", channel.target, self._number(index), start)
+        self.recorder.note("wait", channel.target, self._number(index), start)
         if message.content is Content.END:
             self._ended.add(number)
             if self._total is None:
                 self._end(message.microbatch, Ending(message.flags))
         elif message.microbatch != index:
-            raise RuntimeError(f"expected microbatch {index} on the {channel.carries} channel, got {message.microbatch}")
+            raise AssertionError(f"microbatch {message.microbatch} came on the {channel.carries} channel for {index}")
         else:
             self._inbox[channel.carries] = message
 
     def _send(self, program: Program, number: int) -> None:
         channel = program.channels[number]
-        start = self._watch.mark()
+        start = self.recorder.mark()
         message = self._outbox.pop(channel.carries)
         self.senders[number].send(message)
-        self._note("send", channel.source, self._number(message.microbatch), start)
+        self.recorder.note("send", channel.source, self._number(message.microbatch), start)
 
     def _end(self, total: int, ending: Ending) -> None:
         """Ends the stream at `total` microbatches and tells the stages behind."""
@@ -565,56 +374,40 @@ class Worker:
 
     # -- small things -------------------------------------------------------------------------------
 
-    def timeline_spans(self) -> list[Span]:
-        """Returns the spans so far; on a GPU, waits for it."""
-        resolve = self._watch.resolve()
-        return [Span(self.rank, k, s, i, resolve(a), resolve(b)) for k, s, i, a, b in self.spans]
-
-    def busy_share(self) -> float:
-        """Returns the share of the time since the last call in which this worker computed."""
-        now = self._watch.mark()
-        resolve = self._watch.resolve()
-        since, self._looked = self._looked, now
-        if since is None:
-            return 0.0
-        begin, end = resolve(since), resolve(now)
-        busy = 0.0
-        for kind, _, _, a, b in reversed(self.spans):
-            if resolve(b) < begin:
-                break
-            if kind in WORK:
-                busy += resolve(b) - max(resolve(a), begin)
-        return busy / (end - begin) if end > begin else 0.0
-
-    def _reset(self) -> None:
-        self._total: int | None = None
-        self._training = False
-        self._predicting = False
-        self._ema = False
-        self._split = self.program.microbatches
-        self._base = self.done_minibatches
+    def _begin(self, feed: Feed | None, split: int, base: int, ema: bool = False) -> None:
+        """Forgets the stream before, and gets ready for one that begins at minibatch `base`."""
+        self._feed = feed
+        self._intake = None if feed is None else Intake(feed, split, self._input_replica(), base)
+        self._split = split
+        self._base = base
+        self._ema = ema
+        self._training = self._predicting = False
+        self._total = None
         self._inbox: dict[str, Message] = {}
         self._outbox: dict[str, Message] = {}
         self._held: dict[tuple[int, int], Held] = {}
-        self._scales: dict[int, float] = {}
-        self._results: dict[int, _Result] = {}
-        self._own_results: dict[int, _Result] = {}
-        self._own_outputs: dict[int, Message] = {}
         self._ended: set[int] = set()
+        self.results.begin()
 
-    def _begin_evaluation(self, feed: Feed | None, ema: bool) -> None:
-        self._reset()
-        self._feed = feed
-        self._split = 1
-        self._base = 0
-        self._ema = ema
+    def _input_replica(self) -> int:
+        return next(replica for stage, replica in self.program.placement.seats(self.rank) if stage == 0)
 
-    def _set_mode(self, training: bool) -> list[Any]:
-        return [flag for seat in self.seats.values() for flag in seat.module.train(training)]
+    def _stop_feed(self, ending: Ending) -> None:
+        if self._feed is not None:
+            self._feed.stopped = ending
 
-    def _keep(self, op: Op, held: Held) -> None:
-        if self._training:
-            self._held[op.stage, op.index] = held
+    @contextmanager
+    def _in_evaluation(self) -> Iterator[None]:
+        """Sets the modules to evaluation, and back to the mode that each had."""
+        flags = [flag for seat in self.seats.values() for flag in seat.module.train(False)]
+        try:
+            yield
+        finally:
+            for module, training in flags:
+                module.training = training
+
+    def _minibatch(self, index: int) -> int:
+        return index // self._split
 
     def _number(self, index: int) -> int:
         """Returns the number of a microbatch since the start of training."""
@@ -623,52 +416,6 @@ class Worker:
     def _updates_before(self, stage: int) -> int:
         return self._base * self.program.microbatches // self.program.updates.per_update[stage]
 
-    def _note(self, kind: str, stage: int, index: int, start: Any) -> None:
-        self.spans.append((kind, stage, index, start, self._watch.mark()))
-
-    def _describe(self, program: Program, instruction: Instruction) -> str:
-        if isinstance(instruction, Op):
-            return f"stage {instruction.stage}, {instruction}"
-        if instruction.kind is Move.SYNC:
-            return f"stage {instruction.channel}, sum of update {instruction.index}"
-        channel = program.channels[instruction.channel]
-        verb = "receiving" if instruction.kind is Move.RECEIVE else "sending"
-        stage = channel.target if instruction.kind is Move.RECEIVE else channel.source
-        return f"stage {stage}, {verb} {channel.carries} of microbatch {instruction.index}"
-
-    def _failed(self, program: Program, instruction: Instruction, error: Exception) -> WorkerError:
+    def _failed(self, error: Exception) -> WorkerError:
         text = str(error).strip() or repr(error)
         return WorkerError(self.rank, self.where, f"{type(error).__name__}: {text}")
-
-
-def _onward(
-    message: Message, structure: str, tensors: tuple[torch.Tensor, ...], wants: tuple[bool, ...], version: int
-) -> Message:
-    return Message(
-        microbatch=message.microbatch,
-        content=message.content,
-        tensors=tensors,
-        structure=structure,
-        gradients=wants,
-        minibatch=message.minibatch,
-        epoch=message.epoch,
-        samples=message.samples,
-        version=version,
-        flags=message.flags,
-        weight=message.weight,
-        share=message.share,
-    )
-
-
-def _sizes(count: int, parts: int) -> list[int]:
-    return [count // parts + (i < count % parts) for i in range(parts)]
-
-
-def _detached(value: Any) -> Any:
-    structure, tensors = flatten(value)
-    return unflatten(structure, tuple(tensor.detach() for tensor in tensors))
-
-
-def _restore_mode(flags: list[tuple[torch.nn.Module, bool]]) -> None:
-    for module, training in flags:
-        module.training = training

@@ -76,7 +76,11 @@ def claims_at(schedule: Schedule, stages: int, microbatches: int) -> dict[str, o
     claims = schedule.claims
     lists = {
         name: None if form is None else [form(stages, microbatches, s) for s in range(stages)]
-        for name, form in (("in_flight", claims.in_flight), ("staleness", claims.staleness), ("versions", claims.versions))
+        for name, form in (
+            ("in_flight", claims.in_flight),
+            ("staleness", claims.staleness),
+            ("versions", claims.versions),
+        )
     }
     bubble = None if claims.bubble is None else claims.bubble(stages, microbatches)
     return {"flushes": schedule.flushes, "assumption": claims.assumption, "bubble": bubble, **lists}

@@ -148,8 +148,7 @@ class _Waits:
         lane = self.lane[message[0]]
         mine = self.issued[rank, lane]
         mine.append(message)
-        if mine[0] == message:
-            self._deliver(mine, lane)
+        self._deliver(mine, lane)
 
     def _deliver(self, mine: deque[Message], lane: Hashable) -> None:
         """Delivers what stands first at both its ends."""

@@ -1,0 +1,64 @@
+"""A small GPT over characters. The text is on every machine: the source of modules of Python's standard library.
+
+    pipedream train examples/char_gpt.py --workers 2
+"""
+
+from functools import partial
+from math import log
+from pathlib import Path
+from sysconfig import get_path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pipedream
+
+MODULES = "argparse ast calendar configparser copy csv dataclasses datetime difflib doctest enum fractions ftplib"
+CONTEXT, WIDTH, EPOCHS = 64, 64, 3
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.characters, self.positions = nn.Embedding(128, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        return self.characters(text) + self.positions.weight[: text.shape[1]]
+
+
+class Block(nn.TransformerEncoderLayer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
+        return super().forward(x, mask, is_causal=True)
+
+
+def loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch[1].flatten())
+
+
+def recipe(seed: int = 0) -> pipedream.Recipe:
+    """Returns model, loss, optimizer and data. The last tenth of the text is the test."""
+    torch.manual_seed(seed)
+    text = "".join(Path(get_path("stdlib"), f"{name}.py").read_text(encoding="utf-8") for name in MODULES.split())
+    windows = torch.tensor(list(text.encode("ascii", "replace"))).unfold(0, CONTEXT + 1, CONTEXT)
+    train, test = (TensorDataset(w[:, :-1], w[:, 1:]) for w in windows.split(len(windows) * 9 // 10 + 1))
+    train = DataLoader(train, batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(seed))
+    shape = {"dropout": 0.05, "activation": F.gelu, "batch_first": True, "norm_first": True}
+    blocks = [Block(WIDTH, 4, 4 * WIDTH, **shape) for _ in range(4)]
+    return pipedream.Recipe(
+        model=nn.Sequential(Embed(), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128)),
+        loss=loss,
+        optimizer=partial(torch.optim.AdamW, lr=3e-3),
+        scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=EPOCHS * len(train)),  # one step an update
+        train=train,
+        test=DataLoader(test, batch_size=64),
+        metrics={"bits_per_character": lambda output, batch: loss(output, batch) / log(2)},
+        epochs=EPOCHS,
+        target=("loss", 1.7),
+    )
+
+
+if __name__ == "__main__":
+    pipedream.run(recipe)

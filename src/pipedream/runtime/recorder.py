@@ -1,0 +1,60 @@
+"""What a worker did, and when: spans, gradients' tags, how busy it was of late."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+from ..core.timeline import WORK, Span, Tag
+from .stopwatch import Stopwatch
+
+__all__ = ["Recorder"]
+
+_MOST_KEPT = 200_000
+"""Spans and tags; the oldest are forgotten first, so that a long run needs no more memory than a short one."""
+
+
+class Recorder:
+    """Notes one worker's spans and tags.
+
+    Args:
+        rank: of the worker.
+        device: whose clock is read.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._watch = Stopwatch(device)
+        self._spans: deque[tuple[str, int, int, Any, Any]] = deque(maxlen=_MOST_KEPT)
+        self._looked: Any = None
+        self.tags: deque[Tag] = deque(maxlen=_MOST_KEPT)
+
+    def mark(self) -> Any:
+        """Returns this moment."""
+        return self._watch.mark()
+
+    def note(self, kind: str, stage: int, index: int, start: Any) -> None:
+        """Notes a span that began at `start` and ends now."""
+        self._spans.append((kind, stage, index, start, self._watch.mark()))
+
+    def spans(self) -> list[Span]:
+        """Returns the spans so far, in seconds of this machine's clock; on a GPU, waits for it."""
+        resolve = self._watch.resolve()
+        return [Span(self._rank, k, s, i, resolve(a), resolve(b)) for k, s, i, a, b in self._spans]
+
+    def busy_share(self) -> float:
+        """Returns the share of the time since the last call in which the worker computed."""
+        since, self._looked = self._looked, self._watch.mark()
+        if since is None:
+            return 0.0
+        resolve = self._watch.resolve()
+        begin, end = resolve(since), resolve(self._looked)
+        busy = 0.0
+        for kind, _, _, start, stop in reversed(self._spans):
+            if resolve(stop) < begin:
+                break
+            if kind in WORK:
+                busy += resolve(stop) - max(resolve(start), begin)
+        return busy / (end - begin) if end > begin else 0.0

@@ -1,0 +1,89 @@
+"""The end of the model: output and targets become a loss, its weight, and the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..core.errors import WorkerError
+from .batches import flatten, unflatten
+from .losses import Loss, Metric, measure
+from .message import Message
+from .results import Results
+
+__all__ = ["Scorer"]
+
+
+class Scorer:
+    """Scores microbatches at the last stage, and notes the sums.
+
+    Args:
+        loss, metrics: of the user.
+        results: where the sums go.
+        mean_of_rounds: each microbatch is normalised by itself (see `UpdateRule`).
+        on_nan: 'error' or 'continue'.
+    """
+
+    def __init__(
+        self, loss: Loss, metrics: Mapping[str, Metric], results: Results, mean_of_rounds: bool, on_nan: str
+    ) -> None:
+        self._loss = loss
+        self._metrics = metrics
+        self._results = results
+        self._mean_of_rounds = mean_of_rounds
+        self._on_nan = on_nan
+
+    def score(
+        self, key: int, message: Message, output: Any, targets: Any, rank: int, where: str
+    ) -> tuple[torch.Tensor, float, float]:
+        """Returns the loss to go back from, its weight, and the scale of its gradient.
+
+        Args:
+            key: of the minibatch in this stream.
+            message: of the microbatch.
+            output: of the model.
+            targets: what the loss gets.
+            rank, where: for the error.
+
+        Raises:
+            WorkerError: the loss is not a number, and this is not to be passed over.
+        """
+        value, weight, is_sum = self._loss(output, targets, message.samples, message.share)
+        loss = float(value.detach())
+        if loss != loss and weight and self._on_nan == "error":
+            raise WorkerError(
+                rank,
+                where,
+                f"the loss of minibatch {message.minibatch} is nan",
+                "lower the learning rate, clip the gradients (clip_grad_norm=...), look at that minibatch's data, or "
+                "go on regardless with on_nan='continue'",
+            )
+        if not weight:
+            # Nothing counts in this microbatch (all its tokens are padding, say), and 0/0 is not a number.
+            value = torch.stack([t.sum() for t in flatten(output)[1] if t.requires_grad]).sum() * 0.0
+        # A round takes the gradient of each minibatch's mean; a sum over microbatches is divided at the update.
+        of_mean = 1.0 / weight if is_sum and weight else 1.0
+        of_sum = 1.0 if is_sum else weight
+        scale = of_mean if self._mean_of_rounds else of_sum
+        self._note(key, message, _detached(output), targets, loss, weight, is_sum)
+        return value, weight, scale
+
+    def assess(self, message: Message, output: Any, targets: Any) -> None:
+        """Notes loss and metrics of a batch of an evaluation, whose sums are all under one key, 0."""
+        value, weight, is_sum = self._loss(output, targets, message.samples, message.share)
+        self._note(0, message, output, targets, float(value), weight, is_sum)
+
+    def _note(
+        self, key: int, message: Message, output: Any, targets: Any, loss: float, weight: float, is_sum: bool
+    ) -> None:
+        numbers = [(loss if is_sum else loss * weight) if weight else 0.0, weight]
+        for pair in measure(self._metrics, output, targets, message.samples):
+            numbers.extend(pair)
+        self._results.note(key, message, numbers)
+
+
+def _detached(value: Any) -> Any:
+    structure, tensors = flatten(value)
+    return unflatten(structure, tuple(tensor.detach() for tensor in tensors))
