@@ -287,18 +287,26 @@ def test_a_ring_too_shallow_deadlocks() -> None:
 
 
 def test_a_send_waits_for_those_before_it_on_its_lane() -> None:
-    """Replica 0's third microbatch is sent before replica 1's first, and has no place before their first sum."""
-    program = with_depth(Case("pipedream", (1, 2), (6, 1), (0, 0), None).program(), 1)
-    warmup = program.ranks[0].warmup
-    words = {str(item): item for item in warmup}
-    assert [word for word in words if word[0] == "0"] == [f"0F{k}" for k in range(5)]
-    sends = [f">{c}:{k}" for k in (0, 2, 4, 1, 3) for c in range(len(program.channels)) if f">{c}:{k}" in words]
-    order = tuple(words[word] for word in ["0F0", "0F1", "0F2", "0F3", "0F4", *sends])
-    assert sorted(map(str, order)) == sorted(words)
-    even_first = replace(program, ranks=(replace(program.ranks[0], warmup=order), *program.ranks[1:]))
-    verify(even_first)
+    """Microbatch 6 is sent before 3: replica 0 has no place for it before the sum that replica 1 joins after 3."""
+    program = with_depth(Case("pipedream", (1, 2), (8, 1), (0, 0), None).program(), 1)
+    words = {str(item): item for item in program.ranks[0].warmup}
+    forwards = [f"0F{k}" for k in range(7)]
+    channels = range(len(program.channels))
+    sends = [f">{c}:{k}" for k in (0, 1, 2, 4, 6, 3, 5) for c in channels if f">{c}:{k}" in words]
+    assert sorted([*forwards, *sends]) == sorted(words)
+    order = tuple(words[word] for word in [*forwards, *sends])
+    changed = replace(program, ranks=(replace(program.ranks[0], warmup=order), *program.ranks[1:]))
+    verify(changed)
     with pytest.raises(DeadlockError, match=r"issued before it on the same lane of rank 0"):
-        verify(even_first, lanes=lambda channel: channel.sender)
+        verify(changed, lanes=lambda channel: channel.sender)
+
+
+def test_a_receive_waits_for_those_before_it_on_its_lane() -> None:
+    """The receive of microbatch 2 is posted before that of 1, and replica 0 sends 2 behind the sum of 0 and 1."""
+    program = Case("pipedream", (2, 1), (1, 1), (0, 0), None).program()
+    verify(program)
+    with pytest.raises(DeadlockError, match=r"issued before it on the same lane of rank 2"):
+        verify(program, lanes=lambda channel: channel.receiver)
 
 
 def test_crossing_sends_deadlock_only_on_a_shared_lane() -> None:

@@ -18,7 +18,7 @@ def schedule_table(built: Mapping[str, Schedule], *, stages: int, microbatches: 
     """
     width = max(len(name) for name in built)
     lines = [
-        f"claims at p = {stages} stages and m = {microbatches} microbatches (of a minibatch, or of the run if not flushed)",
+        f"claims at p = {stages} stages and m = {microbatches} microbatches (per minibatch; in the run if not flushed)",
         f"{'method':<{width}}  {'flush':<5}  {'bubble':>6}  {'in flight':<14}  {'staleness':<12}  versions",
     ]
     for name, schedule in built.items():

@@ -174,7 +174,7 @@ def join_payload(message: Message, device: torch.device) -> torch.Tensor:
 def take_payload(
     message: Message, specs: list[tuple[torch.dtype, tuple[int, ...]] | None], payload: torch.Tensor
 ) -> Message:
-    """Returns the message with its tensors, which are views of the payload (uint8[n])."""
+    """Returns the message with its tensors, which share the storage of the payload (uint8[n])."""
     place = 0
     tensors: list[torch.Tensor | None] = []
     for spec in specs:
@@ -183,7 +183,8 @@ def take_payload(
             continue
         dtype, shape = spec
         size = prod(shape) * dtype.itemsize
-        tensors.append(payload[place : place + size].view(dtype).view(shape))
+        # Not views for autograd: where one tensor of a message enters the graph, its neighbours would be rewritten.
+        tensors.append(payload[place : place + size].view(dtype).view(shape).data)
         place += _aligned(size) if place + _aligned(size) <= payload.numel() else size
     structure = bytes(payload[place:].cpu().numpy()).decode() if place < payload.numel() else ""
     return replace(message, tensors=tuple(tensors), structure=structure)

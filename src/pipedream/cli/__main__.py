@@ -1,0 +1,7 @@
+"""``python -m pipedream.cli``: how the workers of a local run are started."""
+
+from . import script
+
+__all__: list[str] = []
+
+script()

@@ -1,0 +1,192 @@
+"""The commands that need no model: plan, simulate, schedules, show."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .. import api, metrics, schedules
+from ..core import units
+from ..core.artifact import encode
+from ..core.cluster import Cluster
+from ..core.errors import PlanError
+from ..core.plan import Plan
+from ..core.profile import Profile
+from ..lowering import lower
+from ..report.listing import schedule_table
+from ..report.svg import timeline_svg
+from ..report.text import grid, grid_rich
+from ..verifier import verify
+from .options import Depth, Json, Microbatches, ScheduleName, depth_of, print_json
+
+__all__ = ["list_schedules", "plan", "show", "simulate"]
+
+
+def plan(
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="A profile's file.")],
+    workers: Annotated[int | None, typer.Option(min=1, help="Workers.")] = None,
+    bandwidth: Annotated[str, typer.Option(help="Of a link, in one direction: 1e9 (bytes/s), 10Gbit/s.")] = "1.25e9",
+    latency: Annotated[float, typer.Option(min=0.0, help="Seconds of a message.")] = 0.0,
+    cluster: Annotated[Path | None, typer.Option(help="A cluster's file, instead of the three above.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Of one worker: 16e9, 16GB.")] = None,
+    schedule: ScheduleName = "pipedream",
+    microbatches: Microbatches = None,
+    in_flight: Depth = "noam",
+    straight: Annotated[bool, typer.Option("--straight", help="One stage for each worker.")] = False,
+    data_parallel: Annotated[bool, typer.Option("--data-parallel", help="One stage on all workers.")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write the plan to.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Cut a profiled model into stages, as fast as can be within the memory."""
+    measured = Profile.load(profile)
+    joined = _cluster(cluster, workers, bandwidth, latency, memory)
+    if straight and data_parallel:
+        raise PlanError("--straight and --data-parallel exclude each other; give one or neither")
+    began = time.perf_counter()
+    found = api.plan(
+        measured,
+        joined,
+        schedule=schedule,
+        microbatches=microbatches,
+        in_flight=depth_of(in_flight),
+        straight=True if straight else False if data_parallel else None,
+    )
+    seconds = time.perf_counter() - began
+    if output is not None:
+        found.save(output)
+    if not as_json:
+        print(found)
+        return
+    alone = measured.forward_s + measured.backward_s + measured.update_s + measured.loss_s
+    parallel = api.plan(
+        measured, Cluster.flat(joined.workers, joined.bandwidth_bytes_per_s, joined.latency_s), straight=False
+    )
+    print_json(
+        {
+            "config": found.config,
+            "slowest_stage_s": found.slowest_stage_s,
+            "speedup_over_one_worker": alone / found.slowest_stage_s,
+            "speedup_over_data_parallel": parallel.slowest_stage_s / found.slowest_stage_s,
+            "planning_s": seconds,
+            "in_flight": list(found.in_flight),
+            "note": found.note,
+            "stages": [
+                {
+                    "layers": list(stage.names),
+                    "first": stage.first,
+                    "last": stage.last,
+                    "replicas": stage.replicas,
+                    "compute_s": stage.compute_s,
+                    "peak_bytes": stage.peak_bytes,
+                }
+                for stage in found.stages
+            ],
+        }
+    )
+
+
+def simulate(
+    plan: Annotated[Path | None, typer.Argument(metavar="[PLAN]", help="A plan's file; or give --uniform.")] = None,
+    uniform: Annotated[int | None, typer.Option(min=1, metavar="P", help="P equal stages instead of a plan.")] = None,
+    forward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a forward, with --uniform.")] = 1.0,
+    backward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a backward, with --uniform.")] = 2.0,
+    transfer_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a message one way, with --uniform.")] = 0.0,
+    weight_s: Annotated[float | None, typer.Option(min=0.0, help="Seconds of the weight gradient.")] = None,
+    schedule: ScheduleName = "pipedream",
+    microbatches: Annotated[int, typer.Option(min=1, help="Of the run, from an empty pipeline to an empty one.")] = 16,
+    in_flight: Depth = "noam",
+    picture: Annotated[bool, typer.Option("--grid", help="Draw it too.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Predict a run: makespan, bubble, throughput, and each rank's busy time, versions and staleness."""
+    if (plan is None) == (uniform is None):
+        raise PlanError("give either a plan's file or --uniform P")
+    if plan is not None:
+        chosen = Plan.load(plan)
+        chosen = chosen if in_flight == "noam" and chosen.depth != "noam" else chosen.with_depth(depth_of(in_flight))
+    else:
+        chosen = Plan.uniform(uniform or 1, forward_s, backward_s, transfer_s).with_depth(depth_of(in_flight))
+    timeline = api.simulate(chosen, schedule=schedule, microbatches=microbatches, weight_s=weight_s)
+    found = metrics.measure(timeline)
+    if as_json:
+        rows = [
+            {
+                "busy_s": row.busy_s,
+                "peak_in_flight": row.peak_in_flight,
+                "peak_versions": row.peak_versions,
+                "staleness": row.staleness,
+            }
+            for row in found.per_rank
+        ]
+        print_json(
+            {
+                "makespan_s": found.makespan_s,
+                "bubble": found.bubble,
+                "throughput_per_s": found.throughput_per_s,
+                "per_rank": rows,
+            }
+        )
+        return
+    print(found)
+    if picture:
+        Console(highlight=False).print(grid_rich(timeline, width=_width()))
+
+
+def list_schedules(as_json: Json = False) -> None:
+    """List the methods, with the claims of their papers."""
+    built = {name: schedules.build(name, Plan.uniform(4)) for name in schedules.SCHEDULES}
+    if as_json:
+        print_json({name: schedules.claims_at(schedule, 4, 8) for name, schedule in built.items()})
+    else:
+        print(schedule_table(built, stages=4, microbatches=8))
+
+
+def show(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A method: see 'pipedream schedules'.")],
+    stages: Annotated[int, typer.Option(min=1, help="Stages.")] = 4,
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of the run.")] = 8,
+    in_flight: Depth = "noam",
+    forward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a forward.")] = 1.0,
+    backward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a backward.")] = 1.0,
+    verify_it: Annotated[bool, typer.Option("--verify", help="Print the proof too.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Write the picture to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Draw a method's grid; with --verify print the proof: in flight, versions, staleness."""
+    chosen = Plan.uniform(stages, forward_s, backward_s).with_depth(depth_of(in_flight))
+    tried = schedules.build(name, chosen)
+    built = schedules.build(name, chosen, microbatches) if tried.flushes else tried
+    proof = verify(lower(built))
+    timeline = api.simulate(chosen, schedule=built, microbatches=microbatches)
+    if svg is not None:
+        svg.write_text(timeline_svg(timeline, title=f"{built.name}, {stages} stages"), encoding="utf-8")
+    if as_json:
+        print_json({"grid": grid(timeline).splitlines(), "proof": encode(proof)})
+        return
+    Console(highlight=False, width=10_000 if not sys.stdout.isatty() else None).print(
+        grid_rich(timeline, width=_width()), soft_wrap=True
+    )
+    if verify_it:
+        print(f"\n{proof}")
+
+
+def _cluster(path: Path | None, workers: int | None, bandwidth: str, latency: float, memory: str | None) -> Cluster:
+    try:
+        size = None if memory is None else units.parse_bytes(memory)
+        rate = units.parse_rate(bandwidth)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    if path is not None:
+        return Cluster.load(path)
+    if workers is None:
+        raise PlanError("say how many workers: --workers N, or give --cluster FILE")
+    return Cluster.flat(workers, rate, latency, size)
+
+
+def _width() -> int | None:
+    return Console().width if sys.stdout.isatty() else None

@@ -1,0 +1,140 @@
+"""The commands on a recipe: train, profile, compare; and report, on what a run left."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..core.errors import PipelineError, ProfileError
+from ..core.plan import Plan
+from .options import Depth, Device, Json, Microbatches, RecipeFile, ScheduleName, depth_of, print_json
+
+__all__ = ["compare", "profile", "report", "train"]
+
+
+def train(
+    recipe: RecipeFile,
+    workers: Annotated[int | None, typer.Option(min=1, help="Local worker processes; 2 unless a plan says.")] = None,
+    schedule: ScheduleName = "pipedream",
+    plan: Annotated[Path | None, typer.Option(help="A plan's file; none: profile the model and plan here.")] = None,
+    data_parallel: Annotated[
+        bool, typer.Option("--data-parallel", help="Plan one stage on all workers instead of a pipeline.")
+    ] = False,
+    in_flight: Depth = "noam",
+    microbatches: Microbatches = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs; the recipe's own unless said.")] = None,
+    minibatches: Annotated[int | None, typer.Option(min=1, help="Stop after so many minibatches.")] = None,
+    evaluate_every: Annotated[int, typer.Option(min=0, help="Epochs between evaluations; 0: at the end.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the recipe and of everything random in the layers.")] = 0,
+    device: Device = "cpu",
+    weights: Annotated[Path | None, typer.Option(help="A state dict to start from.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; a new one under runs/ unless said.")] = None,
+    log: Annotated[list[str] | None, typer.Option(help="Write logs into the run folder: csv, tensorboard.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a recipe: profile, plan, run by worker processes, report.
+
+    Starts the workers through torch's elastic launcher; under torchrun this process is one of them. Leaves
+    summary.json, weights.pt, trace.json (Perfetto) and report.html in the run folder.
+    """
+    count = workers or (Plan.load(plan).workers if plan is not None else 2)
+    if "TORCHELASTIC_RUN_ID" not in os.environ and "WORLD_SIZE" not in os.environ and count > 1:
+        from ..runtime.launch import launch  # torch is loaded only where workers run
+
+        if not Path(recipe).is_file():
+            raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
+        raise typer.Exit(launch(count, ["-m", "pipedream.cli", *sys.argv[1:]]))
+    from ..recipe import load_recipe
+    from ..training import train_recipe
+
+    summary = train_recipe(
+        lambda chosen: load_recipe(recipe, seed=chosen),
+        workers=workers,
+        schedule=schedule,
+        plan=Plan.load(plan) if plan is not None else None,
+        straight=not data_parallel,
+        in_flight=depth_of(in_flight),
+        microbatches=microbatches,
+        epochs=epochs,
+        minibatches=minibatches,
+        evaluate_every=evaluate_every,
+        seed=seed,
+        device=device,
+        weights=None if weights is None else str(weights),
+        out=out,
+        logs=tuple(log or ()),
+        quiet=as_json,
+    )
+    if as_json and int(os.environ.get("RANK", "0")) == 0:
+        print_json(summary)
+
+
+def profile(
+    recipe: RecipeFile,
+    device: Device = "cpu",
+    runs: Annotated[int, typer.Option(min=1, help="Runs behind each median.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of the recipe.")] = 0,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write the profile to.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure seconds and bytes of each layer of a recipe's model."""
+    from ..recipe import load_recipe
+    from ..training import profile_recipe
+
+    if device not in ("cpu", "cuda") and not device.startswith("cuda:"):
+        raise ProfileError(f"device {device!r} cannot be measured; choose cpu or cuda")
+    _answer(profile_recipe(load_recipe(recipe, seed=seed), device=device, seed=seed, runs=runs), output, as_json)
+
+
+def compare(
+    recipe: RecipeFile,
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes of the parallel variants.")] = 2,
+    schedule: Annotated[
+        list[str] | None, typer.Option("--schedule", help="A method to compare; may be given several times.")
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of each variant.")] = 1,
+    minibatches: Annotated[int | None, typer.Option(min=1, help="Stop each after so many minibatches.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the recipe.")] = 0,
+    device: Device = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder of the run folders.")] = Path("runs/compare"),
+    as_json: Json = False,
+) -> None:
+    """Train a recipe side by side: one worker, data parallelism, and some methods."""
+    from ..comparing import compare_recipe, comparison_table
+
+    names = tuple(schedule or ("pipedream", "1f1b", "pipedream_2bw"))
+    rows = compare_recipe(
+        recipe,
+        workers=workers,
+        schedules=names,
+        epochs=epochs,
+        minibatches=minibatches,
+        seed=seed,
+        device=device,
+        out=out,
+    )
+    if as_json:
+        print_json({"variants": rows})
+    else:
+        print(comparison_table(rows))
+
+
+def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder.")], as_json: Json = False) -> None:
+    """Make report.html again from a run folder."""
+    from ..runfolder import write_report
+
+    path = write_report(folder)
+    if as_json:
+        print_json({"report": str(path)})
+    else:
+        print(path)
+
+
+def _answer(noun: Any, output: Path | None, as_json: bool) -> None:
+    if output is not None:
+        noun.save(output)
+    print(noun.to_json() if as_json else noun)
