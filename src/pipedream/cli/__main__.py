@@ -2,6 +2,7 @@
 
 from . import script
 
-__all__: list[str] = []
+__all__ = ["script"]
 
-script()
+if __name__ == "__main__":
+    script()

@@ -17,10 +17,11 @@ from .losses import Loss, Metric
 from .optimize import Gradients, Optimizer
 from .results import Results
 from .scoring import Scorer
+from .seat import Seated
 from .stage import StageModule, low_precision_weights
 from .versions import Versions
 from .wire import Line, WireGroup, WireReceiver, WireSender
-from .worker import Seated, Worker
+from .worker import Worker
 
 __all__ = ["Settings", "Wires", "connect", "local_crew", "wire_worker"]
 

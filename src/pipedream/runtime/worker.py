@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,33 +23,15 @@ from .channel import Pending, Receiver, Sender
 from .feed import Ending, Feed
 from .intake import Intake
 from .message import Content, Message
-from .optimize import Gradients, Optimizer
 from .recorder import Recorder
 from .results import Done, Output, Results
 from .scoring import Scorer
-from .stage import Held, StageModule, outputs_of
-from .versions import Versions
+from .seat import Seated
+from .stage import Held, outputs_of
 
-__all__ = ["Seated", "Worker"]
+__all__ = ["Worker"]
 
 _FORWARD = ("activation", "input")
-
-
-@dataclass
-class Seated:
-    """What lives on one seat of a rank: a stage replica with its weights and its optimizer.
-
-    Attributes:
-        next_forward: microbatch of its next forward.
-        tags: (microbatch, forward version, backward version) of the gradients of the coming update.
-    """
-
-    module: StageModule
-    versions: Versions
-    gradients: Gradients
-    optimizer: Optimizer
-    next_forward: int = 0
-    tags: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 class Worker:
@@ -312,15 +293,10 @@ class Worker:
         if waited:
             self.recorder.note("wait", op.stage, op.index, before)
         start = self.recorder.mark()
-        newest = seat.versions.newest
         next_read = self.program.weights.forward_version(op.stage, seat.next_forward)
-        seat.versions.begin_update(next_read)
-        seat.optimizer.step(share)
-        seat.versions.end_update()
-        for microbatch, forward_version, backward_version in seat.tags:
+        for microbatch, forward_version, backward_version, newest in seat.update(next_read, share):
             number = self._number(microbatch)
             self.recorder.tags.append(Tag(op.stage, number, forward_version, backward_version, newest))
-        seat.tags.clear()
         self.recorder.note("U", op.stage, self._updates_before(op.stage) + op.index, start)
         if wishes:
             self._stop_feed(Ending.INTERRUPT)
