@@ -1,10 +1,9 @@
 """A small GPT over characters. The text is on every machine: the source of modules of Python's standard library.
 
-    pipedream train examples/char_gpt.py --workers 2
+pipedream train examples/char_gpt.py --workers 2
 """
 
 from functools import partial
-from math import log
 from pathlib import Path
 from sysconfig import get_path
 
@@ -39,22 +38,22 @@ def loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torc
 
 
 def recipe(seed: int = 0) -> pipedream.Recipe:
-    """Returns model, loss, optimizer and data. The last tenth of the text is the test."""
+    """Returns model, loss, optimizer and data: windows of the text, of which every tenth is kept for the test."""
     torch.manual_seed(seed)
     text = "".join(Path(get_path("stdlib"), f"{name}.py").read_text(encoding="utf-8") for name in MODULES.split())
     windows = torch.tensor(list(text.encode("ascii", "replace"))).unfold(0, CONTEXT + 1, CONTEXT)
-    train, test = (TensorDataset(w[:, :-1], w[:, 1:]) for w in windows.split(len(windows) * 9 // 10 + 1))
+    kept = torch.arange(len(windows)) % 10 == 0
+    train, test = (TensorDataset(part[:, :-1], part[:, 1:]) for part in (windows[~kept], windows[kept]))
     train = DataLoader(train, batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(seed))
-    shape = {"dropout": 0.05, "activation": F.gelu, "batch_first": True, "norm_first": True}
-    blocks = [Block(WIDTH, 4, 4 * WIDTH, **shape) for _ in range(4)]
+    blocks = [Block(WIDTH, 4, 4 * WIDTH, 0.0, F.gelu, batch_first=True, norm_first=True) for _ in range(4)]
     return pipedream.Recipe(
-        model=nn.Sequential(Embed(), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128)),
+        model=nn.Sequential(Embed(), nn.Dropout(0.1), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128)),
         loss=loss,
         optimizer=partial(torch.optim.AdamW, lr=3e-3),
         scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=EPOCHS * len(train)),  # one step an update
         train=train,
         test=DataLoader(test, batch_size=64),
-        metrics={"bits_per_character": lambda output, batch: loss(output, batch) / log(2)},
+        metrics={"bits_per_character": lambda output, batch: loss(output, batch) / torch.tensor(2.0).log()},
         epochs=EPOCHS,
         target=("loss", 1.7),
     )

@@ -1,6 +1,6 @@
 """An LSTM over the words of Python's standard library: paragraphs of any length, so each batch has its own shape.
 
-    pipedream train examples/lstm_lm.py --workers 2
+Run it: pipedream train examples/lstm_lm.py --workers 2
 """
 
 import re
@@ -10,8 +10,8 @@ from pathlib import Path
 from sysconfig import get_path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import dropout
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
@@ -21,23 +21,54 @@ MODULES = "argparse ast calendar configparser copy csv dataclasses datetime diff
 WIDTH, LENGTH, WORDS, RARE, PAD = 96, 40, 2000, 1, 0
 
 
-class Recurrent(nn.Module):
-    """A layer and its input: what it read goes past it to the next one (Graves 2013, section 2). A pair crosses."""
+class Recurrent(nn.LSTM):  # what it reads beside the words goes past it to the next (Graves 2013): a pair crosses a cut
+    def forward(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return dropout(super().forward(torch.cat(x, 2))[0], 0.3, self.training), x[1]
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.lstm, self.dropout = nn.LSTM(width, WIDTH, batch_first=True), nn.Dropout(0.2)
 
-    def forward(self, words: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        whole = words if isinstance(words, Tensor) else torch.cat(words, 2)
-        return self.dropout(self.lstm(whole)[0]), words if isinstance(words, Tensor) else words[1]
+class Embed(nn.Embedding):
+    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(words), super().forward(words)
 
 
 class Read(nn.Linear):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return super().forward(torch.cat(pair, 2)).transpose(1, 2)  # cross_entropy wants the classes second
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return super().forward(torch.cat(x, 2)).transpose(1, 2)  # cross entropy wants the classes second
 
 
-def batch_of(paragraphs: list[Tensor]) -> tuple[Tensor, Tensor]:
-    words = pad_sequence(paragraphs, batch_first=True, padding_value=PAD)
+def right(output: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+    return ((output.argmax(1) == words) & (words != PAD)).sum(), (words != PAD).sum()
+
+
+def batch_of(pieces: list[Tensor]) -> tuple[Tensor, Tensor]:
+    words = pad_sequence(pieces, batch_first=True, padding_value=PAD)
     return words[:, :-1], words[:, 1:]
+
+
+def recipe(seed: int = 0) -> pipedream.Recipe:
+    """Returns model, loss, optimizer and data: paragraphs, of which every tenth is kept for the test."""
+    torch.manual_seed(seed)
+    text = "".join(Path(get_path("stdlib"), f"{name}.py").read_text(encoding="utf-8") for name in MODULES.split())
+    paragraphs = [re.findall(r"\w+|[^\w\s]", paragraph) for paragraph in text.split("\n\n")]
+    common = Counter(word for words in paragraphs for word in words).most_common(WORDS - 2)
+    number = {word: i for i, (word, _) in enumerate(common, start=2)}
+    data = [torch.tensor([number.get(word, RARE) for word in words[: LENGTH + 1]]) for words in paragraphs if words[1:]]
+    train = [words for i, words in enumerate(data) if i % 10]
+    layers = (Recurrent(2 * WIDTH, WIDTH, batch_first=True) for _ in range(3))
+    order = torch.Generator().manual_seed(seed)
+    return pipedream.Recipe(
+        model=nn.Sequential(Embed(WORDS, WIDTH, PAD), *layers, Read(2 * WIDTH, WORDS)),
+        loss=nn.CrossEntropyLoss(ignore_index=PAD),  # a mean over the words that count, in any microbatch
+        optimizer=partial(torch.optim.Adam, lr=3e-3),
+        train=DataLoader(train, batch_size=16, shuffle=True, generator=order, collate_fn=batch_of),
+        test=DataLoader(data[::10], batch_size=64, collate_fn=batch_of),
+        metrics={"accuracy": right},
+        clip_grad_norm=1.0,
+        clip="local",  # stages update at different times, so each clips by its own norm
+        epochs=4,
+        target=("accuracy", 0.4),
+    )
+
+
+if __name__ == "__main__":
+    pipedream.run(recipe)

@@ -61,7 +61,7 @@ def test_python_at_the_top_trains(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line.split(" ", 2) for line in printed.splitlines()[-5:]]
     assert [row[0] for row in rows] == list("01234")
     losses = [ast.literal_eval(row[2])["loss"] for row in rows]
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses == sorted(losses, reverse=True), "the test loss falls from epoch to epoch"
     assert sorted(space["weights"]) == ["0.bias", "0.weight", "2.bias", "2.weight", "4.bias", "4.weight"]  # type: ignore[call-overload]
 
 
@@ -82,7 +82,9 @@ def test_commands_print_what_stands_below_them(line: str, output: str, capsys: p
     assert trimmed(capsys.readouterr().out) == trimmed(output)
 
 
-def test_other_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_commands_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In order, for each reads what the one before left; those that start processes are only parsed."""
     pytest.importorskip("sklearn", reason="the example's data set comes with scikit-learn")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -94,14 +96,16 @@ def test_other_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
             command.commands[name].make_context(name, rest)  # type: ignore[attr-defined]
         else:
             assert cli.main([name, *rest]) == 0, line
-    assert "Plan 1-" in capsys.readouterr().out
+    assert "Plan 1-1-1-1 of DigitNet" in capsys.readouterr().out
     assert (tmp_path / "2bw.svg").read_text(encoding="utf-8").startswith("<svg")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    headings = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.M)}
+    headings = {
+        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.M)
+    }
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith("#"):
             assert target[1:] in headings, target
@@ -110,7 +114,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_design_names_each_room() -> None:
-    """Its table has the modules of the first level, of the ground floor and of the runtime, and no others."""
+    """Its table has each module of the first level, of the ground floor and of the runtime."""
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     found = re.search(r"^src/pipedream/\n(.*?)^tests/", text, re.M | re.S)
     assert found is not None
@@ -118,4 +122,4 @@ def test_design_names_each_room() -> None:
     house = ROOT / "src" / "pipedream"
     rooms = {path.stem for path in house.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     inner = {path.stem for room in ("core", "runtime") for path in (house / room).glob("*.py")}
-    assert not (rooms | inner) - {"__init__"} - drawn
+    assert sorted((rooms | inner) - {"__init__"} - drawn) == []

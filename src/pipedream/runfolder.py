@@ -77,6 +77,8 @@ def summarise(
                     "wait_share": now.wait_s / after.makespan_s if after.makespan_s else None,
                     "send_share": now.send_s / after.makespan_s if after.makespan_s else None,
                     "predicted_busy_share": then.busy_s / before.makespan_s if before.makespan_s else None,
+                    "predicted_wait_share": then.wait_s / before.makespan_s if before.makespan_s else None,
+                    "predicted_send_share": then.send_s / before.makespan_s if before.makespan_s else None,
                     "bytes_sent": sent_bytes.get(rank, 0),
                     "peak_bytes": measured.peak_bytes[rank] if measured.peak_bytes else None,
                     "predicted_peak_bytes": stage.peak_bytes,

@@ -75,7 +75,7 @@ def test_slow_links_make_a_pipeline_and_fast_ones_data_parallelism() -> None:
 
 
 def test_one_worker_when_links_are_useless() -> None:
-    alone = plan(EIGHT, Cluster.flat(4, 1e9, latency_s=1e3))
+    alone = plan(EIGHT, Cluster.flat(4, 0.1))
     assert (alone.config, alone.slowest_stage_s) == ("1", 24.0)
     assert plan(EIGHT, Cluster.flat(1)).note == "one worker"
 

@@ -30,7 +30,7 @@ def pipeline_period_s(stage_s: tuple[float, ...], replicas: tuple[int, ...], tra
     Args:
         stage_s: seconds of one minibatch on one worker of each stage, synchronisation included.
         replicas: workers of each stage; r_s of them finish r_s minibatches in the time of one.
-        transfers_s: one-way seconds of a message across each boundary; both directions run at once.
+        transfers_s: seconds that a message occupies its link, across each boundary; both directions run at once.
     """
     compute = max(seconds / count for seconds, count in zip(stage_s, replicas, strict=True))
     return max([compute, *transfers_s])

@@ -185,9 +185,14 @@ class Plan(Artifact):
 
     @property
     def slowest_stage_s(self) -> float:
-        """Predicted seconds per unit of the full pipeline: the slowest stage or link."""
+        """Predicted seconds per unit of the full pipeline: the slowest stage or link.
+
+        A message occupies its link for bytes / bandwidth; its latency delays it, which depth hides, but lets
+        the next message follow.
+        """
+        occupied = tuple(transfer_s(s.output_bytes, self.cluster.bandwidth_bytes_per_s) for s in self.stages[:-1])
         seconds = tuple(stage.compute_s + sync for stage, sync in zip(self.stages, self.sync_s, strict=True))
-        return pipeline_period_s(seconds, self.replicas, self.transfers_s)
+        return pipeline_period_s(seconds, self.replicas, occupied)
 
     def with_depth(self, wanted: str | tuple[int, ...]) -> Self:
         """Returns the plan with another depth: 'noam', 'full', or in-flight counts by hand.

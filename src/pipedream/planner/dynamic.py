@@ -94,7 +94,7 @@ class Pipelines:
         cluster = self.space.cluster
         seconds = np.asarray(self.space.seconds(self._places[:, None], self._places[None, :]), dtype=float)
         crossing: Any = self.space.crossing[self._places]
-        link: Any = transfer_s(crossing, cluster.bandwidth_bytes_per_s, cluster.latency_s)
+        link: Any = transfer_s(crossing, cluster.bandwidth_bytes_per_s)  # latency occupies no link
         link[-1] = 0.0  # the model's output stays where it is
         return np.maximum(seconds, link[None, :])
 

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from .message import Message
+from .message import Message, copied
 
 __all__ = ["Group", "LocalChannel", "LocalGroup", "Pending", "Receiver", "Sender"]
 
@@ -84,11 +84,8 @@ class LocalChannel(Sender, Receiver):
         self._sent_bytes = 0
 
     def send(self, message: Message) -> None:
-        # A copy, as a wire would make it, without gaps: the receiver may write into what it got, and kernels round
-        # differently for other strides.
-        tensors = tuple(
-            None if t is None else t.detach().clone(memory_format=torch.contiguous_format) for t in message.tensors
-        )
+        # A copy, as a wire makes it: the receiver may write into what it got.
+        tensors = tuple(None if t is None else copied(t) for t in message.tensors)
         self._sent_bytes += sum(t.numel() * t.element_size() for t in tensors if t is not None)
         self._queue.append(replace(message, tensors=tensors))
 

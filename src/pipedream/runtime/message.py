@@ -13,10 +13,22 @@ import struct
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from math import prod
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["HEADER_WORDS", "Content", "Message", "decode_header", "encode_header", "join_payload", "take_payload"]
+__all__ = [
+    "HEADER_WORDS",
+    "Content",
+    "Message",
+    "Spec",
+    "copied",
+    "decode_header",
+    "dimension_order",
+    "encode_header",
+    "join_payload",
+    "take_payload",
+]
 
 HEADER_WORDS = 512
 _FIXED = 16
@@ -37,6 +49,19 @@ class Content(IntEnum):
     DATA = 0
     EMPTY = 1  # a microbatch without a sample: the minibatch had fewer samples than microbatches
     END = 2  # no further microbatch; `microbatch` is the count of those that were
+
+
+class Spec(NamedTuple):
+    """How a tensor lies in a payload.
+
+    Attributes:
+        dtype, shape: of the tensor.
+        order: its dimensions in the order of memory (`dimension_order`).
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -108,7 +133,8 @@ def encode_header(message: Message, payload_bytes: int) -> torch.Tensor:
             )
         code = -1 if tensor is None else _DTYPE_CODE[tensor.dtype]
         wants = bool(message.gradients) and message.gradients[i]
-        words += ((code + 1) * 2 + wants, len(shape), *shape)
+        layout = len(shape) if tensor is None else _packed(dimension_order(tensor))
+        words += ((code + 1) * 2 + wants, layout, *shape)
     header = bytearray(8 * HEADER_WORDS)
     _LAYOUT.pack_into(
         header, 0, message.content, message.microbatch, message.minibatch, message.epoch, message.samples,
@@ -121,20 +147,21 @@ def encode_header(message: Message, payload_bytes: int) -> torch.Tensor:
 
 def decode_header(
     words: torch.Tensor,
-) -> tuple[Message, int, list[tuple[torch.dtype, tuple[int, ...]] | None]]:
-    """Reads a header. Returns the message without tensors, the payload's bytes, each tensor's type and shape."""
+) -> tuple[Message, int, list[Spec | None]]:
+    """Reads a header. Returns the message without tensors, the payload's bytes, each tensor's place in it."""
     ints = words.numpy()
     (
         content, microbatch, minibatch, epoch, samples, version, flags, payload, count, weight, share, numbers,
-    ) = _LAYOUT.unpack_from(ints)  # fmt: skip
+    ) = _LAYOUT.unpack_from(ints.data)  # fmt: skip
     named = ints[_FIXED + numbers : _FIXED + numbers + count * (2 + _MOST_DIMENSIONS)].tolist()
-    specs: list[tuple[torch.dtype, tuple[int, ...]] | None] = []
+    specs: list[Spec | None] = []
     wants = []
     place = 0
     for _ in range(count):
         code, want = divmod(named[place], 2)
-        behind = place + 2 + named[place + 1]
-        specs.append(None if code == 0 else (_DTYPES[code - 1], tuple(named[place + 2 : behind])))
+        order = _unpacked(named[place + 1])
+        behind = place + 2 + len(order)
+        specs.append(None if code == 0 else Spec(_DTYPES[code - 1], tuple(named[place + 2 : behind]), order))
         wants.append(bool(want))
         place = behind
     message = Message(
@@ -148,7 +175,7 @@ def decode_header(
         flags=flags,
         weight=weight,
         share=share,
-        numbers=struct.unpack_from(f"={numbers}d", ints, 8 * _FIXED),
+        numbers=struct.unpack_from(f"={numbers}d", ints.data, 8 * _FIXED),
     )
     return message, payload, specs
 
@@ -157,14 +184,14 @@ def join_payload(message: Message, device: torch.device) -> torch.Tensor:
     """Returns the tensors of a message, and its structure, as uint8[n]; a single tensor is not copied."""
     tensors = [tensor.detach() for tensor in message.tensors if tensor is not None]
     if len(tensors) == 1 and not message.structure:
-        return _as_bytes(tensors[0].contiguous())
+        return _as_bytes(tensors[0])
     text = message.structure.encode()
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     total = sum(map(_aligned, sizes)) + len(text)
     payload = torch.empty(total, dtype=torch.uint8, device=device)
     place = 0
     for tensor, size in zip(tensors, sizes, strict=True):
-        payload[place : place + size].copy_(_as_bytes(tensor.contiguous()))
+        payload[place : place + size].copy_(_as_bytes(tensor))
         place += _aligned(size)
     if text:
         payload[place:].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
@@ -172,7 +199,7 @@ def join_payload(message: Message, device: torch.device) -> torch.Tensor:
 
 
 def take_payload(
-    message: Message, specs: list[tuple[torch.dtype, tuple[int, ...]] | None], payload: torch.Tensor
+    message: Message, specs: list[Spec | None], payload: torch.Tensor
 ) -> Message:
     """Returns the message with its tensors, which share the storage of the payload (uint8[n])."""
     place = 0
@@ -181,17 +208,49 @@ def take_payload(
         if spec is None:
             tensors.append(None)
             continue
-        dtype, shape = spec
-        size = prod(shape) * dtype.itemsize
+        size = prod(spec.shape) * spec.dtype.itemsize
         # Not views for autograd: where one tensor of a message enters the graph, its neighbours would be rewritten.
-        tensors.append(payload[place : place + size].view(dtype).view(shape).data)
+        tensors.append(_restored(payload[place : place + size].view(spec.dtype), spec.shape, spec.order).data)
         place += _aligned(size) if place + _aligned(size) <= payload.numel() else size
     structure = bytes(payload[place:].cpu().numpy()).decode() if place < payload.numel() else ""
     return replace(message, tensors=tuple(tensors), structure=structure)
 
 
+def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the dimensions from the widest stride to the narrowest.
+
+    A tensor keeps this order on its way: a dropout mask is drawn in the order of memory, so the transposed output
+    of a batch-first LSTM, or a channels-last one, must not arrive in another layout.
+    """
+    plain = tuple(range(tensor.ndim))
+    strides = tensor.stride()
+    if tensor.is_contiguous() or 0 in strides:
+        return plain
+    return tuple(sorted(plain, key=lambda dimension: -strides[dimension]))
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what arrives of a tensor: a copy without gaps, its dimensions in the same order of memory."""
+    order = dimension_order(tensor)
+    numbers = tensor.detach().permute(order).clone(memory_format=torch.contiguous_format).view(-1)
+    return _restored(numbers, tuple(tensor.shape), order).data
+
+
+def _restored(numbers: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
+    dense = numbers.view([shape[dimension] for dimension in order])
+    return dense.permute([order.index(dimension) for dimension in range(len(shape))])
+
+
+def _packed(order: tuple[int, ...]) -> int:
+    return sum(dimension << 4 * (i + 1) for i, dimension in enumerate(order)) | len(order)
+
+
+def _unpacked(layout: int) -> tuple[int, ...]:
+    return tuple(layout >> 4 * (i + 1) & 0xF for i in range(layout & 0xF))
+
+
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.permute(dimension_order(tensor)).contiguous().view(-1).view(torch.uint8)
 
 
 def _aligned(size: int) -> int:
