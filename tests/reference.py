@@ -164,6 +164,7 @@ def delayed(
     answer, number, base = Answer(), [0], 0
     made = [[_of(newest, stage)] for stage in stages]
     rounds: list[list[dict[str, Tensor]]] = [[] for _ in stages]
+    updates, scheduled = [0] * len(stages), [0] * len(stages)
 
     def update(s: int) -> None:
         gradients, stepper = rounds[s], steppers[s]
@@ -173,12 +174,15 @@ def delayed(
         if stepper is not None:
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_([newest[name] for name in stages[s]], clip)
+            # One clock for all stages, that of the input stage's rounds.
+            while schedules[s] and scheduled[s] < updates[s] * counts[s] // counts[0]:
+                schedules[s].step()
+                scheduled[s] += 1
             rate = stepper.param_groups[0]["lr"]
             stepper.param_groups[0]["lr"] = rate * counts[s] / counts[0] * len(gradients) / counts[s]
             stepper.step()
             stepper.param_groups[0]["lr"] = rate
-            if schedules[s]:
-                schedules[s].step()
+            updates[s] += 1
         made[s].append(_of(newest, stages[s]))
         for name in stages[s]:
             if ema is not None:
@@ -207,11 +211,11 @@ def delayed(
                 loss, weight = loss + float(found.detach()), weight + amount
             answer.losses.append(loss / weight)
             answer.weights.append(weight)
-            answer.rates.append(next(s.param_groups[0]["lr"] for s in steppers if s))
             for s, stage in enumerate(stages):
                 rounds[s].append({name: model.get_parameter(name).grad / weight for name in stage})
                 if len(rounds[s]) == counts[s]:
                     update(s)
+            answer.rates.append(next(s.param_groups[0]["lr"] for s in steppers if s))
         for s in range(len(stages)):
             if rounds[s]:
                 update(s)

@@ -184,15 +184,20 @@ def _dealt(x: Tensor, y: Tensor, size: int) -> list[Batch]:
 
 
 def _classes(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-    picked = output.log_softmax(1)[torch.arange(len(targets)), targets]
+    picked = _full(output).log_softmax(1)[torch.arange(len(targets)), targets]
     return -picked.sum(), float(len(targets))
 
 
 def _tokens(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-    picked = output.log_softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    picked = _full(output).log_softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
     counts = targets != PAD
     return -(picked * counts).sum(), float(counts.sum())
 
 
 def _elements(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-    return ((output - targets) ** 2).sum(), float(targets.numel())
+    return ((_full(output) - targets) ** 2).sum(), float(targets.numel())
+
+
+def _full(output: Tensor) -> Tensor:
+    # As autocast does for losses.
+    return output.float() if output.dtype == torch.bfloat16 else output

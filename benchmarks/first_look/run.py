@@ -25,9 +25,7 @@ from model import Sizes
 from network import ADDRESSES, LINK, lacking, two_namespaces
 
 import pipedream as pd
-from pipedream import metrics, planner, schedules
-from pipedream.core.plan import Plan
-from pipedream.core.profile import Profile
+from pipedream import Plan, Profile, metrics, planner, schedules
 
 __all__ = ["main"]
 

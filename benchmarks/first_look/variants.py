@@ -16,8 +16,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import pipedream as pd
-from pipedream import schedules
-from pipedream.core.plan import Plan
+from pipedream import Plan, schedules
 
 __all__ = ["Bench", "variants"]
 

@@ -18,10 +18,8 @@ from model import CUT, Sizes, network
 from torch.nn import functional
 from variants import Bench, optimizer, variants
 
-from pipedream import profiler
-from pipedream.capture import capture
-from pipedream.core.cluster import Cluster
-from pipedream.core.profile import Profile
+import pipedream as pd
+from pipedream import Cluster, Profile
 from pipedream.planner import by_hand
 
 __all__ = ["main"]
@@ -34,7 +32,7 @@ def main(asked: dict[str, Any]) -> None:
     rank = dist.get_rank()
     sizes = Sizes(**asked["sizes"])
     group = dist.new_group(backend="gloo")
-    profile = _profile(sizes, rank)
+    profile = _profile(sizes)
     message_s, floor_s = _one_way_s(profile.layers[CUT - 1].output_bytes, rank)
     bytes_per_s = asked["bytes_per_s"] or profile.layers[CUT - 1].output_bytes / message_s
     plan = by_hand(profile, Cluster.flat(2, bytes_per_s), (CUT,))
@@ -65,25 +63,15 @@ def main(asked: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def _profile(sizes: Sizes, rank: int) -> Profile:
-    """Measures on both workers at once, so that they share the memory as they do later; rank 0's is taken."""
-    model = network(sizes)
-    inputs = torch.randn(sizes.batch, 3, 32, 32)
+def _profile(sizes: Sizes) -> Profile:
+    """Measures one microbatch through every layer, at rank 0 while the other worker waits."""
     targets = torch.zeros(sizes.batch, dtype=torch.int64)
-    captured = capture(model, (inputs,))
-    dist.barrier()
-    measured = profiler.measure(
-        captured.layers,
-        captured.graph,
-        (inputs,),
-        model_name="first look",
+    return pd.profile(
+        network(sizes),
+        torch.randn(sizes.batch, 3, 32, 32),
         loss=lambda output: functional.cross_entropy(output, targets),
         optimizer=optimizer,
-        runs=10,
     )
-    texts = [measured.to_json()]
-    dist.broadcast_object_list(texts, 0)
-    return Profile.from_json(texts[0], "rank 0's profile")
 
 
 def _one_way_s(size_bytes: int, rank: int) -> tuple[float, float]:

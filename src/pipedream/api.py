@@ -12,7 +12,7 @@ from typing import Any
 from . import planner, schedules
 from . import profiler as profiling
 from . import simulator as clock
-from .capture import capture
+from .capture import capture, untouched
 from .core.cluster import Cluster
 from .core.plan import Plan
 from .core.profile import Profile
@@ -66,6 +66,7 @@ def profile(
             captured.graph,
             inputs,
             model_name=type(model).__name__,
+            untouched=untouched,
             loss=loss,
             optimizer=optimizer,
             device=device,

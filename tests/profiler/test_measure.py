@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipedream.capture import untouched
 from pipedream.core.errors import ProfileError
 from pipedream.core.graph import Layer, LayerGraph
 from pipedream.core.profile import Profile
@@ -25,7 +26,12 @@ def chain(*modules: nn.Module) -> LayerGraph:
 
 
 def profile_of(*modules: nn.Module, sample: tuple[Any, ...], **options: Any) -> Profile:
-    return measure(modules, chain(*modules), sample, **{"model_name": "Test", "warmup": 0, "runs": 1} | options)
+    return measure(
+        modules,
+        chain(*modules),
+        sample,
+        **{"model_name": "Test", "untouched": untouched, "warmup": 0, "runs": 1} | options,
+    )
 
 
 @settings(max_examples=25)
@@ -98,7 +104,15 @@ def test_the_optimizer_gets_the_users_names_and_no_frozen_parameter() -> None:
 
     layers = (Layer("body.0", "Linear", ("body.0.weight", "body.0.bias")), Layer("body.1", "Linear"))
     graph = LayerGraph.chain((*layers, Layer("body.0@2", "Linear", layers[0].parameters)))
-    profile = measure([module, frozen, module], graph, (torch.randn(1, 2),), model_name="T", optimizer=factory, runs=1)
+    profile = measure(
+        [module, frozen, module],
+        graph,
+        (torch.randn(1, 2),),
+        model_name="T",
+        untouched=untouched,
+        optimizer=factory,
+        runs=1,
+    )
     assert seen == ["body.0.weight", "body.0.bias"]
     assert profile.layers[2].parameter_bytes == 0
 
@@ -269,7 +283,7 @@ def test_each_failure_names_its_place() -> None:
     with pytest.raises(ProfileError, match="runs=0"):
         profile_of(good, sample=(x,), runs=0)
     with pytest.raises(ProfileError, match="found 1 modules, 2 layers"):
-        measure([good], chain(good, good), (x,), model_name="T")
+        measure([good], chain(good, good), (x,), model_name="T", untouched=untouched)
 
 
 def test_a_stopwatch_gives_a_lap_for_each_start_and_stop() -> None:

@@ -11,8 +11,9 @@ from torch import nn
 
 from .captured import Captured
 from .chain import capture_chain, find_layers
+from .untouched import untouched
 
-__all__ = ["Captured", "capture", "find_layers"]
+__all__ = ["Captured", "capture", "find_layers", "untouched"]
 
 
 def capture(model: nn.Module, sample: tuple[Any, ...]) -> Captured:

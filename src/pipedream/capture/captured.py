@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from pipedream.core.graph import LayerGraph
+from ..core.graph import LayerGraph
 
 __all__ = ["Captured"]
 

@@ -15,13 +15,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipedream.core.errors import CaptureError
-from pipedream.core.graph import Layer, LayerGraph
-
+from ..core.errors import CaptureError
+from ..core.graph import Layer, LayerGraph
 from .captured import Captured
 from .check import check_equal_to_model
 from .trace import Call, trace, why_not_a_chain
-from .untouched import seed_generators, untouched
+from .untouched import untouched
 
 __all__ = ["capture_chain", "find_layers", "tied_layers"]
 
@@ -139,7 +138,6 @@ def _own_reason(module: nn.Module) -> str:
 def _trace_in_mode(model: nn.Module, sample: tuple[Any, ...], training: bool, devices: list[int]) -> Call:
     mode = "training" if training else "evaluation"
     with untouched([model], devices):
-        seed_generators(0, devices)
         for module in model.modules():
             module.training = training  # not train(): a user's own train() may have side effects
         copies: dict[int, torch.Tensor] = {}

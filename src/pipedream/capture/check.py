@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from pipedream.core.errors import CaptureError
-
+from ..core.errors import CaptureError
 from .captured import Captured
-from .untouched import seed_generators, untouched
+from .untouched import untouched
 
 __all__ = ["check_equal_to_model"]
 
@@ -64,7 +63,6 @@ def _run(
     model: nn.Module, forward: Callable[..., Any], sample: tuple[Any, ...], training: bool, devices: list[int]
 ) -> tuple[Any, list[tuple[str, torch.Tensor]]]:
     with untouched([model], devices), torch.no_grad():
-        seed_generators(0, devices)
         for module in model.modules():
             module.training = training
         inputs = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, sample)

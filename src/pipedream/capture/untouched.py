@@ -8,21 +8,23 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-__all__ = ["seed_generators", "untouched"]
+__all__ = ["untouched"]
 
 
 @contextmanager
-def untouched(modules: Iterable[nn.Module], devices: Iterable[int] = ()) -> Iterator[None]:
+def untouched(modules: Iterable[nn.Module], devices: Iterable[int] = (), seed: int = 0) -> Iterator[None]:
     """Within it the modules work on copies of their buffers; after it they are as they were before.
 
     Buffers are swapped for copies, not copied back, so that the user's own tensors are never written.
     Training flags, plain attributes that a forward binds, and the random generators of the CPU and of the
-    CUDA devices named are restored too.
+    CUDA devices named are restored too; within, these generators are seeded with `seed`.
     """
+    devices = list(devices)
     every = {id(module): module for root in modules for module in root.modules()}
     saved = [(module, dict(module.__dict__), dict(module._buffers)) for module in every.values()]
     copies: dict[int, torch.Tensor] = {}
-    with torch.random.fork_rng(devices=list(devices)):
+    with torch.random.fork_rng(devices=devices):
+        _seed_generators(seed, devices)
         try:
             for module, _, buffers in saved:
                 for name, buffer in buffers.items():
@@ -39,7 +41,7 @@ def untouched(modules: Iterable[nn.Module], devices: Iterable[int] = ()) -> Iter
                 module._buffers.update(buffers)
 
 
-def seed_generators(seed: int, devices: Iterable[int] = ()) -> None:
+def _seed_generators(seed: int, devices: Iterable[int]) -> None:
     """Seeds the generator of the CPU and those of the CUDA devices named, and no other."""
     torch.default_generator.manual_seed(seed)
     for index in devices:

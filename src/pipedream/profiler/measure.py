@@ -6,7 +6,8 @@ each layer, the time of forward and backward, the bytes of its output and of its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from statistics import median, quantiles
 from typing import Any
 
@@ -14,18 +15,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from pipedream.core.errors import ProfileError
-from pipedream.core.graph import LayerGraph
-from pipedream.core.profile import LayerProfile, Profile
-
+from ..core.errors import ProfileError
+from ..core.graph import LayerGraph
+from ..core.profile import LayerProfile, Profile
 from .about import device_text, versions
 from .passes import Loss, Passes, shapes_of
 from .sizes import kept_and_output_bytes, parameter_bytes
 from .stopwatch import Stopwatch
-from .untouched import seed_generators, untouched
 from .update import OptimizerFactory, UpdateCost, measure_update, named_parameters
 
-__all__ = ["measure"]
+__all__ = ["Untouched", "measure"]
+
+Untouched = Callable[[Sequence[nn.Module], list[int], int], AbstractContextManager[None]]
 
 
 def measure(
@@ -34,6 +35,7 @@ def measure(
     sample: tuple[Any, ...],
     *,
     model_name: str,
+    untouched: Untouched,
     loss: Loss | None = None,
     optimizer: OptimizerFactory | None = None,
     device: str | torch.device = "cpu",
@@ -53,6 +55,8 @@ def measure(
         graph: the chain that they make.
         sample: the model's positional inputs: one minibatch.
         model_name: written into the profile.
+        untouched: (modules, CUDA devices, seed) -> a context in which the modules work on copies of their buffers
+            and seeded generators, and after which all is as it was (`pipedream.capture.untouched`).
         loss: from the last layer's output to a tensor of one number, in the units of training.
         optimizer: from a list of (name, parameter) to an optimizer; timed on copies.
         device: where to measure.
@@ -70,8 +74,7 @@ def measure(
     indices = [_cuda_index(place)] if place.type == "cuda" else []
     watch = Stopwatch(place)
     passes = Passes(layers, graph, loss, watch, place, autocast)
-    with untouched(layers, indices):
-        seed_generators(seed, indices)
+    with untouched(layers, indices, seed):
         _choose_mode(layers)
         fresh = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
         kept_bytes, output_bytes = kept_and_output_bytes(layers, fresh, passes.run_layer)

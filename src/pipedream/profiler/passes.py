@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipedream.core.errors import ProfileError
-from pipedream.core.graph import LayerGraph
-
+from ..core.errors import ProfileError
+from ..core.graph import LayerGraph
 from .stopwatch import Stopwatch
 
 __all__ = ["Passes", "shapes_of"]

@@ -198,9 +198,7 @@ def join_payload(message: Message, device: torch.device) -> torch.Tensor:
     return payload
 
 
-def take_payload(
-    message: Message, specs: list[Spec | None], payload: torch.Tensor
-) -> Message:
+def take_payload(message: Message, specs: list[Spec | None], payload: torch.Tensor) -> Message:
     """Returns the message with its tensors, which share the storage of the payload (uint8[n])."""
     place = 0
     tensors: list[torch.Tensor | None] = []

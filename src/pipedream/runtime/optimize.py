@@ -99,11 +99,11 @@ class Optimizer:
         self.optimizer = optimizer(named)
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
         self._rate_factor = rate_factor
-        self._replicas = replicas
+        self.replicas = replicas
         self._first_replicas = first_replicas
         self._clip = clip_grad_norm
         self._norm_group = norm_group
-        self._replica_group = replica_group
+        self.replica_group = replica_group
         self._mean_of_rounds = mean_of_rounds
         self._decay = ema
         self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
@@ -126,13 +126,13 @@ class Optimizer:
         whether a replica wishes to stop.
         """
         sums, weight, count = gradients.take()
-        if self._replica_group is not None:
+        if self.replica_group is not None:
             filled = [
                 torch.zeros_like(h) if s is None else s.contiguous() for s, h in zip(sums, self._handles, strict=True)
             ]
             amounts = torch.tensor([weight, count, wish], dtype=torch.float64)
             device = self._handles[0].device if self._handles else amounts.device
-            pending = self._replica_group.add_up([*filled, amounts.to(device)])
+            pending = self.replica_group.add_up([*filled, amounts.to(device)])
             if not pending.ready():
                 yield pending
             *reduced, amounts = pending.result()
@@ -147,12 +147,12 @@ class Optimizer:
         ready = iter(present)
         for handle, held in zip(self._handles, sums, strict=True):
             handle.grad = None if held is None else next(ready)
-        return (count / self._replicas if self._mean_of_rounds else 1.0), wish > 0
+        return (count / self.replicas if self._mean_of_rounds else 1.0), wish > 0
 
     def step(self, present_share: float = 1.0) -> None:
         """Makes the update from the handles' ``.grad``: step, schedule, EMA."""
         # One clock for all stages: update n of this stage belongs to round (n - 1) r_s / r_0 of the input's.
-        while self.scheduler is not None and self._scheduled < self.updates * self._replicas // self._first_replicas:
+        while self.scheduler is not None and self._scheduled < self.updates * self.replicas // self._first_replicas:
             self.scheduler.step()
             self._scheduled += 1
         factor = self._rate_factor * present_share
@@ -176,7 +176,7 @@ class Optimizer:
         squares = sum((float(n) ** 2 for n in torch._foreach_norm(gradients)), 0.0) if gradients else 0.0
         if self._norm_group is not None:
             # Replicas hold the same gradients after their sum: each gives its share of the stage's square.
-            pending = self._norm_group.add_up([torch.tensor([squares / self._replicas], dtype=torch.float64)])
+            pending = self._norm_group.add_up([torch.tensor([squares / self.replicas], dtype=torch.float64)])
             if not pending.ready():
                 yield pending
             squares = float(pending.result()[0])

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from .channel import Pending
 from .optimize import Gradients, Optimizer
 from .stage import StageModule
 from .versions import Versions
@@ -26,6 +32,36 @@ class Seated:
     optimizer: Optimizer
     next_forward: int = 0
     tags: list[tuple[int, int, int]] = field(default_factory=list)
+    _counts: list[int] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Gets ready for a stream."""
+        self.next_forward = 0
+        self._counts = [int(norm.num_batches_tracked) for norm in self._norms() if norm.num_batches_tracked is not None]
+
+    def average_statistics(self) -> Generator[Pending[Any], None, None]:
+        """Averages BatchNorm's running statistics over the replicas at a drain, and adds up their counts."""
+        group = self.optimizer.replica_group
+        norms = self._norms()
+        if group is None or not norms:
+            return
+        floats = [b for n in norms for b in (n.running_mean, n.running_var) if b is not None]
+        counts = [n.num_batches_tracked for n in norms if n.num_batches_tracked is not None]
+        news = [count - before for count, before in zip(counts, self._counts, strict=True)]
+        pending = group.add_up([*floats, *news])
+        if not pending.ready():
+            yield pending
+        sums = pending.result()
+        with torch.no_grad():
+            for buffer, total in zip(floats, sums, strict=False):
+                buffer.copy_(total / self.optimizer.replicas)
+            for count, before, total in zip(counts, self._counts, sums[len(floats) :], strict=True):
+                count.copy_(before + total)
+
+    def _norms(self) -> list[Any]:
+        layers = [layer for _, layer in self.module.layers]
+        found = {id(m): m for layer in layers for m in layer.modules() if isinstance(m, _NormBase)}
+        return [m for m in found.values() if m.track_running_stats]
 
     def update(self, next_read: int, present_share: float) -> list[tuple[int, int, int, int]]:
         """Makes an update from the gradients in the handles; returns the tags of those gradients.

@@ -124,7 +124,7 @@ class StageModule:
         state = self._save_generator()
         self._place(leaves)
         try:
-            with self._casting():
+            with self.casting():
                 for name, layer in self.layers:
                     self._reseed(layer_seed(self._seed, microbatch, name))
                     value = layer(*value) if first and isinstance(value, tuple) else layer(value)
@@ -178,7 +178,8 @@ class StageModule:
             module._flat_weights = flat
             module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in flat]
 
-    def _casting(self) -> AbstractContextManager[Any]:
+    def casting(self) -> AbstractContextManager[Any]:
+        """Returns the context in which layers run, and the loss: autocast takes it up to full precision."""
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, self._autocast)

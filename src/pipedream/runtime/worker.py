@@ -93,11 +93,12 @@ class Worker:
         self._begin(feed, self.program.microbatches, self.done_minibatches)
         self._training = True
         for seat in self.seats.values():
-            seat.next_forward = 0
+            seat.begin()
         for event in self._run(self.program):
             if not isinstance(event, Op):
                 yield event
         for seat in self.seats.values():
+            yield from seat.average_statistics()
             seat.versions.rewind()
         self.done_minibatches += (self._total or 0) // self.program.microbatches
 
@@ -213,7 +214,10 @@ class Worker:
         self._held[op.stage, op.index] = held
         if op.stage == self._last:
             targets, key = self._value_of(self._inbox["input"]), self._minibatch(op.index)
-            value, held.weight, held.scale = self._scorer.score(key, message, output, targets, self.rank, self.where)
+            with seat.module.casting():
+                value, held.weight, held.scale = self._scorer.score(
+                    key, message, output, targets, self.rank, self.where
+                )
             held.outputs = (value,)
             return message
         structure, held.outputs, wants = outputs_of(output)
@@ -228,7 +232,8 @@ class Worker:
             if self._predicting:
                 self.results.give_output(op.index, message.carrying(*flatten(output)))
             else:
-                self._scorer.assess(message, output, self._value_of(self._inbox["input"]))
+                with seat.module.casting():
+                    self._scorer.assess(message, output, self._value_of(self._inbox["input"]))
         return message
 
     def _admit(self, op: Op) -> Message | None:
