@@ -1,6 +1,6 @@
 """Handwritten digits: 1,797 real images of 8 x 8 pixels (UCI, carried by scikit-learn), a small convolutional network.
 
-pipedream train examples/digits.py --workers 2
+Run it: pipedream train examples/digits.py --workers 2
 """
 
 from functools import partial

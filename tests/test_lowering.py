@@ -28,7 +28,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(sorted({*SCHEDULES, "evaluation"})))
     if name == "evaluation":
         return evaluation(plan)
-    split = draw(st.integers(1, 7)) if name in ("naive", "gpipe", "1f1b") else None
+    split = draw(st.integers(max(replicas), 7)) if name in ("naive", "gpipe", "1f1b") else None
     return build(name, plan, split)
 
 

@@ -7,7 +7,6 @@ rule, computed one minibatch after the other.
 from __future__ import annotations
 
 import pytest
-import torch
 import zoo
 from cases import ASYNCHRONOUS, FLUSHING, Case, check, run
 

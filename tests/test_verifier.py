@@ -63,7 +63,7 @@ def cases(draw: st.DrawFn) -> Case:
     behind = [(w - 1 + late) * r for w, late, r in zip(in_flight, lag, replicas, strict=True)]
     assume(behind == sorted(behind, reverse=True))  # see test_lag_without_the_depth_for_it_deadlocks
     name = draw(st.sampled_from(sorted(SCHEDULES)))
-    microbatches = None if name in ("pipedream", "pipedream_vertical_sync") else draw(st.integers(1, 12))
+    microbatches = None if name in ("pipedream", "pipedream_vertical_sync") else draw(st.integers(max(replicas), 12))
     if name == "pipedream_2bw":
         assert microbatches is not None
         assume(all(microbatches // r >= max(w - 1, 1) for w, r in zip(in_flight, replicas, strict=True)))

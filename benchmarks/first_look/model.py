@@ -10,7 +10,7 @@ from torch import nn
 __all__ = ["CLASSES", "CUT", "Sizes", "halves", "network"]
 
 CLASSES = 10
-_CONVOLUTIONS = ((32, 32, "pool"), (64, 64, "pool"), (128, 128, 128, "pool"))
+_CONVOLUTIONS = ((64, 64, "pool"), (64, 64, "pool"), (192, 192, 192, "pool"))
 CUT = 9  # index of the first layer of the second half: the second pool
 
 

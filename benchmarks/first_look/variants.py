@@ -58,7 +58,8 @@ class Bench:
 def variants() -> dict[str, Callable[[Bench], float]]:
     """Returns name -> segment, in the order in which a round runs them."""
     return {
-        "solo": solo,
+        "solo": partial(solo, per_update=1),
+        "solo, an update a minibatch": partial(solo, per_update=None),
         "pipedream, depth noam": partial(of_pipedream, schedule="pipedream", depth="noam"),
         "pipedream, depth full": partial(of_pipedream, schedule="pipedream", depth="full"),
         "pipedream, 2BW, depth full": partial(of_pipedream, schedule="pipedream_2bw", depth="full"),
@@ -81,8 +82,13 @@ def _timed(bench: Bench, step: Callable[[], None], microbatches: int, warmup: in
     return steps * microbatches * bench.sizes.batch / (time.perf_counter() - start)
 
 
-def solo(bench: Bench) -> float:
-    """Runs this worker's half alone, without messages, while the other worker does the same with its own."""
+def solo(bench: Bench, *, per_update: int | None) -> float:
+    """Runs this worker's half alone, without messages, while the other worker does the same with its own.
+
+    Args:
+        per_update: microbatches between two updates; None for a minibatch of the methods that split it.
+    """
+    each = per_update or bench.sizes.microbatches
     half = halves(network(bench.sizes))[bench.rank]
     update = optimizer(half.parameters())
     inputs, targets = bench.batch(1)
@@ -93,14 +99,15 @@ def solo(bench: Bench) -> float:
 
     def step() -> None:
         update.zero_grad()
-        output = half(inputs.detach().requires_grad_(bench.rank > 0))
-        if bench.rank:
-            functional.cross_entropy(output, targets).backward()
-        else:
-            output.backward(gradient)
+        for _ in range(each):
+            output = half(inputs.detach().requires_grad_(bench.rank > 0))
+            if bench.rank:
+                functional.cross_entropy(output, targets).backward()
+            else:
+                output.backward(gradient)
         update.step()
 
-    return _timed(bench, step, 1, warmup=2)
+    return _timed(bench, step, each)
 
 
 def of_pipedream(bench: Bench, *, schedule: str, depth: str) -> float:

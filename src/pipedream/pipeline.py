@@ -275,9 +275,10 @@ class Pipeline:
         return {int(rank): value for row in rows for rank, value in row.items()}
 
     def learning_rates(self) -> tuple[float, ...]:
-        """Returns each stage's learning rate now: the user's rate times r_s / r_0."""
+        """Returns each stage's learning rate now: the user's, times r_s / r_0 where a round is an update."""
         rate = self._session.rate()
-        return tuple(rate * factor for factor in self.plan.rate_factors)
+        held = self.schedule.updates.per_update
+        return tuple(rate * count / held[0] for count in held)
 
     def __enter__(self) -> Self:
         return self

@@ -56,7 +56,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     least = max(max(w, 1) * r for w, r in zip(warmup, replicas, strict=True))
     if name == "pipedream_2bw":
         return build(name, plan, least + draw(st.integers(0, 3)))
-    return build(name, plan, None if name.startswith("pipedream") else draw(st.integers(1, 7)))
+    return build(name, plan, None if name.startswith("pipedream") else draw(st.integers(max(replicas), 7)))
 
 
 @st.composite

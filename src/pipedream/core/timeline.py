@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .artifact import Artifact
+from .units import format_seconds
 
 __all__ = ["WORK", "Span", "Tag", "Timeline"]
 
@@ -87,6 +88,15 @@ class Timeline(Artifact):
     tags: tuple[Tag, ...] = ()
     peak_bytes: tuple[int, ...] = ()
     peak_versions: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        work = self.work()
+        busy = sum(span.end_s - span.start_s for span in work)
+        share = busy / (self.workers * self.makespan_s) if self.makespan_s else 0.0
+        return (
+            f"Timeline of {self.name}, {self.source}: {self.workers} workers, {self.microbatches} microbatches, "
+            f"{len(work)} ops in {format_seconds(self.makespan_s)}, workers busy {share:.1%} of it"
+        )
 
     @property
     def makespan_s(self) -> float:

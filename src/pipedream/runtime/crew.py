@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -232,9 +233,8 @@ def _seat(
             handles,
             settings.optimizer,
             scheduler=settings.scheduler,
-            rate_factor=plan.rate_factors[stage],
+            rate_factor=Fraction(program.updates.per_update[stage], program.updates.per_update[0]),
             replicas=plan.replicas[stage],
-            first_replicas=plan.replicas[0],
             clip_grad_norm=settings.clip_grad_norm,
             norm_group=norm_group,
             replica_group=replica_group,

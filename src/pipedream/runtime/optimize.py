@@ -7,6 +7,7 @@ one clock for all stages: the rounds of the input stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -68,8 +69,8 @@ class Optimizer:
         handles: name -> parameter.
         optimizer: factory: list of (name, parameter) -> torch optimizer.
         scheduler: factory: torch optimizer -> scheduler with ``step()``; None for a constant rate.
-        rate_factor: r_s / r_0, on the learning rate.
-        replicas, first_replicas: r_s and r_0.
+        rate_factor: on the learning rate: microbatches in an update of this stage over those in one of stage 0.
+        replicas: r_s.
         clip_grad_norm: greatest norm of the gradients; None does not clip.
         norm_group: adds up the squared norm over the stages (global norm); None takes this stage's alone.
         replica_group: adds up gradients over the stage's replicas; None where there is one.
@@ -83,9 +84,8 @@ class Optimizer:
         optimizer: Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer],
         *,
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
-        rate_factor: float = 1.0,
+        rate_factor: Fraction = Fraction(1),
         replicas: int = 1,
-        first_replicas: int = 1,
         clip_grad_norm: float | None = None,
         norm_group: Group | None = None,
         replica_group: Group | None = None,
@@ -100,7 +100,6 @@ class Optimizer:
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
         self._rate_factor = rate_factor
         self.replicas = replicas
-        self._first_replicas = first_replicas
         self._clip = clip_grad_norm
         self._norm_group = norm_group
         self.replica_group = replica_group
@@ -152,10 +151,10 @@ class Optimizer:
     def step(self, present_share: float = 1.0) -> None:
         """Makes the update from the handles' ``.grad``: step, schedule, EMA."""
         # One clock for all stages: update n of this stage belongs to round (n - 1) r_s / r_0 of the input's.
-        while self.scheduler is not None and self._scheduled < self.updates * self.replicas // self._first_replicas:
+        while self.scheduler is not None and self._scheduled < int(self.updates * self._rate_factor):
             self.scheduler.step()
             self._scheduled += 1
-        factor = self._rate_factor * present_share
+        factor = float(self._rate_factor) * present_share
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if factor != 1.0:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):

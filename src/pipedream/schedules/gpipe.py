@@ -16,14 +16,14 @@ from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
 from ..core.weights import Flush
-from .idioms import at_one_seat, backward, flushed, forward
+from .idioms import at_one_seat, backward, flushed, forward, share_out
 
 __all__ = ["gpipe"]
 
 
 def gpipe(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns GPipe; 4 microbatches a stage unless asked (the paper: m >= 4 p makes the bubble negligible)."""
-    m = microbatches or 4 * len(plan.stages)
+    m = share_out("gpipe", plan, microbatches, 4 * len(plan.stages))
 
     def ops(seat: Seat) -> Iterator[Op]:
         def all_forward_all_backward(mine: range) -> Iterator[Op]:

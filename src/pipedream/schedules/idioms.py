@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import count
 
+from ..core.errors import ScheduleError
 from ..core.op import Kind, Op
 from ..core.placement import Placement, Seat
+from ..core.plan import Plan
 from ..core.schedule import Order
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "flushed",
     "forward",
     "one_forward_one_backward",
+    "share_out",
     "update",
     "with_updates",
 ]
@@ -91,6 +94,22 @@ def flushed(seat: Seat, *, replicas: int, microbatches: int, ops: Callable[[rang
         first = number * microbatches
         yield from ops(range(first + (seat[1] - first) % replicas, first + microbatches, replicas))
         yield update(seat, number + 1)
+
+
+def share_out(name: str, plan: Plan, wanted: int | None, usual: int) -> int:
+    """Returns m for a flushing method: what is wanted, or the usual number, rounded up to the most replicas.
+
+    Raises:
+        ScheduleError: fewer than the replicas of some stage: each must have a part in every update, or it would
+            not know, before it waits for the others' gradients, whether there is one.
+    """
+    most = max(plan.replicas)
+    if wanted is not None and wanted < most:
+        raise ScheduleError(
+            f"schedule {name!r} with {wanted} microbatches a minibatch: a stage has {most} replicas, and each takes part "
+            f"in every update; split the minibatch into at least {most}"
+        )
+    return wanted or max(usual, most)
 
 
 def endless(seat: Seat, replicas: int) -> range:

@@ -16,14 +16,14 @@ from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
 from ..core.weights import Flush
-from .idioms import at_one_seat, flushed, one_forward_one_backward
+from .idioms import at_one_seat, flushed, one_forward_one_backward, share_out
 
 __all__ = ["naive"]
 
 
 def naive(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns naive model parallelism; a minibatch is not split unless asked."""
-    m = microbatches or 1
+    m = share_out("naive", plan, microbatches, 1)
 
     def ops(seat: Seat) -> Iterator[Op]:
         def one_at_a_time(mine: range) -> Iterator[Op]:

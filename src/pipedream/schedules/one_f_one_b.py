@@ -16,14 +16,14 @@ from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
 from ..core.weights import Flush
-from .idioms import at_one_seat, flushed, one_forward_one_backward
+from .idioms import at_one_seat, flushed, one_forward_one_backward, share_out
 
 __all__ = ["one_f_one_b"]
 
 
 def one_f_one_b(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns 1F1B with a flush; 4 microbatches a stage unless asked, the depth is the plan's."""
-    m = microbatches or 4 * len(plan.stages)
+    m = share_out("1f1b", plan, microbatches, 4 * len(plan.stages))
 
     def ops(seat: Seat) -> Iterator[Op]:
         def in_turn(mine: range) -> Iterator[Op]:
