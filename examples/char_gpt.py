@@ -8,9 +8,8 @@ from pathlib import Path
 from sysconfig import get_path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import pipedream
 
@@ -25,12 +24,11 @@ class Positions(nn.Embedding):
 
 class Block(nn.TransformerEncoderLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
-        return super().forward(x, mask, is_causal=True)
+        return super().forward(x, nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device), is_causal=True)
 
 
-def loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return F.cross_entropy(output.flatten(0, 1), batch[1].flatten())
+def loss(output: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), text.flatten())
 
 
 def recipe(seed: int = 0) -> pipedream.Recipe:
@@ -38,19 +36,20 @@ def recipe(seed: int = 0) -> pipedream.Recipe:
     torch.manual_seed(seed)
     text = "".join(Path(get_path("stdlib"), f"{name}.py").read_text(encoding="utf-8") for name in MODULES.split())
     windows = torch.tensor(list(text.encode("ascii", "replace"))).unfold(0, CONTEXT + 1, CONTEXT)
-    kept = torch.arange(len(windows)) % 10 == 0
-    train, test = (TensorDataset(part[:, :-1], part[:, 1:]) for part in (windows[~kept], windows[kept]))
-    train = DataLoader(train, batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(seed))
+    order, kept = torch.Generator().manual_seed(seed), torch.arange(len(windows)) % 10 == 0
+    train = DataLoader(windows[~kept], batch_size=16, shuffle=True, generator=order)
     embed = nn.Embedding(128, WIDTH), Positions(CONTEXT, WIDTH), nn.Dropout(0.1)
-    blocks = [Block(WIDTH, 4, 4 * WIDTH, 0.0, F.gelu, batch_first=True, norm_first=True) for _ in range(4)]
+    blocks = [Block(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True) for _ in range(4)]
     return pipedream.Recipe(
         model=nn.Sequential(*embed, *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128)),
         loss=loss,
         optimizer=partial(torch.optim.AdamW, lr=3e-3),
         scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=EPOCHS * len(train)),  # one step an update
         train=train,
-        test=DataLoader(test, batch_size=64),
-        metrics={"bits_per_character": lambda output, batch: loss(output, batch) / torch.tensor(2.0).log()},
+        test=DataLoader(windows[kept], batch_size=64),
+        inputs=lambda text: text[:, :-1],
+        targets=lambda text: text[:, 1:],
+        metrics={"bits_per_character": lambda output, text: loss(output, text) / torch.tensor(2.0).log()},
         epochs=EPOCHS,
         target=("loss", 1.6),
     )

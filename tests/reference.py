@@ -151,7 +151,7 @@ def delayed(
         stages: for each stage the names of its parameters.
         version: the rule: which version of a stage minibatch k (both since the last drain) reads.
         drains: minibatch numbers before which the versions start again: all stages at their newest.
-        replicas: r_s; an update of stage s is the mean of the gradients of r_s minibatches, at r_s / r_0 times the rate.
+        replicas: r_s; an update of stage s is the mean over r_s minibatches, at r_s / r_0 times the rate.
         clip: greatest norm of each stage's gradients by themselves.
     """
     counts = tuple(replicas or (1,) * len(stages))

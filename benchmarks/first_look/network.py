@@ -55,7 +55,9 @@ def two_namespaces(rate: str | None) -> Iterator[tuple[str, str]]:
         for name in names:
             _run("ip", "netns", "add", name)
             made.append(name)
-        _run("ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
+        _run(
+            "ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1]
+        )
         for name, end, address in zip(names, ends, ADDRESSES, strict=True):
             inside = ("ip", "-n", name)
             _run(*inside, "link", "set", end, "name", LINK)

@@ -49,7 +49,7 @@ def main() -> int:
         print(f"benchmarks/first_look cannot run here: {reason}")
         return 0
     sizes = Sizes(batch=4, microbatches=4, width=0.25, dense=64) if options.quick else Sizes()
-    rounds, segment = (1, 8) if options.quick else (options.rounds, options.segment)
+    rounds, segment = (int(os.environ.get("QR","1")), 16) if options.quick else (options.rounds, options.segment)
     before = os.getloadavg()[0]
     start = time.monotonic()
     tables = []
@@ -109,10 +109,15 @@ def _predicted(found: dict[str, Any], sizes: Sizes) -> dict[str, float]:
     """Returns variant -> samples per second by simulation of the measured profile over the set rate."""
     # The profile is of one microbatch.
     plan = replace(Plan.from_json(found["plan"], "the worker's plan"), unit="microbatch")
-    rates = {"solo": sizes.batch / max(stage.compute_s for stage in plan.stages)}
+    m = sizes.microbatches
+    rates = {
+        "solo": sizes.batch / max(stage.compute_s for stage in plan.stages),
+        "solo, an update a minibatch": sizes.batch
+        / max(stage.forward_s + stage.backward_s + stage.update_s / m for stage in plan.stages),
+    }
     for name, (method, depth) in PIPEDREAM.items():
         splits = method != "pipedream"
-        schedule = schedules.build(method, plan.with_depth(depth), sizes.microbatches if splits else None)
+        schedule = schedules.build(method, plan.with_depth(depth), m if splits else None)
         timeline = pd.simulate(schedule.plan, schedule=schedule, microbatches=12 * max(4, schedule.microbatches))
         rates[name] = metrics.steady(timeline, skip=schedule.microbatches * 2).throughput_per_s * sizes.batch
         if schedule.flushes:  # whole minibatches: the flush is part of the steady state
@@ -121,17 +126,15 @@ def _predicted(found: dict[str, Any], sizes: Sizes) -> dict[str, float]:
     compute, update, sync = (
         whole.stages[0].forward_s + whole.stages[0].backward_s, whole.stages[0].update_s, whole.sync_s[0]
     )  # fmt: skip
-    for name, each in (("torch, DDP", 1), ("torch, DDP, accumulating", max(1, sizes.microbatches // 2))):
+    for name, each in (("torch, DDP", 1), ("torch, DDP, accumulating", max(1, m // 2))):
         rates[name] = 2 * each * sizes.batch / (each * compute + sync + update)
     return rates
 
 
 def _paper(sizes: Sizes) -> dict[str, float]:
-    """Returns variant -> share of the slowest stage's rate that the method's paper claims, where it claims one."""
-    m = sizes.microbatches
-    flush = m / (m + 1)
+    """Returns variant -> share of its solo rate that the method's paper claims, where it claims one."""
+    flush = sizes.microbatches / (sizes.microbatches + 1)
     return {
-        "solo": 1.0,
         "pipedream, depth noam": 1.0,
         "pipedream, depth full": 1.0,
         "pipedream, 2BW, depth full": 1.0,
@@ -140,31 +143,55 @@ def _paper(sizes: Sizes) -> dict[str, float]:
     }
 
 
+def _solo_of(variant: str) -> str:
+    """Returns the solo variant that makes as many updates."""
+    each = variant in ("solo", "pipedream, depth noam", "pipedream, depth full", "torch, DDP")
+    return "solo" if each else "solo, an update a minibatch"
+
+
 def _table(name: str, found: dict[str, Any], sizes: Sizes) -> str:
-    predicted, paper = _predicted(found, sizes), _paper(sizes)
+    predicted, paper, rates = _predicted(found, sizes), _paper(sizes), found["rates"]
     plan = Plan.from_json(found["plan"], "the worker's plan")
-    solo = statistics.median(found["rates"].get("solo", [predicted["solo"]]))
-    slot_s = sizes.batch / solo
-    message = plan.stages[0].output_bytes
+    slot_s = sizes.batch / statistics.median(rates["solo"]) if "solo" in rates else plan.slowest_stage_s
     depths = {depth: tuple(counts) for depth, counts in found["depths"].items()}
     rows = [
         f"### {name}",
         "",
-        f"Message {message / 1e6:.2f} MB, measured {found['message_s'] * 1e3:.1f} ms one way (the set rate predicts "
-        f"{plan.transfers_s[0] * 1e3:.1f} ms); slot of the slowest stage alone {slot_s * 1e3:.1f} ms; a message takes "
-        f"{found['message_s'] / slot_s:.2f} slots. In flight: noam {depths['noam']}, full {depths['full']}.",
+        f"Message {plan.stages[0].output_bytes / 1e6:.2f} MB, measured {found['message_s'] * 1e3:.1f} ms one way (the "
+        f"rate predicts {plan.transfers_s[0] * 1e3:.1f} ms); slot of the slowest stage alone {slot_s * 1e3:.1f} ms; a "
+        f"message takes {found['message_s'] / slot_s:.2f} slots. In flight: noam {depths['noam']}, full "
+        f"{depths['full']}.",
         "",
-        "| variant | paper | predicted | measured | samples/s, median (quartiles) |",
+        "| variant | paper | predicted | measured (quartiles) | samples/s (quartiles) |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
-    for variant, rates in found["rates"].items():
-        low, middle, high = _quartiles(rates)
+    for variant, values in rates.items():
+        base = rates.get(_solo_of(variant), values)
+        # Round by round: what disturbs the machine for seconds disturbs both.
+        shares = _quartiles([rate / solo for rate, solo in zip(values, base, strict=True)])
         claim = f"{paper[variant]:.0%}" if variant in paper else "-"
+        low, middle, high = _quartiles(values)
         rows.append(
-            f"| {variant} | {claim} | {predicted[variant] / predicted['solo']:.0%} | {middle / solo:.0%} | "
-            f"{middle:.1f} ({low:.1f} to {high:.1f}) |"
+            f"| {variant} | {claim} | {predicted[variant] / predicted[_solo_of(variant)]:.0%} | {shares[1]:.0%} "
+            f"({shares[0]:.0%} to {shares[2]:.0%}) | {middle:.0f} ({low:.0f} to {high:.0f}) |"
         )
+    rows += ["", *_answers(rates, found["message_s"] / slot_s)]
     return "\n".join(rows)
+
+
+def _answers(rates: dict[str, list[float]], message_slots: float) -> list[str]:
+    """Returns what the two promises of this benchmark came to at one rate of the link."""
+    full, solo = rates.get("pipedream, depth full"), rates.get("solo")
+    ours, theirs = rates.get("pipedream, 1F1B flush"), rates.get("torch, Schedule1F1B")
+    lines = []
+    if full and solo:
+        share = statistics.median(rate / alone for rate, alone in zip(full, solo, strict=True))
+        asked = "at least 90% is asked" if message_slots < 0.5 else "nothing is asked where a message takes so long"
+        lines.append(f"PipeDream at depth full: {share:.0%} of the slowest stage's solo rate ({asked}).")
+    if ours and theirs:
+        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+        lines.append(f"1F1B with a flush: {ratio:.2f} times the rate of torch's.")
+    return lines
 
 
 def _quartiles(values: list[float]) -> tuple[float, float, float]:

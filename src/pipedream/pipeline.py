@@ -124,6 +124,7 @@ class Pipeline:
         self._segment: Iterator[Done] | None = None
         self._ready: deque[Done] = deque()
         self._ending = Ending.DATA
+        self._training = self._interrupted = False
         self.drains: list[int] = []
         self._session = Session(
             model,
@@ -163,6 +164,7 @@ class Pipeline:
             KeyboardInterrupt: Ctrl-C; everything admitted was finished first.
         """
         self._finish()
+        self._training = True
         until = self._epoch + epochs
         self._session.open_feed(loader, self._take, first_epoch=self._epoch, epochs=until, skip=self._epoch_batches)
         while True:
@@ -174,8 +176,10 @@ class Pipeline:
                 break
             self._session.resume()
         self._segment = None
+        self._training = False
         if self._ending is Ending.INTERRUPT:
-            raise KeyboardInterrupt
+            self._session.interrupts.heard = True  # on every rank, also on one that had no signal
+            self._raise_interrupt()
 
     def _advance(self) -> bool:
         """Takes the next result of the running segment; tells whether there was one."""
@@ -210,6 +214,7 @@ class Pipeline:
         """Ends a stream that its loop has left, by a break."""
         self.drain()
         self._ready.clear()
+        self._training = False
 
     # -- other uses of the pipeline -----------------------------------------------------------------
 
@@ -220,6 +225,7 @@ class Pipeline:
         """
         self.drain()
         done = self._session.evaluate(loader, self._take, ema)
+        self._raise_interrupt()
         return {"loss": done.loss, **done.metrics}
 
     def predict(self, loader: Iterable[Any], *, ema: bool = False) -> Iterator[Any]:
@@ -230,6 +236,15 @@ class Pipeline:
         self.drain()
         for output in self._session.predict(loader, lambda batch: (self._model_input(batch), None), ema):
             yield output.value
+        self._raise_interrupt()
+
+    def _raise_interrupt(self) -> None:
+        """Raises what was heard outside of training; within, the stream ends first."""
+        if self._session.interrupts.heard and not self._training:
+            # Told once: what follows (an evaluation, saving) is the caller's wish.
+            self._session.interrupts.heard = False
+            self._interrupted = True
+            raise KeyboardInterrupt
 
     def state_dict(self, *, ema: bool = False) -> dict[str, Any]:
         """Returns the whole model's state dict under the user's names at rank 0, an empty one elsewhere; drains."""
@@ -281,12 +296,13 @@ class Pipeline:
         return tuple(rate * count / held[0] for count in held)
 
     def __enter__(self) -> Self:
+        self._session.interrupts.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or (isinstance(error, KeyboardInterrupt) and self._session.interrupted):
+        if error is None or (isinstance(error, KeyboardInterrupt) and self._interrupted):
             self._finish()
             self._session.close(failed=False)
         else:

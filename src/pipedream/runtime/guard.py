@@ -21,7 +21,6 @@ from ..core.errors import PeerError, WorkerError
 
 __all__ = ["Guard"]
 
-_KEY = "pipedream/failure"
 _LOOK_S = 0.1
 _GRACE_S = 5.0
 
@@ -38,6 +37,8 @@ class Guard:
     def __init__(self, store: Any, rank: int, on_hard_exit: Callable[[str], None] | None = None) -> None:
         self._store = store
         self._rank = rank
+        # Runs of one process group follow one another; a failure of an earlier one is over.
+        self._key = f"pipedream/failure/{store.add(f'pipedream/runs/{rank}', 1)}"
         self._on_hard_exit = on_hard_exit or (lambda text: print(text, file=sys.stderr, flush=True))
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pipedream-guard", daemon=True)
@@ -47,7 +48,7 @@ class Guard:
         """Tells all ranks that this one failed; the first report of a run counts."""
         text = json.dumps([error.rank, error.where, error.cause, error.advice])
         with suppress(RuntimeError):  # where the store's own process is gone, the others notice that
-            self._store.compare_set(_KEY, "", text)
+            self._store.compare_set(self._key, "", text)
 
     def failure(self, wait_s: float = 3.0) -> PeerError | None:
         """Returns the failure that another rank has reported, waiting for it a little."""
@@ -65,9 +66,9 @@ class Guard:
 
     def _read(self) -> PeerError | None:
         try:
-            if not self._store.check([_KEY]):
+            if not self._store.check([self._key]):
                 return None
-            rank, where, cause, advice = json.loads(self._store.get(_KEY))
+            rank, where, cause, advice = json.loads(self._store.get(self._key))
         except (RuntimeError, ValueError):
             return None
         return None if rank == self._rank else PeerError(rank, where, cause, advice)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import resource
-import signal
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,11 +25,15 @@ from .clock import in_process, on_wire
 from .crew import Settings, connect, local_crew, wire_worker
 from .feed import Ending, Feed, read
 from .guard import Guard
+from .interrupts import Interrupts
 from .results import Done, Output
 from .talk import agree, gather_texts, join
 from .worker import Worker
 
 __all__ = ["Session"]
+
+_LOST_WORDS = ("gloo", "Gloo", "NCCL", "Connection", "Socket")
+"""What torch's errors of a broken connection have in common."""
 
 Take = Callable[[Any], tuple[Any, Any]]
 
@@ -64,7 +66,6 @@ class Session:
         self.model = model
         self.program = program
         self.device = device
-        self.interrupted = False
         self.rank, processes = join(device)
         self._settings = settings
         self._graph = graph
@@ -81,8 +82,9 @@ class Session:
             self._names_here = {name for names in self._names for name in names}
         else:
             self.workers = [self._join_others(processes, named, evaluation)]
+        self.interrupts = Interrupts(patient=self.distributed)
         for worker in self.workers:
-            worker.wishes_to_stop = lambda: self.interrupted
+            worker.wishes_to_stop = lambda: self.interrupts.heard
 
     def _join_others(self, processes: int, named: Sequence[tuple[str, nn.Module]], evaluation: Program) -> Worker:
         program, model = self.program, self.model
@@ -134,8 +136,7 @@ class Session:
         """Trains until the data ends or `stop` was called, and drains; yields as `Worker.train`."""
         feeds = dict(zip(self._input_ranks(), self._feeds, strict=False))
         streams = [worker.train(feeds.get(worker.rank)) for worker in self.workers]
-        with _Interrupts(self):
-            yield from self._run(streams)
+        yield from self._run(streams)
 
     def stop(self) -> None:
         """Lets the running stream end with what has been admitted."""
@@ -187,13 +188,18 @@ class Session:
         """Returns the error to raise here: this rank's own, told to all others, or the one that caused it."""
         if self._guard is None:
             return error
-        lost = isinstance(error.__cause__, RuntimeError) and (
-            "receiving" in str(error) or "sending" in str(error) or "U" in str(error) or "gloo" in str(error)
-        )
+        lost = isinstance(error.__cause__, RuntimeError) and any(w in str(error) for w in _LOST_WORDS)
         first = self._guard.failure(3.0 if lost else 0.0)
         if first is not None:
             return first
-        if not isinstance(error, WorkerError):
+        if lost:
+            error = WorkerError(
+                self.rank,
+                self.lead.where,
+                "lost the connection to another worker, which left no word (killed, out of memory, machine gone)",
+                f"look at what that worker printed last; torch said: {error.__cause__}",
+            )
+        elif not isinstance(error, WorkerError):
             error = WorkerError(self.rank, self.lead.where, str(error))
         self._guard.report(error)
         return error
@@ -300,6 +306,7 @@ class Session:
 
     def close(self, failed: bool) -> None:
         """Ends the channels, in order; after a failure there is nothing left to end."""
+        self.interrupts.stop()
         if not failed:
             for worker in self.workers:
                 for sender in (*worker.senders.values(), *worker.results.senders.values()):
@@ -314,25 +321,3 @@ class Session:
                 dist.barrier(group=self._group)
         if self._guard is not None:
             self._guard.end()
-
-
-class _Interrupts:
-    """Lets Ctrl-C end the stream in order: the data stops, the pipeline drains, then the caller hears of it."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._before: Any = None
-        self._here = threading.current_thread() is threading.main_thread()
-
-    def __enter__(self) -> None:
-        if self._here:
-            self._before = signal.signal(signal.SIGINT, self._heard)
-
-    def _heard(self, number: int, frame: Any) -> None:
-        if self._session.interrupted and not self._session.distributed:
-            raise KeyboardInterrupt  # the second time, at once
-        self._session.interrupted = True
-
-    def __exit__(self, *_: Any) -> None:
-        if self._here:
-            signal.signal(signal.SIGINT, self._before)

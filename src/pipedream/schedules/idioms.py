@@ -106,8 +106,8 @@ def share_out(name: str, plan: Plan, wanted: int | None, usual: int) -> int:
     most = max(plan.replicas)
     if wanted is not None and wanted < most:
         raise ScheduleError(
-            f"schedule {name!r} with {wanted} microbatches a minibatch: a stage has {most} replicas, and each takes part "
-            f"in every update; split the minibatch into at least {most}"
+            f"schedule {name!r} with {wanted} microbatches a minibatch: a stage has {most} replicas, and each takes "
+            f"part in every update; split the minibatch into at least {most}"
         )
     return wanted or max(usual, most)
 

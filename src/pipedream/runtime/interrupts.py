@@ -1,0 +1,39 @@
+"""Ctrl-C, in order: the data stops, the pipeline drains, then the caller hears of it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+__all__ = ["Interrupts"]
+
+
+class Interrupts:
+    """Notes SIGINT instead of raising it.
+
+    Args:
+        patient: also a second one is only noted: a launcher passes on to its workers what the terminal has sent
+            them already. Otherwise the second one raises KeyboardInterrupt at once.
+    """
+
+    def __init__(self, patient: bool) -> None:
+        self._patient = patient
+        self._before: Any = None
+        self.heard = False
+
+    def start(self) -> None:
+        """Begins to listen, in the main thread; elsewhere signals are not this thread's business."""
+        if self._before is None and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._hear)
+
+    def stop(self) -> None:
+        """Gives the signal back to whoever had it."""
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
+
+    def _hear(self, number: int, frame: Any) -> None:
+        if self.heard and not self._patient:
+            raise KeyboardInterrupt
+        self.heard = True

@@ -1,0 +1,125 @@
+"""Starts the command, and programs, as a user's shell would; knows all processes that come from one start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Ended", "Started", "run", "start"]
+
+_MARK = "STARTED_BY_TEST"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended.
+
+    Attributes:
+        status: exit status.
+        out, err: what it wrote.
+        seconds: from the start, or from the last signal, to its end.
+        orphans: command lines of processes that it left behind; they were ended.
+    """
+
+    status: int
+    out: str
+    err: str
+    seconds: float
+    orphans: list[str]
+
+
+class Started:
+    """A running program, in a process group of its own.
+
+    Life: started; `signal`, `wait_for_file` as often as wanted; `end` once.
+    """
+
+    def __init__(self, arguments: Sequence[str], *, folder: Path, environment: dict[str, str] | None = None) -> None:
+        self._mark = uuid.uuid4().hex
+        self._folder = folder
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+        given = {name: value for name, value in os.environ.items() if name not in names}
+        self._out = (folder / f"{self._mark}.out").open("w+")
+        self._err = (folder / f"{self._mark}.err").open("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=folder,
+            env=given | {_MARK: self._mark, "OMP_NUM_THREADS": "1"} | (environment or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=self._err,
+            start_new_session=True,
+        )
+        self._since = time.monotonic()
+
+    def signal(self, number: int, *, group: bool) -> None:
+        """Sends a signal to the program, or as a terminal does to its whole process group; time starts again."""
+        self._since = time.monotonic()
+        (os.killpg if group else os.kill)(self._process.pid, number)
+
+    def kill(self, pid: int) -> None:
+        """Kills one of its processes; time starts again."""
+        assert pid in self.processes(), f"process {pid} does not come from this start"
+        self._since = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+
+    def wait_for_file(self, name: str, timeout_s: float = 60.0) -> Path:
+        """Waits until one of its processes has written a file, and returns its path."""
+        path = self._folder / name
+        end = time.monotonic() + timeout_s
+        while not path.exists():
+            assert time.monotonic() < end, f"no {name} after {timeout_s} s\n{self._read(self._err)}"
+            assert self._process.poll() is None, f"it ended before it wrote {name}\n{self._read(self._err)}"
+            time.sleep(0.02)
+        return path
+
+    def processes(self) -> dict[int, str]:
+        """Returns the processes that come from this start and still run: id -> command line."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{_MARK}={self._mark}".encode() in (folder / "environ").read_bytes():
+                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+            except OSError:  # it has ended meanwhile, or is not ours
+                continue
+        return {pid: words for pid, words in found.items() if words}  # a zombie has no words
+
+    def end(self, timeout_s: float = 120.0) -> Ended:
+        """Waits for its end; after `timeout_s` all its processes are killed and the status is that of the kill."""
+        try:
+            status = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            status = -signal.SIGKILL
+        seconds = time.monotonic() - self._since
+        end = time.monotonic() + 2.0
+        while self.processes() and status >= 0 and time.monotonic() < end:
+            time.sleep(0.05)
+        left = self.processes()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        ended = Ended(status, self._read(self._out), self._read(self._err), seconds, list(left.values()))
+        self._out.close()
+        self._err.close()
+        return ended
+
+    @staticmethod
+    def _read(file: object) -> str:
+        return Path(file.name).read_text(encoding="utf-8")  # type: ignore[attr-defined]
+
+
+def start(*arguments: str, folder: Path, environment: dict[str, str] | None = None) -> Started:
+    """Starts ``python ARGUMENTS`` in a folder."""
+    return Started(arguments, folder=folder, environment=environment)
+
+
+def run(*arguments: str, folder: Path, environment: dict[str, str] | None = None, timeout_s: float = 120.0) -> Ended:
+    """Starts ``python ARGUMENTS`` in a folder, and waits for its end."""
+    return start(*arguments, folder=folder, environment=environment).end(timeout_s)

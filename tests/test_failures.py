@@ -1,0 +1,209 @@
+"""What goes wrong in a run, seen from the shell: all processes end soon, one message says what and where.
+
+Each run has two worker processes. A plan is given, so that nothing is profiled and a layer fails where it is told to.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import commands
+import pytest
+import torch
+from commands import Ended
+from torch import nn
+
+from pipedream.capture import capture
+from pipedream.core.cluster import Cluster
+from pipedream.core.plan import Plan
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.planner import by_hand
+
+pytestmark = pytest.mark.processes
+SOON_S = 15.0
+RECIPE = '''
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pipedream
+
+RANK = os.environ["RANK"]
+Path(f"pid{RANK}").write_text(str(os.getpid()))
+
+
+class Forward(nn.Module):
+    """Fails in its sixth forward."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 6:
+            raise ValueError("the ice is thin")
+        return x * 1
+
+
+class Thorn(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        Thorn.calls += 1
+        if Thorn.calls == 6:
+            raise ValueError("the way back is steep")
+        return gradient
+
+
+class Backward(nn.Module):
+    """Fails in its sixth backward."""
+
+    def forward(self, x):
+        return Thorn.apply(x)
+
+
+def batches(count=40, slow=False):
+    numbers = torch.Generator().manual_seed(0)
+    for number in range(count):
+        if slow and number == 20:
+            Path("going").touch()
+        time.sleep(0.01 if slow else 0)
+        yield torch.randn(8, 4, generator=numbers), torch.randint(2, (8,), generator=numbers)
+
+
+class Loader:
+    def __init__(self, **what):
+        self.what = what
+
+    def __iter__(self):
+        for number, (x, y) in enumerate(batches(**{k: v for k, v in self.what.items() if k in ("count", "slow")})):
+            if number == 5 and self.what.get("raises"):
+                raise OSError("the disk is gone")
+            if number == 5 and self.what.get("nan"):
+                x = x * float("nan")
+            if number == 5 and self.what.get("wide"):
+                x = torch.zeros(8, 5)
+            yield x, y
+
+
+def recipe():
+    torch.manual_seed(0)
+    return pipedream.Recipe(
+        model=nn.Sequential(nn.Linear(4, 8), FIRST(), nn.Tanh(), SECOND(), nn.Linear(8, 2)),
+        loss=F.cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        train=Loader(LOADER),
+    )
+'''
+
+
+def plan_for(workers: int, layers: int = 5) -> Plan:
+    """Returns the plan of a chain as long as the recipe's, one stage a worker; the first cut is before layer 2."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    graph = capture(model, (torch.zeros(8, 4),)).graph
+    profile = Profile("Sequential", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in range(layers)), 8)
+    return by_hand(profile, Cluster.flat(workers), tuple(range(2, workers + 1)))
+
+
+def written(folder: Path, *, first: str = "nn.Identity", second: str = "nn.Identity", loader: str = "") -> list[str]:
+    """Writes the recipe and a plan for it; returns the arguments that train it."""
+    text = RECIPE.replace("FIRST", first).replace("SECOND", second).replace("LOADER", loader)
+    (folder / "small.py").write_text(text, encoding="utf-8")
+    plan_for(2).save(folder / "plan.json")
+    return ["-m", "pipedream.cli", "train", "small.py", "--plan", "plan.json", "--out", "run"]
+
+
+def check(ended: Ended, status: int, *words: str) -> None:
+    """Checks that all ended soon, with this status and one message that has these words."""
+    assert not ended.orphans
+    assert ended.status == status, ended.err
+    assert ended.seconds < SOON_S
+    assert "Traceback" not in ended.err
+    assert ended.err.count("pipedream: ") + ended.err.count("was ended by") == 1, ended.err
+    assert len(ended.err.splitlines()) <= 2, ended.err
+    for word in words:
+        assert word in ended.err, f"{word!r} is not in {ended.err!r}"
+
+
+def test_forward_of_a_layer_fails(tmp_path: Path) -> None:
+    ended = commands.run(*written(tmp_path, second="Forward"), folder=tmp_path)
+    check(ended, 1, "rank 1", "stage 1", "1F5", "ValueError: the ice is thin")
+
+
+def test_backward_of_a_layer_fails(tmp_path: Path) -> None:
+    ended = commands.run(*written(tmp_path, first="Backward"), folder=tmp_path)
+    check(ended, 1, "rank 0", "stage 0", "0B5", "ValueError: the way back is steep")
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        ("raises=True", ("rank 0", "0F", "OSError: the disk is gone")),
+        ("nan=True", ("rank 1", "1F5", "minibatch 5 is nan", "learning rate")),
+        ("wide=True", ("rank 0", "stage 0", "0F5", "8x5 and 4x8")),
+    ],
+)
+def test_data_fails(tmp_path: Path, loader: str, words: tuple[str, ...]) -> None:
+    check(commands.run(*written(tmp_path, loader=loader), folder=tmp_path), 1, *words)
+
+
+def test_plan_does_not_fit_the_model(tmp_path: Path) -> None:
+    arguments = written(tmp_path)
+    plan_for(2, layers=7).save(tmp_path / "plan.json")
+    check(commands.run(*arguments, folder=tmp_path), 2, "layer '5'", "plan again")
+
+
+def test_plan_is_for_other_workers(tmp_path: Path) -> None:
+    arguments = written(tmp_path)
+    plan_for(3).save(tmp_path / "plan.json")
+    check(commands.run(*arguments, "--workers", "2", folder=tmp_path), 2, "1-1-1 is for 3 workers, 2 were asked for")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import nothing_of_that_name\n", ("does not import", "nothing_of_that_name", "small.py, line 1")),
+        ("x = 1\n", ("has no function recipe()",)),
+        ("def recipe():\n    return 3\n", ("returned a int", "pipedream.Recipe")),
+    ],
+)
+def test_recipe_is_none(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+    arguments = written(tmp_path)
+    (tmp_path / "small.py").write_text(text, encoding="utf-8")
+    check(commands.run(*arguments, folder=tmp_path), 2, *words)
+
+
+@pytest.mark.parametrize("group", [True, False], ids=["terminal", "launcher alone"])
+def test_interrupt_saves(tmp_path: Path, group: bool) -> None:
+    started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
+    started.wait_for_file("going")
+    started.signal(signal.SIGINT, group=group)
+    ended = started.end()
+    assert not ended.orphans
+    assert ended.status == 130, ended.err
+    assert ended.seconds < SOON_S
+    assert ended.err == ""
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["interrupted"] is True
+    assert 20 <= summary["minibatches"] < 2000
+    weights = torch.load(tmp_path / "run" / "weights.pt", weights_only=True)
+    assert sorted(weights) == ["0.bias", "0.weight", "4.bias", "4.weight"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_worker_is_killed(tmp_path: Path, rank: int) -> None:
+    started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
+    started.wait_for_file("going")
+    started.kill(int((tmp_path / f"pid{rank}").read_text()))
+    check(started.end(), 1, f"rank {rank} was ended by SIGKILL")
