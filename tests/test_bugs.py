@@ -1,0 +1,87 @@
+"""Old bugs, each with its story, so that none comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipedream import Pipeline
+from pipedream.capture import capture
+from pipedream.core.cluster import Cluster
+from pipedream.core.plan import Plan
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.planner import by_hand
+from pipedream.runtime.versions import Versions
+from torch import nn
+
+BATCHES = [(torch.randn(6, 4), torch.randint(0, 3, (6,))) for _ in range(7)]
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def two_stages() -> tuple[nn.Module, Plan]:
+    """Returns a small model and a plan that cuts it in two."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    graph = capture(model, (BATCHES[0][0],)).graph
+    costs = (LayerProfile(1.0, 1.0, 100, 100),) * 3
+    return model, by_hand(Profile("Sequential", graph, costs, 6), Cluster.flat(2), (2,))
+
+
+def test_a_leaf_does_not_share_the_version_counter_of_its_handle() -> None:
+    """Leaves were made by detach(), which shares autograd's version counter with the parameter: the first update
+    between a forward and its backward made every backward raise "modified by an inplace operation", although
+    the weights had been moved out of the way."""
+    handle = nn.Parameter(torch.ones(3))
+    versions = Versions({"w": handle})
+    held = versions.read(0)
+    loss = (held.leaves["w"] ** 2).sum()
+    versions.begin_update(next_read=1)
+    with torch.no_grad():
+        handle.add_(1.0)
+    versions.end_update()
+    (gradient,) = torch.autograd.grad(loss, [held.leaves["w"]])
+    assert gradient.tolist() == [2.0, 2.0, 2.0]
+    assert handle.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_an_evaluation_in_the_loop_does_not_end_the_training() -> None:
+    """Why a stream had ended was read from the worker after the evaluation, whose own stream had ended because its
+    data was at its end: so training stopped at the first evaluation."""
+    model, plan = two_stages()
+    with Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD) as pipeline:
+        numbers = []
+        for done in pipeline.train(BATCHES, epochs=2):
+            numbers.append(done.number)
+            if done.number == 3:
+                pipeline.evaluate(BATCHES)
+    assert numbers == list(range(14))
+
+
+def test_an_interrupt_is_told_once() -> None:
+    """Ctrl-C drained the pipeline and raised; the evaluation that followed raised again, and nothing was saved."""
+    model, plan = two_stages()
+    with Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD) as pipeline:
+        with pytest.raises(KeyboardInterrupt):
+            for done in pipeline.train(BATCHES, epochs=100):
+                if done.number == 9:
+                    os.kill(os.getpid(), signal.SIGINT)
+        assert pipeline.drains[-1] < 20
+        assert pipeline.evaluate(BATCHES)["loss"] > 0
+        assert set(pipeline.state_dict()) == set(model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
+def test_every_replica_knows_whether_there_is_an_update(name: str) -> None:
+    """A flush with one microbatch and two replicas: the replica without a part in a minibatch began the update
+    after the last one, because only its own next forward would have told it that the data was at its end."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    graph = capture(model, (BATCHES[0][0],)).graph
+    costs = (LayerProfile(1.0, 1.0, 100, 100),) * 3
+    plan = by_hand(Profile("Sequential", graph, costs, 6), Cluster.flat(2), (), (2,))
+    with Pipeline(model, plan, schedule=name, loss=F.cross_entropy, optimizer=SGD) as pipeline:
+        found: list[Any] = list(pipeline.train(BATCHES, epochs=1))
+    assert [done.number for done in found] == list(range(7))
