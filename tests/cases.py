@@ -164,14 +164,14 @@ def answer(case: Case, outcome: Outcome) -> reference.Answer:
     }
     if case.schedule in FLUSHING:
         return reference.plain(animal.model, names, batches, total, case.optimize, **common)
-    owned = [
-        [n for n, _ in animal.model.named_parameters() if any(n.startswith(f"{layer}.") for layer in stage.names)]
-        for stage in plan.stages
-    ]
+    owned, statistics = (
+        [[n for n, _ in named if any(n.startswith(f"{layer}.") for layer in stage.names)] for stage in plan.stages]
+        for named in (list(animal.model.named_parameters()), list(animal.model.named_buffers()))
+    )
     return reference.delayed(
         animal.model, names, batches, total, case.optimize,
         stages=owned, version=_rule(case.schedule, plan), replicas=plan.replicas if outcome.split == 1 else None,
-        **common,
+        statistics=statistics, **common,
     )  # fmt: skip
 
 

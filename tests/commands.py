@@ -41,7 +41,14 @@ class Started:
     Life: started; `signal`, `wait_for_file` as often as wanted; `end` once.
     """
 
-    def __init__(self, arguments: Sequence[str], *, folder: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        folder: Path,
+        environment: dict[str, str] | None = None,
+        within: Sequence[str] = (),
+    ) -> None:
         self._mark = uuid.uuid4().hex
         self._folder = folder
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -49,7 +56,7 @@ class Started:
         self._out = (folder / f"{self._mark}.out").open("w+")
         self._err = (folder / f"{self._mark}.err").open("w+")
         self._process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [*within, sys.executable, *arguments],
             cwd=folder,
             env=given | {_MARK: self._mark, "OMP_NUM_THREADS": "1"} | (environment or {}),
             stdin=subprocess.DEVNULL,
@@ -115,9 +122,11 @@ class Started:
         return Path(file.name).read_text(encoding="utf-8")  # type: ignore[attr-defined]
 
 
-def start(*arguments: str, folder: Path, environment: dict[str, str] | None = None) -> Started:
-    """Starts ``python ARGUMENTS`` in a folder."""
-    return Started(arguments, folder=folder, environment=environment)
+def start(
+    *arguments: str, folder: Path, environment: dict[str, str] | None = None, within: Sequence[str] = ()
+) -> Started:
+    """Starts ``python ARGUMENTS`` in a folder, `within` another command that runs it."""
+    return Started(arguments, folder=folder, environment=environment, within=within)
 
 
 def run(*arguments: str, folder: Path, environment: dict[str, str] | None = None, timeout_s: float = 120.0) -> Ended:

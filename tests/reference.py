@@ -138,6 +138,7 @@ def delayed(
     version: Versions,
     drains: Sequence[int] = (),
     replicas: Sequence[int] | None = None,
+    statistics: Sequence[Sequence[str]] = (),
     microbatches: int = 1,
     seed: int = 0,
     clip: float | None = None,
@@ -152,6 +153,8 @@ def delayed(
         version: the rule: which version of a stage minibatch k (both since the last drain) reads.
         drains: minibatch numbers before which the versions start again: all stages at their newest.
         replicas: r_s; an update of stage s is the mean over r_s minibatches, at r_s / r_0 times the rate.
+        statistics: for each stage the names of its buffers; each replica has its own, averaged at drains, and
+            counts are added up.
         clip: greatest norm of each stage's gradients by themselves.
     """
     counts = tuple(replicas or (1,) * len(stages))
@@ -188,9 +191,23 @@ def delayed(
             if ema is not None:
                 averages[name].copy_(ema * averages[name] + (1 - ema) * newest[name].detach())
 
+    def average() -> None:
+        for s, own in enumerate(buffers):
+            for name in own[0]:
+                seen = torch.stack([replica[name] for replica in own])
+                whole = seen.mean(0) if seen.is_floating_point() else seen.sum(0) - (counts[s] - 1) * before[s][name]
+                for replica in own:
+                    replica[name] = whole.clone()
+            before[s] = dict(own[0])
+            model.load_state_dict(own[0], strict=False)
+
+    state = model.state_dict()
+    buffers = [[_of(state, own) for _ in range(counts[s])] for s, own in enumerate(statistics)]
+    before = [dict(own[0]) for own in buffers]
     with seeded(model, names, number, seed):
         for k, (x, y) in enumerate(batches):
             if k and k in drains:
+                average()
                 for s in range(len(stages)):
                     if rounds[s]:
                         update(s)
@@ -200,6 +217,8 @@ def delayed(
             mixed = {n: v for s, _ in enumerate(stages) for n, v in made[s][version(s, k - base)].items()}
             _load(model, mixed)
             model.zero_grad()
+            for s, own in enumerate(buffers):
+                model.load_state_dict(own[k % counts[s]], strict=False)
             loss = weight = 0.0
             for part, (xs, ys) in enumerate(pieces(x, y, microbatches)):
                 number[0] = k * microbatches + part
@@ -209,6 +228,8 @@ def delayed(
                     found, amount = total(model(xs.clone()), ys)
                 found.backward()
                 loss, weight = loss + float(found.detach()), weight + amount
+            for s, own in enumerate(buffers):
+                own[k % counts[s]] = _of(model.state_dict(), statistics[s])
             answer.losses.append(loss / weight)
             answer.weights.append(weight)
             for s, stage in enumerate(stages):
@@ -219,6 +240,7 @@ def delayed(
         for s in range(len(stages)):
             if rounds[s]:
                 update(s)
+    average()
     _load(model, newest)
     answer.state, answer.ema = _values(model.state_dict()), averages
     return answer

@@ -175,7 +175,6 @@ def test_plan_is_for_other_workers(tmp_path: Path) -> None:
     [
         ("import nothing_of_that_name\n", ("does not import", "nothing_of_that_name", "small.py, line 1")),
         ("x = 1\n", ("has no function recipe()",)),
-        ("def recipe():\n    return 3\n", ("returned a int", "pipedream.Recipe")),
     ],
 )
 def test_recipe_is_none(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:

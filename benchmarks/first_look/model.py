@@ -10,7 +10,7 @@ from torch import nn
 __all__ = ["CLASSES", "CUT", "Sizes", "halves", "network"]
 
 CLASSES = 10
-_CONVOLUTIONS = ((64, 64, "pool"), (64, 64, "pool"), (192, 192, 192, "pool"))
+_CONVOLUTIONS = ((64, 64), (64, 64), (192, 192, 192))
 CUT = 9  # index of the first layer of the second half: the second pool
 
 
@@ -37,13 +37,11 @@ def network(sizes: Sizes) -> nn.Sequential:
     layers: list[nn.Module] = []
     channels = 3
     for block in _CONVOLUTIONS:
-        for item in block:
-            if item == "pool":
-                layers.append(nn.MaxPool2d(2))
-                continue
-            width = max(1, int(item * sizes.width))
+        for full_width in block:
+            width = max(1, int(full_width * sizes.width))
             layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
             channels = width
+        layers.append(nn.MaxPool2d(2))
     layers += [nn.Flatten(), nn.Linear(channels * 16, sizes.dense), nn.ReLU()]
     layers += [nn.Linear(sizes.dense, sizes.dense), nn.ReLU(), nn.Linear(sizes.dense, CLASSES)]
     return nn.Sequential(*layers)
@@ -51,4 +49,5 @@ def network(sizes: Sizes) -> nn.Sequential:
 
 def halves(model: nn.Sequential) -> tuple[nn.Sequential, nn.Sequential]:
     """Returns the two halves as modules that share their layers with the network."""
-    return model[:CUT], model[CUT:]
+    layers = list(model.children())
+    return nn.Sequential(*layers[:CUT]), nn.Sequential(*layers[CUT:])

@@ -49,7 +49,7 @@ def main() -> int:
         print(f"benchmarks/first_look cannot run here: {reason}")
         return 0
     sizes = Sizes(batch=4, microbatches=4, width=0.25, dense=64) if options.quick else Sizes()
-    rounds, segment = (int(os.environ.get("QR","1")), 16) if options.quick else (options.rounds, options.segment)
+    rounds, segment = (1, 8) if options.quick else (options.rounds, options.segment)
     before = os.getloadavg()[0]
     start = time.monotonic()
     tables = []

@@ -37,13 +37,13 @@ def main(asked: dict[str, Any]) -> None:
     bytes_per_s = asked["bytes_per_s"] or profile.layers[CUT - 1].output_bytes / message_s
     plan = by_hand(profile, Cluster.flat(2, bytes_per_s), (CUT,))
     bench = Bench(rank, sizes, plan, group, asked["segment"])
-    rates: dict[str, list[float]] = {name: [] for name in variants()}
+    names = [name for name in variants() if not asked["only"] or name in asked["only"]]
+    rates: dict[str, list[float]] = {name: [] for name in names}
     for number in range(asked["rounds"]):
-        for name, run in variants().items():
-            if asked["only"] and name not in asked["only"]:
-                continue
+        # Each round begins with another one: none is always the first.
+        for name in names[number % len(names) :] + names[: number % len(names)]:
             dist.barrier(group)
-            rate = torch.tensor([run(bench)], dtype=torch.float64)
+            rate = torch.tensor([variants()[name](bench)], dtype=torch.float64)
             dist.all_reduce(rate, dist.ReduceOp.MIN, group=group)
             rates[name].append(float(rate))
             gc.collect()
@@ -56,7 +56,7 @@ def main(asked: dict[str, Any]) -> None:
             "depths": {depth: plan.with_depth(depth).in_flight for depth in ("noam", "full")},
             "message_s": message_s,
             "latency_s": floor_s,
-            "rates": {name: values for name, values in rates.items() if values},
+            "rates": rates,
         }
         print(json.dumps(found), flush=True)
     dist.barrier(group)

@@ -36,7 +36,8 @@ def launch(workers: int, arguments: Sequence[str], *, silent: bool = False) -> i
     Returns the exit status: 0; 130 after Ctrl-C; otherwise that of the worker that failed first, whose message
     is printed on standard error, once.
     """
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run"):
+    # Each of its modules has a logger with a level of its own; what goes wrong is said below, once.
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     # Only loopback: a local run is nobody else's business.
     config = LaunchConfig(

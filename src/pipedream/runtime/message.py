@@ -248,7 +248,9 @@ def _unpacked(layout: int) -> tuple[int, ...]:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.permute(dimension_order(tensor)).contiguous().view(-1).view(torch.uint8)
+    dense = tensor.permute(dimension_order(tensor)).contiguous()
+    # Not view(-1): a dimension of size 1 may keep any stride, and bytes are viewed only at stride 1.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def _aligned(size: int) -> int:

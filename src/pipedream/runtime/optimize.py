@@ -21,13 +21,15 @@ class Gradients:
     """The gradients of the update that is coming, in the order of the handles; never in ``.grad``.
 
     The first microbatch's tensors are kept as autograd gave them; autograd may hand one tensor out twice, so
-    they are not written: the second one makes new tensors, and only those are added to in place.
+    they are not written: the second one adds both into tensors of our own, and only those are added to in place.
+    These are used again for each update; memory that is new each time costs more than the sum.
     """
 
     def __init__(self, dtypes: list[torch.dtype]) -> None:
         self._dtypes = dtypes
         self._sums: list[torch.Tensor | None] = [None] * len(dtypes)
         self._owned = [False] * len(dtypes)
+        self._buffers: list[torch.Tensor | None] = [None] * len(dtypes)
         self.weight = 0.0
         self.count = 0
 
@@ -48,13 +50,16 @@ class Gradients:
                 old.append(held)
                 new.append(gradient)
             else:
-                self._sums[i] = held + gradient
+                self._sums[i] = self._buffers[i] = torch.add(held, gradient, out=self._buffers[i])
                 self._owned[i] = True
         if old:
             torch._foreach_add_(old, new)
 
     def take(self) -> tuple[list[torch.Tensor | None], float, int]:
-        """Returns the sums, the summed weight and the number of microbatches, and starts again from nothing."""
+        """Returns the sums, the summed weight and the number of microbatches, and starts again from nothing.
+
+        The sums are good until gradients are added for the next update.
+        """
         taken = (self._sums, self.weight, self.count)
         self._sums = [None] * len(self._dtypes)
         self._owned = [False] * len(self._dtypes)

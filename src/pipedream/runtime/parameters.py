@@ -146,8 +146,10 @@ def load(model: nn.Module, state: Mapping[str, torch.Tensor], own: Iterable[str]
     Raises:
         CaptureError: a name is missing or a shape differs.
     """
-    mine = named_state(model)
-    for name in own:
+    mine, wanted = named_state(model), set(own)
+    for name in mine:
+        if name not in wanted:
+            continue
         if name not in state:
             if name in mine and name not in model.state_dict():
                 continue  # a buffer that is not part of state dicts

@@ -299,6 +299,8 @@ class Worker:
             self.recorder.note("wait", op.stage, op.index, before)
         start = self.recorder.mark()
         next_read = self.program.weights.forward_version(op.stage, seat.next_forward)
+        if self._total is not None and seat.next_forward >= self._total:
+            next_read = seat.versions.newest + 1  # no forward is to come: the weights need not move out of the way
         for microbatch, forward_version, backward_version, newest in seat.update(next_read, share):
             number = self._number(microbatch)
             self.recorder.tags.append(Tag(op.stage, number, forward_version, backward_version, newest))

@@ -1,0 +1,57 @@
+"""Messages of many sizes between two processes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipedream.runtime.message import Content, Message
+from pipedream.runtime.wire import Line, WireGroup, WireReceiver, WireSender
+
+SIZES = {
+    "equal": [5] * 8,
+    "growing": [1, 2, 40, 41, 5000, 70_000, 300_000],
+    "shrinking": [300_000, 70_000, 41, 40, 2, 1, 1, 1],
+    "with gaps": [7, 0, 0, 9, 0, 8000, 0, 3, 400_000, 0, 0, 0, 12],
+    "nothing": [0] * 6,
+}
+
+
+def message_of(number: int, size: int) -> Message:
+    """Returns message `number`: half of them carry several tensors, of which one is missing."""
+    numbers = torch.arange(size, dtype=torch.float64) + number
+    tensors: tuple[Tensor | None, ...] = (numbers,)
+    if number % 2:
+        tensors = (numbers.to(torch.int32), None, numbers.reshape(-1, 1).expand(-1, 2), torch.tensor(number > 3))
+    content = Content.DATA if size else Content.EMPTY
+    structure = '{"v":1}' if number % 3 == 2 else ""
+    return Message(number, content, tensors if size else (None,) * (number % 3), structure, weight=number / 7)
+
+
+def exchange(depths: list[int]) -> dict[str, list[tuple[int, int, float, str, list[Tensor | None]]]]:
+    """Sends all lists of sizes both ways on channels of each depth; returns what arrived."""
+    group = dist.group.WORLD
+    peer, cpu = 1 - dist.get_rank(), torch.device("cpu")
+    arrived = {}
+    for i, (name, sizes) in enumerate(SIZES.items()):
+        for j, depth in enumerate(depths):
+            # A channel each way; its number is the same at both ends.
+            first = 2 * (i * len(depths) + j)
+            out = Line(peer, first + dist.get_rank(), depth, group, group, cpu)
+            back = Line(peer, first + peer, depth, group, group, cpu)
+            sender, receiver = WireSender(out, most_out=len(sizes)), WireReceiver(back)
+            for number, size in enumerate(sizes):
+                sender.send(message_of(number, size))
+            found = [receiver.receive().result() for _ in sizes]
+            arrived[f"{name}, depth {depth}"] = [
+                (m.microbatch, int(m.content), m.weight, m.structure, list(m.tensors)) for m in found
+            ]
+            sender.close_begin()
+            receiver.close()
+            sender.close()
+            assert sender.sent_bytes > 0 or not any(sizes)
+    ones = [torch.full((2, 3), float(dist.get_rank() + 1)), torch.tensor(dist.get_rank() + 1), torch.ones(4).double()]
+    sums = WireGroup(group).add_up(ones).result()
+    arrived["sums"] = [(0, 0, 0.0, "", list(sums))]
+    return arrived

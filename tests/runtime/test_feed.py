@@ -1,0 +1,90 @@
+"""The data at the input stage: dealt out to replicas, over epochs, with drains between."""
+
+from __future__ import annotations
+
+from itertools import tee
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.core.errors import WorkerError
+from pipedream.runtime.feed import Admitted, Ending, Feed, read
+
+
+class Loader:
+    """Gives the numbers of its minibatches, as tensors."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Any:
+        return (torch.tensor([number]) for number in range(self.size))
+
+
+def take(batch: Any) -> tuple[Any, Any]:
+    return batch, -batch
+
+
+@given(
+    size=st.integers(1, 7), epochs=st.integers(1, 3), replicas=st.integers(1, 3), stop=st.integers(0, 12),
+    cycles=st.integers(1, 2),
+)  # fmt: skip
+def test_replicas_take_each_minibatch_once_in_order_with_a_drain_between(
+    size: int, epochs: int, replicas: int, stop: int, cycles: int
+) -> None:
+    feeds = [Feed(part, take, replicas * cycles) for part in tee(read(Loader(size), epochs=epochs), replicas)]
+    admitted: list[tuple[int, int, bool]] = []
+
+    def stream(until: int | None) -> Ending:
+        ends: set[tuple[Ending, int]] = set()
+        number = 0
+        while len(ends) == 0:
+            for replica, feed in enumerate(feeds):
+                if until is not None and number >= until:
+                    feed.stopped = Ending.DRAIN
+                found = feed.admit(number + replica, replica)
+                if isinstance(found, Admitted):
+                    assert torch.equal(found.targets, -found.inputs)
+                    admitted.append((found.epoch, int(found.inputs), found.ends_epoch))
+                else:
+                    ends.add((found, feed.ended_at))
+            number += replicas
+        assert len(ends) == 1, "all replicas end alike"
+        ((ending, count),) = ends
+        if ending is Ending.DRAIN:
+            assert count % (replicas * cycles) == 0
+        return ending
+
+    if stream(stop) is Ending.DRAIN:
+        for feed in feeds:
+            feed.resume()
+        assert stream(None) is Ending.DATA
+    wanted = [(epoch, number, number == size - 1) for epoch in range(epochs) for number in range(size)]
+    assert admitted == wanted
+
+
+def test_an_epoch_is_announced_and_what_was_done_is_passed_over() -> None:
+    loader = Loader(4)
+    found = [(epoch, int(batch)) for epoch, batch in read(loader, first_epoch=2, epochs=4, skip=3)]
+    assert found == [(2, 3), (3, 0), (3, 1), (3, 2), (3, 3)]
+    assert loader.epochs == [2, 3]
+
+
+def test_a_loader_without_minibatches_is_refused() -> None:
+    with pytest.raises(WorkerError, match="can be iterated only once"):
+        list(read(iter([torch.ones(1)]), epochs=2))
+
+
+def test_an_interrupt_is_told_at_the_next_minibatch() -> None:
+    feed = Feed(read(Loader(5)), take)
+    assert isinstance(feed.admit(0), Admitted)
+    feed.stopped = Ending.INTERRUPT
+    assert feed.admit(1) is Ending.INTERRUPT
+    assert feed.ended_at == 1

@@ -1,0 +1,63 @@
+"""The clock of one process: workers by turns, those of the input stage abreast."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from pipedream.core.errors import DeadlockError
+from pipedream.runtime.channel import LocalChannel, LocalGroup
+from pipedream.runtime.clock import in_process
+from pipedream.runtime.message import Message
+
+
+def test_workers_of_the_input_stage_do_not_run_ahead_of_the_lead() -> None:
+    reached = {0: -1, 1: -1}
+    group = LocalGroup(2)
+
+    def worker(rank: int) -> Generator[Any, None, None]:
+        member = group.member(rank)
+        for number in range(5):
+            pending = member.add_up([])
+            if not pending.ready():
+                yield pending
+            pending.result()
+            reached[rank] = number
+            yield number
+
+    for number in in_process([worker(0), worker(1)], [0, 1]):
+        assert reached[0] == number
+        assert reached[1] <= number, "what the loop asks for now would find it further on"
+    assert reached == {0: 4, 1: 4}
+
+
+def test_a_worker_waits_for_a_message_and_the_others_go_on() -> None:
+    there, back = LocalChannel(), LocalChannel()
+
+    def asks() -> Generator[Any, None, None]:
+        for number in range(3):
+            there.send(Message(number))
+            pending = back.receive()
+            if not pending.ready():
+                yield pending
+            yield pending.result().microbatch
+
+    def answers() -> Generator[Any, None, None]:
+        for _ in range(3):
+            pending = there.receive()
+            if not pending.ready():
+                yield pending
+            back.send(Message(pending.result().microbatch * 10))
+            yield "not the lead's"
+
+    assert list(in_process([asks(), answers()], [0])) == [0, 10, 20]
+
+
+def test_workers_that_wait_for_each_other_are_named() -> None:
+    def waits() -> Generator[Any, None, None]:
+        yield LocalChannel().receive()
+
+    with pytest.raises(DeadlockError, match=r"workers \[0, 1\] wait for each other"):
+        list(in_process([waits(), waits()], [0]))

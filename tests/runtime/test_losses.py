@@ -1,0 +1,119 @@
+"""Weights of losses: the weighted mean of the pieces is the mean of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipedream.runtime.losses import Loss, is_torch_loss, measure
+
+N, C = 10, 4
+CLASSES = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
+
+
+def _scores(*more: int) -> Tensor:
+    return torch.randn(N, C, *more, dtype=torch.float64)
+
+
+def _picks(*more: int, skip: int | None = None) -> Tensor:
+    picks = torch.randint(C, (N, *more))
+    if skip is not None:
+        picks.view(-1)[::3] = skip
+    return picks
+
+
+def _signs(*shape: int) -> Tensor:
+    return torch.randint(2, shape) * 2.0 - 1.0
+
+
+CASES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, Tensor]]]] = {
+    "cross entropy": (F.cross_entropy, lambda: (_scores(), _picks())),
+    "images": (nn.CrossEntropyLoss(), lambda: (_scores(2, 3), _picks(2, 3))),
+    "padding": (partial(F.cross_entropy, ignore_index=0), lambda: (_scores(5), _picks(5, skip=0))),
+    "padding of a module": (nn.CrossEntropyLoss(ignore_index=2), lambda: (_scores(5), _picks(5, skip=2))),
+    "default padding": (F.cross_entropy, lambda: (_scores(), _picks(skip=-100))),
+    "class weights": (nn.CrossEntropyLoss(CLASSES), lambda: (_scores(), _picks(skip=-100))),
+    "smoothing": (
+        partial(F.cross_entropy, weight=CLASSES, label_smoothing=0.2, ignore_index=1),
+        lambda: (_scores(3), _picks(3, skip=1)),
+    ),
+    "probabilities": (partial(F.cross_entropy, weight=CLASSES), lambda: (_scores(3), _scores(3).softmax(1))),
+    "nll": (nn.NLLLoss(CLASSES, ignore_index=3), lambda: (_scores().log_softmax(1), _picks(skip=3))),
+    "mse": (F.mse_loss, lambda: (_scores(2), _scores(2))),
+    "sum of squares": (nn.MSELoss(reduction="sum"), lambda: (_scores(), _scores())),
+    "l1": (nn.L1Loss(), lambda: (_scores(), _scores())),
+    "smooth l1": (F.smooth_l1_loss, lambda: (_scores(), _scores())),
+    "huber": (partial(F.huber_loss, delta=0.3), lambda: (_scores(), _scores())),
+    "bce": (F.binary_cross_entropy, lambda: (_scores().sigmoid(), _scores().sigmoid())),
+    "bce of logits": (nn.BCEWithLogitsLoss(), lambda: (_scores(), _scores().sigmoid())),
+    "poisson": (nn.PoissonNLLLoss(), lambda: (_scores(), _scores().exp())),
+    "kl": (nn.KLDivLoss(log_target=True), lambda: (_scores().log_softmax(1), _scores().log_softmax(1))),
+    "kl by batch": (
+        partial(F.kl_div, reduction="batchmean"),
+        lambda: (_scores().log_softmax(1), _scores().softmax(1)),
+    ),
+    "soft margin": (F.soft_margin_loss, lambda: (_scores(), _signs(N, C))),
+    "hinge embedding": (nn.HingeEmbeddingLoss(), lambda: (_scores(), _signs(N, C))),
+    "multi margin": (nn.MultiMarginLoss(), lambda: (_scores(), _picks())),
+    "multilabel margin": (F.multilabel_margin_loss, lambda: (_scores(), torch.tensor([[1, 3, -1, 0]] * N))),
+    "multilabel soft margin": (nn.MultiLabelSoftMarginLoss(), lambda: (_scores(), _scores().sigmoid())),
+    "a mean over samples": (lambda output, y: ((output - y) ** 2).sum(1).mean(), lambda: (_scores(), _scores())),
+    "a pair": (
+        lambda output, y: (((output - y) ** 2)[y > 0].sum(), (y > 0).sum()),
+        lambda: (_scores(), _scores()),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")  # of kl_div, on purpose
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("parts", [1, 3, 10])
+def test_the_weighted_mean_of_the_pieces_is_the_mean_of_the_whole(name: str, parts: int) -> None:
+    function, make = CASES[name]
+    loss, (output, targets) = Loss(function), make()
+    total = weights = 0.0
+    for x, y in zip(torch.tensor_split(output, parts), torch.tensor_split(targets, parts), strict=True):
+        value, weight, is_sum = loss(x, y, len(x), len(x) / N)
+        if weight:
+            total, weights = total + float(value) * (1.0 if is_sum else weight), weights + weight
+    whole = function(output, targets)
+    expected = float(whole[0] / whole[1]) if isinstance(whole, tuple) else float(whole)
+    assert total / weights == pytest.approx(expected, rel=1e-12)
+
+
+def test_losses_of_torch_are_recognised() -> None:
+    assert is_torch_loss(F.cross_entropy)
+    assert is_torch_loss(partial(partial(F.mse_loss), reduction="sum"))
+    assert is_torch_loss(nn.BCELoss())
+    assert not is_torch_loss(lambda output, batch: output.sum())
+    assert not is_torch_loss(nn.Linear(1, 1))
+    assert not is_torch_loss(None)
+
+
+def test_a_weight_can_be_said_and_an_output_can_carry_its_loss() -> None:
+    loss = Loss(lambda output, batch: output.mean(), weight=lambda batch: batch["count"])
+    assert loss(torch.ones(3), {"count": torch.tensor(7)}, 3, 1.0)[1:] == (7.0, False)
+    for output in (SimpleNamespace(loss=torch.ones(())), {"loss": torch.ones(1)}, torch.ones(())):
+        value, weight, is_sum = Loss(None)(output, None, 5, 1.0)
+        assert (value.shape, float(value), weight, is_sum) == ((), 1.0, 5.0, False)
+
+
+def test_what_is_no_loss_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"a tensor of shape \(3,\)"):
+        Loss(lambda output, batch: output)(torch.ones(3), None, 3, 1.0)
+    with pytest.raises(TypeError, match="gave float"):
+        Loss(lambda output, batch: 1.0)(torch.ones(3), None, 3, 1.0)
+    with pytest.raises(TypeError, match=r"carries \.loss"):
+        Loss(None)(torch.ones(3), None, 3, 1.0)
+
+
+def test_a_metric_is_a_mean_over_samples_or_a_pair() -> None:
+    metrics = {"mean": lambda output, y: output.mean(), "pair": lambda output, y: (torch.tensor(6), 4)}
+    assert measure(metrics, torch.full((3,), 2.0), None, 3) == ((6.0, 3.0), (6.0, 4.0))

@@ -1,0 +1,148 @@
+"""What happens inside an update: gradients added up, divided once, clipped; rates, schedules, averages."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pipedream.runtime.channel import LocalGroup
+from pipedream.runtime.optimize import Gradients, Optimizer
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def _handles() -> dict[str, nn.Parameter]:
+    return {"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(2, 2))}
+
+
+def finish(prepared: Generator[Any, None, tuple[float, bool]]) -> tuple[float, bool]:
+    """Runs an update's preparation to its end; nothing is to be waited for."""
+    with pytest.raises(StopIteration) as stop:
+        next(prepared)
+    return stop.value.value
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0.5, 3)), min_size=1, max_size=5))
+def test_gradients_are_added_up_and_autograds_own_tensors_are_not_written(parts: list[tuple[bool, float]]) -> None:
+    gradients = Gradients([torch.float32, torch.float32])
+    given_, expected = [], torch.zeros(3)
+    for there, weight in parts:
+        gradient = torch.randn(3) if there else None
+        given_.append((gradient, None if gradient is None else gradient.clone()))
+        gradients.add([gradient, None], weight)
+        expected += 0 if gradient is None else gradient
+    (total, nothing), weight, count = gradients.take()
+    assert nothing is None
+    assert (total is None) == (not any(there for there, _ in parts))
+    assert total is None or torch.allclose(total, expected)
+    assert weight == pytest.approx(sum(weight for _, weight in parts))
+    assert count == len(parts)
+    assert all(gradient is None or torch.equal(gradient, copy) for gradient, copy in given_)
+    assert gradients.take() == ([None, None], 0.0, 0)
+
+
+def test_low_precision_gradients_are_added_in_full() -> None:
+    gradients = Gradients([torch.float32])
+    for value in (256.0, 1.0, 1.0):
+        gradients.add([torch.tensor([value], dtype=torch.bfloat16)], 1.0)
+    (total,), _, _ = gradients.take()
+    assert total is not None
+    assert float(total) == 258.0
+
+
+@pytest.mark.parametrize(("rounds", "divisor"), [(False, 7.0), (True, 2.0)])
+def test_a_sum_is_divided_once_by_the_weight_or_by_the_round(rounds: bool, divisor: float) -> None:
+    handles = _handles()
+    optimizer, gradients = Optimizer(handles, SGD, mean_of_rounds=rounds), Gradients([torch.float32] * 2)
+    for weight in (3.0, 4.0):
+        gradients.add([torch.full((3,), weight), None], weight)
+    finish(optimizer.prepare(gradients))
+    assert torch.allclose(handles["a"].grad, torch.full((3,), 7.0 / divisor))
+    assert handles["b"].grad is None
+    optimizer.step()
+    assert handles["a"].grad is None
+    assert torch.allclose(handles["a"], torch.full((3,), 1 - 0.1 * 7.0 / divisor))
+    assert torch.equal(handles["b"], torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("limit", [0.5, 100.0])
+def test_clipping_is_that_of_torch(limit: float) -> None:
+    handles, plain = _handles(), _handles()
+    optimizer, gradients = Optimizer(handles, SGD, clip_grad_norm=limit), Gradients([torch.float32] * 2)
+    found = [torch.randn_like(p) for p in plain.values()]
+    gradients.add(found, 1.0)
+    for p, gradient in zip(plain.values(), found, strict=True):
+        p.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_(plain.values(), limit)
+    finish(optimizer.prepare(gradients))
+    for name in plain:
+        torch.testing.assert_close(handles[name].grad, plain[name].grad)
+
+
+def test_replicas_step_alike_on_the_mean_and_a_lone_one_at_its_share_of_the_rate() -> None:
+    group, seats = LocalGroup(2), []
+    for replica in range(2):
+        handles = _handles()
+        optimizer = Optimizer(handles, SGD, replicas=2, replica_group=group.member(replica), mean_of_rounds=True)
+        seats.append((handles, optimizer, Gradients([torch.float32] * 2)))
+
+    def update(present: list[float | None]) -> float:
+        prepared = []
+        for (_, optimizer, gradients), value in zip(seats, present, strict=True):
+            if value is not None:
+                gradients.add([torch.full((3,), value), torch.full((2, 2), value)], 5.0)
+            prepared.append(optimizer.prepare(gradients, wish=0.0))
+        waiting = next(prepared[0])
+        assert not waiting.ready()
+        shares = []
+        for one in reversed(prepared):
+            shares.append(finish(one)[0])
+        for (_, optimizer, _), share in zip(seats, shares, strict=True):
+            optimizer.step(share)
+        assert shares[0] == shares[1]
+        assert all(torch.equal(seats[0][0][name], seats[1][0][name]) for name in seats[0][0])
+        return shares[0]
+
+    assert update([1.0, 3.0]) == 1.0
+    assert torch.allclose(seats[0][0]["a"], torch.full((3,), 1 - 0.1 * 2.0))
+    assert update([4.0, None]) == 0.5
+    assert torch.allclose(seats[0][0]["a"], torch.full((3,), 0.8 - 0.5 * 0.1 * 4.0))
+
+
+def test_a_stage_with_twice_the_replicas_has_twice_the_rate_and_one_clock_with_the_first() -> None:
+    handles = _handles()
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.1)
+    cases = {Fraction(1): [1.0, 0.1, 0.01], Fraction(1, 2): [0.5, 0.5, 0.05], Fraction(2): [2.0, 0.02]}
+    for factor, wanted in cases.items():
+        optimizer = Optimizer(handles, partial(torch.optim.SGD, lr=1.0), scheduler=schedule, rate_factor=factor)
+        for rate in wanted:
+            before = handles["a"].detach().clone()
+            handles["a"].grad = torch.ones(3)
+            optimizer.step()
+            assert float((before - handles["a"].detach())[0]) == pytest.approx(rate, rel=1e-4)
+
+
+def test_the_average_of_the_weights_follows_them() -> None:
+    handles = _handles()
+    optimizer = Optimizer(handles, SGD, ema=0.75)
+    expected = torch.ones(3)
+    for _ in range(4):
+        handles["a"].grad = torch.ones(3)
+        optimizer.step()
+        expected = 0.75 * expected + 0.25 * handles["a"].detach()
+        assert torch.allclose(optimizer.ema["a"], expected)
+
+
+def test_a_stage_without_weights_keeps_the_clock() -> None:
+    optimizer = Optimizer({}, SGD)
+    finish(optimizer.prepare(Gradients([])))
+    optimizer.step()
+    assert (optimizer.updates, optimizer.rate) == (1, 0.1)

@@ -1,0 +1,121 @@
+"""Versions of weights equal copies that were made one after the other, and are never written under a reader."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pipedream.runtime.versions import Versions
+
+STEPPERS = [
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False),
+    partial(torch.optim.AdamW, lr=0.1),
+    partial(torch.optim.AdamW, lr=0.1, fused=True),
+    partial(torch.optim.AdamW, lr=0.1, foreach=False),
+]
+
+
+def _handles() -> dict[str, nn.Parameter]:
+    return {"a": nn.Parameter(torch.randn(3, 2)), "b": nn.Parameter(torch.randn(4))}
+
+
+@given(late=st.integers(0, 5), updates=st.integers(1, 12), stepper=st.sampled_from(STEPPERS))
+def test_each_version_equals_the_copy_of_a_serial_run(late: int, updates: int, stepper: partial) -> None:
+    handles = _handles()
+    plain = {name: nn.Parameter(handle.detach().clone()) for name, handle in handles.items()}
+    versions, optimizer, serial = Versions(handles), stepper(handles.values()), stepper(plain.values())
+    history = [{name: p.detach().clone() for name, p in plain.items()}]
+    held = []
+    # 1F1B at a stage with so many warm-up forwards: minibatch k reads version max(0, k - late).
+    for k in range(updates + late):
+        if k < updates:
+            held.append(versions.read(max(0, k - late)))
+        if k < late:
+            continue
+        reading = held.pop(0)
+        for name, leaf in reading.leaves.items():
+            assert torch.equal(leaf, history[reading.version][name]), "until its backward"
+        versions.release(reading)
+        for name in handles:
+            handles[name].grad = torch.randn_like(handles[name])
+            plain[name].grad = handles[name].grad.clone()
+        versions.begin_update(max(0, k + 1 - late))
+        optimizer.step()
+        versions.end_update()
+        serial.step()
+        history.append({name: p.detach().clone() for name, p in plain.items()})
+        assert all(torch.equal(versions.peek().leaves[name], plain[name]) for name in plain)
+        assert versions.storages <= late + 1
+    assert versions.newest == updates
+    versions.rewind()
+    assert (versions.newest, versions.alive) == (0, 1)
+    assert all(torch.equal(versions.read(0).leaves[name], plain[name]) for name in plain)
+
+
+def test_leaves_share_storage_with_the_handles_but_not_their_version_counter() -> None:
+    handles = {"a": nn.Parameter(torch.ones(2))}
+    versions = Versions(handles)
+    leaf = versions.peek().leaves["a"]
+    assert leaf.data_ptr() == handles["a"].data_ptr()
+    loss = (leaf * leaf).sum()
+    with torch.no_grad():
+        handles["a"].add_(1.0)  # as an optimizer does
+    loss.backward()  # raises if the counter were shared
+
+
+def test_a_version_that_is_read_is_never_written() -> None:
+    handles = _handles()
+    versions = Versions(handles)
+    reading = versions.read(0)
+    before = reading.leaves["a"].detach().clone()
+    versions.begin_update(next_read=1)
+    with torch.no_grad():
+        handles["a"].add_(1.0)
+    versions.end_update()
+    assert torch.equal(reading.leaves["a"], before)
+    versions.release(reading)
+    # A free set with a reader cannot be: should it ever, the update stops.
+    versions.begin_update(next_read=2)
+    versions.end_update()
+    versions._free.append(reading)
+    reading.readers = 1
+    versions.peek().readers = 1
+    with pytest.raises(AssertionError, match="a backward still needs"):
+        versions.begin_update(next_read=3)
+
+
+def test_a_version_that_is_gone_or_not_made_cannot_be_read() -> None:
+    versions = Versions(_handles())
+    with pytest.raises(KeyError):
+        versions.read(1)
+    versions.begin_update(next_read=1)
+    versions.end_update()
+    with pytest.raises(KeyError):
+        versions.read(0)
+
+
+def test_low_precision_leaves_follow_the_full_precision_weights() -> None:
+    handles = _handles()
+    versions = Versions(handles, {"a": torch.bfloat16})
+    assert versions.peek().leaves["a"].dtype == torch.bfloat16
+    reading = versions.read(0)
+    for newest in (1, 2):
+        versions.begin_update(next_read=newest)
+        with torch.no_grad():
+            for handle in handles.values():
+                handle.add_(1.0)
+        versions.end_update()
+        leaves = versions.peek().leaves
+        assert torch.equal(leaves["a"], handles["a"].to(torch.bfloat16))
+        assert torch.equal(leaves["b"], handles["b"])
+    assert torch.equal(reading.leaves["a"], (handles["a"] - 2.0).to(torch.bfloat16))
+    with torch.no_grad():
+        handles["a"].zero_()
+    versions.reload()
+    assert not versions.peek().leaves["a"].any()

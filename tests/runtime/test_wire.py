@@ -1,0 +1,34 @@
+"""Channels between real processes: what is sent arrives, whatever was posted for it."""
+
+from __future__ import annotations
+
+import processes
+import pytest
+import torch
+from exchange import SIZES, exchange, message_of
+
+from pipedream.runtime.wire import _Capacity
+
+
+@pytest.mark.processes
+def test_messages_of_any_size_arrive_whole_and_in_order() -> None:
+    depths = [1, 2, 5]
+    for found in processes.results(exchange, 2, depths):
+        for name, sizes in SIZES.items():
+            for depth in depths:
+                assert len(found[f"{name}, depth {depth}"]) == len(sizes)
+                for number, (size, got) in enumerate(zip(sizes, found[f"{name}, depth {depth}"], strict=True)):
+                    sent = message_of(number, size)
+                    assert got[:4] == (number, sent.content, sent.weight, sent.structure), f"{name}, depth {depth}"
+                    assert len(got[4]) == len(sent.tensors)
+                    for there, here in zip(got[4], sent.tensors, strict=True):
+                        assert (there is None) == (here is None)
+                        assert here is None or (there.dtype == here.dtype and torch.equal(there, here))
+        ((*_, sums),) = found["sums"]
+        assert [float(tensor.sum()) for tensor in sums] == [18.0, 3.0, 8.0]
+
+
+def test_a_receive_holds_the_largest_message_that_both_ends_know_of() -> None:
+    capacity = _Capacity(depth=2)
+    # Message i was posted when message i - 2 had been read.
+    assert [capacity.of_next(size) for size in (4, 9, 2, 0, 7, 30, 1, 1)] == [0, 0, 4, 9, 9, 9, 9, 30]

@@ -1,0 +1,337 @@
+"""Each example is run as its reader would run it, and what it leaves is checked against plain PyTorch."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import commands
+import pytest
+import torch
+
+import pipedream
+from pipedream import cli
+from pipedream.recipe import Recipe, load_recipe
+
+FOLDER = Path(__file__).parents[1] / "examples"
+DIGITS = str(FOLDER / "digits.py")
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+SUMMARY_KEYS = {
+    *("format", "recipe", "seed", "versions", "configuration", "plan", "schedule", "workers", "stages", "drains"),
+    *("epochs", "minibatches", "metrics", "evaluations", "accuracy", "target", "seconds_to_target"),
+    *("throughput", "bubble", "seconds", "train_seconds", "interrupted"),
+}
+
+
+def small(example: Path, seed: int = 0) -> Recipe:
+    """Returns an example's recipe; of its test data a little, so that an evaluation is quick."""
+    recipe = load_recipe(str(example), seed=seed)
+    recipe.test = list(recipe.test or ())[:2]
+    return recipe
+
+
+def plainly(recipe: Recipe, weights: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Returns loss and metrics of the plain model with these weights over the test data."""
+    recipe.model.load_state_dict(weights)
+    recipe.model.eval()
+    sums: dict[str, list[float]] = {}
+    for batch in recipe.test or ():
+        inputs = recipe.inputs(batch) if recipe.inputs else batch[0]
+        targets = recipe.targets(batch) if recipe.targets else batch[1]
+        with torch.no_grad():
+            output = recipe.model(inputs)
+            values = {"loss": recipe.loss(output, targets)}
+            values |= {name: metric(output, targets) for name, metric in recipe.metrics.items()}
+        counted = targets != getattr(recipe.loss, "ignore_index", -100)
+        for name, value in values.items():
+            weight = float(counted.sum()) if name == "loss" else float(len(targets))
+            pair = sums.setdefault(name, [0.0, 0.0])
+            pair[0] += float(value) * weight
+            pair[1] += weight
+    return {name: total / weight for name, (total, weight) in sums.items()}
+
+
+def losses_of(folder: Path) -> list[tuple[int, float]]:
+    """Returns the losses that a run left."""
+    return [tuple(row) for row in json.loads((folder / "losses.json").read_text(encoding="utf-8"))]
+
+
+def only(folder: Path) -> Path:
+    """Returns the one folder within a folder."""
+    (found,) = folder.iterdir()
+    return found
+
+
+# -- in this process --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_is_short_and_plain(example: Path) -> None:
+    text = example.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 60
+    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    bases = {ast.unparse(base) for node in classes for base in node.bases}
+    assert all(base.startswith("nn.") for base in bases), "a model is an ordinary module"
+    assert f"pipedream train examples/{example.name} --workers 2" in text
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_runs_in_one_process(example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = pipedream.run(lambda seed: small(example, seed), minibatches=12, out=tmp_path / "run")
+    losses = [loss for _, loss in losses_of(tmp_path / "run")]
+    assert len(losses) == summary["minibatches"] == 12
+    assert losses[-1] < losses[0]
+    weights = torch.load(tmp_path / "run" / "weights.pt", weights_only=True)
+    for name, value in plainly(small(example), weights).items():
+        assert math.isclose(value, summary["metrics"][name], rel_tol=1e-5), name
+    assert "Plan 1-1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_flushing_method_takes_it_too(example: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 3, "minibatches": 2, "quiet": True}
+    found = pipedream.run(lambda seed: small(example, seed), out=tmp_path / "cut", **options)
+    whole = pipedream.run(lambda seed: small(example, seed), out=tmp_path / "whole", workers=1, **options)
+    assert found["configuration"]["workers"] == 2
+    assert whole["configuration"]["workers"] == 1
+    torch.testing.assert_close(losses_of(tmp_path / "cut"), losses_of(tmp_path / "whole"), rtol=1e-5, atol=1e-6)
+
+
+# -- by the command ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of three epochs of digits in two processes."""
+    folder = tmp_path_factory.mktemp("digits")
+    ended = commands.run(
+        *("-m", "pipedream.cli", "train", DIGITS, "--workers", "2", "--epochs", "3", "--out", "run"), folder=folder
+    )
+    assert (ended.status, ended.err) == (0, "")
+    assert len(re.findall(r"^epoch +\d", ended.out, re.MULTILINE)) == 3
+    assert "Plan 1-1 of DigitNet" in ended.out
+    return folder / "run"
+
+
+@pytest.mark.processes
+def test_summary_says_it_all(trained: Path) -> None:
+    summary = json.loads((trained / "summary.json").read_text(encoding="utf-8"))
+    assert set(summary) == SUMMARY_KEYS
+    assert {"python", "torch", "pipedream", "numpy"} <= set(summary["versions"])
+    wanted = {"workers": 2, "processes": 2, "schedule": "pipedream", "epochs": 3, "seed": 0, "device": "cpu"}
+    assert wanted.items() <= summary["configuration"].items()
+    assert pipedream.Plan.from_json(json.dumps(summary["plan"])).config == "1-1"
+    assert summary["minibatches"] == 3 * 45
+    assert len(summary["drains"]) == 3, "one for each evaluation"
+    late = [drain - 45 * (epoch + 1) for epoch, drain in enumerate(summary["drains"])]
+    assert all(0 <= minibatches < 2 for minibatches in late), "what has been admitted is finished"
+    assert summary["recipe"] == "digits"
+    assert summary["interrupted"] is False
+    assert [row["epoch"] for row in summary["evaluations"]] == [0, 1, 2]
+    assert summary["accuracy"] == summary["metrics"]["accuracy"] == summary["evaluations"][-1]["accuracy"] > 0.8
+    reached = [row["seconds"] for row in summary["evaluations"] if row["accuracy"] >= summary["target"]["value"]]
+    assert summary["seconds_to_target"] == (reached[0] if reached else None)
+    assert summary["throughput"]["measured_per_s"] > 0
+    assert summary["throughput"]["predicted_per_s"] > 0
+    assert all(0 <= summary["bubble"][which] < 1 for which in ("predicted", "measured"))
+    assert summary["train_seconds"] < summary["seconds"]
+
+
+@pytest.mark.processes
+def test_summary_of_each_stage(trained: Path) -> None:
+    summary = json.loads((trained / "summary.json").read_text(encoding="utf-8"))
+    first, second = summary["stages"]
+    assert [first["rank"], second["rank"]] == [0, 1]
+    # The cosine was stepped before each update but the first, on one clock for both stages.
+    rate = 0.05 * (1 + math.cos(math.pi * 134 / (12 * 45))) / 2
+    assert first["learning_rate"] == second["learning_rate"] == pytest.approx(rate)
+    assert (first["versions"], second["versions"]) == (2, 1)
+    assert (first["staleness"], second["staleness"]) == (1, 0)
+    for row in (first, second):
+        assert row["bytes_sent"] > 0
+        assert row["peak_bytes"] > row["predicted_peak_bytes"] > 0
+        assert 0 < row["busy_share"] <= 1
+    names = {name for name, module in load_recipe(DIGITS).model.named_modules() if name and not list(module.children())}
+    assert set(first["layers"] + second["layers"]) == names
+
+
+@pytest.mark.processes
+def test_weights_give_the_reported_accuracy(trained: Path) -> None:
+    summary = json.loads((trained / "summary.json").read_text(encoding="utf-8"))
+    weights = torch.load(trained / "weights.pt", weights_only=True)
+    found = plainly(load_recipe(DIGITS), weights)
+    assert found["accuracy"] == pytest.approx(summary["accuracy"], abs=1e-6)
+    assert found["loss"] == pytest.approx(summary["metrics"]["loss"], rel=1e-5)
+
+
+@pytest.mark.processes
+def test_folder_holds_trace_and_report(trained: Path) -> None:
+    events = json.loads((trained / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} | {event["tid"] for event in spans} >= {0, 1}
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+    page = (trained / "report.html").read_text(encoding="utf-8")
+    assert page.lower().startswith("<!doctype html>")
+    assert "<svg" in page
+    assert not re.search(r"""(src|href)=["']https?:""", page), "the page stands alone"
+    for name in ("profile", "plan", "predicted", "measured"):
+        assert json.loads((trained / f"{name}.json").read_text(encoding="utf-8"))["artifact"]
+
+
+@pytest.mark.processes
+def test_four_ways_to_start_give_the_same_losses(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = str(trained / "plan.json")
+    rest = ("train", DIGITS, "--plan", plan, "--minibatches", "30", "--evaluate-every", "0")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        f"import pipedream\nfrom pipedream.recipe import load_recipe\nplan = pipedream.Plan.load({plan!r})\n"
+        f"pipedream.run(lambda seed: load_recipe({DIGITS!r}, seed=seed), plan=plan, minibatches=30, evaluate_every=0,\n"
+        "              out='file')\n",
+        encoding="utf-8",
+    )
+    starts = {
+        "command": ("-m", "pipedream.cli", *rest, "--out", "command"),
+        "torchrun": (*torchrun, "-m", "pipedream.cli", *rest, "--out", "torchrun"),
+        "file": (*torchrun, str(file)),
+    }
+    for name, arguments in starts.items():
+        ended = commands.run(*arguments, folder=tmp_path)
+        assert ended.status == 0, f"{name}: {ended.err}"
+        assert not ended.orphans
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # as many as a process of two has
+    found = {name: losses_of(tmp_path / name) for name in starts}
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*rest, "--workers", "1", "--out", "one"]) == 2, "the plan is for two workers"
+    pipedream.run(
+        lambda seed: load_recipe(DIGITS, seed=seed),
+        plan=pipedream.Plan.load(plan),
+        minibatches=30,
+        out="here",
+        quiet=True,
+    )
+    found["here"] = losses_of(tmp_path / "here")
+    assert len(found["here"]) == 30
+    for name, losses in found.items():
+        assert losses == found["here"], name
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["python", "torchrun"])
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_file_itself_reaches_its_target(example: Path, how: str, tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    arguments = (str(example),) if how == "python" else (*torchrun, str(example))
+    ended = commands.run(*arguments, folder=tmp_path, timeout_s=900.0)
+    assert ended.status == 0, ended.err
+    assert not ended.orphans
+    summary = json.loads((only(tmp_path / "runs") / "summary.json").read_text(encoding="utf-8"))
+    assert summary["configuration"]["processes"] == (1 if how == "python" else 2)
+    assert summary["seconds_to_target"] is not None
+
+
+@pytest.mark.slow
+def test_worst_accuracy_of_three_seeds(tmp_path: Path) -> None:
+    found = []
+    for seed in range(3):
+        summary = pipedream.run(
+            lambda chosen: load_recipe(DIGITS, seed=chosen), seed=seed, out=tmp_path / str(seed), quiet=True
+        )
+        found.append(summary["accuracy"])
+    print(f"accuracy of three seeds: {found}")
+    assert min(found) >= 0.97, found
+
+
+@pytest.mark.processes
+def test_compare(tmp_path: Path) -> None:
+    command = ("-m", "pipedream.cli", "compare", DIGITS, "--minibatches", "20", "--schedule", "pipedream")
+    ended = commands.run(*command, "--json", folder=tmp_path)
+    assert (ended.status, ended.err) == (0, "")
+    rows = json.loads(ended.out)["variants"]
+    assert [(row["variant"], row["workers"]) for row in rows] == [
+        ("one worker", 1),
+        ("data parallel", 2),
+        ("pipedream", 2),
+    ]
+    for row in rows:
+        keys = {
+            "variant",
+            "workers",
+            "samples_per_s",
+            "predicted_per_s",
+            "bubble",
+            "peak_bytes",
+            "bytes_sent",
+            "metrics",
+        }
+        assert set(row) == keys
+        assert row["samples_per_s"] > 0
+
+
+# -- one JSON object on standard output -------------------------------------------------------------
+
+
+def asked(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """Returns the one object that a command prints with --json."""
+    assert cli.main([*arguments, "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    found = json.loads(out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_json_of_profile_plan_and_simulate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    profile, plan = str(tmp_path / "profile.json"), str(tmp_path / "plan.json")
+    found = asked(capfd, "profile", DIGITS, "--runs", "2", "-o", profile)
+    assert pipedream.Profile.from_json(json.dumps(found)) == pipedream.Profile.load(profile)
+    found = asked(capfd, "plan", profile, "--workers", "2", "--straight", "-o", plan)
+    wanted = {
+        "config",
+        "slowest_stage_s",
+        "speedup_over_one_worker",
+        "speedup_over_data_parallel",
+        "planning_s",
+        "stages",
+    }
+    assert wanted <= set(found)
+    assert found["config"] == pipedream.Plan.load(plan).config == "1-1"
+    assert all({"layers", "replicas", "compute_s", "peak_bytes"} <= set(stage) for stage in found["stages"])
+    assert 0 < found["speedup_over_one_worker"] <= 2
+    found = asked(capfd, "simulate", plan, "--schedule", "1f1b", "--microbatches", "8")
+    assert set(found) == {"makespan_s", "bubble", "throughput_per_s", "per_rank"}
+    assert [set(row) for row in found["per_rank"]] == [{"busy_s", "peak_in_flight", "peak_versions", "staleness"}] * 2
+
+
+def test_json_of_uniform_stages(capfd: pytest.CaptureFixture[str]) -> None:
+    found = asked(capfd, "simulate", "--uniform", "4", "--schedule", "gpipe", "--microbatches", "8")
+    assert found["bubble"] == pytest.approx(3 / 11)  # (p - 1) / (m + p - 1)
+    assert found["makespan_s"] == pytest.approx(3 * 11)  # a forward of 1 s, a backward of 2 s
+
+
+def test_json_of_show_and_schedules(capfd: pytest.CaptureFixture[str]) -> None:
+    found = asked(capfd, "show", "1f1b", "--stages", "3", "--microbatches", "4", "--verify")
+    assert set(found) == {"grid", "proof"}
+    assert len(found["grid"]) >= 3
+    assert set(asked(capfd, "schedules")) == set(pipedream.schedules.SCHEDULES)
+
+
+@pytest.mark.processes
+def test_json_of_report_and_train(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (trained / "report.html").unlink()
+    found = asked(capfd, "report", str(trained))
+    assert found == {"report": str(trained / "report.html")}
+    assert (trained / "report.html").exists()
+    plan = str(trained / "plan.json")
+    command = ("-m", "pipedream.cli", "train", DIGITS, "--plan", plan, "--minibatches", "5", "--out", "run", "--json")
+    ended = commands.run(*command, folder=tmp_path)
+    assert (ended.status, ended.err) == (0, "")
+    assert set(json.loads(ended.out)) == SUMMARY_KEYS

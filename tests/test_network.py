@@ -1,0 +1,110 @@
+"""Two machines, as far as one can be two: network namespaces that are joined by a cable only.
+
+Each has its own addresses, its own loopback and no way to the other but the cable, so a worker that offers the
+wrong address to the others, or meets them on loopback, is found out here.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import commands
+import pytest
+import torch
+from commands import Ended
+
+import pipedream
+from pipedream import api
+from pipedream.core.cluster import Cluster
+from pipedream.recipe import load_recipe
+from pipedream.training import profile_recipe
+
+pytestmark = [pytest.mark.network, pytest.mark.processes]
+DIGITS = str(Path(__file__).parents[1] / "examples" / "digits.py")
+ADDRESSES = ("10.231.7.1", "10.231.7.2")
+
+
+def ip(*arguments: str) -> None:
+    """Runs the command ``ip``."""
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
+
+
+@pytest.fixture
+def machines() -> Iterator[tuple[str, str]]:
+    """The names of two network namespaces that a cable joins."""
+    mark = uuid.uuid4().hex[:8]
+    names = (f"pipe-{mark}-0", f"pipe-{mark}-1")
+    made = []
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            made.append(name)
+        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            for link in ("lo", "cable"):
+                ip("-n", name, "link", "set", link, "up")
+        yield names
+    finally:
+        for name in made:
+            ip("netns", "delete", name)
+
+
+def on_both(machines: tuple[str, str], rendezvous: str, program: tuple[str, ...], folder: Path) -> list[Ended]:
+    """Starts torchrun on both machines, one worker each, and waits for both."""
+    started = []
+    for rank, (name, address) in enumerate(zip(machines, ADDRESSES, strict=True)):
+        meet = {
+            "static": ("--master-addr", ADDRESSES[0], "--master-port", "29517", "--node-rank", str(rank)),
+            "c10d": (
+                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29517", "--rdzv-id", "test"),
+                *("--rdzv-conf", f"is_host={1 - rank}", "--local-addr", address),
+            ),
+        }[rendezvous]
+        own = folder / f"machine{rank}"
+        own.mkdir()
+        started.append(
+            commands.start(
+                *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meet, *program),
+                folder=own,
+                environment={"GLOO_SOCKET_IFNAME": "cable"},
+                within=("ip", "netns", "exec", name),
+            )
+        )
+    ends = [one.end() for one in started]
+    for rank, ended in enumerate(ends):
+        assert ended.status == 0, f"machine {rank}: {ended.err}"
+        assert not ended.orphans
+    return ends
+
+
+def test_two_machines_give_the_losses_of_one_process(machines: tuple[str, str], tmp_path: Path) -> None:
+    plan = api.plan(profile_recipe(load_recipe(DIGITS), runs=1), Cluster.flat(2), straight=True)
+    plan.save(tmp_path / "plan.json")
+    program = ("-m", "pipedream.cli", "train", DIGITS, "--plan", str(tmp_path / "plan.json"), "--epochs", "1")
+    on_both(machines, "c10d", (*program, "--out", "run"), tmp_path)
+    torch.set_num_threads(1)  # as many as each of the workers has
+    pipedream.run(lambda seed: load_recipe(DIGITS, seed=seed), plan=plan, epochs=1, out=tmp_path / "here", quiet=True)
+    found = [
+        json.loads((folder / "losses.json").read_text()) for folder in (tmp_path / "machine0/run", tmp_path / "here")
+    ]
+    assert len(found[0]) == 45
+    assert found[0] == found[1]
+    summary = json.loads((tmp_path / "machine0" / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["configuration"]["processes"] == 2
+    assert not (tmp_path / "machine1" / "run").exists(), "rank 0 writes the run folder, and nobody else"
+
+
+def test_example_as_it_is_on_two_machines(machines: tuple[str, str], tmp_path: Path) -> None:
+    first, second = on_both(machines, "static", (DIGITS,), tmp_path)
+    assert "Plan 1-1 of DigitNet" in first.out
+    assert second.out == ""
+    (run,) = (tmp_path / "machine0" / "runs").iterdir()
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    assert summary["minibatches"] == 12 * 45
+    assert summary["accuracy"] > 0.9

@@ -1,0 +1,246 @@
+"""The user's door: evaluation, prediction, state, what is left alone, and what an error says."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import partial
+from typing import Any
+
+import mishaps
+import processes
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+import zoo
+from torch import Tensor
+
+import pipedream as pd
+from pipedream.core.errors import CaptureError, PipelineError, PlanError, ScheduleError, WorkerError
+
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+def pipeline_of(animal: zoo.Animal, stages: int = 3, **rest: Any) -> pd.Pipeline:
+    options = {"loss": animal.loss, "optimizer": SGD, "schedule": "pipedream"} | rest
+    return pd.Pipeline(animal.model, zoo.plan_of(animal, stages), **options)
+
+
+@pytest.mark.parametrize("size", [1, 3, 50])
+def test_evaluation_equals_one_process_at_any_batch_size(size: int) -> None:
+    animal = zoo.make("cnn")
+    x, y = (torch.cat(part) for part in zip(*animal.batches, strict=True))
+    batches = [(x[i : i + size], y[i : i + size]) for i in range(0, len(x), size)]
+
+    def hits(output: Tensor, targets: Tensor) -> Tensor:
+        return (output.argmax(1) == targets).double().mean()
+
+    def counted(output: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        return (output.argmax(1) == targets).sum(), len(targets)
+
+    with pipeline_of(animal, metrics={"hits": hits, "counted": counted}, ema=0.5) as pipeline:
+        dones = list(pipeline.train(animal.batches))
+        found = pipeline.evaluate(batches)
+        averaged = pipeline.evaluate(batches, ema=True)
+        states = pipeline.state_dict(), pipeline.state_dict(ema=True)
+    assert all(module.training for module in animal.model.modules())
+    assert set(dones[0].metrics) == {"hits", "counted"}
+    for state, answer in zip(states, (found, averaged), strict=True):
+        model = zoo.make("cnn").model
+        model.load_state_dict(state)
+        assert answer["loss"] == pytest.approx(reference.mean_loss(model, batches, animal.total), rel=1e-12)
+        model.eval()
+        expected = float((model(x.clone()).argmax(1) == y).double().mean())
+        assert answer["hits"] == pytest.approx(expected, rel=1e-12)
+        assert answer["counted"] == answer["hits"]
+    assert found["loss"] != averaged["loss"]
+
+
+def test_an_evaluation_changes_nothing() -> None:
+    states = []
+    for looks in (False, True):
+        animal = zoo.make("cnn")
+        with pipeline_of(animal, schedule="1f1b", microbatches=4) as pipeline:
+            for _ in pipeline.train(animal.batches, epochs=2):
+                if looks:
+                    pipeline.evaluate([(x.clone(), y) for x, y in animal.batches])
+            states.append(pipeline.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_predictions_come_in_order(stages: int, count: int) -> None:
+    check_predictions(mishaps.predict(stages, count), count)
+
+
+def check_predictions(found: list[Tensor], count: int) -> None:
+    animal = zoo.make("cnn")
+    animal.model.eval()
+    x = torch.cat([batch for batch, _ in animal.batches])
+    assert len(found) == count
+    for i, output in enumerate(found):
+        torch.testing.assert_close(output, animal.model(x[i : i + 1 + i % 4].clone()).detach())
+
+
+def test_a_plain_state_dict_goes_in_and_comes_out() -> None:
+    animal = zoo.make("cnn")
+    warm = {name: value + 1 for name, value in animal.model.state_dict().items()}
+    with pipeline_of(animal, ema=0.9) as pipeline:
+        list(pipeline.train(animal.batches))
+        pipeline.load_state_dict(warm)
+        state = pipeline.state_dict()
+        assert list(state) == list(zoo.make("cnn").model.state_dict())
+        assert all(torch.equal(state[name], warm[name]) for name in warm)
+        assert all(torch.equal(value, warm[name]) for name, value in pipeline.state_dict(ema=True).items())
+        list(pipeline.train(animal.batches))
+        assert not torch.equal(pipeline.state_dict()["0.weight"], warm["0.weight"])
+        with pytest.raises(CaptureError, match=r"lacks '0\.weight'"):
+            pipeline.load_state_dict({})
+        with pytest.raises(CaptureError, match=r"'8\.bias' has shape"):
+            pipeline.load_state_dict({**warm, "8.bias": torch.zeros(7)})
+
+
+def test_a_warm_start_trains_as_the_model_it_came_from() -> None:
+    losses = []
+    for warm in (False, True):
+        animal = zoo.make("mlp")
+        with torch.no_grad():
+            started = {name: value * 0.5 for name, value in copy.deepcopy(animal.model).state_dict().items()}
+        if not warm:
+            animal.model.load_state_dict(started)
+        with pipeline_of(animal) as pipeline:
+            if warm:
+                pipeline.load_state_dict(started)
+            losses.append([done.loss for done in pipeline.train(animal.batches)])
+    assert losses[0] == losses[1]
+
+
+def test_the_optimizer_gets_named_parameters_once_a_stage() -> None:
+    animal, given = zoo.make("mlp"), []
+
+    def factory(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        given.append([name for name, _ in named])
+        slow = [p for name, p in named if name.endswith("bias")]
+        fast = [p for name, p in named if not name.endswith("bias")]
+        return torch.optim.SGD([{"params": fast}, {"params": slow, "lr": 0.01}], lr=0.1)
+
+    with pipeline_of(animal, stages=2, optimizer=factory) as pipeline:
+        list(pipeline.train(animal.batches))
+    assert given == [["0.weight", "0.bias"], ["3.weight", "3.bias", "6.weight", "6.bias"]]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_the_module_and_the_generator_of_the_user_are_left_alone(schedule: str) -> None:
+    animal = zoo.make("cnn")
+    modules, parameters = list(animal.model.modules()), list(animal.model.named_parameters())
+    attributes = [set(vars(module)) for module in modules]
+    generator = torch.get_rng_state()
+    with pipeline_of(animal, schedule=schedule) as pipeline:
+        list(pipeline.train(animal.batches))
+        pipeline.evaluate(animal.batches)
+        state = pipeline.state_dict()
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(a is b for a, b in zip(animal.model.modules(), modules, strict=True))
+    assert [set(vars(module)) for module in modules] == attributes
+    for (name, now), (_, before) in zip(animal.model.named_parameters(), parameters, strict=True):
+        assert now is before
+        assert torch.equal(now, state[name])
+        assert now.grad is None
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+def test_a_loader_draws_from_the_generator_as_without_a_pipeline() -> None:
+    class Noisy:
+        def __init__(self) -> None:
+            self.drawn: list[float] = []
+
+        def __iter__(self) -> Any:
+            for x, y in zoo.make("mlp").batches:
+                self.drawn.append(float(torch.rand(())))
+                yield x, y
+
+    torch.manual_seed(5)
+    plain = Noisy()
+    list(plain)
+    torch.manual_seed(5)
+    piped, animal = Noisy(), zoo.make("mlp")
+    with pipeline_of(animal) as pipeline:
+        list(pipeline.train(piped))
+    assert piped.drawn == plain.drawn
+
+
+def test_loggers_hear_of_every_minibatch() -> None:
+    class Log:
+        def __init__(self) -> None:
+            self.heard: list[pd.Done] = []
+
+        def log(self, done: pd.Done) -> None:
+            self.heard.append(done)
+
+    log, animal = Log(), zoo.make("mlp")
+    with pipeline_of(animal, loggers=[log]) as pipeline:
+        for done in pipeline.train(animal.batches, epochs=3):
+            if done.number == 4:
+                break
+        drained = pipeline.drain()
+    assert [done.number for done in log.heard] == list(range(drained)), "those too that the loop did not hear of"
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    animal = zoo.make("mlp")
+    with pytest.raises(ScheduleError, match="no moment has one global norm"):
+        pipeline_of(animal, clip_grad_norm=1.0)
+    with pytest.raises(ScheduleError, match="clip='norm' is not known"):
+        pipeline_of(animal, clip="norm")
+    with pytest.raises(ScheduleError, match="does not split it"):
+        pipeline_of(animal, microbatches=4)
+    with pytest.raises(PlanError):
+        pd.Pipeline(zoo.make("cnn").model, pd.Plan.uniform(2), loss=F.mse_loss, optimizer=SGD)
+    with pipeline_of(animal) as pipeline, pytest.raises(PipelineError, match="needs batches"):
+        list(pipeline.train([animal.batches[0][0]]))
+    with pipeline_of(animal) as pipeline, pytest.raises(WorkerError, match="can be iterated only once"):
+        list(pipeline.train(iter(animal.batches), epochs=2))
+
+
+WHERE = {
+    "forward": r"rank 1, stage 1, 1F5: ZeroDivisionError: a layer that fails",
+    "backward": r"rank 1, stage 1, 1B5: ZeroDivisionError: a gradient that fails",
+    "nan": r"rank (?P<last>\d), stage (?P=last), (?P=last)F5: the loss of minibatch 5 is nan",
+}
+
+
+@pytest.mark.parametrize("kind", WHERE)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_an_error_names_rank_stage_and_op(kind: str, stages: int) -> None:
+    with pytest.raises(WorkerError, match=WHERE[kind]) as caught:
+        mishaps.train(kind, stages)
+    assert (caught.value.__cause__ is not None) == (kind != "nan")
+
+
+def test_a_loss_that_is_nan_can_be_passed_over() -> None:
+    losses = mishaps.train("nan", 2, on_nan="continue")
+    assert len(losses) == 20
+    assert losses[5] != losses[5]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("kind", "stages"), [("forward", 3), ("backward", 2), ("nan", 3), ("loop", 3)])
+def test_when_one_process_fails_all_end_and_say_why(kind: str, stages: int) -> None:
+    ends = processes.launch(mishaps.train, stages, kind, stages, timeout_s=30.0)
+    words = WHERE.get(kind, "rank 0, the training loop: ZeroDivisionError: a loop that fails")
+    for rank, end in enumerate(ends):
+        assert end.exit_code == 1, f"rank {rank} ended with {end.exit_code}: {end.error}"
+        assert end.seconds < 15.0
+        if end.error is not None:  # a worker that waits for a healthy one is ended by its guard
+            known = "a loop that fails" if kind == "loop" and rank == 0 else words
+            assert re.search(known, str(end.error)), f"rank {rank}: {end.error}"
+    assert any(end.error is not None for end in ends)
+
+
+@pytest.mark.processes
+def test_predictions_of_several_processes_come_in_order_at_rank_0() -> None:
+    found = processes.results(mishaps.predict, 3, 3, 9)
+    check_predictions(found[0], 9)
+    assert found[1:] == [[], []]
