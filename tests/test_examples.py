@@ -17,6 +17,7 @@ import torch
 import pipedream
 from pipedream import cli
 from pipedream.recipe import Recipe, load_recipe
+from pipedream.training import train_recipe
 
 FOLDER = Path(__file__).parents[1] / "examples"
 DIGITS = str(FOLDER / "digits.py")
@@ -241,9 +242,9 @@ def test_file_itself_reaches_its_target(example: Path, how: str, tmp_path: Path)
 @pytest.mark.slow
 def test_worst_accuracy_of_three_seeds(tmp_path: Path) -> None:
     found = []
-    for seed in range(3):
-        summary = pipedream.run(
-            lambda chosen: load_recipe(DIGITS, seed=chosen), seed=seed, out=tmp_path / str(seed), quiet=True
+    for number in range(3):
+        summary = train_recipe(
+            lambda seed: load_recipe(DIGITS, seed=seed), seed=number, out=tmp_path / str(number), quiet=True
         )
         found.append(summary["accuracy"])
     print(f"accuracy of three seeds: {found}")

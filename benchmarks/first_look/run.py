@@ -162,7 +162,7 @@ def _table(name: str, found: dict[str, Any], sizes: Sizes) -> str:
         f"message takes {found['message_s'] / slot_s:.2f} slots. In flight: noam {depths['noam']}, full "
         f"{depths['full']}.",
         "",
-        "| variant | paper | predicted | measured (quartiles) | samples/s (quartiles) |",
+        "| variant | paper | predicted | measured (quartiles) | samples/s (quartiles; best) |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for variant, values in rates.items():
@@ -173,7 +173,7 @@ def _table(name: str, found: dict[str, Any], sizes: Sizes) -> str:
         low, middle, high = _quartiles(values)
         rows.append(
             f"| {variant} | {claim} | {predicted[variant] / predicted[_solo_of(variant)]:.0%} | {shares[1]:.0%} "
-            f"({shares[0]:.0%} to {shares[2]:.0%}) | {middle:.0f} ({low:.0f} to {high:.0f}) |"
+            f"({shares[0]:.0%} to {shares[2]:.0%}) | {middle:.0f} ({low:.0f} to {high:.0f}; {max(values):.0f}) |"
         )
     rows += ["", *_answers(rates, found["message_s"] / slot_s)]
     return "\n".join(rows)
@@ -207,10 +207,16 @@ def _environment(load: float, rounds: int, segment: int, sizes: Sizes, seconds: 
         cpu = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         cpu = platform.processor()
-    return (
-        f"{time.strftime('%Y-%m-%d')}; {os.cpu_count()} cores of {cpu}, Linux {platform.release()}, Python "
-        f"{platform.python_version()}, torch {torch.__version__}; load average before the run {load:.2f}; {sizes}; "
-        f"{rounds} rounds of {segment} microbatches; {seconds / 60:.1f} minutes; command: python {' '.join(sys.argv)}\n"
+    return "\n".join(
+        (
+            f"- {time.strftime('%Y-%m-%d')}, {seconds / 60:.0f} minutes, {rounds} rounds of {segment} microbatches",
+            f"- {os.cpu_count()} cores of {cpu}, Linux {platform.release()}, Python {platform.python_version()}, torch "
+            f"{torch.__version__}",
+            f"- load average {load:.2f} before the run, {os.getloadavg()[0]:.2f} at its end",
+            f"- {sizes}",
+            f"- command: python {' '.join(sys.argv)}",
+            "",
+        )
     )
 
 

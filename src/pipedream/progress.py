@@ -33,10 +33,13 @@ class Progress:
         self._shown_s = 0.0
         self._shown_number = 0
         self._rate = 0.0
+        self._epoch_s, self._epoch_number = 0.0, -1
 
     def show(self, done: Done, pipeline: Pipeline) -> None:
         """Takes a minibatch; twice a second draws, and on every rank tells the others how busy it was."""
         now = time.perf_counter()
+        if self._epoch_number < 0:
+            self._epoch_s, self._epoch_number = now, done.number
         if now - self._shown_s < _EVERY_S:
             return
         if self._shown_s:
@@ -61,9 +64,12 @@ class Progress:
 
     def epoch(self, done: Done, result: dict[str, float]) -> None:
         """Prints the line of an epoch."""
+        now = time.perf_counter()
+        rate = (done.number - self._epoch_number) / (now - self._epoch_s) if now > self._epoch_s else 0.0
+        self._epoch_s, self._epoch_number = now, done.number
         found = "  ".join(f"test {name} {value:.4f}" for name, value in result.items())
         self._console.print(
-            f"epoch {done.epoch + 1:>3}  minibatch {done.number + 1:>6}  {self._rate:>7.1f} minibatches/s  "
+            f"epoch {done.epoch + 1:>3}  minibatch {done.number + 1:>6}  {rate:>7.1f} minibatches/s  "
             f"loss {done.loss:.4f}  {found}"
         )
 

@@ -90,6 +90,11 @@ def train_recipe(
     console = Console(quiet=quiet or rank != 0, highlight=False, soft_wrap=True)
     count = _workers(workers, plan, processes)
     recipe = make(seed)
+    if recipe.target is not None and recipe.target[0] not in {"loss", *recipe.metrics}:
+        raise RecipeError(
+            f"the recipe's target is on {recipe.target[0]!r}, its metrics are {sorted(recipe.metrics)}; name one of them, "
+            "or 'loss'"
+        )
     folder = Path(talk.from_rank_0(lambda: str(out or _new_folder(recipe.name)), rank))
     profile = None
     if plan is None:
@@ -208,6 +213,7 @@ class _Run:
         self.seconds_to_target: float | None = None
         self.train_s = 0.0
         self.samples_per_s: list[float] = []
+        self._evaluated_at = -1
         self._evaluate_every = evaluate_every
         self._progress = Progress(console, pipeline.plan.workers)
         self._console = console
@@ -241,8 +247,10 @@ class _Run:
                 interrupted = True
                 self._console.print("interrupted: the pipeline is drained, writing the run folder")
         self.train_s = time.perf_counter() - start
-        if self.recipe.test is not None and not self.result:
-            self.result = self.pipeline.evaluate(self.recipe.test)
+        if self.recipe.test is not None and self._evaluated_at != self.pipeline.drain():
+            # The figures belong to the weights that are saved. After Ctrl-C there is no time for an evaluation:
+            # a launcher ends its workers half a minute later.
+            self.result = {} if interrupted else self.pipeline.evaluate(self.recipe.test)
         return interrupted
 
     def figures(self) -> dict[str, Any]:
@@ -250,7 +258,7 @@ class _Run:
         found: dict[str, Any] = {
             "drains": self.pipeline.drains,
             "epochs": self.pipeline.position[0],
-            "minibatches": len(self.losses),
+            "minibatches": self.pipeline.drain(),
             "metrics": self.result,
             "evaluations": self.results,
             "train_seconds": self.train_s,
@@ -269,12 +277,11 @@ class _Run:
             self._progress.epoch(done, {})
             return
         self.result = self.pipeline.evaluate(self.recipe.test)
-        self.results.append({"epoch": done.epoch, "minibatch": done.number, "seconds": seconds, **self.result})
+        self._evaluated_at = self.pipeline.drain()
+        self.results.append({"epoch": done.epoch, "minibatches": self._evaluated_at, "seconds": seconds, **self.result})
         self._progress.epoch(done, self.result)
         if self.recipe.target is not None and self.seconds_to_target is None:
             name, value = self.recipe.target
-            if name not in self.result:
-                raise RecipeError(f"the recipe's target is on {name!r}, its metrics are {sorted(self.result)}")
             reached = self.result[name] <= value if name == "loss" else self.result[name] >= value
             self.seconds_to_target = seconds if reached else None
 

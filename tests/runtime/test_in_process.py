@@ -8,29 +8,39 @@ from typing import Any
 import pytest
 
 from pipedream.core.errors import DeadlockError
-from pipedream.runtime.channel import LocalChannel, LocalGroup
+from pipedream.runtime.channel import LocalChannel, LocalGroup, Pending
 from pipedream.runtime.clock import in_process
 from pipedream.runtime.message import Message
 
 
 def test_workers_of_the_input_stage_do_not_run_ahead_of_the_lead() -> None:
-    reached = {0: -1, 1: -1}
+    admitted = {0: -1, 1: -1}
     group = LocalGroup(2)
+    there, further, nearer, back = (LocalChannel() for _ in range(4))
+
+    def waited(pending: Pending[Any]) -> Generator[Any, None, Any]:
+        if not pending.ready():
+            yield pending
+        return pending.result()
 
     def worker(rank: int) -> Generator[Any, None, None]:
         member = group.member(rank)
         for number in range(5):
-            pending = member.add_up([])
-            if not pending.ready():
-                yield pending
-            pending.result()
-            reached[rank] = number
+            admitted[rank] = number
+            yield from waited(member.add_up([]))
+            if rank == 0:  # the lead has to wait for several turns, the other one has not
+                there.send(Message(number))
+                yield from waited(back.receive())
             yield number
 
-    for number in in_process([worker(0), worker(1)], [0, 1]):
-        assert reached[0] == number
-        assert reached[1] <= number, "what the loop asks for now would find it further on"
-    assert reached == {0: 4, 1: 4}
+    def relay(source: LocalChannel, target: LocalChannel) -> Generator[Any, None, None]:
+        for _ in range(5):
+            target.send((yield from waited(source.receive())))
+
+    # Each message goes by the workers in the order in which they do not have their turns.
+    workers = [worker(0), worker(1), relay(nearer, back), relay(further, nearer), relay(there, further)]
+    for number in in_process(workers, [0, 1]):
+        assert admitted == {0: number, 1: number}, "else what the loop asks for now finds it further on"
 
 
 def test_a_worker_waits_for_a_message_and_the_others_go_on() -> None:

@@ -285,17 +285,10 @@ class Worker:
     def _update_op(self, op: Op) -> Generator[Any, None, None]:
         seat = self.seats[op.stage]
         before = self.recorder.mark()
-        wish = self.program.placement.replicas[op.stage] > 1 and self.wishes_to_stop()
-        prepared = seat.optimizer.prepare(seat.gradients, float(wish))
-        waited = False
-        try:
-            while True:
-                pending = next(prepared)
-                waited = True
-                yield pending
-        except StopIteration as stop:
-            share, wishes = stop.value
-        if waited:
+        shared = self.program.placement.replicas[op.stage] > 1
+        wish = shared and self.wishes_to_stop()
+        share, wishes = yield from seat.optimizer.prepare(seat.gradients, float(wish))
+        if shared or self.program.couples_updates:
             self.recorder.note("wait", op.stage, op.index, before)
         start = self.recorder.mark()
         next_read = self.program.weights.forward_version(op.stage, seat.next_forward)
