@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from pipedream import Pipeline
 from pipedream.capture import capture
 from pipedream.core.cluster import Cluster
@@ -17,7 +19,6 @@ from pipedream.core.plan import Plan
 from pipedream.core.profile import LayerProfile, Profile
 from pipedream.planner import by_hand
 from pipedream.runtime.versions import Versions
-from torch import nn
 
 BATCHES = [(torch.randn(6, 4), torch.randint(0, 3, (6,))) for _ in range(7)]
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -65,10 +66,12 @@ def test_an_interrupt_is_told_once() -> None:
     """Ctrl-C drained the pipeline and raised; the evaluation that followed raised again, and nothing was saved."""
     model, plan = two_stages()
     with Pipeline(model, plan, loss=F.cross_entropy, optimizer=SGD) as pipeline:
+        stream = pipeline.train(BATCHES, epochs=100)
+        while next(stream).number < 9:
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            for done in pipeline.train(BATCHES, epochs=100):
-                if done.number == 9:
-                    os.kill(os.getpid(), signal.SIGINT)
+            list(stream)
         assert pipeline.drains[-1] < 20
         assert pipeline.evaluate(BATCHES)["loss"] > 0
         assert set(pipeline.state_dict()) == set(model.state_dict())

@@ -92,8 +92,8 @@ def train_recipe(
     recipe = make(seed)
     if recipe.target is not None and recipe.target[0] not in {"loss", *recipe.metrics}:
         raise RecipeError(
-            f"the recipe's target is on {recipe.target[0]!r}, its metrics are {sorted(recipe.metrics)}; name one of them, "
-            "or 'loss'"
+            f"the recipe's target is on {recipe.target[0]!r}, its metrics are {sorted(recipe.metrics)}; name one "
+            "of them, or 'loss'"
         )
     folder = Path(talk.from_rank_0(lambda: str(out or _new_folder(recipe.name)), rank))
     profile = None

@@ -16,6 +16,8 @@ Each message says what was asked, what was found and what to do.
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "ArtifactError",
     "CaptureError",
@@ -78,6 +80,10 @@ class WorkerError(PipelineError):
         self.cause = cause
         self.advice = advice
         super().__init__(f"rank {rank}, {where}: {cause}" + (f"\n{advice}" if advice else ""))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are pickled by their args, which here are the finished text.
+        return type(self), (self.rank, self.where, self.cause, self.advice)
 
 
 class PeerError(WorkerError):
