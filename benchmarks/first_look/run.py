@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -48,6 +49,7 @@ def main() -> int:
     if (reason := lacking()) is not None:
         print(f"benchmarks/first_look cannot run here: {reason}")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces and workers go too
     sizes = Sizes(batch=4, microbatches=4, width=0.25, dense=64) if options.quick else Sizes()
     rounds, segment = (1, 8) if options.quick else (options.rounds, options.segment)
     before = os.getloadavg()[0]
@@ -57,7 +59,7 @@ def main() -> int:
         print(name, file=sys.stderr, flush=True)
         tc_rate, bytes_per_s = RATES[name]
         asked = {"sizes": asdict(sizes), "bytes_per_s": bytes_per_s, "rounds": rounds, "segment": segment,
-                 "only": options.only}  # fmt: skip
+                 "only": options.only, "patience_s": 0 if options.quick else options.patience}  # fmt: skip
         tables.append(_table(name, _measured(tc_rate, asked), sizes))
     print(_environment(before, rounds, segment, sizes, time.monotonic() - start))
     print("\n\n".join(tables))
@@ -69,6 +71,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one round")
     parser.add_argument("--rounds", type=int, default=7, help="segments of each variant, by turns")
     parser.add_argument("--segment", type=int, default=24, help="microbatches that a segment times")
+    parser.add_argument("--patience", type=float, default=60, help="seconds for which a segment disturbed by other "
+                        "processes is repeated")  # fmt: skip
     parser.add_argument("--rates", nargs="+", choices=list(RATES), help="rates of the link; all unless given")
     parser.add_argument("--only", nargs="+", help="names of variants; all unless given")
     return parser.parse_args()
@@ -162,8 +166,8 @@ def _table(name: str, found: dict[str, Any], sizes: Sizes) -> str:
         f"message takes {found['message_s'] / slot_s:.2f} slots. In flight: noam {depths['noam']}, full "
         f"{depths['full']}.",
         "",
-        "| variant | paper | predicted | measured (quartiles) | samples/s (quartiles; best) |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        "| variant | paper | predicted | measured (quartiles) | samples/s (quartiles; best) | others' share |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for variant, values in rates.items():
         base = rates.get(_solo_of(variant), values)
@@ -173,7 +177,8 @@ def _table(name: str, found: dict[str, Any], sizes: Sizes) -> str:
         low, middle, high = _quartiles(values)
         rows.append(
             f"| {variant} | {claim} | {predicted[variant] / predicted[_solo_of(variant)]:.0%} | {shares[1]:.0%} "
-            f"({shares[0]:.0%} to {shares[2]:.0%}) | {middle:.0f} ({low:.0f} to {high:.0f}; {max(values):.0f}) |"
+            f"({shares[0]:.0%} to {shares[2]:.0%}) | {middle:.0f} ({low:.0f} to {high:.0f}; {max(values):.0f}) | "
+            f"{statistics.median(found['others'][variant]):.0%} |"
         )
     rows += ["", *_answers(rates, found["message_s"] / slot_s)]
     return "\n".join(rows)
