@@ -66,6 +66,14 @@ class Gradients:
         self.weight, self.count = 0.0, 0
         return taken
 
+    def divided(self, sums: list[torch.Tensor], divisor: float) -> list[torch.Tensor]:
+        """Returns sums that `take` gave over a divisor; in place where all are in tensors of our own."""
+        own = {id(buffer) for buffer in self._buffers}
+        if all(id(held) in own for held in sums):
+            torch._foreach_div_(sums, divisor)
+            return sums
+        return list(torch._foreach_div(sums, divisor))
+
 
 class Optimizer:
     """The user's optimizer on one stage's handles, and what belongs to its step.
@@ -145,7 +153,7 @@ class Optimizer:
         divisor = float(count) if self._mean_of_rounds else weight
         present = [s for s in sums if s is not None]
         if present and divisor != 1.0 and divisor > 0.0:
-            present = list(torch._foreach_div(present, divisor))
+            present = gradients.divided(present, divisor)
         if self._clip is not None:
             present = yield from self._clipped(present)
         ready = iter(present)
