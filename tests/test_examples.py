@@ -185,6 +185,7 @@ def test_folder_holds_trace_and_report(trained: Path) -> None:
         assert json.loads((trained / f"{name}.json").read_text(encoding="utf-8"))["artifact"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_four_ways_to_start_give_the_same_losses(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -252,6 +253,7 @@ def test_worst_accuracy_of_three_seeds(tmp_path: Path) -> None:
     assert min(found) >= 0.97, found
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_compare(tmp_path: Path) -> None:
     command = ("-m", "pipedream.cli", "compare", DIGITS, "--minibatches", "20", "--schedule", "pipedream")

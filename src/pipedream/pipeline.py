@@ -152,8 +152,9 @@ class Pipeline:
     def train(self, loader: Iterable[Any], *, epochs: int = 1) -> Iterator[Done]:
         """Trains; yields each minibatch as its gradients have reached the weights, alike on every rank.
 
-        One stream: nothing drains at an epoch's border. After a `break` what had been admitted is finished,
-        and the next call goes on from `position`; the rest of an epoch counts as its first epoch.
+        One stream: nothing drains at an epoch's border. After a `break` what had been admitted is finished (the
+        loggers hear of it, this loop does not), and the next call goes on from `position`; the rest of an epoch
+        counts as its first epoch.
 
         Args:
             loader: an iterable of batches that can be iterated once an epoch. Only the input stage's workers read it.
