@@ -18,61 +18,48 @@ __all__ = ["Gradients", "Optimizer"]
 
 
 class Gradients:
-    """The gradients of the update that is coming, in the order of the handles; never in ``.grad``.
+    """The gradients of the update that is coming, in the order of the handles.
 
-    The first microbatch's tensors are kept as autograd gave them; autograd may hand one tensor out twice, so
-    they are not written: the second one adds both into tensors of our own, and only those are added to in place.
-    These are used again for each update; memory that is new each time costs more than the sum.
+    Autograd itself adds a further microbatch's gradients to the sums, in place and tensor by tensor while they
+    are in the cache: `lent` are the tensors for it to add to. To add them up afterwards cost 2 to 4 ms of a
+    35 ms backward.
     """
 
     def __init__(self, dtypes: list[torch.dtype]) -> None:
         self._dtypes = dtypes
         self._sums: list[torch.Tensor | None] = [None] * len(dtypes)
-        self._owned = [False] * len(dtypes)
-        self._buffers: list[torch.Tensor | None] = [None] * len(dtypes)
         self.weight = 0.0
         self.count = 0
 
+    @property
+    def lent(self) -> list[torch.Tensor | None]:
+        """The sums so far; None where there is none."""
+        return list(self._sums)
+
     def add(self, gradients: list[torch.Tensor | None], weight: float) -> None:
-        """Adds one microbatch's gradients (of weight x mean loss, or of the mean, see `UpdateRule`)."""
+        """Takes in one microbatch's gradients (of weight x mean loss, or of the mean, see `UpdateRule`).
+
+        Args:
+            gradients: tensors that belong to this object from now on; one that was lent has been added to.
+            weight: loss weight of the microbatch.
+        """
         self.weight += weight
         self.count += 1
-        old: list[torch.Tensor] = []
-        new: list[torch.Tensor] = []
         for i, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            gradient = gradient.to(self._dtypes[i])
             held = self._sums[i]
+            if gradient is None or gradient is held:
+                continue
             if held is None:
-                self._sums[i] = gradient
-            elif self._owned[i]:
-                old.append(held)
-                new.append(gradient)
+                self._sums[i] = gradient.to(self._dtypes[i])
             else:
-                self._sums[i] = self._buffers[i] = torch.add(held, gradient, out=self._buffers[i])
-                self._owned[i] = True
-        if old:
-            torch._foreach_add_(old, new)
+                held += gradient.to(self._dtypes[i])
 
     def take(self) -> tuple[list[torch.Tensor | None], float, int]:
-        """Returns the sums, the summed weight and the number of microbatches, and starts again from nothing.
-
-        The sums are good until gradients are added for the next update.
-        """
+        """Returns the sums, the summed weight and the number of microbatches, and starts again from nothing."""
         taken = (self._sums, self.weight, self.count)
         self._sums = [None] * len(self._dtypes)
-        self._owned = [False] * len(self._dtypes)
         self.weight, self.count = 0.0, 0
         return taken
-
-    def divided(self, sums: list[torch.Tensor], divisor: float) -> list[torch.Tensor]:
-        """Returns sums that `take` gave over a divisor; in place where all are in tensors of our own."""
-        own = {id(buffer) for buffer in self._buffers}
-        if all(id(held) in own for held in sums):
-            torch._foreach_div_(sums, divisor)
-            return sums
-        return list(torch._foreach_div(sums, divisor))
 
 
 class Optimizer:
@@ -153,7 +140,7 @@ class Optimizer:
         divisor = float(count) if self._mean_of_rounds else weight
         present = [s for s in sums if s is not None]
         if present and divisor != 1.0 and divisor > 0.0:
-            present = gradients.divided(present, divisor)
+            torch._foreach_div_(present, divisor)
         if self._clip is not None:
             present = yield from self._clipped(present)
         ready = iter(present)

@@ -7,8 +7,8 @@ Life of a microbatch at a stage:
    stand there again.
 3. Before each layer the generator is seeded from (run seed, microbatch, layer name), after the last one the
    user's generator goes on where it was.
-4. The backward takes the gradients of the leaves and of what arrived from autograd; they never pass
-   through ``.grad``.
+4. The backward takes the gradients of the leaves and of what arrived from autograd, which adds to the sums of
+   the update that is coming.
 """
 
 from __future__ import annotations
@@ -34,16 +34,21 @@ _CAST_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
 
 
 class _Entry(torch.autograd.Function):
-    """Gives a received tensor a place in the graph without copying it: neither a leaf nor a view."""
+    """Gives a received tensor a place in the graph without copying it: neither a leaf nor a view.
+
+    The anchor makes autograd come here, although nothing else that it looks for lies behind.
+    """
 
     @staticmethod
-    def forward(ctx: Any, received: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, received: torch.Tensor, anchor: torch.Tensor, box: list[Any]) -> torch.Tensor:
+        ctx.box = box
         ctx.mark_dirty(received)
         return received
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None, None]:
+        ctx.box.append(gradients[0])
+        return None, None, None
 
 
 @dataclass
@@ -52,7 +57,7 @@ class Held:
 
     Attributes:
         weights: the version that the forward read; None for a microbatch without samples.
-        entries: places in the graph where the inputs that want a gradient entered.
+        entries: for each input that wants a gradient, the list that its gradient is put into.
         outputs: tensors that went on, or the loss.
         wants: for each tensor that arrived, whether its gradient goes back.
         microbatch: whose.
@@ -61,7 +66,7 @@ class Held:
     """
 
     weights: WeightSet | None
-    entries: tuple[Any, ...]
+    entries: tuple[list[torch.Tensor], ...]
     outputs: tuple[torch.Tensor, ...]
     wants: tuple[bool, ...]
     microbatch: int
@@ -134,26 +139,31 @@ class StageModule:
             self._place(self._handles)
             self._restore_generator(state)
 
-    def enter(self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """Returns a received value with its place in the graph, and the edges to ask gradients for."""
-        edges = []
+    def enter(
+        self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]
+    ) -> tuple[Any, tuple[list[torch.Tensor], ...]]:
+        """Returns a received value with its place in the graph, and the lists for the gradients that go back."""
+        boxes: list[list[torch.Tensor]] = []
         inside = []
         for tensor, want in zip(tensors, wants, strict=True):
             if want:
+                boxes.append([])
                 anchor = torch.empty((), requires_grad=True)
-                tensor = _Entry.apply(tensor, anchor)  # type: ignore[no-untyped-call]
-                edges.append(torch.autograd.graph.get_gradient_edge(tensor))
+                tensor = _Entry.apply(tensor, anchor, boxes[-1])  # type: ignore[no-untyped-call]
             inside.append(tensor)
-        return unflatten(structure, tuple(inside)), tuple(edges)
+        return unflatten(structure, tuple(inside)), tuple(boxes)
 
     def backward(
-        self, held: Held, gradients: Sequence[torch.Tensor | None]
+        self, held: Held, gradients: Sequence[torch.Tensor | None], lent: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Returns the gradients of the weights, in the order of the handles, and of what arrived.
+
+        A lent tensor is added to in place, and returned. The leaves' ``.grad`` is empty before and after.
 
         Args:
             held: what the forward kept; its graph is freed.
             gradients: of the outputs that went on.
+            lent: for each handle, the sum to add to, or None.
         """
         assert held.weights is not None
         leaves = [held.weights.leaves[name] for name in self._names]
@@ -162,13 +172,17 @@ class StageModule:
             for output, gradient in zip(held.outputs, gradients, strict=True)
             if gradient is not None and output.requires_grad
         ]
-        wanted = [*leaves, *held.entries]
-        if not pairs or not wanted:
+        if not pairs:
             return [None] * len(leaves), [None] * len(held.entries)
-        found = torch.autograd.grad(
-            [output for output, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
-        )
-        return list(found[: len(leaves)]), list(found[len(leaves) :])
+        try:
+            for leaf, total in zip(leaves, lent, strict=True):
+                if total is not None and total.dtype == leaf.dtype:
+                    leaf.grad = total
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            return [leaf.grad for leaf in leaves], [box[0] if box else None for box in held.entries]
+        finally:
+            for leaf in leaves:
+                leaf.grad = None
 
     def _place(self, leaves: Any) -> None:
         for parameters, slot, name in self._slots:

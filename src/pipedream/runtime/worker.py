@@ -270,7 +270,7 @@ class Worker:
                 weight = message.weight
                 arriving = iter(message.tensors)
                 given = [next(arriving) if output.requires_grad else None for output in held.outputs]
-            found, back = seat.module.backward(held, given)
+            found, back = seat.module.backward(held, given, seat.gradients.lent)
             seat.gradients.add(found, weight)
             seat.tags.append((op.index, held.weights.version, held.weights.version))
             seat.versions.release(held.weights)
