@@ -139,7 +139,6 @@ class Pipeline:
                 scheduler=scheduler,
                 seed=seed,
                 clip_grad_norm=clip_grad_norm,
-                clip=clip,
                 ema=ema,
                 autocast=autocast,
                 on_nan=on_nan,

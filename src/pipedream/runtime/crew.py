@@ -35,7 +35,6 @@ class Settings:
         loss, metrics, optimizer, scheduler: of the user.
         seed: of the run.
         clip_grad_norm: greatest norm; None does not clip.
-        clip: 'global' or 'local'.
         ema: decay of the average of the weights; None keeps none.
         autocast: low-precision type; None computes as the weights are.
         on_nan: 'error' or 'continue'.
@@ -47,7 +46,6 @@ class Settings:
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     seed: int = 0
     clip_grad_norm: float | None = None
-    clip: str = "global"
     ema: float | None = None
     autocast: torch.dtype | None = None
     on_nan: str = "error"

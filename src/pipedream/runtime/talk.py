@@ -19,7 +19,6 @@ __all__ = [
     "gather_texts",
     "is_distributed",
     "join",
-    "rank_and_workers",
 ]
 
 
@@ -42,13 +41,6 @@ def join(device: str | torch.device) -> tuple[int, int]:
             raise PlanError(f"WORLD_SIZE is set but {', '.join(missing)} not; start the workers with torchrun")
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo")
     return dist.get_rank(), dist.get_world_size()
-
-
-def rank_and_workers() -> tuple[int, int]:
-    """Returns (rank, workers) without joining anything."""
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def everyone() -> dist.ProcessGroup | None:
