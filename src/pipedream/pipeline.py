@@ -12,20 +12,23 @@ all workers run by turns in one thread.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from . import capture as capturing
 from . import schedules
-from .core.errors import PipelineError, PlanError, ScheduleError
+from .core.errors import ArtifactError, PipelineError, PlanError, ScheduleError
 from .core.plan import Plan
 from .core.program import Program
 from .core.schedule import Schedule
 from .core.timeline import Timeline
 from .lowering import lower
+from .runtime.checkpoints import newest
 from .runtime.crew import Settings
 from .runtime.feed import Ending
 from .runtime.losses import Loss, is_torch_loss
@@ -125,6 +128,8 @@ class Pipeline:
         self._ready: deque[Done] = deque()
         self._ending = Ending.DATA
         self._training = self._interrupted = False
+        self._seed = seed
+        self._data_state: Mapping[str, Any] | None = None
         self.drains: list[int] = []
         self._session = Session(
             model,
@@ -185,6 +190,7 @@ class Pipeline:
         """Takes the next result of the running segment; tells whether there was one."""
         if self._segment is None:
             return False
+        self._session.check_saved(wait=False)
         done = next(self._segment, None)
         if done is None:
             if self._number not in self.drains:
@@ -259,6 +265,56 @@ class Pipeline:
         """
         self.drain()
         self._session.load_state_dict(state)
+
+    def save(self, folder: str | os.PathLike[str], *, keep: int | None = None, wait: bool = True) -> Path:
+        """Writes a checkpoint ``folder/minibatch-N``: weights, optimizers, schedules, averages, random states, data.
+
+        Drains at this minibatch. It is there as a whole or not at all. Every rank calls it, in its loop or after it;
+        the folder must be one that all ranks share.
+
+        Args:
+            folder: of this run's checkpoints.
+            keep: how many of them are left, the newest; None keeps all.
+            wait: return when it is complete; otherwise it is written while the training goes on, and what goes wrong
+                is raised by a later call.
+
+        Raises:
+            WorkerError: it could not be written, or the one before; names the rank.
+            ArtifactError: there is one of that name, of another run.
+        """
+        self.drain()
+        epoch, batches = self.position
+        position = {
+            "minibatches": self._number,
+            "epoch": epoch,
+            "epoch_batches": batches,
+            "drains": tuple(self.drains),
+            "seed": self._seed,
+            "data": self._session.data_state(epoch, batches),
+        }
+        return self._session.save(Path(folder), position, keep=keep, wait=wait)
+
+    def load(self, folder: str | os.PathLike[str]) -> tuple[int, int]:
+        """Goes on from a checkpoint of this model, saved under any plan and schedule. Returns the position.
+
+        With the same plan, schedule and data the training goes on bit for bit as if it had not stopped (one that was
+        drained there too).
+
+        Args:
+            folder: a checkpoint, or a folder of which the newest is taken.
+
+        Raises:
+            ArtifactError: there is none, it is damaged, or of another model, optimizer or scheduler.
+        """
+        self.drain()
+        found = newest(folder)
+        if found is None:
+            raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
+        page = self._session.load(found)
+        self._number, self._epoch, self._epoch_batches = page.minibatches, page.epoch, page.epoch_batches
+        self.drains = list(page.drains)
+        self._data_state = page.data
+        return self.position
 
     @property
     def position(self) -> tuple[int, int]:

@@ -92,6 +92,7 @@ class Optimizer:
         mean_of_rounds: bool = False,
         ema: float | None = None,
     ) -> None:
+        self.named = dict(handles)
         self._handles = list(handles.values())
         self._names = list(handles)
         # A stage may have no weights at all (an activation alone); it still has the common clock and rate.
@@ -106,7 +107,7 @@ class Optimizer:
         self._mean_of_rounds = mean_of_rounds
         self._decay = ema
         self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
-        self._scheduled = 0
+        self.scheduled = 0
         self.updates = 0
 
     @property
@@ -151,9 +152,7 @@ class Optimizer:
     def step(self, present_share: float = 1.0) -> None:
         """Makes the update from the handles' ``.grad``: step, schedule, EMA."""
         # One clock for all stages: update n of this stage belongs to round (n - 1) r_s / r_0 of the input's.
-        while self.scheduler is not None and self._scheduled < int(self.updates * self._rate_factor):
-            self.scheduler.step()
-            self._scheduled += 1
+        self.catch_up(int(self.updates * self._rate_factor) - self.scheduled)
         factor = float(self._rate_factor) * present_share
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if factor != 1.0:
@@ -169,6 +168,13 @@ class Optimizer:
         if self._decay is not None and self._handles:
             averages = [self.ema[name] for name in self._names]
             torch._foreach_lerp_(averages, [handle.detach() for handle in self._handles], 1.0 - self._decay)
+
+    def catch_up(self, steps: int) -> None:
+        """Makes steps of the learning-rate schedule."""
+        if self.scheduler is not None:
+            for _ in range(steps):
+                self.scheduler.step()
+                self.scheduled += 1
 
     def _clipped(self, gradients: list[torch.Tensor]) -> Generator[Pending[Any], None, list[torch.Tensor]]:
         assert self._clip is not None

@@ -10,12 +10,14 @@ import itertools
 import json
 import resource
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..core.checkpoint import Checkpoint
 from ..core.errors import PipelineError, PlanError, WorkerError
 from ..core.graph import LayerGraph
 from ..core.program import Program
@@ -26,6 +28,7 @@ from .crew import Settings, connect, local_crew, wire_worker
 from .feed import Ending, Feed, read
 from .guard import Guard
 from .interrupts import Interrupts
+from .keeping import Keeper, share_with_replicas
 from .results import Done, Output
 from .talk import agree, gather_texts, join
 from .worker import Worker
@@ -82,6 +85,8 @@ class Session:
             self._names_here = {name for names in self._names for name in names}
         else:
             self.workers = [self._join_others(processes, named, evaluation)]
+        writing = dist.new_group(backend="gloo") if self.distributed else None
+        self.keeper = Keeper(model, program, self.workers, self._names, self._group, writing, device)
         self.interrupts = Interrupts(patient=self.distributed)
         for worker in self.workers:
             worker.wishes_to_stop = lambda: self.interrupts.heard
@@ -131,6 +136,10 @@ class Session:
     ) -> None:
         """Gets ready to read a loader for training, at the workers of the input stage."""
         self._feeds = self._feeds_for(loader, take, first_epoch=first_epoch, epochs=epochs, skip=skip)
+
+    def data_state(self, epoch: int, batches: int) -> dict[str, Any]:
+        """Returns what the data needs to go on from a position, at a drain."""
+        return {}
 
     def train(self) -> Iterator[Done]:
         """Trains until the data ends or `stop` was called, and drains; yields as `Worker.train`."""
@@ -221,11 +230,33 @@ class Session:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes over weights; each rank reads its own part of the whole state."""
         parameters.load(self.model, state, self._names_here)
+        share_with_replicas(self.workers)
         for worker in self.workers:
             for seat in worker.seats.values():
                 seat.versions.reload()
                 for name, average in seat.optimizer.ema.items():
                     average.copy_(seat.versions.handles[name].detach())
+
+    def save(self, folder: Path, position: Mapping[str, Any], *, keep: int | None, wait: bool) -> Path:
+        """Writes a checkpoint, see `Keeper.save`."""
+        try:
+            return self.keeper.save(folder, position, keep=keep, wait=wait)
+        except PipelineError as error:
+            raise self._told(error) from error.__cause__
+
+    def load(self, path: Path) -> Checkpoint:
+        """Takes up a checkpoint, see `Keeper.load`."""
+        return self.keeper.load(path)
+
+    def check_saved(self, *, wait: bool) -> None:
+        """Raises what went wrong with a checkpoint that is written in the background."""
+        try:
+            if wait:
+                self.keeper.writer.finish()
+            else:
+                self.keeper.writer.check()
+        except PipelineError as error:
+            raise self._told(error) from error.__cause__
 
     # -- what happened ------------------------------------------------------------------------------
 
@@ -308,6 +339,7 @@ class Session:
         """Ends the channels, in order; after a failure there is nothing left to end."""
         self.interrupts.stop()
         if not failed:
+            self.check_saved(wait=True)
             for worker in self.workers:
                 for sender in (*worker.senders.values(), *worker.results.senders.values()):
                     sender.close_begin()
