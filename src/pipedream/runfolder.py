@@ -4,6 +4,7 @@ summary.json    what was asked, what was planned, what came out; predicted besid
 report.html     the same for people, with the timelines
 weights.pt      the whole model's state dict (and weights_ema.pt)
 trace.json      the measured timeline for Perfetto or chrome://tracing
+checkpoints/    to go on from (`--resume`)
 plan.json, profile.json, predicted.json, measured.json, losses.json
 """
 
@@ -28,7 +29,7 @@ from .report.html import save_page
 from .report.trace import save_trace
 from .runtime.files import save_weights
 
-__all__ = ["last_segment", "software_versions", "summarise", "write_report", "write_run"]
+__all__ = ["keep_plan", "last_segment", "software_versions", "summarise", "write_report", "write_run"]
 
 
 def last_segment(measured: Timeline, drains: list[int]) -> Timeline:
@@ -115,6 +116,13 @@ def software_versions() -> dict[str, str]:
     return found
 
 
+def keep_plan(folder: Path, plan: Plan, profile: Profile | None) -> None:
+    """Writes what was planned into the run folder, which is made if it is not there."""
+    plan.save(folder / "plan.json")
+    if profile is not None:
+        profile.save(folder / "profile.json")
+
+
 def write_run(
     folder: Path,
     summary: dict[str, Any],
@@ -138,9 +146,7 @@ def write_run(
         state, average: the weights, and their average if one was kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    plan.save(folder / "plan.json")
-    if profile is not None:
-        profile.save(folder / "profile.json")
+    keep_plan(folder, plan, profile)
     predicted.save(folder / "predicted.json")
     steady.save(folder / "measured.json")
     write_text(folder / "losses.json", json.dumps(losses))

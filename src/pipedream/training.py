@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -13,15 +12,15 @@ from typing import Any
 
 from rich.console import Console
 
-from . import api
+from . import api, resuming
 from .core.cluster import Cluster
 from .core.errors import PlanError, RecipeError
 from .core.plan import Plan
 from .core.profile import Profile
-from .pipeline import Done, Pipeline
-from .progress import Progress
+from .loop import Loop, Saving
+from .pipeline import Pipeline
 from .recipe import Recipe, make_recipe
-from .runfolder import last_segment, software_versions, summarise, write_run
+from .runfolder import keep_plan, last_segment, software_versions, summarise, write_run
 from .runtime import talk
 from .runtime.files import load_weights
 from .runtime.launch import set_threads
@@ -43,7 +42,7 @@ def train_recipe(
     make: Callable[[int], Recipe],
     *,
     workers: int | None = None,
-    schedule: str = "pipedream",
+    schedule: str | None = None,
     plan: Plan | None = None,
     straight: bool = True,
     in_flight: str | tuple[int, ...] = "noam",
@@ -51,7 +50,10 @@ def train_recipe(
     epochs: int | None = None,
     minibatches: int | None = None,
     evaluate_every: int = 1,
-    seed: int = 0,
+    checkpoint_every: int | None = None,
+    keep: int = 2,
+    resume: str | os.PathLike[str] | None = None,
+    seed: int | None = None,
     device: str = "cpu",
     cluster: Cluster | None = None,
     weights: str | None = None,
@@ -64,18 +66,24 @@ def train_recipe(
     Args:
         make: from a seed to the recipe.
         workers: of the run; under torchrun the number of processes.
-        schedule: a method's name.
+        schedule: a method's name; PipeDream's own unless said.
         plan: made before; None profiles the model here and plans.
         straight: plan a straight pipeline of one stage a worker; False plans data parallelism.
         in_flight: depth: 'noam', 'full' or counts.
         microbatches: parts of a minibatch, for methods that split it.
         epochs, minibatches: how long; the recipe's epochs, all their minibatches, unless said.
         evaluate_every: epochs between evaluations (each drains the pipeline); 0 evaluates at the end only.
-        seed: of the recipe and of everything random inside the layers.
+        checkpoint_every: minibatches between checkpoints (each drains the pipeline); None saves where it is drained for
+            an evaluation, 0 never. They lie in the run folder, under ``checkpoints``.
+        keep: how many of them are left.
+        resume: run folder or checkpoint to go on from. What is not said here (schedule, plan, microbatches, seed) is
+            the checkpoint's; for another number of workers a new plan is made. A launcher's restart goes on from
+            the newest checkpoint of its run folder by itself.
+        seed: of the recipe and of everything random inside the layers; 0 unless said.
         device: 'cpu' or 'cuda'.
         cluster: workers and links; None takes this machine.
         weights: file of a state dict to start from.
-        out: run folder; None makes one under ``runs/``.
+        out: run folder; None makes one under ``runs/``, or goes on in the folder of `resume`.
         logs: loggers to write into it: 'csv', 'tensorboard'.
         quiet: print nothing.
 
@@ -88,6 +96,12 @@ def train_recipe(
     rank, processes = talk.join(place)
     set_threads(processes)
     console = Console(quiet=quiet or rank != 0, highlight=False, soft_wrap=True)
+    start = resuming.find(resume, out, rank)
+    if start is not None and weights is not None:
+        raise RecipeError("weights and a checkpoint to resume were both given; a checkpoint has its own weights")
+    schedule, microbatches, seed = resuming.settings(start, schedule, microbatches, seed)
+    if workers is None and plan is None and start is not None and processes == 1:
+        workers = start.page.plan.workers
     count = _workers(workers, plan, processes)
     recipe = make(seed)
     if recipe.target is not None and recipe.target[0] not in {"loss", *recipe.metrics}:
@@ -95,14 +109,21 @@ def train_recipe(
             f"the recipe's target is on {recipe.target[0]!r}, its metrics are {sorted(recipe.metrics)}; name one "
             "of them, or 'loss'"
         )
-    folder = Path(talk.from_rank_0(lambda: str(out or _new_folder(recipe.name)), rank))
+    folder = Path(talk.from_rank_0(lambda: str(out or (start and start.folder) or _new_folder(recipe.name)), rank))
+    if start is None:
+        resuming.check_unused(folder)
     profile = None
+    if start is not None:
+        profile = start.profile
+        plan = plan or (start.page.plan if start.page.plan.workers == count else None)
     if plan is None:
-        profile = profile_recipe(recipe, device=str(place), seed=seed)
+        profile = profile or profile_recipe(recipe, device=str(place), seed=seed)
         plan = _planned(profile, cluster or Cluster.here(count), schedule, microbatches, in_flight, straight)
         console.print(f"\n{profile}")
     elif in_flight != "noam":
         plan = plan.with_depth(in_flight)
+    if rank == 0:
+        keep_plan(folder, plan, profile)  # a run that goes on with fewer workers plans again
     loggers = _loggers(logs, folder) if rank == 0 else []
     with Pipeline(
         recipe.model,
@@ -128,7 +149,12 @@ def train_recipe(
         console.print(f"\n{plan}\n\n{pipeline.proof}\n")
         if weights is not None:
             pipeline.load_state_dict(load_weights(weights))
-        work = _Run(pipeline, recipe, console, evaluate_every)
+        saving = Saving(folder / resuming.CHECKPOINTS, checkpoint_every, keep)
+        work = Loop(pipeline, recipe, console, evaluate_every, saving)
+        if start is not None:
+            pipeline.load(start.path)
+            work.losses = start.losses
+            console.print(f"going on from {start.path}: minibatch {start.page.minibatches}, epoch {start.page.epoch}\n")
         interrupted = work.train(epochs or recipe.epochs, minibatches)
         measured = pipeline.timeline()
         sent = pipeline.sent_bytes()
@@ -150,6 +176,7 @@ def train_recipe(
     summary |= work.figures() | {
         "seconds": time.perf_counter() - began,
         "interrupted": interrupted,
+        "resumed_from": None if start is None else start.page.minibatches,
         "configuration": {
             "workers": plan.workers,
             "processes": processes,
@@ -160,6 +187,7 @@ def train_recipe(
             "epochs": epochs or recipe.epochs,
             "minibatches": minibatches,
             "evaluate_every": evaluate_every,
+            "checkpoint_every": checkpoint_every,
             "seed": seed,
             "device": str(place),
             "weights": weights,
@@ -199,91 +227,6 @@ def profile_recipe(recipe: Recipe, *, device: str = "cpu", seed: int = 0, runs: 
         seed=seed,
         runs=runs,
     )
-
-
-class _Run:
-    """The training loop of one run, and what it learned."""
-
-    def __init__(self, pipeline: Pipeline, recipe: Recipe, console: Console, evaluate_every: int) -> None:
-        self.pipeline = pipeline
-        self.recipe = recipe
-        self.losses: list[tuple[int, float]] = []
-        self.result: dict[str, float] = {}
-        self.results: list[dict[str, Any]] = []
-        self.seconds_to_target: float | None = None
-        self.train_s = 0.0
-        self.samples_per_s: list[float] = []
-        self._evaluated_at = -1
-        self._evaluate_every = evaluate_every
-        self._progress = Progress(console, pipeline.plan.workers)
-        self._console = console
-
-    def train(self, epochs: int, minibatches: int | None) -> bool:
-        """Trains; tells whether Ctrl-C ended it."""
-        start = time.perf_counter()
-        interrupted = False
-        mark: tuple[float, int] | None = None
-        samples = 0
-        with self._progress:
-            try:
-                for done in self.pipeline.train(self.recipe.train, epochs=epochs):
-                    now = time.perf_counter()
-                    self.losses.append((done.number, done.loss))
-                    samples += done.samples
-                    mark = mark or (now, samples)
-                    self._progress.show(done, self.pipeline)
-                    if done.ends_epoch:
-                        if now > mark[0]:
-                            self.samples_per_s.append((samples - mark[1]) / (now - mark[0]))
-                        self._end_epoch(done, now - start, last=done.epoch + 1 == epochs)
-                        mark = None
-                    if minibatches is not None and done.number + 1 >= minibatches:
-                        if mark is not None and now > mark[0]:
-                            self.samples_per_s.append((samples - mark[1]) / (now - mark[0]))
-                        break
-            except KeyboardInterrupt:
-                # What was admitted has been finished. A second signal shall not spoil the saving.
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
-                interrupted = True
-                self._console.print("interrupted: the pipeline is drained, writing the run folder")
-        self.train_s = time.perf_counter() - start
-        if self.recipe.test is not None and self._evaluated_at != self.pipeline.drain():
-            # The figures belong to the weights that are saved. After Ctrl-C there is no time for an evaluation:
-            # a launcher ends its workers half a minute later.
-            self.result = {} if interrupted else self.pipeline.evaluate(self.recipe.test)
-        return interrupted
-
-    def figures(self) -> dict[str, Any]:
-        """Returns what the summary says of the training itself."""
-        found: dict[str, Any] = {
-            "drains": self.pipeline.drains,
-            "epochs": self.pipeline.position[0],
-            "minibatches": self.pipeline.drain(),
-            "metrics": self.result,
-            "evaluations": self.results,
-            "train_seconds": self.train_s,
-            "seconds_to_target": self.seconds_to_target,
-        }
-        if "accuracy" in self.result:
-            found["accuracy"] = self.result["accuracy"]
-        if self.recipe.target is not None:
-            found["target"] = {"metric": self.recipe.target[0], "value": self.recipe.target[1]}
-        return found
-
-    def _end_epoch(self, done: Done, seconds: float, last: bool) -> None:
-        every = self._evaluate_every
-        due = last or (every > 0 and (done.epoch + 1) % every == 0)
-        if self.recipe.test is None or not due:
-            self._progress.epoch(done, {})
-            return
-        self.result = self.pipeline.evaluate(self.recipe.test)
-        self._evaluated_at = self.pipeline.drain()
-        self.results.append({"epoch": done.epoch, "minibatches": self._evaluated_at, "seconds": seconds, **self.result})
-        self._progress.epoch(done, self.result)
-        if self.recipe.target is not None and self.seconds_to_target is None:
-            name, value = self.recipe.target
-            reached = self.result[name] <= value if name == "loss" else self.result[name] >= value
-            self.seconds_to_target = seconds if reached else None
 
 
 def _workers(workers: int | None, plan: Plan | None, processes: int) -> int:

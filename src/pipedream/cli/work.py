@@ -11,7 +11,7 @@ import typer
 
 from ..core.errors import PipelineError, ProfileError
 from ..core.plan import Plan
-from .options import Depth, Device, Json, Microbatches, RecipeFile, ScheduleName, depth_of, print_json
+from .options import Depth, Device, Json, Microbatches, RecipeFile, depth_of, print_json
 
 __all__ = ["compare", "profile", "report", "train"]
 
@@ -19,7 +19,7 @@ __all__ = ["compare", "profile", "report", "train"]
 def train(
     recipe: RecipeFile,
     workers: Annotated[int | None, typer.Option(min=1, help="Local worker processes; 2 unless a plan says.")] = None,
-    schedule: ScheduleName = "pipedream",
+    schedule: Annotated[str | None, typer.Option(help="A method: see 'pipedream schedules'; pipedream.")] = None,
     plan: Annotated[Path | None, typer.Option(help="A plan's file; none: profile the model and plan here.")] = None,
     data_parallel: Annotated[
         bool, typer.Option("--data-parallel", help="Plan one stage on all workers instead of a pipeline.")
@@ -29,7 +29,13 @@ def train(
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs; the recipe's own unless said.")] = None,
     minibatches: Annotated[int | None, typer.Option(min=1, help="Stop after so many minibatches.")] = None,
     evaluate_every: Annotated[int, typer.Option(min=0, help="Epochs between evaluations; 0: at the end.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of the recipe and of everything random in the layers.")] = 0,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(min=0, help="Minibatches between checkpoints; 0: none; where it is evaluated unless said."),
+    ] = None,
+    keep: Annotated[int, typer.Option(min=1, help="Checkpoints that are left.")] = 2,
+    resume: Annotated[Path | None, typer.Option(help="A run folder, or a checkpoint, to go on from.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the recipe and of everything random in the layers; 0.")] = None,
     device: Device = "cpu",
     weights: Annotated[Path | None, typer.Option(help="A state dict to start from.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; a new one under runs/ unless said.")] = None,
@@ -41,7 +47,7 @@ def train(
     Starts the workers through torch's elastic launcher; under torchrun this process is one of them. Leaves
     summary.json, weights.pt, trace.json (Perfetto) and report.html in the run folder.
     """
-    count = workers or (Plan.load(plan).workers if plan is not None else 2)
+    count = workers or _planned_workers(plan, resume) or 2
     if "TORCHELASTIC_RUN_ID" not in os.environ and "WORLD_SIZE" not in os.environ and count > 1:
         from ..runtime.launch import launch  # torch is loaded only where workers run
 
@@ -62,6 +68,9 @@ def train(
         epochs=epochs,
         minibatches=minibatches,
         evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        resume=resume,
         seed=seed,
         device=device,
         weights=None if weights is None else str(weights),
@@ -132,6 +141,17 @@ def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run fol
         print_json({"report": str(path)})
     else:
         print(path)
+
+
+def _planned_workers(plan: Path | None, resume: Path | None) -> int | None:
+    if plan is not None:
+        return Plan.load(plan).workers
+    if resume is None:
+        return None
+    from ..resuming import find
+
+    start = find(resume, None, 0)
+    return None if start is None else start.page.plan.workers
 
 
 def _answer(noun: Any, output: Path | None, as_json: bool) -> None:
