@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from . import capture as capturing
 from . import schedules
-from .core.errors import ArtifactError, PipelineError, PlanError, ScheduleError
+from .core.errors import ArtifactError, PlanError, ScheduleError
 from .core.plan import Plan
 from .core.program import Program
 from .core.schedule import Schedule
@@ -34,6 +34,7 @@ from .runtime.feed import Ending
 from .runtime.losses import Loss, is_torch_loss
 from .runtime.results import Done
 from .runtime.session import Session
+from .runtime.taking import Take
 from .runtime.talk import device_of
 from .verifier import Proof, verify
 
@@ -120,8 +121,7 @@ class Pipeline:
                     f"the plan cuts the model before layer {captured.graph.layers[stage.first].name!r}, between layers "
                     "that share parameters; keep them in one stage"
                 )
-        self._inputs, self._targets = inputs, targets
-        self._torch_loss = is_torch_loss(loss)
+        self._take = Take(inputs, targets, is_torch_loss(loss))
         self._loggers = tuple(loggers)
         self._epoch = self._epoch_batches = self._number = 0
         self._segment: Iterator[Done] | None = None
@@ -240,7 +240,7 @@ class Pipeline:
         Every rank must iterate it to its end. The loader may yield pairs or bare inputs.
         """
         self.drain()
-        for output in self._session.predict(loader, lambda batch: (self._model_input(batch), None), ema):
+        for output in self._session.predict(loader, lambda batch: (self._take.input_of(batch), None), ema):
             yield output.value
         self._raise_interrupt()
 
@@ -364,29 +364,6 @@ class Pipeline:
         else:
             self._session.abort(error)
             self._session.close(failed=True)
-
-    # -- small things -------------------------------------------------------------------------------
-
-    def _model_input(self, batch: Any) -> Any:
-        if self._inputs is not None:
-            return self._inputs(batch)
-        return batch[0] if _is_pair(batch) else batch
-
-    def _take(self, batch: Any) -> tuple[Any, Any]:
-        if self._targets is not None:
-            return self._model_input(batch), self._targets(batch)
-        if self._torch_loss:
-            if not _is_pair(batch):
-                raise PipelineError(
-                    f"a loss of torch's own needs batches (inputs, targets), the loader gave a {type(batch).__name__}; "
-                    "tell the pipeline inputs=... and targets=... to take them from it"
-                )
-            return self._model_input(batch), batch[1]
-        return self._model_input(batch), batch
-
-
-def _is_pair(batch: Any) -> bool:
-    return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
 def _layers(model: Any, plan: Plan, sample: Any) -> capturing.Captured:

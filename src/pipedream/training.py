@@ -25,6 +25,7 @@ from .runtime import talk
 from .runtime.files import load_weights
 from .runtime.launch import set_threads
 from .runtime.losses import Loss, is_torch_loss
+from .runtime.taking import Take
 
 __all__ = ["profile_recipe", "run", "train_recipe"]
 
@@ -214,9 +215,7 @@ def profile_recipe(recipe: Recipe, *, device: str = "cpu", seed: int = 0, runs: 
     """Profiles a recipe's model on its first training batch, with its loss and its optimizer."""
     batch = recipe.first_batch()
     loss = Loss(recipe.loss, recipe.weight)
-    targets = recipe.targets(batch) if recipe.targets is not None else batch
-    if recipe.targets is None and is_torch_loss(recipe.loss):
-        targets = batch[1]
+    _, targets = Take(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss))(batch)
     return api.profile(
         recipe.model,
         _model_input(recipe, batch),
@@ -266,9 +265,7 @@ def _sample(recipe: Recipe) -> Any:
 def _model_input(recipe: Recipe, batch: Any) -> Any:
     if recipe.sample is not None:
         return recipe.sample
-    if recipe.inputs is not None:
-        return recipe.inputs(batch)
-    return batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else batch
+    return Take(recipe.inputs).input_of(batch)
 
 
 def _loggers(names: tuple[str, ...], folder: Path) -> list[Any]:

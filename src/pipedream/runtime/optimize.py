@@ -151,8 +151,7 @@ class Optimizer:
 
     def step(self, present_share: float = 1.0) -> None:
         """Makes the update from the handles' ``.grad``: step, schedule, EMA."""
-        # One clock for all stages: update n of this stage belongs to round (n - 1) r_s / r_0 of the input's.
-        self.catch_up(int(self.updates * self._rate_factor) - self.scheduled)
+        self.catch_up(self.due)
         factor = float(self._rate_factor) * present_share
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if factor != 1.0:
@@ -168,6 +167,14 @@ class Optimizer:
         if self._decay is not None and self._handles:
             averages = [self.ema[name] for name in self._names]
             torch._foreach_lerp_(averages, [handle.detach() for handle in self._handles], 1.0 - self._decay)
+
+    @property
+    def due(self) -> int:
+        """Steps of the learning-rate schedule that are due before the next update.
+
+        One clock for all stages: update n of this stage belongs to round (n - 1) r_s / r_0 of the input's.
+        """
+        return int(self.updates * self._rate_factor) - self.scheduled
 
     def catch_up(self, steps: int) -> None:
         """Makes steps of the learning-rate schedule."""

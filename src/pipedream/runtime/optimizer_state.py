@@ -8,6 +8,7 @@ group likewise.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -120,13 +121,17 @@ def _restore_scheduler(
             ) from None
         for group, rate in zip(optimizer.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-    if stage is not None:
-        optimizer.updates, optimizer.scheduled = source.updates, source.scheduled
-    else:
-        # Another plan counts its rounds anew. Stage 0 makes one step of the schedule for each of its updates, and
-        # the others go by that clock, before their next update at the latest.
-        optimizer.catch_up(stages[0].updates - source.scheduled)
-        optimizer.updates = optimizer.scheduled = 0
+    with warnings.catch_warnings():
+        # A new optimizer has not stepped yet; those that it stands for have.
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        if stage is not None:
+            optimizer.updates, optimizer.scheduled = source.updates, source.scheduled
+            optimizer.catch_up(optimizer.due)
+        else:
+            # Another plan counts its rounds anew. Stage 0 makes one step of the schedule for each of its updates, and
+            # the others go by that clock, before their next update at the latest.
+            optimizer.catch_up(stages[0].updates - source.scheduled)
+            optimizer.updates = optimizer.scheduled = 0
 
 
 def _remapped(state: Any, states: Sequence[Any], sources: Sequence[tuple[int, int]], path: tuple[Any, ...] = ()) -> Any:

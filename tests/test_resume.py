@@ -1,0 +1,251 @@
+"""A run that stopped and went on: to the bit on the same plan, and as one process would on any other."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import reference
+import torch
+import zoo
+from cases import OPTIMIZERS, Fresh, assert_near
+from torch import Tensor
+from torch.optim import lr_scheduler
+
+import pipedream as pd
+from pipedream.core.errors import ArtifactError
+from pipedream.runtime import checkpoints
+
+EPOCHS = 6
+EVERY = 10
+
+
+def step(optimizer: torch.optim.Optimizer) -> Any:
+    """Schedules with a state of their own: warm-up, then steps; in a list, with whole-number keys."""
+    warm = lr_scheduler.LinearLR(optimizer, 0.5, total_iters=4)
+    return lr_scheduler.SequentialLR(optimizer, [warm, lr_scheduler.MultiStepLR(optimizer, [3, 9])], [5])
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any] | None] = {
+    "none": None,
+    "steps": step,
+    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=40),
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda n: 0.95**n),
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=100, cycle_momentum=False),
+}
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A part of a run.
+
+    Attributes:
+        stages, replicas: the plan.
+        until: minibatches, since the start of the run.
+    """
+
+    replicas: tuple[int, ...]
+    until: int = 30
+    animal: str = "mlp"
+    schedule: str = "pipedream"
+    optimizer: str = "adamw"
+    scheduler: str = "steps"
+    depth: str = "noam"
+    microbatches: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.animal} {self.schedule} {'-'.join(map(str, self.replicas))} {self.optimizer} {self.scheduler}"
+
+
+@dataclass
+class Outcome:
+    """What a leg gave: losses and rates by number, and the state at its end, on rank 0."""
+
+    losses: dict[int, float]
+    rates: dict[int, float]
+    state: dict[str, Tensor]
+    ema: dict[str, Tensor]
+    drains: list[int]
+
+
+def go(leg: Leg, folder: Path, resume: Path | None, keep: int | None = None, wait: bool = False) -> Outcome:
+    """Trains a leg, from a checkpoint if there is one, and saves every so many minibatches."""
+    animal = zoo.make(leg.animal)
+    plan = zoo.plan_of(zoo.make(leg.animal), len(leg.replicas), leg.replicas, leg.depth)
+    losses, rates = {}, {}
+    torch.manual_seed(0 if resume is None else 99)
+    with pd.Pipeline(
+        animal.model,
+        plan,
+        schedule=leg.schedule,
+        loss=animal.loss,
+        optimizer=groups(leg.optimizer),
+        microbatches=leg.microbatches,
+        scheduler=SCHEDULERS[leg.scheduler],
+        ema=0.9,
+        seed=3,
+    ) as pipeline:
+        if resume is not None:
+            assert pipeline.load(resume) == divmod(pipeline.drain(), len(animal.batches))
+        for done in pipeline.train(Fresh(animal.batches), epochs=EPOCHS - pipeline.position[0]):
+            losses[done.number], rates[done.number] = done.loss, done.rate
+            if (done.number + 1) % EVERY == 0:
+                pipeline.save(folder, keep=keep, wait=wait)
+            if done.number + 1 == leg.until:
+                break
+        outcome = Outcome(losses, rates, pipeline.state_dict(), pipeline.state_dict(ema=True), list(pipeline.drains))
+    return outcome
+
+
+def groups(kind: str) -> Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]:
+    """Returns a factory that puts biases into a group of their own, so that stages differ in their groups."""
+
+    def make(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        weights = [pair for pair in named if not pair[0].endswith("bias")]
+        biases = [pair for pair in named if pair[0].endswith("bias")]
+        options = dict(OPTIMIZERS[kind].keywords)
+        decay = options.pop("weight_decay")
+        parts = [{"params": weights, "weight_decay": decay}, {"params": biases, "weight_decay": 0.0}]
+        return OPTIMIZERS[kind].func([part for part in parts if part["params"]], **options)
+
+    return make
+
+
+SAME = [
+    *(Leg((1, 1, 1), schedule=s, microbatches=m) for s, m in [("pipedream", None), ("1f1b", 3), ("pipedream_2bw", 3)]),
+    *(Leg((2, 1), schedule=s, microbatches=m) for s, m in [("pipedream", None), ("gpipe", 4), ("pipedream_2bw", 3)]),
+    Leg((1, 2), schedule="pipedream_vertical_sync", optimizer="sgd", scheduler="cosine"),
+    Leg((3, 1), animal="cnn", scheduler="lambda"),
+    Leg((2, 1, 1), depth="full", scheduler="one cycle", optimizer="sgd"),
+    Leg((2,), animal="cnn", optimizer="sgd", scheduler="none"),
+    Leg((1, 1), animal="lstm"),
+    Leg((1, 1, 1), animal="transformer", schedule="1f1b", microbatches=2, scheduler="cosine"),
+]
+
+
+@pytest.mark.parametrize("leg", SAME, ids=str)
+def test_the_same_plan_goes_on_to_the_bit(leg: Leg, tmp_path: Path) -> None:
+    check_resumed(leg, tmp_path, lambda *args: go(leg, *args))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("replicas", [(1, 1), (2,), (2, 1), (1, 1, 1)], ids=str)
+def test_several_processes_go_on_to_the_bit(replicas: tuple[int, ...], tmp_path: Path) -> None:
+    leg = Leg(replicas)
+    check_resumed(leg, tmp_path, lambda *args: processes.results(go, leg_workers(leg), leg, *args)[0])
+
+
+def leg_workers(leg: Leg) -> int:
+    """Returns the workers of a leg's plan."""
+    return sum(leg.replicas)
+
+
+def check_resumed(leg: Leg, folder: Path, run: Callable[..., Outcome]) -> None:
+    """Trains without a stop, and again from a checkpoint in the middle; both save at the same minibatches."""
+    whole = run(folder / "a", None)
+    saved = checkpoints.complete(folder / "a")
+    assert len(saved) == 3
+    assert [int(path.name.split("-")[1]) for path in saved] == whole.drains
+    for path in saved[:2]:
+        shutil.copytree(path, folder / "b" / path.name)
+        rest = run(folder / "b", folder / "b")
+        assert rest.losses == {n: loss for n, loss in whole.losses.items() if n in rest.losses}
+        assert rest.rates == {n: rate for n, rate in whole.rates.items() if n in rest.rates}
+        assert min(rest.losses) == int(path.name.split("-")[1])
+        assert rest.drains == whole.drains
+        for there, here in ((rest.state, whole.state), (rest.ema, whole.ema)):
+            assert all(torch.equal(there[name], here[name]) for name in here)
+        one, other = (checkpoints.contents(checkpoints.complete(folder / f)[-1]) for f in "ab")
+        assert one.stages == other.stages
+        assert one.random == other.random
+        shutil.rmtree(folder / "b")
+
+
+ACROSS = [
+    [((2, 1), 10), ((1, 1, 1), 20), ((1, 2), 30)],
+    [((2, 1), 10), ((1,), 20), ((1, 1, 1, 1), 30)],
+    [((3,), 10), ((1, 3), 20), ((2, 2), 30)],
+]
+
+
+@pytest.mark.parametrize("animal", ["mlp", "lstm", "transformer"])
+@pytest.mark.parametrize("legs", ACROSS, ids=lambda legs: " ".join("-".join(map(str, counts)) for counts, _ in legs))
+def test_other_plans_go_on_as_one_process_would(animal: str, legs: list[tuple[Any, int]], tmp_path: Path) -> None:
+    scheduler = {"mlp": "steps", "lstm": "cosine", "transformer": "one cycle"}[animal]
+    wanted = plain(animal, scheduler)
+    resume = None
+    for i, (counts, until) in enumerate(legs):
+        schedule = ("1f1b", "gpipe")[i % 2]
+        leg = Leg(counts, until, animal, schedule, "adamw", scheduler, microbatches=4)
+        found = go(leg, tmp_path / f"{i} last", resume, keep=1)
+        resume = tmp_path / f"{i} last"
+        for number, loss in found.losses.items():
+            assert abs(loss - wanted.losses[number]) <= 1e-10 * max(1.0, abs(loss)), number
+            assert found.rates[number] == pytest.approx(wanted.rates[number], rel=1e-12), number
+    assert_near(found.state, wanted.state, 1e-10)
+    assert_near({name: found.ema[name] for name in wanted.ema}, wanted.ema, 1e-10)
+
+
+@pytest.mark.processes
+def test_processes_go_on_with_what_one_has_saved_and_the_other_way_round(tmp_path: Path) -> None:
+    wanted = plain("mlp", "steps")
+    first = Leg((2, 1), 10, schedule="1f1b", microbatches=4)
+    processes.results(go, 3, first, tmp_path / "1", None)
+    go(Leg((1, 1), 20, schedule="1f1b", microbatches=4), tmp_path / "2", tmp_path / "1")
+    last = processes.results(go, 3, Leg((1, 2), schedule="1f1b", microbatches=4), tmp_path / "3", tmp_path / "2")[0]
+    assert_near(last.state, wanted.state, 1e-10)
+
+
+def test_optimizer_state_is_one_processes_own(tmp_path: Path) -> None:
+    saved = []
+    for i, counts in enumerate([(1,), (2, 1), (1, 1, 1)]):
+        go(Leg(counts, 10, schedule="1f1b", microbatches=4), tmp_path / str(i), None)
+        path = checkpoints.complete(tmp_path / str(i))[0]
+        page = checkpoints.contents(path)
+        saved.append((page, checkpoints.read(path, page, page.tensors)))
+    (page, alone), *others = saved
+    assert {name.split("/")[-1] for name in alone if name.startswith("optimizer")} == {"step", "exp_avg", "exp_avg_sq"}
+    for other_page, tensors in others:
+        assert other_page.minibatches == page.minibatches
+        assert_near(tensors, alone, 1e-10)
+
+
+def plain(animal: str, scheduler: str) -> reference.Answer:
+    """Returns what one process gives, from the start to the end."""
+    made = zoo.make(animal)
+    names = [name for stage in zoo.plan_of(zoo.make(animal), 1).stages for name in stage.names]
+    return reference.plain(
+        made.model, names, made.batches * EPOCHS, made.total, groups("adamw"),
+        microbatches=4, seed=3, scheduler=SCHEDULERS[scheduler], ema=0.9,
+    )  # fmt: skip
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    go(Leg((1, 1), 10), tmp_path, None)
+    with pytest.raises(ArtifactError, match=r"has no tensor 'model/1.weight'; it is of another model"):
+        go(Leg((1, 1), 20, animal="cnn"), tmp_path, tmp_path)
+    with pytest.raises(ArtifactError, match=r"saved with a learning-rate scheduler, this run has none"):
+        go(Leg((1, 1), 20, scheduler="none"), tmp_path, tmp_path)
+    with pytest.raises(ArtifactError, match=r"no complete checkpoint in .*empty"):
+        go(Leg((1, 1), 20), tmp_path, tmp_path / "empty")
+    with pytest.raises(ArtifactError, match=r"exists already"):
+        go(Leg((1, 1), 10), tmp_path, None)
+
+
+def test_groups_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    leg = Leg((1,), 10, scheduler="none")
+    go(leg, tmp_path, None)
+    animal = zoo.make("mlp")
+    with (
+        pd.Pipeline(
+            animal.model, zoo.plan_of(zoo.make("mlp"), 1), loss=animal.loss, optimizer=OPTIMIZERS["adamw"], ema=0.9
+        ) as pipeline,
+        pytest.raises(ArtifactError, match="in one group of the optimizer now"),
+    ):
+        pipeline.load(tmp_path)
