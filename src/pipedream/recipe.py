@@ -15,9 +15,10 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,47 @@ class Recipe:
     autocast: Any = None
     name: str = ""
 
+    def __post_init__(self) -> None:
+        callables = ("optimizer", "inputs", "targets", "weight", "scheduler")
+        wrong = [f"{name} cannot be called" for name in callables if not _may_be_called(getattr(self, name))]
+        if self.optimizer is None:
+            wrong.append("optimizer is missing: give a factory, as in partial(torch.optim.SGD, lr=0.1)")
+        if not _may_be_called(self.loss):
+            wrong.append("loss cannot be called; it is loss(output, batch), or None where the output carries .loss")
+        if not (hasattr(self.model, "named_parameters") and callable(self.model)):
+            wrong.append(f"model is a {type(self.model).__name__}, not a torch.nn.Module")
+        for name in ("train", "test"):
+            loader = getattr(self, name)
+            if isinstance(loader, (str, bytes)) or not (
+                hasattr(loader, "__iter__") or (name, loader) == ("test", None)
+            ):
+                wrong.append(f"{name} is a {type(loader).__name__}, not a loader of batches")
+        if not isinstance(self.metrics, Mapping) or not all(callable(metric) for metric in self.metrics.values()):
+            wrong.append("metrics is not a dict of functions metric(output, batch)")
+        wrong += [f"{name} is {getattr(self, name)!r}, {rule}" for name, rule in self._out_of_range()]
+        if wrong:
+            raise RecipeError(f"the recipe cannot be trained: {'; '.join(wrong)}; see pipedream.Recipe")
+
+    def _out_of_range(self) -> Iterator[tuple[str, str]]:
+        """Yields the fields whose value makes no sense, with what they should be."""
+        if isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1:
+            yield "epochs", "not a whole number from 1 on"
+        for name, least, most in (("clip_grad_norm", 0.0, inf), ("ema", 0.0, 1.0)):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and least < value < most):
+                yield name, f"not a number between {least:g} and {most:g}"
+        if self.clip not in ("global", "local"):
+            yield "clip", "neither 'global' nor 'local'"
+        if self.target is not None and not (
+            isinstance(self.target, tuple)
+            and len(self.target) == 2
+            and isinstance(self.target[0], str)
+            and isinstance(self.target[1], (int, float))
+        ):
+            yield "target", "not a pair (metric, value)"
+        if not isinstance(self.name, str):
+            yield "name", "not a text"
+
     def first_batch(self) -> Any:
         """Returns a training batch without moving the loader's random numbers on, where it allows that."""
         loader: Any = self.train
@@ -101,7 +143,7 @@ def load_recipe(path: str, *, seed: int = 0, function: str = "recipe") -> Recipe
     sys.path.insert(0, str(file.resolve().parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RecipeError(f"the recipe {path} does not import: {_last_words(error)}") from error
     finally:
         sys.path.pop(0)
@@ -120,7 +162,9 @@ def make_recipe(make: Callable[..., Any], *, seed: int = 0, name: str = "") -> R
     takes_seed = "seed" in inspect.signature(make).parameters
     try:
         made = make(seed=seed) if takes_seed else make()
-    except Exception as error:
+    except RecipeError:
+        raise
+    except (Exception, SystemExit) as error:
         raise RecipeError(f"the recipe's function {make.__name__}() failed: {_last_words(error)}") from error
     if not isinstance(made, Recipe):
         raise RecipeError(
@@ -130,7 +174,11 @@ def make_recipe(make: Callable[..., Any], *, seed: int = 0, name: str = "") -> R
     return made
 
 
-def _last_words(error: Exception) -> str:
+def _may_be_called(value: Any) -> bool:
+    return value is None or callable(value)
+
+
+def _last_words(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"

@@ -169,7 +169,7 @@ class TestPlan:
             (lambda: Stage(0, 1, 0), "at least one worker, found 0"),
             (lambda: Stage(0, 1, forward_s=-1.0), "forward_s cannot be negative, found -1.0"),
             (lambda: Cluster(()), "at least one level"),
-            (lambda: Cluster.flat(0), "width must be at least 1, found 0"),
+            (lambda: Cluster.flat(0), "width must be between 1 and 100000, found 0"),
             (lambda: Cluster.flat(1, 0.0), "bandwidth must be positive"),
             (lambda: Cluster.flat(1, memory_bytes=0), "memory must be positive, found 0"),
         ],

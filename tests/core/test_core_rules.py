@@ -74,7 +74,7 @@ class TestDepth:
         ("counts", "replicas", "message"),
         [
             ((1,), (1, 1), r"name 1 stages, the plan has 2"),
-            ((1, 0), (1, 1), r"must be at least 1, found \(1, 0\)"),
+            ((1, 0), (1, 1), r"must be between 1 and 10000, found \(1, 0\)"),
             ((1, 2), (1, 1), r"stage 1 would wait for 1 warm-up minibatches, but stage 0 sends only 0"),
             ((3, 3), (1, 2), r"stage 1 would wait for 4 .* sends only 2"),
             ((4, 2, 3), (1, 1, 1), r"stage 2 would wait for 2 .* stage 1 sends only 1"),

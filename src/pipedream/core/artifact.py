@@ -135,10 +135,12 @@ def decode(kind: Any, value: Any, place: str) -> Any:
         return kind(value)
     if kind is float:
         _expect(isinstance(value, (int, float)) and not isinstance(value, bool), place, "a number", value)
-        _expect(math.isfinite(value), place, "a finite number", value)
+        # Beyond any second, byte or rate, and still far enough from overflow to be reckoned with.
+        _expect(math.isfinite(value) and abs(value) <= 1e60, place, "a number up to 1e60", value)
         return float(value)
     if kind is int:
         _expect(isinstance(value, int) and not isinstance(value, bool), place, "a whole number", value)
+        _expect(abs(value) < 1 << 63, place, "a whole number of at most 63 bits", value)
         return value
     _expect(isinstance(value, kind), place, f"a {kind.__name__}", value)
     return value

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from .artifact import Artifact
 from .units import format_bytes, format_rate, format_seconds
 
-__all__ = ["Cluster", "Level"]
+__all__ = ["MOST_WORKERS", "Cluster", "Level"]
+
+MOST_WORKERS = 100_000
+"""More than any cluster has; a file that says more is damaged, and would take all memory to plan for."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class Level:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.width < 1:
-            raise ValueError(f"width must be at least 1, found {self.width}")
+        if not 1 <= self.width <= MOST_WORKERS:
+            raise ValueError(f"width must be between 1 and {MOST_WORKERS}, found {self.width}")
         if self.bandwidth_bytes_per_s <= 0 or self.latency_s < 0:
             raise ValueError(
                 f"bandwidth must be positive and latency not negative, found "

@@ -17,6 +17,8 @@ from .errors import PlanError
 
 __all__ = ["check_in_flight", "full", "noam"]
 
+_MOST_IN_FLIGHT = 10_000  # no memory holds more, and a proof of it would take all of this machine's
+
 
 def noam(replicas: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the in-flight count of each stage at the paper's depth.
@@ -61,8 +63,8 @@ def check_in_flight(in_flight: tuple[int, ...], replicas: tuple[int, ...]) -> No
             f"in-flight counts {in_flight} name {len(in_flight)} stages, the plan has {len(replicas)}; give one "
             "count a stage, or noam, or full"
         )
-    if min(in_flight) < 1:
-        raise PlanError(f"in-flight counts must be at least 1, found {in_flight}")
+    if not 1 <= min(in_flight) <= max(in_flight) <= _MOST_IN_FLIGHT:
+        raise PlanError(f"in-flight counts must be between 1 and {_MOST_IN_FLIGHT}, found {in_flight}")
     for u in range(len(replicas)):
         for s in range(u + 1, len(replicas)):
             if (in_flight[s] - 1) * replicas[s] > (in_flight[u] - 1) * replicas[u]:

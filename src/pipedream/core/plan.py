@@ -11,7 +11,7 @@ from typing import Self
 
 from . import depth
 from .artifact import Artifact
-from .cluster import Cluster
+from .cluster import MOST_WORKERS, Cluster
 from .cost import all_reduce_s, pipeline_period_s, transfer_s
 from .errors import PlanError
 from .placement import Placement
@@ -52,8 +52,8 @@ class Stage:
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.last:
             raise ValueError(f"a stage needs layers first < last, found {self.first} and {self.last}")
-        if self.replicas < 1:
-            raise ValueError(f"a stage needs at least one worker, found {self.replicas}")
+        if not 1 <= self.replicas <= MOST_WORKERS:
+            raise ValueError(f"a stage needs between 1 and {MOST_WORKERS} workers, found {self.replicas}")
         for name in ("forward_s", "backward_s", "update_s", "output_bytes", "activation_bytes", "parameter_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
