@@ -16,15 +16,16 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from .core.errors import RecipeError
+from .core.errors import PipelineError, RecipeError
 
-__all__ = ["Recipe", "load_recipe", "make_recipe"]
+__all__ = ["Recipe", "blaming", "load_recipe", "make_recipe"]
 
 
 @dataclass
@@ -172,6 +173,21 @@ def make_recipe(make: Callable[..., Any], *, seed: int = 0, name: str = "") -> R
         )
     made.name = made.name or name or Path(inspect.getsourcefile(make) or "recipe").stem
     return made
+
+
+@contextmanager
+def blaming(when: str) -> Iterator[None]:
+    """Makes any error of the recipe's own code a `RecipeError` that says where it was.
+
+    Raises:
+        RecipeError: what is run inside failed, with none of this library's errors.
+    """
+    try:
+        yield
+    except PipelineError:
+        raise
+    except Exception as error:
+        raise RecipeError(f"the recipe failed {when}: {_last_words(error)}") from error
 
 
 def _may_be_called(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from .core.plan import Plan
 from .core.profile import Profile
 from .loop import Loop, Saving
 from .pipeline import Pipeline
-from .recipe import Recipe, make_recipe
+from .recipe import Recipe, blaming, make_recipe
 from .runfolder import keep_plan, last_segment, software_versions, summarise, write_run
 from .runtime import talk
 from .runtime.files import load_weights
@@ -118,7 +118,8 @@ def train_recipe(
         profile = start.profile
         plan = plan or (start.page.plan if start.page.plan.workers == count else None)
     if plan is None:
-        profile = profile or profile_recipe(recipe, device=str(place), seed=seed)
+        with blaming("while its model was profiled on its first batch"):
+            profile = profile or profile_recipe(recipe, device=str(place), seed=seed)
         plan = _planned(profile, cluster or Cluster.here(count), schedule, microbatches, in_flight, straight)
         console.print(f"\n{profile}")
     elif in_flight != "noam":
@@ -126,27 +127,9 @@ def train_recipe(
     if rank == 0:
         keep_plan(folder, plan, profile)  # a run that goes on with fewer workers plans again
     loggers = _loggers(logs, folder) if rank == 0 else []
-    with Pipeline(
-        recipe.model,
-        plan,
-        schedule=schedule,
-        loss=recipe.loss,
-        optimizer=recipe.optimizer,
-        microbatches=microbatches,
-        metrics=recipe.metrics,
-        inputs=recipe.inputs,
-        targets=recipe.targets,
-        weight=recipe.weight,
-        scheduler=recipe.scheduler,
-        clip_grad_norm=recipe.clip_grad_norm,
-        clip=recipe.clip,
-        ema=recipe.ema,
-        autocast=recipe.autocast,
-        seed=seed,
-        device=str(place),
-        sample=None if _names_layers(plan) else _sample(recipe),
-        loggers=loggers,
-    ) as pipeline:
+    with blaming("while the pipeline was put together"):
+        made = _pipeline(recipe, plan, schedule, microbatches, seed, str(place), loggers)
+    with made as pipeline:
         console.print(f"\n{plan}\n\n{pipeline.proof}\n")
         if weights is not None:
             pipeline.load_state_dict(load_weights(weights))
@@ -251,6 +234,38 @@ def _planned(
         straight = True
     return api.plan(
         profile, cluster, schedule=schedule, microbatches=microbatches, in_flight=in_flight, straight=straight
+    )
+
+
+def _pipeline(
+    recipe: Recipe,
+    plan: Plan,
+    schedule: str,
+    microbatches: int | None,
+    seed: int,
+    device: str,
+    loggers: Iterable[Any],
+) -> Pipeline:
+    return Pipeline(
+        recipe.model,
+        plan,
+        schedule=schedule,
+        loss=recipe.loss,
+        optimizer=recipe.optimizer,
+        microbatches=microbatches,
+        metrics=recipe.metrics,
+        inputs=recipe.inputs,
+        targets=recipe.targets,
+        weight=recipe.weight,
+        scheduler=recipe.scheduler,
+        clip_grad_norm=recipe.clip_grad_norm,
+        clip=recipe.clip,
+        ema=recipe.ema,
+        autocast=recipe.autocast,
+        seed=seed,
+        device=device,
+        sample=None if _names_layers(plan) else _sample(recipe),
+        loggers=loggers,
     )
 
 

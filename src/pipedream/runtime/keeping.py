@@ -130,7 +130,15 @@ class Keeper:
             seat.versions.reload()
             # Replicas in one process shall not share their optimizers' tensors.
             own = {name: tensor.clone() for name, tensor in found.items()} if len(self._workers) > 1 else found
-            optimizer_state.restore(seat.optimizer, page.stages, own, stage=stage if same else None)
+            try:
+                optimizer_state.restore(seat.optimizer, page.stages, own, stage=stage if same else None)
+            except PipelineError:
+                raise
+            except Exception as error:  # an optimizer and a scheduler are the user's, and check little
+                raise ArtifactError(
+                    f"the optimizer state in the checkpoint {path} does not fit: {type(error).__name__}: {error}; "
+                    "train on with the same optimizer and scheduler"
+                ) from None
         for worker in self._workers:
             worker.done_minibatches = page.minibatches
         if page.random:

@@ -23,6 +23,10 @@ __all__ = ["restore", "saved", "tensors_of"]
 _OF_GROUPS = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "lr_lambdas")
 """Attributes of torch's schedulers that have one value for each parameter group."""
 
+_MOST_DUE = (
+    100_000  # steps that a schedule is behind: at most the ratio of two replica counts, where nothing is damaged
+)
+
 _NOT_OPTIONS = ("params", "param_names")
 
 
@@ -121,17 +125,19 @@ def _restore_scheduler(
             ) from None
         for group, rate in zip(optimizer.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+    if stage is not None:
+        optimizer.updates, optimizer.scheduled = source.updates, source.scheduled
+    due = optimizer.due if stage is not None else stages[0].updates - source.scheduled
+    if due > _MOST_DUE:
+        raise ArtifactError(f"the checkpoint's counts of updates and schedule are {due} apart; it is damaged")
     with warnings.catch_warnings():
         # A new optimizer has not stepped yet; those that it stands for have.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-        if stage is not None:
-            optimizer.updates, optimizer.scheduled = source.updates, source.scheduled
-            optimizer.catch_up(optimizer.due)
-        else:
-            # Another plan counts its rounds anew. Stage 0 makes one step of the schedule for each of its updates, and
-            # the others go by that clock, before their next update at the latest.
-            optimizer.catch_up(stages[0].updates - source.scheduled)
-            optimizer.updates = optimizer.scheduled = 0
+        optimizer.catch_up(due)
+    if stage is None:
+        # Another plan counts its rounds anew. Stage 0 makes one step of the schedule for each of its updates, and
+        # the others go by that clock, before their next update at the latest.
+        optimizer.updates = optimizer.scheduled = 0
 
 
 def _remapped(state: Any, states: Sequence[Any], sources: Sequence[tuple[int, int]], path: tuple[Any, ...] = ()) -> Any:
