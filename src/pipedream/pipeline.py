@@ -163,10 +163,17 @@ class Pipeline:
             WorkerError: a worker failed; names rank, stage, op and cause.
             KeyboardInterrupt: Ctrl-C; everything admitted was finished first.
         """
+        left = self._training or self._epoch_batches > 0
         self._finish()
         self._training = True
-        until = self._epoch + epochs
-        self._session.open_feed(loader, self._take, first_epoch=self._epoch, epochs=until, skip=self._epoch_batches)
+        self._session.open_feed(
+            loader,
+            self._take,
+            first_epoch=self._epoch,
+            epochs=self._epoch + epochs,
+            skip=self._epoch_batches,
+            state=self._session.data_state(*self.position) if left else None,
+        )
         while True:
             self._segment = self._session.train()
             while self._ready or self._advance():
