@@ -255,6 +255,8 @@ class _Cursor(Reading):
         self._count: int | None = None
 
     def __next__(self) -> Given | int:
+        if self._count is not None:
+            return self._count  # `exists` came to the end
         found = next(self._items)
         if isinstance(found, int):
             self._count = found

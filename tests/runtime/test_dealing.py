@@ -1,0 +1,400 @@
+"""The order of the data is that of a plain loop, whoever reads it, whatever else draws, and from any position on."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from pipedream.core.errors import PipelineError, WorkerError
+from pipedream.runtime.dealing import Dealer, DealtReading, can_be_dealt
+from pipedream.runtime.feed import Admitted, Ending, Feed
+from pipedream.runtime.order import Order
+from pipedream.runtime.reading import Extent, Reading, WholeReading
+
+
+class Numbers(Dataset[int]):
+    """Gives its indices, and notes which were loaded."""
+
+    def __init__(self, size: int = 23) -> None:
+        self.size = size
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(int(index))
+        return int(index)
+
+
+class Shuffled:
+    """A batch sampler of the user's own: draws at once, from all three generators, and may use its list again."""
+
+    def __init__(self, size: int, uses_again: bool) -> None:
+        self.size, self.uses_again = size, uses_again
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.random.permutation(self.size).tolist()
+        random.shuffle(order)
+        shift = int(torch.randint(self.size, ()))
+        return self._batches([(i + shift) % self.size for i in order])
+
+    def _batches(self, order: list[int]) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for index in order:
+            batch.append(index)
+            if random.random() < 0.4:
+                yield batch
+                if self.uses_again:
+                    batch.clear()
+                else:
+                    batch = []
+        yield [*batch, 0]
+
+
+class Epochs:
+    """A sampler that is told its epoch and draws from nothing else."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.epoch = size, -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        assert self.epoch >= 0
+        return iter(torch.randperm(self.size, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class Subclass(DataLoader[int]):
+    """Cannot be made again from its arguments."""
+
+    def __init__(self, one: str) -> None:
+        super().__init__(Numbers(), batch_size=len(one), shuffle=True)
+
+
+class Stream(IterableDataset[int]):
+    """Shuffles itself, as it goes."""
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(23))
+        while left:
+            yield left.pop(int(torch.randint(len(left), ())) if random.random() < 0.5 else 0)
+
+
+class Plain:
+    """An iterable that draws."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.randperm(23).split(4))
+
+
+class Stateful:
+    """Has a state, as a StatefulDataLoader; read to its end, it begins anew only when it is asked again."""
+
+    def __init__(self) -> None:
+        self.order = torch.empty(0, dtype=torch.int64)
+        self.at = 0
+        self.restored = False
+        self.read = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        if not self.restored:
+            self.order, self.at = torch.randperm(23), 0
+        self.restored = False
+        while self.at < 23:
+            self.at += 4
+            self.read += 1
+            yield self.order[self.at - 4 : self.at]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "at": (self.at, b"x")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, (self.at, mark) = state["order"], state["at"]
+        assert mark == b"x"
+        self.restored = True
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "in order": lambda: DataLoader(Numbers(), batch_size=4),
+    "shuffled": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True),
+    "a generator": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, generator=generator()),
+    "a sampler's generator": lambda: DataLoader(Numbers(), 4, sampler=RandomSampler(range(23), generator=generator())),
+    "with replacement": lambda: DataLoader(
+        Numbers(), 4, sampler=RandomSampler(range(23), True, 90, generator=generator()), generator=generator()
+    ),
+    "drop_last": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, drop_last=True),
+    "no batches": lambda: DataLoader(Numbers(9), batch_size=None, shuffle=True),
+    "weighted": lambda: DataLoader(Numbers(), 4, sampler=WeightedRandomSampler([1.0, 2.0] * 11, 30)),
+    "a subset": lambda: DataLoader(Numbers(), 4, sampler=SubsetRandomSampler(range(3, 20), generator())),
+    "own batches": lambda: DataLoader(Numbers(), batch_sampler=Shuffled(23, True)),
+    "own batches, loaded ahead": lambda: DataLoader(Numbers(), batch_sampler=Shuffled(23, False), num_workers=2),
+    "epochs told": lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(Epochs(23), 4, False)),
+    "loaded ahead": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2, prefetch_factor=3),
+    "a generator, loaded ahead": lambda: DataLoader(
+        Numbers(), batch_size=4, shuffle=True, num_workers=2, generator=generator()
+    ),
+    "persistent": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True),
+    "a subclass": lambda: Subclass("four"),
+    "iterable": lambda: DataLoader(Stream(), batch_size=4),
+    "plain": Plain,
+    "stateful": Stateful,
+}
+DEALT = [name for name in LOADERS if name not in ("iterable", "plain", "stateful")]
+WITH_PROCESSES = ("own batches, loaded ahead", "loaded ahead", "a generator, loaded ahead", "persistent")
+
+
+def noise() -> None:
+    """Draws from everything, as a training loop may."""
+    torch.rand(3), random.random(), np.random.rand(2)
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+
+
+def plain_loop(loader: Any, epochs: int) -> list[list[list[int]]]:
+    """Returns the batches of each epoch as a loop in a script gets them where nothing else draws."""
+    seed_all(5)
+    found = []
+    for epoch in range(epochs):
+        for part in (loader, getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        found.append([listed(batch) for batch in loader])
+    return found
+
+
+def listed(batch: Any) -> list[int]:
+    numbers: list[int] = torch.as_tensor(batch).reshape(-1).tolist()
+    return numbers
+
+
+def reading_of(
+    loader: Any, order: Order, extent: Extent, state: Any = None, replica: int = 0, replicas: int = 1
+) -> DealtReading | WholeReading:
+    if can_be_dealt(loader):
+        return DealtReading(Dealer(loader, replica, replicas), order, extent, state)
+    return WholeReading(loader, order, extent, state)
+
+
+def batches_of(reading: Reading, most: int | None = None) -> list[tuple[int, int, list[int], bool]]:
+    """Reads on, with noise in between; returns (number, epoch, batch, ends_epoch) of each."""
+    found: list[tuple[int, int, list[int], bool]] = []
+    while most is None or len(found) < most:
+        item = next(reading)
+        if isinstance(item, int):
+            break
+        found.append((item.number, item.epoch, listed(item.batch), item.ends_epoch))
+        noise()
+    return found
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_order_is_that_of_a_plain_loop_whatever_else_draws(name: str) -> None:
+    epochs = plain_loop(LOADERS[name](), 3)
+    seed_all(5)
+    loader, order = LOADERS[name](), Order()
+    before = torch.get_rng_state(), random.getstate()
+    reading = reading_of(loader, order, Extent(epochs=2))
+    assert isinstance(reading, DealtReading) == (name in DEALT)
+    numbers = []
+    while not isinstance(item := next(reading), int):
+        numbers.append(item)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1], "the process's own generators have not moved"
+    reading.close()
+    noise()
+    # A second stream of the same loader goes on where the first one ended.
+    again = DealtReading(reading._dealer, order, Extent(2, 3), None) if name in DEALT else None
+    rest = batches_of(again or WholeReading(loader, order, Extent(2, 3), None))
+    found = [(item.epoch, listed(item.batch), item.ends_epoch) for item in numbers]
+    wanted = [(e, batch, i == len(epochs[e]) - 1) for e in range(3) for i, batch in enumerate(epochs[e])]
+    assert found + [part[1:] for part in rest] == wanted
+    if isinstance(reading, DealtReading):
+        reading._dealer.close()
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("done", [0, 3, "epoch", "epoch and 1"])
+def test_a_position_is_found_again_in_a_new_process(name: str, done: int | str) -> None:
+    epochs = plain_loop(LOADERS[name](), 3)
+    size = len(epochs[0])
+    count = {"epoch": size, "epoch and 1": size + 1}.get(str(done), done)
+    assert isinstance(count, int)
+    seed_all(5)
+    reading = reading_of(LOADERS[name](), Order(), Extent(epochs=3))
+    before = batches_of(reading, count)
+    position = (count // size, count % size) if count <= size else (1, count - size)
+    state = json.loads(json.dumps(reading.state(*position)))
+    reading.close()
+    seed_all(99)
+    loader, order = LOADERS[name](), Order()
+    on = reading_of(loader, order, Extent(position[0], 3, position[1]), state)
+    assert on.state(*position) == state
+    rest = batches_of(on)
+    wanted = [(epoch, batch) for epoch, batches in enumerate(epochs) for batch in batches]
+    assert [part[1:3] for part in before + rest] == wanted
+    if name in DEALT and name not in WITH_PROCESSES:
+        passed = sum(len(batch) for _, batch in wanted[:count])
+        whole = sum(len(batch) for _, batch in wanted)
+        assert len(loader.dataset.loaded) == whole - passed, "what was done is passed over, not loaded"
+    if name == "stateful":
+        assert loader.read == len(wanted) - count, "its own state brought it there"
+    if isinstance(reading, DealtReading) and isinstance(on, DealtReading):
+        reading._dealer.close(), on._dealer.close()
+
+
+class Lists:
+    """A batch sampler with epochs of given lengths, in an order that is drawn."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for index in torch.randperm(self.lengths[self.epoch]).tolist():
+            yield [100 * self.epoch + index]
+
+
+def stream(feeds: list[Feed], rounds: int | None) -> tuple[Ending, int, list[int]]:
+    """Lets the replicas admit so many rounds and then drain; returns why it ended, where, and what was admitted.
+
+    Replicas that still had a minibatch in the round in which the data ended learn of the end in the next one, and
+    a drain that is asked for in between must not tell them another.
+    """
+    found: list[int] = []
+    ends: dict[int, tuple[Ending, int]] = {}
+    number = 0
+    while len(ends) < len(feeds):
+        for feed in feeds:
+            if (rounds is not None and number >= rounds * len(feeds)) or ends:
+                feed.stop(Ending.DRAIN)
+        for replica, feed in enumerate(feeds):
+            if replica in ends:
+                continue
+            admitted = feed.admit(number + replica, replica)
+            if isinstance(admitted, Admitted):
+                assert not ends, "nothing comes after the end"
+                assert admitted.epoch == int(admitted.inputs) // 100
+                found.append(int(admitted.inputs))
+            else:
+                ends[replica] = (admitted, feed.ended_at)
+        number += len(feeds)
+    assert len(set(ends.values())) == 1, "all say the same"
+    ending, count = ends[0]
+    assert count == len(found)
+    return ending, count, found
+
+
+LEG = st.tuples(st.integers(1, 4), st.integers(1, 2), st.integers(0, 4), st.integers(0, 4))
+
+
+@given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4), legs=st.lists(LEG, min_size=1, max_size=3))
+def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans(
+    lengths: list[int], legs: list[tuple[int, int, int, int]]
+) -> None:
+    """Each leg is a run of its own: so many replicas, a cycle, a drain after some rounds, a break after some more."""
+    seed_all(3)
+    plain = DataLoader(Numbers(1000), batch_sampler=Lists(lengths))
+    wanted = []
+    for epoch in range(len(lengths)):
+        plain.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+        wanted += [int(batch) for batch in plain]
+    places = [(epoch, n) for epoch, size in enumerate(lengths) for n in range(size)] + [(len(lengths), 0)]
+    indices: list[int] = []
+    state: Any = None
+    for i, (replicas, cycles, drain, leave) in enumerate(legs):
+        if len(indices) == len(wanted):
+            break
+        epoch, skip = places[len(indices)]
+        readings, data = [], [Numbers(1000) for _ in range(replicas)]
+        for replica in range(replicas):
+            seed_all(3)  # of rank 0; a session sends its state to the others
+            loader = DataLoader(data[replica], batch_sampler=Lists(lengths))
+            extent = Extent(epoch, len(lengths), skip)
+            readings.append(DealtReading(Dealer(loader, replica, replicas), Order(), extent, state))
+        feeds = [Feed(reading, lambda batch: (batch, -batch), replicas * cycles) for reading in readings]
+        here: list[int] = []
+        for rounds in (drain, leave if i < len(legs) - 1 else None):
+            ending, _, found = stream(feeds, rounds)
+            here += found
+            if ending is Ending.DATA:
+                break
+            for feed in feeds:
+                feed.resume()
+        loaded = [index for part in data for index in part.loaded]
+        assert sorted(loaded) == sorted(here), "each was loaded by one replica, once, and nothing ahead"
+        indices += here
+        state = json.loads(json.dumps(readings[0].state(*places[len(indices)])))
+    assert indices == wanted[: len(indices)]
+    assert len(indices) == len(wanted) or ending is not Ending.DATA
+
+
+@pytest.mark.parametrize(
+    "loader", [DataLoader(Numbers(), batch_sampler=[]), iter([]), DataLoader(Stream(), 30, drop_last=True)]
+)
+def test_a_loader_without_minibatches_is_refused(loader: Any) -> None:
+    with pytest.raises(WorkerError, match="yielded nothing"):
+        next(reading_of(loader, Order(), Extent()))
+
+
+def test_a_state_that_json_cannot_hold_is_refused() -> None:
+    loader = Stateful()
+    loader.state_dict = lambda: {"at": [1, {2}]}  # type: ignore[method-assign, dict-item, list-item, assignment]
+    reading = WholeReading(loader, Order(), Extent(), None)
+    next(reading)
+    with pytest.raises(PipelineError, match=r"state_dict\(\)\['at'\]\[1\] is a set, which JSON cannot hold"):
+        reading.state(0, 1)
+    assert reading.state(0, 0)["epoch"] == 0
+    with pytest.raises(PipelineError, match="ask for the position at a drain"):
+        WholeReading(loader, Order(), Extent(2, 3), None).state(1, 0)
+
+
+def test_replicas_seed_their_workers_apart() -> None:
+    class Seeds(Numbers):
+        def __getitem__(self, index: int) -> int:
+            return torch.initial_seed()
+
+    def seeds(replica: int, replicas: int) -> set[int]:
+        seed_all(2)
+        loader = DataLoader(Seeds(), batch_size=4, num_workers=2)
+        return {
+            seed
+            for part in batches_of(reading_of(loader, Order(), Extent(), None, replica, replicas))
+            for seed in part[2]
+        }
+
+    seed_all(2)
+    plain = {int(seed) for batch in DataLoader(Seeds(), batch_size=4, num_workers=2) for seed in batch}
+    assert seeds(0, 1) == seeds(0, 2) == plain
+    assert len(plain) == len(seeds(1, 2)) == 2
+    assert not plain & seeds(1, 2)
