@@ -14,6 +14,7 @@ import processes
 import pytest
 import torch
 from loading import SEED, Job, Notes, loader_of, seed_all
+from torch.utils.data import DataLoader, RandomSampler
 
 import pipedream as pd
 from pipedream.core.errors import WorkerError
@@ -156,6 +157,27 @@ def test_processes_that_load_are_ended(kind: str, rest: dict[str, int], tmp_path
     else:
         assert loading.run(job, str(tmp_path)).position == (3, 0)
     assert set(multiprocessing.active_children()) <= before, caught
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
+def test_an_evaluation_does_not_move_the_order(replicas: tuple[int, ...], tmp_path: Path) -> None:
+    """Not even where its loader draws from the same generator, in the middle of an epoch that draws as it goes."""
+    loaded = []
+    for looks in (False, True):
+        (tmp_path / str(looks)).mkdir()
+        with loading.pipeline_of(Job("", replicas)) as pipeline:
+            shared = torch.Generator().manual_seed(7)
+            seed_all(SEED)
+            train, test = (
+                DataLoader(data, 5, sampler=RandomSampler(range(50), True, 90, shared), generator=shared)
+                for data in (Notes(str(tmp_path / str(looks))), Notes(str(tmp_path)))
+            )
+            for done in pipeline.train(train, epochs=2):
+                if done.number == 4:
+                    pipeline.evaluate(test) if looks else pipeline.drain()
+        loaded.append(written(tmp_path / str(looks))[0])
+    assert loaded[0] == loaded[1]
+    assert len(written(tmp_path)[0]) == 90
 
 
 @pytest.mark.parametrize("kind", ["map", "own", "iterable"])

@@ -21,6 +21,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.runtime.dealing import Dealer, DealtReading, can_be_dealt
@@ -84,6 +85,13 @@ class Epochs:
 
     def __len__(self) -> int:
         return self.size
+
+
+class Drawn(Epochs):
+    """A sampler that draws from python's generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(self.size), self.size))
 
 
 class Subclass(DataLoader[int]):
@@ -154,6 +162,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "a subset": lambda: DataLoader(Numbers(), 4, sampler=SubsetRandomSampler(range(3, 20), generator())),
     "own batches": lambda: DataLoader(Numbers(), batch_sampler=Shuffled(23, True)),
     "own batches, loaded ahead": lambda: DataLoader(Numbers(), batch_sampler=Shuffled(23, False), num_workers=2),
+    "own sampler": lambda: DataLoader(Numbers(), 4, sampler=Drawn(23)),
     "epochs told": lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(Epochs(23), 4, False)),
     "loaded ahead": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2, prefetch_factor=3),
     "a generator, loaded ahead": lambda: DataLoader(
@@ -395,6 +404,44 @@ def test_replicas_seed_their_workers_apart() -> None:
 
     seed_all(2)
     plain = {int(seed) for batch in DataLoader(Seeds(), batch_size=4, num_workers=2) for seed in batch}
-    assert seeds(0, 1) == seeds(0, 2) == plain
-    assert len(plain) == len(seeds(1, 2)) == 2
-    assert not plain & seeds(1, 2)
+    assert seeds(0, 1) == seeds(0, 3) == plain
+    assert len(plain | seeds(1, 3) | seeds(2, 3)) == 6
+
+
+def test_what_a_loader_gives_out_of_order_is_read_in_order() -> None:
+    plain = plain_loop(DataLoader(Numbers(), 4, shuffle=True, num_workers=2), 1)[0]
+    seed_all(5)
+    loader = DataLoader(Numbers(), 4, shuffle=True, num_workers=2, in_order=False)
+    assert [part[2] for part in batches_of(reading_of(loader, Order(), Extent()))] == plain
+
+
+def test_what_shares_itself_out_over_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(IterableWrapper(range(8)), batch_size=4)
+    assert [part[2] for part in batches_of(reading_of(loader, Order(), Extent()))] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    with pytest.raises(WorkerError, match="give an IterableDataset"):
+        next(reading_of(loader, Order(), Extent()))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("count", [0, 3, 6, 7, 12])
+def test_a_loader_of_torchdata_goes_on_from_its_state(workers: int, own: bool, count: int) -> None:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+
+    def made() -> Any:
+        seed_all(5)
+        rest = {"generator": generator()} if own else {}
+        return loaders.StatefulDataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=workers, **rest)
+
+    wanted = [(epoch, batch) for epoch, batches in enumerate(plain_loop(made(), 3)) for batch in batches]
+    reading = WholeReading(made(), Order(), Extent(epochs=3), None)
+    before = batches_of(reading, count)
+    position = divmod(count, 6)
+    state = json.loads(json.dumps(reading.state(*position)))
+    reading.close()
+    loader = made()
+    seed_all(99)
+    rest = batches_of(WholeReading(loader, Order(), Extent(position[0], 3, position[1]), state))
+    assert [part[1:3] for part in before + rest] == wanted

@@ -173,6 +173,9 @@ class WholeReading(Marked):
 
     def close(self) -> None:
         self._items.close()
+        self._shut()
+
+    def _shut(self) -> None:
         if not getattr(self._loader, "persistent_workers", False):
             shut(self._iterator)
         self._iterator = None
@@ -215,7 +218,7 @@ class WholeReading(Marked):
                 self._start()
             ahead = self._next()
             if ahead is _END and resumed and count == 0:
-                self._start()  # the state was that of an epoch's end
+                self._start()  # as in `_resume`, where nothing happens before the first minibatch is asked for
                 ahead = self._next()
             if ahead is _END and count == 0:
                 raise nothing_found(epoch)
@@ -240,8 +243,11 @@ class WholeReading(Marked):
             return None
         self._loader.load_state_dict(from_json(own["state"]))
         self._start()
-        if own["batches"]:
-            self._order.restore(own["order"], self._loader)
+        self._order.restore(own["order"], self._loader)
+        if not own["batches"]:
+            # The state of an epoch's end: what goes on from it ends at once, and may have drawn for the next epoch.
+            self._shut()
+            self._start()
         return int(own["batches"])
 
 
