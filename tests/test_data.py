@@ -159,6 +159,16 @@ def test_processes_that_load_are_ended(kind: str, rest: dict[str, int], tmp_path
     assert set(multiprocessing.active_children()) <= before, caught
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["map", "iterable"])
+def test_a_sample_that_fails_ends_all_processes(kind: str, tmp_path: Path) -> None:
+    ends = processes.launch(loading.run, 3, Job(kind, (2, 1), fails_at=3), str(tmp_path), timeout_s=30.0)
+    assert any("a sample that fails" in str(end.error) for end in ends)
+    for rank, end in enumerate(ends):
+        assert end.exit_code == 1, f"rank {rank} ended with {end.exit_code}: {end.error}"
+        assert end.seconds < 15.0
+
+
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
 def test_an_evaluation_does_not_move_the_order(replicas: tuple[int, ...], tmp_path: Path) -> None:
     """Not even where its loader draws from the same generator, in the middle of an epoch that draws as it goes."""

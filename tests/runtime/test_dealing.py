@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loaders import (
+    DEALT,
+    LOADERS,
+    WITH_PROCESSES,
+    Numbers,
+    Stateful,
+    Stream,
+    generator,
+    listed,
+    noise,
+    plain_loop,
+    seed_all,
+)
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -28,180 +35,6 @@ from pipedream.runtime.dealing import Dealer, DealtReading, can_be_dealt
 from pipedream.runtime.feed import Admitted, Ending, Feed
 from pipedream.runtime.order import Order
 from pipedream.runtime.reading import Extent, Reading, WholeReading
-
-
-class Numbers(Dataset[int]):
-    """Gives its indices, and notes which were loaded."""
-
-    def __init__(self, size: int = 23) -> None:
-        self.size = size
-        self.loaded: list[int] = []
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        self.loaded.append(int(index))
-        return int(index)
-
-
-class Shuffled:
-    """A batch sampler of the user's own: draws at once, from all three generators, and may use its list again."""
-
-    def __init__(self, size: int, uses_again: bool) -> None:
-        self.size, self.uses_again = size, uses_again
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = np.random.permutation(self.size).tolist()
-        random.shuffle(order)
-        shift = int(torch.randint(self.size, ()))
-        return self._batches([(i + shift) % self.size for i in order])
-
-    def _batches(self, order: list[int]) -> Iterator[list[int]]:
-        batch: list[int] = []
-        for index in order:
-            batch.append(index)
-            if random.random() < 0.4:
-                yield batch
-                if self.uses_again:
-                    batch.clear()
-                else:
-                    batch = []
-        yield [*batch, 0]
-
-
-class Epochs:
-    """A sampler that is told its epoch and draws from nothing else."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.epoch = size, -1
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        assert self.epoch >= 0
-        return iter(torch.randperm(self.size, generator=torch.Generator().manual_seed(self.epoch)).tolist())
-
-    def __len__(self) -> int:
-        return self.size
-
-
-class Drawn(Epochs):
-    """A sampler that draws from python's generator."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(random.sample(range(self.size), self.size))
-
-
-class Subclass(DataLoader[int]):
-    """Cannot be made again from its arguments."""
-
-    def __init__(self, one: str) -> None:
-        super().__init__(Numbers(), batch_size=len(one), shuffle=True)
-
-
-class Stream(IterableDataset[int]):
-    """Shuffles itself, as it goes."""
-
-    def __iter__(self) -> Iterator[int]:
-        left = list(range(23))
-        while left:
-            yield left.pop(int(torch.randint(len(left), ())) if random.random() < 0.5 else 0)
-
-
-class Plain:
-    """An iterable that draws."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.randperm(23).split(4))
-
-
-class Stateful:
-    """Has a state, as a StatefulDataLoader; read to its end, it begins anew only when it is asked again."""
-
-    def __init__(self) -> None:
-        self.order = torch.empty(0, dtype=torch.int64)
-        self.at = 0
-        self.restored = False
-        self.read = 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        if not self.restored:
-            self.order, self.at = torch.randperm(23), 0
-        self.restored = False
-        while self.at < 23:
-            self.at += 4
-            self.read += 1
-            yield self.order[self.at - 4 : self.at]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"order": self.order, "at": (self.at, b"x")}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.order, (self.at, mark) = state["order"], state["at"]
-        assert mark == b"x"
-        self.restored = True
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(7)
-
-
-LOADERS: dict[str, Callable[[], Any]] = {
-    "in order": lambda: DataLoader(Numbers(), batch_size=4),
-    "shuffled": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True),
-    "a generator": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, generator=generator()),
-    "a sampler's generator": lambda: DataLoader(Numbers(), 4, sampler=RandomSampler(range(23), generator=generator())),
-    "with replacement": lambda: DataLoader(
-        Numbers(), 4, sampler=RandomSampler(range(23), True, 90, generator=generator()), generator=generator()
-    ),
-    "drop_last": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, drop_last=True),
-    "no batches": lambda: DataLoader(Numbers(9), batch_size=None, shuffle=True),
-    "weighted": lambda: DataLoader(Numbers(), 4, sampler=WeightedRandomSampler([1.0, 2.0] * 11, 30)),
-    "a subset": lambda: DataLoader(Numbers(), 4, sampler=SubsetRandomSampler(range(3, 20), generator())),
-    "own batches": lambda: DataLoader(Numbers(), batch_sampler=Shuffled(23, True)),
-    "own batches, loaded ahead": lambda: DataLoader(Numbers(), batch_sampler=Shuffled(23, False), num_workers=2),
-    "own sampler": lambda: DataLoader(Numbers(), 4, sampler=Drawn(23)),
-    "epochs told": lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(Epochs(23), 4, False)),
-    "loaded ahead": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2, prefetch_factor=3),
-    "a generator, loaded ahead": lambda: DataLoader(
-        Numbers(), batch_size=4, shuffle=True, num_workers=2, generator=generator()
-    ),
-    "persistent": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True),
-    "a subclass": lambda: Subclass("four"),
-    "iterable": lambda: DataLoader(Stream(), batch_size=4),
-    "plain": Plain,
-    "stateful": Stateful,
-}
-DEALT = [name for name in LOADERS if name not in ("iterable", "plain", "stateful")]
-WITH_PROCESSES = ("own batches, loaded ahead", "loaded ahead", "a generator, loaded ahead", "persistent")
-
-
-def noise() -> None:
-    """Draws from everything, as a training loop may."""
-    torch.rand(3), random.random(), np.random.rand(2)
-
-
-def seed_all(seed: int) -> None:
-    torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
-
-
-def plain_loop(loader: Any, epochs: int) -> list[list[list[int]]]:
-    """Returns the batches of each epoch as a loop in a script gets them where nothing else draws."""
-    seed_all(5)
-    found = []
-    for epoch in range(epochs):
-        for part in (loader, getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
-        found.append([listed(batch) for batch in loader])
-    return found
-
-
-def listed(batch: Any) -> list[int]:
-    numbers: list[int] = torch.as_tensor(batch).reshape(-1).tolist()
-    return numbers
 
 
 def reading_of(
@@ -425,23 +258,22 @@ def test_what_shares_itself_out_over_processes_is_refused(monkeypatch: pytest.Mo
 
 @pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("count", [0, 3, 6, 7, 12])
-def test_a_loader_of_torchdata_goes_on_from_its_state(workers: int, own: bool, count: int) -> None:
+def test_a_loader_of_torchdata_goes_on_from_its_state(workers: int) -> None:
     loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
 
-    def made() -> Any:
+    def made(own: bool) -> Any:
         seed_all(5)
         rest = {"generator": generator()} if own else {}
         return loaders.StatefulDataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=workers, **rest)
 
-    wanted = [(epoch, batch) for epoch, batches in enumerate(plain_loop(made(), 3)) for batch in batches]
-    reading = WholeReading(made(), Order(), Extent(epochs=3), None)
-    before = batches_of(reading, count)
-    position = divmod(count, 6)
-    state = json.loads(json.dumps(reading.state(*position)))
-    reading.close()
-    loader = made()
-    seed_all(99)
-    rest = batches_of(WholeReading(loader, Order(), Extent(position[0], 3, position[1]), state))
-    assert [part[1:3] for part in before + rest] == wanted
+    for own, count in product([False, True], [0, 3, 6, 7, 12]):
+        wanted = [(epoch, batch) for epoch, batches in enumerate(plain_loop(made(own), 3)) for batch in batches]
+        reading = WholeReading(made(own), Order(), Extent(epochs=3), None)
+        before = batches_of(reading, count)
+        position = divmod(count, 6)
+        state = json.loads(json.dumps(reading.state(*position)))
+        reading.close()
+        loader = made(own)
+        seed_all(99)
+        rest = batches_of(WholeReading(loader, Order(), Extent(position[0], 3, position[1]), state))
+        assert [part[1:3] for part in before + rest] == wanted, f"generator {own}, after {count}"
