@@ -168,10 +168,20 @@ class Pipeline:
             WorkerError: a worker failed; names rank, stage, op and cause.
             KeyboardInterrupt: Ctrl-C; everything admitted was finished first.
         """
+        left = self._training or self._epoch_batches > 0
         self._finish()
         self._training = True
-        until = self._epoch + epochs
-        self._session.open_feed(loader, self._take, first_epoch=self._epoch, epochs=until, skip=self._epoch_batches)
+        state, self._data_state = self._data_state, None
+        if state is None and left:
+            state = self._session.data_state(*self.position)
+        self._session.open_feed(
+            loader,
+            self._take,
+            first_epoch=self._epoch,
+            epochs=self._epoch + epochs,
+            skip=self._epoch_batches,
+            state=state,
+        )
         while True:
             self._segment = self._session.train()
             while self._ready or self._advance():

@@ -107,7 +107,13 @@ class Recipe:
             yield "name", "not a text"
 
     def first_batch(self) -> Any:
-        """Returns a training batch without moving the loader's random numbers on, where it allows that."""
+        """Returns a training batch; the order of the data is what it would be without."""
+        from .runtime.order import undisturbed  # here: a recipe is described without loading torch
+
+        with undisturbed(self.train):
+            return self._first_batch()
+
+    def _first_batch(self) -> Any:
         loader: Any = self.train
         dataset: Any = getattr(loader, "dataset", None)
         collate = getattr(loader, "collate_fn", None)

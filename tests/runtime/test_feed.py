@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import tee
 from typing import Any
 
 import pytest
@@ -11,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.errors import WorkerError
-from pipedream.runtime.feed import Admitted, Ending, Feed, read
+from pipedream.runtime.feed import Admitted, Ending, Feed
+from pipedream.runtime.order import Order
+from pipedream.runtime.reading import Extent, Reading, WholeReading, share
 
 
 class Loader:
@@ -28,6 +29,10 @@ class Loader:
         return (torch.tensor([number]) for number in range(self.size))
 
 
+def read(loader: Any, readers: int = 1, **extent: int) -> list[Reading]:
+    return share(WholeReading(loader, Order(), Extent(**extent), None), readers)
+
+
 def take(batch: Any) -> tuple[Any, Any]:
     return batch, -batch
 
@@ -39,7 +44,7 @@ def take(batch: Any) -> tuple[Any, Any]:
 def test_replicas_take_each_minibatch_once_in_order_with_a_drain_between(
     size: int, epochs: int, replicas: int, stop: int, cycles: int
 ) -> None:
-    feeds = [Feed(part, take, replicas * cycles) for part in tee(read(Loader(size), epochs=epochs), replicas)]
+    feeds = [Feed(part, take, replicas * cycles) for part in read(Loader(size), replicas, epochs=epochs)]
     admitted: list[tuple[int, int, bool]] = []
 
     def stream(until: int | None) -> Ending:
@@ -72,18 +77,20 @@ def test_replicas_take_each_minibatch_once_in_order_with_a_drain_between(
 
 def test_an_epoch_is_announced_and_what_was_done_is_passed_over() -> None:
     loader = Loader(4)
-    found = [(epoch, int(batch)) for epoch, batch in read(loader, first_epoch=2, epochs=4, skip=3)]
-    assert found == [(2, 3), (3, 0), (3, 1), (3, 2), (3, 3)]
+    (reading,) = read(loader, first_epoch=2, epochs=4, skip=3)
+    found = [next(reading) for _ in range(5)]
+    assert [(given.epoch, int(given.batch)) for given in found] == [(2, 3), (3, 0), (3, 1), (3, 2), (3, 3)]
+    assert next(reading) == 5
     assert loader.epochs == [2, 3]
 
 
 def test_a_loader_without_minibatches_is_refused() -> None:
     with pytest.raises(WorkerError, match="can be iterated only once"):
-        list(read(iter([torch.ones(1)]), epochs=2))
+        list(read(iter([torch.ones(1)]), epochs=2)[0])
 
 
 def test_an_interrupt_is_told_at_the_next_minibatch() -> None:
-    feed = Feed(read(Loader(5)), take)
+    feed = Feed(read(Loader(5))[0], take)
     assert isinstance(feed.admit(0), Admitted)
     feed.stopped = Ending.INTERRUPT
     assert feed.admit(1) is Ending.INTERRUPT

@@ -24,7 +24,7 @@ from .versions import Versions
 from .wire import Line, WireGroup, WireReceiver, WireSender
 from .worker import Worker
 
-__all__ = ["Settings", "Wires", "connect", "local_crew", "wire_worker"]
+__all__ = ["Settings", "Wires", "connect", "data_channels", "local_crew", "wire_worker"]
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,7 @@ def wire_worker(
         wires: of `connect`.
     """
     placement = program.placement
-    # Nothing is ever unread beyond what the input stage may have in flight, or one minibatch.
-    most_out = max(*program.plan.in_flight, program.microbatches) * max(placement.replicas) + 2
+    most_out = _most_out(program)
     senders: dict[int, Sender] = {}
     receivers: dict[int, Receiver] = {}
     for number, channel in enumerate(program.channels):
@@ -200,6 +199,34 @@ def wire_worker(
     return _worker(
         rank, program, evaluation, seats, senders, receivers, result_senders, result_receivers, settings, device
     )
+
+
+def data_channels(
+    rank: int, program: Program, everyone: dist.ProcessGroup
+) -> tuple[dict[int, WireSender], WireReceiver | None]:
+    """Returns the channels on which replica 0 of the input stage hands the others their data.
+
+    Returns: replica -> sender, at replica 0; the receiver, at the others. Nothing at other stages.
+    """
+    placement = program.placement
+    first, *others = placement.ranks[0]
+    senders: dict[int, WireSender] = {}
+    receiver = None
+    for replica, other in enumerate(others, start=1):
+        if rank not in (first, other):
+            continue
+        number = len(program.channels) + placement.workers**2 + replica  # behind those of the results
+        line = Line(other if rank == first else first, number, 2, everyone, everyone, torch.device("cpu"))
+        if rank == first:
+            senders[replica] = WireSender(line, _most_out(program))
+        else:
+            receiver = WireReceiver(line)
+    return senders, receiver
+
+
+def _most_out(program: Program) -> int:
+    """Returns the messages that may be unread: what the input stage has in flight, or one minibatch."""
+    return max(*program.plan.in_flight, program.microbatches) * max(program.placement.replicas) + 2
 
 
 def _copied(

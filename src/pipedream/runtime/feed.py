@@ -1,20 +1,19 @@
-"""The input stage's side of the data: minibatches from a loader, one after the other over the epochs.
+"""The input stage's side of the data: minibatches enter one after the other, by their number since the drain.
 
-The feed looks one minibatch ahead, so that a minibatch knows whether it ends its epoch. It stops where it is
-asked to: for a drain (it goes on afterwards) or by an interrupt (it does not).
+A feed stops where it is asked to: for a drain (it goes on afterwards) or by an interrupt (it does not).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from ..core.errors import WorkerError
 from .batches import samples
+from .reading import Reading
 
-__all__ = ["Admitted", "Ending", "Feed", "read"]
+__all__ = ["Admitted", "Ending", "Feed"]
 
 
 class Ending(IntEnum):
@@ -48,23 +47,24 @@ class Feed:
     """Minibatches that enter at one worker of the input stage.
 
     Args:
-        batches: pairs (epoch, batch), as from `read`.
+        reading: of the loader; it may pass over the minibatches of other replicas.
         take: batch -> (inputs, targets).
         cycle: minibatches of which a drain waits for a multiple, so that no stage's round is torn apart.
     """
 
-    def __init__(
-        self, batches: Iterator[tuple[int, Any]], take: Callable[[Any], tuple[Any, Any]], cycle: int = 1
-    ) -> None:
+    def __init__(self, reading: Reading, take: Callable[[Any], tuple[Any, Any]], cycle: int = 1) -> None:
         self._cycle = cycle
-        self._batches = batches
+        self._reading = reading
         self._take = take
-        self._ahead: tuple[int, Any] | None = None
-        self._started = False
-        self._read = 0
         self._base = 0
+        self._count: int | None = None
         self.stopped: Ending | None = None
         self.ended_at = 0
+
+    def stop(self, ending: Ending) -> None:
+        """Lets the stream end before the next round; an interrupt is not weakened to a drain."""
+        if self.stopped is None or ending is Ending.INTERRUPT:
+            self.stopped = ending
 
     def resume(self) -> None:
         """Goes on after a drain: the next minibatch is number 0 again."""
@@ -75,53 +75,25 @@ class Feed:
         """Returns minibatch `number` since the last drain, or why there is none; `ended_at` says then how
         many there were.
 
-        A replica of the input stage takes every so-manieth minibatch and passes over the others.
+        Args:
+            number: greater than any before.
+            replica: of the input stage, that takes it.
         """
         if self.stopped is not None and number % self._cycle == replica % self._cycle:
-            # All replicas stop before the same round.
-            self.ended_at = number - number % self._cycle
-            return self.stopped
-        if not self._started:
-            self._started = True
-            self._ahead = next(self._batches, None)
-        while self._ahead is not None:
-            epoch, batch = self._ahead
-            self._ahead = next(self._batches, None)
-            self._read += 1
-            if self._read > self._base + number:
-                inputs, targets = self._take(batch)
-                return Admitted(inputs, targets, samples(inputs), epoch, self._ahead is None or self._ahead[0] != epoch)
-        self.ended_at = self._read - self._base
+            # All replicas stop before the same round, unless the data ended within the one before it.
+            until = number - number % self._cycle
+            if not until or self._exists(self._base + until - 1):
+                self.ended_at = until
+                return self.stopped
+        while self._count is None:
+            found = next(self._reading)
+            if isinstance(found, int):
+                self._count = found
+            elif found.number == self._base + number:
+                inputs, targets = self._take(found.batch)
+                return Admitted(inputs, targets, samples(inputs), found.epoch, found.ends_epoch)
+        self.ended_at = self._count - self._base
         return Ending.DATA
 
-
-def read(loader: Iterable[Any], *, first_epoch: int = 0, epochs: int = 1, skip: int = 0) -> Iterator[tuple[int, Any]]:
-    """Yields (epoch, batch) of a loader over the epochs first_epoch <= epoch < epochs.
-
-    An object with ``set_epoch`` (the loader, its sampler or its batch sampler) is told each epoch.
-
-    Args:
-        loader: an iterable that can be iterated once an epoch.
-        first_epoch, epochs: which epochs.
-        skip: minibatches of the first of them to leave out: they were trained on already.
-
-    Raises:
-        WorkerError: an epoch has no minibatch.
-    """
-    for epoch in range(first_epoch, epochs):
-        parts: tuple[Any, ...] = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None), loader)
-        for part in parts:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
-        empty = True
-        for number, batch in enumerate(loader):
-            empty = False
-            if epoch > first_epoch or number >= skip:
-                yield epoch, batch
-        if empty:
-            raise WorkerError(
-                0,
-                f"the loader, epoch {epoch}",
-                "it yielded nothing",
-                "give a loader that can be iterated once an epoch; a generator can be iterated only once",
-            )
+    def _exists(self, number: int) -> bool:
+        return self._reading.exists(number) if self._count is None else number < self._count

@@ -6,10 +6,10 @@ that a failure of one ends all.
 
 from __future__ import annotations
 
-import itertools
 import json
 import resource
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,17 @@ from ..core.graph import LayerGraph
 from ..core.program import Program
 from ..core.timeline import Span, Tag, Timeline
 from . import parameters
+from .channel import Receiver, Sender
 from .clock import in_process, on_wire
-from .crew import Settings, connect, local_crew, wire_worker
-from .feed import Ending, Feed, read
+from .crew import Settings, connect, data_channels, local_crew, wire_worker
+from .feed import Ending
 from .guard import Guard
+from .intake import Door
 from .interrupts import Interrupts
 from .keeping import Keeper, share_with_replicas
+from .reading import Extent
 from .results import Done, Output
+from .supply import Supply, Take
 from .talk import agree, gather_texts, join
 from .worker import Worker
 
@@ -37,8 +41,6 @@ __all__ = ["Session"]
 
 _LOST_WORDS = ("gloo", "Gloo", "NCCL", "Connection", "Socket")
 """What torch's errors of a broken connection have in common."""
-
-Take = Callable[[Any], tuple[Any, Any]]
 
 
 class Session:
@@ -77,14 +79,20 @@ class Session:
         named = list(zip([layer.name for layer in graph.layers], layers, strict=True))
         self._guard: Guard | None = None
         self._group: dist.ProcessGroup | None = None
-        self._feeds: list[Feed] = []
+        self._doors: dict[int, Door] = {}
         if processes == 1:
             parameters.materialise(named, device, settings.seed)
             handles = [parameters.trained(model, names) for names in self._names]
             self.workers = local_crew(program, evaluation, named, handles, settings, device)
             self._names_here = {name for names in self._names for name in names}
+            self._handing: list[Sender | Receiver] = []
+            self._supply = Supply(program, range(program.placement.workers))
         else:
             self.workers = [self._join_others(processes, named, evaluation)]
+            assert self._group is not None
+            senders, receiver = data_channels(self.rank, program, self._group)
+            self._handing = [*senders.values(), *([] if receiver is None else [receiver])]
+            self._supply = Supply(program, [self.rank], self._group, senders, receiver)
         writing = dist.new_group(backend="gloo") if self.distributed else None
         self.keeper = Keeper(model, program, self.workers, self._names, self._group, writing, device)
         self.interrupts = Interrupts(patient=self.distributed)
@@ -132,54 +140,79 @@ class Session:
     # -- data in, results out -----------------------------------------------------------------------
 
     def open_feed(
-        self, loader: Iterable[Any], take: Take, *, first_epoch: int = 0, epochs: int = 1, skip: int = 0
+        self,
+        loader: Any,
+        take: Take,
+        *,
+        first_epoch: int = 0,
+        epochs: int = 1,
+        skip: int = 0,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Gets ready to read a loader for training, at the workers of the input stage."""
-        self._feeds = self._feeds_for(loader, take, first_epoch=first_epoch, epochs=epochs, skip=skip)
+        """Gets ready to read a loader for training, at the workers of the input stage; every rank calls it.
+
+        A map-style DataLoader finds a position without loading what lies before it, and one with a state_dict of its
+        own does as it does; any other iterable is iterated up to there and its minibatches are thrown away.
+
+        Args:
+            loader: of the user.
+            take: batch -> (inputs, targets).
+            first_epoch, epochs: the epochs first_epoch <= epoch < epochs are read.
+            skip: minibatches of the first of them that are done.
+            state: of `data_state` for this position, of any plan; None goes on with the order of the data as it is.
+        """
+        try:
+            self._doors = self._supply.train_on(loader, take, Extent(first_epoch, epochs, skip), state)
+        except PipelineError as error:
+            raise self._told(error) from error.__cause__
 
     def data_state(self, epoch: int, batches: int) -> dict[str, Any]:
-        """Returns what the data needs to go on from a position, at a drain."""
-        return {}
+        """Returns what `open_feed` needs to go on after so many minibatches of an epoch, as JSON has it.
+
+        For a drain; all ranks call it, and rank 0's counts: those that do not read the data have an empty one.
+        """
+        try:
+            return self._supply.state(epoch, batches)
+        except PipelineError as error:
+            raise self._told(error) from error.__cause__
 
     def train(self) -> Iterator[Done]:
         """Trains until the data ends or `stop` was called, and drains; yields as `Worker.train`."""
-        feeds = dict(zip(self._input_ranks(), self._feeds, strict=False))
-        streams = [worker.train(feeds.get(worker.rank)) for worker in self.workers]
+        streams = [worker.train(self._doors.get(worker.rank)) for worker in self.workers]
         yield from self._run(streams)
 
     def stop(self) -> None:
         """Lets the running stream end with what has been admitted."""
-        for feed in self._feeds:
-            feed.stopped = feed.stopped or Ending.DRAIN
+        for door in self._doors.values():
+            door.stop(Ending.DRAIN)
 
     def resume(self) -> None:
         """Lets the data go on after a drain."""
-        for feed in self._feeds:
-            feed.resume()
+        for door in self._doors.values():
+            door.resume()
 
     def evaluate(self, loader: Iterable[Any], take: Take, ema: bool = False) -> Done:
         """Runs forwards over a loader; returns the means over all of it, equal on every rank."""
-        feeds = dict(zip(self._input_ranks(), self._feeds_for(loader, take), strict=False))
-        streams = [worker.evaluate(feeds.get(worker.rank), ema) for worker in self.workers]
-        found = [event for event in self._run(streams) if isinstance(event, Done)]
+        with self._looking_at(loader, take) as doors:
+            streams = [worker.evaluate(doors.get(worker.rank), ema) for worker in self.workers]
+            found = [event for event in self._run(streams) if isinstance(event, Done)]
         return found[-1]
 
     def predict(self, loader: Iterable[Any], take: Take, ema: bool = False) -> Iterator[Output]:
         """Runs forwards over a loader; yields the outputs, at rank 0 only."""
-        feeds = dict(zip(self._input_ranks(), self._feeds_for(loader, take), strict=False))
-        streams = [worker.predict(feeds.get(worker.rank), ema) for worker in self.workers]
-        yield from self._run(streams)
+        with self._looking_at(loader, take) as doors:
+            yield from self._run([worker.predict(doors.get(worker.rank), ema) for worker in self.workers])
 
-    def _feeds_for(self, loader: Iterable[Any], take: Take, **span: int) -> list[Feed]:
-        count = len(self._input_ranks())
-        if not count:
-            return []
-        cycle = self.program.placement.cycle if self.program.updates.mean_of_rounds else 1
-        return [Feed(batches, take, cycle) for batches in itertools.tee(read(loader, **span), count)]
-
-    def _input_ranks(self) -> list[int]:
-        here = {worker.rank for worker in self.workers}
-        return [rank for rank in self.program.placement.ranks[0] if rank in here]
+    @contextmanager
+    def _looking_at(self, loader: Any, take: Take) -> Iterator[dict[int, Door]]:
+        try:
+            try:
+                doors = self._supply.look_at(loader, take)
+            except PipelineError as error:
+                raise self._told(error) from error.__cause__
+            yield doors
+        finally:
+            self._supply.end_looking()
 
     def _run(self, streams: Sequence[Generator[Any, None, None]]) -> Iterator[Any]:
         try:
@@ -338,17 +371,22 @@ class Session:
     def close(self, failed: bool) -> None:
         """Ends the channels, in order; after a failure there is nothing left to end."""
         self.interrupts.stop()
+        self._supply.close()
         if not failed:
             self.check_saved(wait=True)
+            ends: list[Sender | Receiver] = list(self._handing)
             for worker in self.workers:
-                for sender in (*worker.senders.values(), *worker.results.senders.values()):
-                    sender.close_begin()
-            for worker in self.workers:
-                for receiver in (*worker.receivers.values(), *worker.results.receivers.values()):
-                    receiver.close()
-            for worker in self.workers:
-                for sender in (*worker.senders.values(), *worker.results.senders.values()):
-                    sender.close()
+                ends += [*worker.senders.values(), *worker.results.senders.values()]
+                ends += [*worker.receivers.values(), *worker.results.receivers.values()]
+            for end in ends:
+                if isinstance(end, Sender):
+                    end.close_begin()
+            for end in ends:
+                if isinstance(end, Receiver):
+                    end.close()
+            for end in ends:
+                if isinstance(end, Sender):
+                    end.close()
             if self._group is not None:
                 dist.barrier(group=self._group)
         if self._guard is not None:

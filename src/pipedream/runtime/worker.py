@@ -20,8 +20,8 @@ from ..core.program import Instruction, Move, Program
 from ..core.timeline import Tag
 from .batches import flatten, to_device, unflatten
 from .channel import Pending, Receiver, Sender
-from .feed import Ending, Feed
-from .intake import Intake
+from .feed import Ending
+from .intake import Door, Intake
 from .message import Content, Message
 from .recorder import Recorder
 from .results import Done, Output, Results
@@ -81,16 +81,16 @@ class Worker:
 
     # -- the three things a worker does -------------------------------------------------------------
 
-    def train(self, feed: Feed | None) -> Generator[Pending[Any] | Done, None, None]:
+    def train(self, door: Door | None) -> Generator[Pending[Any] | Done, None, None]:
         """Trains until the stream ends, and drains. `ending` says then why it ended.
 
         Args:
-            feed: the data, at the workers of the input stage; None elsewhere.
+            door: where the data comes from, at the workers of the input stage; None elsewhere.
 
         Raises:
             WorkerError: an op failed; names rank, stage, op and cause.
         """
-        self._begin(feed, self.program.microbatches, self.done_minibatches)
+        self._begin(door, self.program.microbatches, self.done_minibatches)
         self._training = True
         for seat in self.seats.values():
             seat.begin()
@@ -102,9 +102,9 @@ class Worker:
             seat.versions.rewind()
         self.done_minibatches += (self._total or 0) // self.program.microbatches
 
-    def evaluate(self, feed: Feed | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
+    def evaluate(self, door: Door | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Runs forwards alone, and ends with one `Done` that holds the means over all minibatches."""
-        self._begin(feed, 1, 0, ema)
+        self._begin(door, 1, 0, ema)
         with self._in_evaluation():
             for event in self._run(self._evaluation):
                 if not isinstance(event, Op):
@@ -114,9 +114,9 @@ class Worker:
             self.results.announce(0)
         yield (yield from self.results.gather(0, range(len(owners)), self.rate))
 
-    def predict(self, feed: Feed | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
+    def predict(self, door: Door | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
         """Runs forwards alone, and yields the outputs in order, at rank 0 only."""
-        self._begin(feed, 1, 0, ema)
+        self._begin(door, 1, 0, ema)
         self._predicting = True
         ahead, given = self.program.plan.in_flight[0], 0
         with self._in_evaluation():
@@ -240,11 +240,10 @@ class Worker:
         """Takes the next microbatch from the data; ends the stream where there is none."""
         if self._training and self.program.placement.replicas[0] == 1 and self.wishes_to_stop():
             self._stop_feed(Ending.INTERRUPT)
-        assert self._feed is not None
         assert self._intake is not None
         found = self._intake.take(op.index)
         if isinstance(found, Ending):
-            self._end(self._feed.ended_at * self._split, found)
+            self._end(self._intake.ended_at * self._split, found)
             return None
         inputs, targets = found
         box = self._inbox if self._last == 0 else self._outbox
@@ -350,10 +349,10 @@ class Worker:
 
     # -- small things -------------------------------------------------------------------------------
 
-    def _begin(self, feed: Feed | None, split: int, base: int, ema: bool = False) -> None:
+    def _begin(self, door: Door | None, split: int, base: int, ema: bool = False) -> None:
         """Forgets the stream before, and gets ready for one that begins at minibatch `base`."""
-        self._feed = feed
-        self._intake = None if feed is None else Intake(feed, split, self._input_replica(), base)
+        self._door = door
+        self._intake: Intake | None = None if door is None else door.open(split, self._input_replica(), base)
         self._split = split
         self._base = base
         self._ema = ema
@@ -369,8 +368,8 @@ class Worker:
         return next(replica for stage, replica in self.program.placement.seats(self.rank) if stage == 0)
 
     def _stop_feed(self, ending: Ending) -> None:
-        if self._feed is not None:
-            self._feed.stopped = ending
+        if self._door is not None:
+            self._door.stop(ending)
 
     @contextmanager
     def _in_evaluation(self) -> Iterator[None]:

@@ -1,0 +1,193 @@
+"""Loaders of all kinds, and what a plain loop over them gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+
+class Numbers(Dataset[int]):
+    """Gives its indices, and notes which were loaded."""
+
+    def __init__(self, size: int = 23) -> None:
+        self.size = size
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(int(index))
+        return int(index)
+
+
+class Shuffled:
+    """A batch sampler of the user's own: draws at once, from all three generators, and may use its list again."""
+
+    def __init__(self, size: int, uses_again: bool) -> None:
+        self.size, self.uses_again = size, uses_again
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.random.permutation(self.size).tolist()
+        random.shuffle(order)
+        shift = int(torch.randint(self.size, ()))
+        return self._batches([(i + shift) % self.size for i in order])
+
+    def _batches(self, order: list[int]) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for index in order:
+            batch.append(index)
+            if random.random() < 0.4:
+                yield batch
+                if self.uses_again:
+                    batch.clear()
+                else:
+                    batch = []
+        yield [*batch, 0]
+
+
+class Epochs:
+    """A sampler that is told its epoch and draws from nothing else."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.epoch = size, -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        assert self.epoch >= 0
+        return iter(torch.randperm(self.size, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class Drawn(Epochs):
+    """A sampler that draws from python's generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(self.size), self.size))
+
+
+class Subclass(DataLoader[int]):
+    """Cannot be made again from its arguments."""
+
+    def __init__(self, one: str) -> None:
+        super().__init__(Numbers(), batch_size=len(one), shuffle=True)
+
+
+class Stream(IterableDataset[int]):
+    """Shuffles itself, as it goes."""
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(23))
+        while left:
+            yield left.pop(int(torch.randint(len(left), ())) if random.random() < 0.5 else 0)
+
+
+class Plain:
+    """An iterable that draws."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.randperm(23).split(4))
+
+
+class Stateful:
+    """Has a state, as a StatefulDataLoader; read to its end, it begins anew only when it is asked again."""
+
+    def __init__(self) -> None:
+        self.order = torch.empty(0, dtype=torch.int64)
+        self.at = 0
+        self.restored = False
+        self.read = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        if not self.restored:
+            self.order, self.at = torch.randperm(23), 0
+        self.restored = False
+        while self.at < 23:
+            self.at += 4
+            self.read += 1
+            yield self.order[self.at - 4 : self.at]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "at": (self.at, b"x")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, (self.at, mark) = state["order"], state["at"]
+        assert mark == b"x"
+        self.restored = True
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "in order": lambda: DataLoader(Numbers(), batch_size=4),
+    "shuffled": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True),
+    "a generator": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, generator=generator()),
+    "a sampler's generator": lambda: DataLoader(Numbers(), 4, sampler=RandomSampler(range(23), generator=generator())),
+    "with replacement": lambda: DataLoader(
+        Numbers(), 4, sampler=RandomSampler(range(23), True, 90, generator=generator()), generator=generator()
+    ),
+    "drop_last": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, drop_last=True),
+    "no batches": lambda: DataLoader(Numbers(9), batch_size=None, shuffle=True),
+    "weighted": lambda: DataLoader(Numbers(), 4, sampler=WeightedRandomSampler([1.0, 2.0] * 11, 30)),
+    "a subset": lambda: DataLoader(Numbers(), 4, sampler=SubsetRandomSampler(range(3, 20), generator())),
+    "own batches": lambda: DataLoader(Numbers(), batch_sampler=Shuffled(23, True)),
+    "own batches, loaded ahead": lambda: DataLoader(Numbers(), batch_sampler=Shuffled(23, False), num_workers=2),
+    "own sampler": lambda: DataLoader(Numbers(), 4, sampler=Drawn(23)),
+    "epochs told": lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(Epochs(23), 4, False)),
+    "loaded ahead": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2, prefetch_factor=3),
+    "a generator, loaded ahead": lambda: DataLoader(
+        Numbers(), batch_size=4, shuffle=True, num_workers=2, generator=generator()
+    ),
+    "persistent": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True),
+    "a subclass": lambda: Subclass("four"),
+    "iterable": lambda: DataLoader(Stream(), batch_size=4),
+    "plain": Plain,
+    "stateful": Stateful,
+}
+DEALT = [name for name in LOADERS if name not in ("iterable", "plain", "stateful")]
+WITH_PROCESSES = ("own batches, loaded ahead", "loaded ahead", "a generator, loaded ahead", "persistent")
+
+
+def noise() -> None:
+    """Draws from everything, as a training loop may."""
+    torch.rand(3), random.random(), np.random.rand(2)
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+
+
+def plain_loop(loader: Any, epochs: int) -> list[list[list[int]]]:
+    """Returns the batches of each epoch as a loop in a script gets them where nothing else draws."""
+    seed_all(5)
+    found = []
+    for epoch in range(epochs):
+        for part in (loader, getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        found.append([listed(batch) for batch in loader])
+    return found
+
+
+def listed(batch: Any) -> list[int]:
+    numbers: list[int] = torch.as_tensor(batch).reshape(-1).tolist()
+    return numbers

@@ -1,0 +1,279 @@
+"""The order of the data is that of a plain loop, whoever reads it, whatever else draws, and from any position on."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from loaders import (
+    DEALT,
+    LOADERS,
+    WITH_PROCESSES,
+    Numbers,
+    Stateful,
+    Stream,
+    generator,
+    listed,
+    noise,
+    plain_loop,
+    seed_all,
+)
+from torch.utils.data import (
+    DataLoader,
+)
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+from pipedream.core.errors import PipelineError, WorkerError
+from pipedream.runtime.dealing import Dealer, DealtReading, can_be_dealt
+from pipedream.runtime.feed import Admitted, Ending, Feed
+from pipedream.runtime.order import Order
+from pipedream.runtime.reading import Extent, Reading, WholeReading
+
+
+def reading_of(
+    loader: Any, order: Order, extent: Extent, state: Any = None, replica: int = 0, replicas: int = 1
+) -> DealtReading | WholeReading:
+    if can_be_dealt(loader):
+        return DealtReading(Dealer(loader, replica, replicas), order, extent, state)
+    return WholeReading(loader, order, extent, state)
+
+
+def batches_of(reading: Reading, most: int | None = None) -> list[tuple[int, int, list[int], bool]]:
+    """Reads on, with noise in between; returns (number, epoch, batch, ends_epoch) of each."""
+    found: list[tuple[int, int, list[int], bool]] = []
+    while most is None or len(found) < most:
+        item = next(reading)
+        if isinstance(item, int):
+            break
+        found.append((item.number, item.epoch, listed(item.batch), item.ends_epoch))
+        noise()
+    return found
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_order_is_that_of_a_plain_loop_whatever_else_draws(name: str) -> None:
+    epochs = plain_loop(LOADERS[name](), 3)
+    seed_all(5)
+    loader, order = LOADERS[name](), Order()
+    before = torch.get_rng_state(), random.getstate()
+    reading = reading_of(loader, order, Extent(epochs=2))
+    assert isinstance(reading, DealtReading) == (name in DEALT)
+    numbers = []
+    while not isinstance(item := next(reading), int):
+        numbers.append(item)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1], "the process's own generators have not moved"
+    reading.close()
+    noise()
+    # A second stream of the same loader goes on where the first one ended.
+    again = DealtReading(reading._dealer, order, Extent(2, 3), None) if name in DEALT else None
+    rest = batches_of(again or WholeReading(loader, order, Extent(2, 3), None))
+    found = [(item.epoch, listed(item.batch), item.ends_epoch) for item in numbers]
+    wanted = [(e, batch, i == len(epochs[e]) - 1) for e in range(3) for i, batch in enumerate(epochs[e])]
+    assert found + [part[1:] for part in rest] == wanted
+    if isinstance(reading, DealtReading):
+        reading._dealer.close()
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("done", [0, 3, "epoch", "epoch and 1"])
+def test_a_position_is_found_again_in_a_new_process(name: str, done: int | str) -> None:
+    epochs = plain_loop(LOADERS[name](), 3)
+    size = len(epochs[0])
+    count = {"epoch": size, "epoch and 1": size + 1}.get(str(done), done)
+    assert isinstance(count, int)
+    seed_all(5)
+    reading = reading_of(LOADERS[name](), Order(), Extent(epochs=3))
+    before = batches_of(reading, count)
+    position = (count // size, count % size) if count <= size else (1, count - size)
+    state = json.loads(json.dumps(reading.state(*position)))
+    reading.close()
+    seed_all(99)
+    loader, order = LOADERS[name](), Order()
+    on = reading_of(loader, order, Extent(position[0], 3, position[1]), state)
+    assert on.state(*position) == state
+    rest = batches_of(on)
+    wanted = [(epoch, batch) for epoch, batches in enumerate(epochs) for batch in batches]
+    assert [part[1:3] for part in before + rest] == wanted
+    if name in DEALT and name not in WITH_PROCESSES:
+        passed = sum(len(batch) for _, batch in wanted[:count])
+        whole = sum(len(batch) for _, batch in wanted)
+        assert len(loader.dataset.loaded) == whole - passed, "what was done is passed over, not loaded"
+    if name == "stateful":
+        assert loader.read == len(wanted) - count, "its own state brought it there"
+    if isinstance(reading, DealtReading) and isinstance(on, DealtReading):
+        reading._dealer.close(), on._dealer.close()
+
+
+class Lists:
+    """A batch sampler with epochs of given lengths, in an order that is drawn."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for index in torch.randperm(self.lengths[self.epoch]).tolist():
+            yield [100 * self.epoch + index]
+
+
+def stream(feeds: list[Feed], rounds: int | None) -> tuple[Ending, int, list[int]]:
+    """Lets the replicas admit so many rounds and then drain; returns why it ended, where, and what was admitted.
+
+    Replicas that still had a minibatch in the round in which the data ended learn of the end in the next one, and
+    a drain that is asked for in between must not tell them another.
+    """
+    found: list[int] = []
+    ends: dict[int, tuple[Ending, int]] = {}
+    number = 0
+    while len(ends) < len(feeds):
+        for feed in feeds:
+            if (rounds is not None and number >= rounds * len(feeds)) or ends:
+                feed.stop(Ending.DRAIN)
+        for replica, feed in enumerate(feeds):
+            if replica in ends:
+                continue
+            admitted = feed.admit(number + replica, replica)
+            if isinstance(admitted, Admitted):
+                assert not ends, "nothing comes after the end"
+                assert admitted.epoch == int(admitted.inputs) // 100
+                found.append(int(admitted.inputs))
+            else:
+                ends[replica] = (admitted, feed.ended_at)
+        number += len(feeds)
+    assert len(set(ends.values())) == 1, "all say the same"
+    ending, count = ends[0]
+    assert count == len(found)
+    return ending, count, found
+
+
+LEG = st.tuples(st.integers(1, 4), st.integers(1, 2), st.integers(0, 4), st.integers(0, 4))
+
+
+@given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4), legs=st.lists(LEG, min_size=1, max_size=3))
+def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans(
+    lengths: list[int], legs: list[tuple[int, int, int, int]]
+) -> None:
+    """Each leg is a run of its own: so many replicas, a cycle, a drain after some rounds, a break after some more."""
+    seed_all(3)
+    plain = DataLoader(Numbers(1000), batch_sampler=Lists(lengths))
+    wanted = []
+    for epoch in range(len(lengths)):
+        plain.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+        wanted += [int(batch) for batch in plain]
+    places = [(epoch, n) for epoch, size in enumerate(lengths) for n in range(size)] + [(len(lengths), 0)]
+    indices: list[int] = []
+    state: Any = None
+    for i, (replicas, cycles, drain, leave) in enumerate(legs):
+        if len(indices) == len(wanted):
+            break
+        epoch, skip = places[len(indices)]
+        readings, data = [], [Numbers(1000) for _ in range(replicas)]
+        for replica in range(replicas):
+            seed_all(3)  # of rank 0; a session sends its state to the others
+            loader = DataLoader(data[replica], batch_sampler=Lists(lengths))
+            extent = Extent(epoch, len(lengths), skip)
+            readings.append(DealtReading(Dealer(loader, replica, replicas), Order(), extent, state))
+        feeds = [Feed(reading, lambda batch: (batch, -batch), replicas * cycles) for reading in readings]
+        here: list[int] = []
+        for rounds in (drain, leave if i < len(legs) - 1 else None):
+            ending, _, found = stream(feeds, rounds)
+            here += found
+            if ending is Ending.DATA:
+                break
+            for feed in feeds:
+                feed.resume()
+        loaded = [index for part in data for index in part.loaded]
+        assert sorted(loaded) == sorted(here), "each was loaded by one replica, once, and nothing ahead"
+        indices += here
+        state = json.loads(json.dumps(readings[0].state(*places[len(indices)])))
+    assert indices == wanted[: len(indices)]
+    assert len(indices) == len(wanted) or ending is not Ending.DATA
+
+
+@pytest.mark.parametrize(
+    "loader", [DataLoader(Numbers(), batch_sampler=[]), iter([]), DataLoader(Stream(), 30, drop_last=True)]
+)
+def test_a_loader_without_minibatches_is_refused(loader: Any) -> None:
+    with pytest.raises(WorkerError, match="yielded nothing"):
+        next(reading_of(loader, Order(), Extent()))
+
+
+def test_a_state_that_json_cannot_hold_is_refused() -> None:
+    loader = Stateful()
+    loader.state_dict = lambda: {"at": [1, {2}]}  # type: ignore[method-assign, dict-item, list-item, assignment]
+    reading = WholeReading(loader, Order(), Extent(), None)
+    next(reading)
+    with pytest.raises(PipelineError, match=r"state_dict\(\)\['at'\]\[1\] is a set, which JSON cannot hold"):
+        reading.state(0, 1)
+    assert reading.state(0, 0)["epoch"] == 0
+    with pytest.raises(PipelineError, match="ask for the position at a drain"):
+        WholeReading(loader, Order(), Extent(2, 3), None).state(1, 0)
+
+
+def test_replicas_seed_their_workers_apart() -> None:
+    class Seeds(Numbers):
+        def __getitem__(self, index: int) -> int:
+            return torch.initial_seed()
+
+    def seeds(replica: int, replicas: int) -> set[int]:
+        seed_all(2)
+        loader = DataLoader(Seeds(), batch_size=4, num_workers=2)
+        return {
+            seed
+            for part in batches_of(reading_of(loader, Order(), Extent(), None, replica, replicas))
+            for seed in part[2]
+        }
+
+    seed_all(2)
+    plain = {int(seed) for batch in DataLoader(Seeds(), batch_size=4, num_workers=2) for seed in batch}
+    assert seeds(0, 1) == seeds(0, 3) == plain
+    assert len(plain | seeds(1, 3) | seeds(2, 3)) == 6
+
+
+def test_what_a_loader_gives_out_of_order_is_read_in_order() -> None:
+    plain = plain_loop(DataLoader(Numbers(), 4, shuffle=True, num_workers=2), 1)[0]
+    seed_all(5)
+    loader = DataLoader(Numbers(), 4, shuffle=True, num_workers=2, in_order=False)
+    assert [part[2] for part in batches_of(reading_of(loader, Order(), Extent()))] == plain
+
+
+def test_what_shares_itself_out_over_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(IterableWrapper(range(8)), batch_size=4)
+    assert [part[2] for part in batches_of(reading_of(loader, Order(), Extent()))] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    with pytest.raises(WorkerError, match="give an IterableDataset"):
+        next(reading_of(loader, Order(), Extent()))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_of_torchdata_goes_on_from_its_state(workers: int) -> None:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+
+    def made(own: bool) -> Any:
+        seed_all(5)
+        rest = {"generator": generator()} if own else {}
+        return loaders.StatefulDataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=workers, **rest)
+
+    for own, count in product([False, True], [0, 3, 6, 7, 12]):
+        wanted = [(epoch, batch) for epoch, batches in enumerate(plain_loop(made(own), 3)) for batch in batches]
+        reading = WholeReading(made(own), Order(), Extent(epochs=3), None)
+        before = batches_of(reading, count)
+        position = divmod(count, 6)
+        state = json.loads(json.dumps(reading.state(*position)))
+        reading.close()
+        loader = made(own)
+        seed_all(99)
+        rest = batches_of(WholeReading(loader, Order(), Extent(position[0], 3, position[1]), state))
+        assert [part[1:3] for part in before + rest] == wanted, f"generator {own}, after {count}"

@@ -1,0 +1,204 @@
+"""The data of real runs: each sample loaded once, by whoever trains on it, in the order of a plain loop."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import loading
+import processes
+import pytest
+import torch
+from loading import SEED, Job, Notes, loader_of, seed_all
+from torch.utils.data import DataLoader, RandomSampler
+
+import pipedream as pd
+from pipedream.core.errors import WorkerError
+
+KINDS = ("map", "ahead", "persistent", "own", "iterable", "stateful")
+DEALT = ("map", "ahead", "persistent", "own")
+JOBS = {
+    3: [
+        Job("map", (2, 1), drain_at=3),
+        *(Job(kind, (2, 1), leave_at=6) for kind in KINDS),
+        *(Job(kind, (2, 1), "gpipe", 4, leave_at=6) for kind in ("map", "iterable")),
+        *(Job(kind, (2, 1), "1f1b", 4, drain_at=3) for kind in ("ahead", "stateful")),
+        Job("map", (2, 1), "pipedream_2bw", 3, leave_at=6),
+        *(Job(kind, (3,), drain_at=8) for kind in ("map", "iterable")),
+    ],
+    4: [
+        *(Job(kind, (3, 1), leave_at=6) for kind in ("map", "iterable")),
+        Job("own", (2, 2), drain_at=3, leave_at=9),
+        Job("map", (2, 1, 1), "pipedream_vertical_sync", leave_at=6),
+    ],
+}
+
+
+def written(folder: Path) -> dict[int, list[int]]:
+    """Returns rank -> what it loaded."""
+    files = [file for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
+    return {int(file.name): [int(line) for line in file.read_text().split()] for file in files}
+
+
+def folders(root: Path, count: int) -> Path:
+    for number in range(count):
+        (root / str(number) / "evaluated").mkdir(parents=True)
+    return root
+
+
+def plain_order(kind: str, folder: Path, epochs: int = 3) -> list[int]:
+    """Returns what a loop in a script loads where nothing else draws."""
+    folder.mkdir()
+    seed_all(SEED)
+    loader = loader_of("map" if kind in ("ahead", "persistent") else kind, Notes(str(folder)))
+    for _ in range(epochs):
+        list(loader)
+    return written(folder)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (3,)])
+@pytest.mark.parametrize(
+    "rest", [{"leave_at": 6}, {"drain_at": 3}, {"schedule": "1f1b", "microbatches": 4, "leave_at": 4}]
+)
+def test_one_process_loads_what_a_plain_loop_loads(
+    kind: str, replicas: tuple[int, ...], rest: dict[str, Any], tmp_path: Path
+) -> None:
+    job = Job(kind, replicas, **rest)
+    ran = loading.run_all([job], str(folders(tmp_path, 1)))[0]
+    wanted = plain_order(kind, tmp_path / "plain")
+    assert ran.still, "the generators of the process have not moved"
+    assert ran.position == (3, 0)
+    loaded = written(tmp_path / "0")[0]
+    if kind in ("ahead", "persistent"):
+        assert set(loaded) == set(wanted)  # processes that load ahead do so in vain before a break
+    elif kind in DEALT or "leave_at" not in rest:
+        assert loaded == wanted
+    else:
+        # An iterable that was left has been read one minibatch ahead, and is iterated again from the epoch's start
+        # where it has no state of its own.
+        assert len(loaded) - len(wanted) <= (loading.BATCH if kind == "stateful" else 50)
+        assert Counter(loaded) >= Counter(wanted)
+        assert loaded[-50:] == wanted[-50:]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", JOBS)
+def test_several_processes_load_each_sample_once_and_train_as_one(workers: int, tmp_path: Path) -> None:
+    jobs = JOBS[workers]
+    apart, alone = (folders(tmp_path / name, len(jobs)) for name in ("apart", "alone"))
+    of_ranks = processes.results(loading.run_all, workers, jobs, str(apart), timeout_s=120.0)
+    here = loading.run_all(jobs, str(alone))
+    for number, (job, one) in enumerate(zip(jobs, here, strict=True)):
+        # gloo adds up three gradients in another order than one process does
+        bound = 1e-12 if max(job.replicas) > 2 else 0.0
+        for rank, runs in enumerate(of_ranks):
+            found = runs[number]
+            assert [replace(done, loss=0.0) for done in found.dones] == [replace(done, loss=0.0) for done in one.dones]
+            for there, done in zip(found.dones, one.dones, strict=True):
+                assert abs(there.loss - done.loss) <= bound, f"{job}: rank {rank}, minibatch {done.number}"
+            assert (found.drains, found.position) == (one.drains, one.position), str(job)
+            assert found.still, "the generators of the process have not moved"
+        state = of_ranks[0][number].state
+        for name, tensor in one.state.items():
+            assert (state[name] - tensor).abs().max() <= bound, f"{job}: {name}"
+        loaded, wanted = written(apart / str(number)), written(alone / str(number))[0]
+        readers = set(range(job.replicas[0])) if job.kind in DEALT and job.microbatches is None else {0}
+        assert set(loaded) == readers, str(job)
+        if job.kind not in ("ahead", "persistent"):  # processes that load ahead do so in vain before a break
+            assert Counter(chain(*loaded.values())) == Counter(wanted), str(job)
+        if job.kind in DEALT and job.kind not in ("ahead", "persistent"):
+            assert set(Counter(wanted).values()) == {3}
+            evaluated = written(apart / str(number) / "evaluated")
+            assert sum(map(len, evaluated.values())) == (50 if job.drain_at >= 0 else 0)
+
+
+@pytest.mark.processes
+def test_the_state_of_one_plan_goes_on_in_any_other(tmp_path: Path) -> None:
+    kinds = ("map", "own", "iterable", "stateful")
+    first = [Job(kind, (2, 1), leave_at=6) for kind in kinds] + [Job(kind, (1, 1), leave_at=7) for kind in kinds]
+    of_three = processes.results(loading.run_all, 3, first[:4], str(folders(tmp_path / "three", 4)))[0]
+    of_one = loading.run_all(first[4:], str(folders(tmp_path / "one", 4)))
+    places = []
+    for run in (*of_three, *of_one):
+        drained = run.drains[0]
+        places.append(((drained // 5, drained % 5), run.left))
+        assert run.left["epoch"] == drained // 5
+    seconds = [Job(kind, (1, 1, 1), "1f1b", 4) for kind in kinds] + [Job(kind, (2, 1)) for kind in kinds]
+    root = folders(tmp_path / "on", 8)
+    on = [(job, str(root / str(i)), *places[i]) for i, job in enumerate(seconds)]
+    counts = loading.resume_all(on[:4]) + processes.results(loading.resume_all, 3, on[4:])[0]
+    for i, (job, folder, position, _) in enumerate(on):
+        done = position[0] * 50 + position[1] * 12
+        wanted = plain_order(job.kind, tmp_path / f"plain{i}")
+        loaded = list(chain(*written(Path(folder)).values()))
+        assert counts[i] == 15 - 5 * position[0] - position[1]
+        if job.kind == "iterable":
+            assert loaded == wanted[50 * position[0] :], "it has to be iterated from the start of the epoch"
+        elif i < 4:
+            assert loaded == wanted[done:], str(job)
+        else:
+            assert Counter(loaded) == Counter(wanted[done:]), str(job)
+
+
+@pytest.mark.parametrize("kind", ["ahead", "persistent"])
+@pytest.mark.parametrize("rest", [{}, {"leave_at": 6}, {"fails_at": 3}], ids=["end", "break", "failure"])
+def test_processes_that_load_are_ended(kind: str, rest: dict[str, int], tmp_path: Path) -> None:
+    before = set(multiprocessing.active_children())
+    job = Job(kind, (2, 1), **rest)  # type: ignore[arg-type]
+    caught = None
+    if job.fails_at >= 0:
+        with pytest.raises(WorkerError, match="a sample that fails") as caught:
+            loading.run(job, str(tmp_path))
+    else:
+        assert loading.run(job, str(tmp_path)).position == (3, 0)
+    assert set(multiprocessing.active_children()) <= before, caught
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["map", "iterable"])
+def test_a_sample_that_fails_ends_all_processes(kind: str, tmp_path: Path) -> None:
+    ends = processes.launch(loading.run, 3, Job(kind, (2, 1), fails_at=3), str(tmp_path), timeout_s=30.0)
+    assert any("a sample that fails" in str(end.error) for end in ends)
+    for rank, end in enumerate(ends):
+        assert end.exit_code == 1, f"rank {rank} ended with {end.exit_code}: {end.error}"
+        assert end.seconds < 15.0
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
+def test_an_evaluation_does_not_move_the_order(replicas: tuple[int, ...], tmp_path: Path) -> None:
+    """Not even where its loader draws from the same generator, in the middle of an epoch that draws as it goes."""
+    loaded = []
+    for looks in (False, True):
+        (tmp_path / str(looks)).mkdir()
+        with loading.pipeline_of(Job("", replicas)) as pipeline:
+            shared = torch.Generator().manual_seed(7)
+            seed_all(SEED)
+            train, test = (
+                DataLoader(data, 5, sampler=RandomSampler(range(50), True, 90, shared), generator=shared)
+                for data in (Notes(str(tmp_path / str(looks))), Notes(str(tmp_path)))
+            )
+            for done in pipeline.train(train, epochs=2):
+                if done.number == 4:
+                    pipeline.evaluate(test) if looks else pipeline.drain()
+        loaded.append(written(tmp_path / str(looks))[0])
+    assert loaded[0] == loaded[1]
+    assert len(written(tmp_path)[0]) == 90
+
+
+@pytest.mark.parametrize("kind", ["map", "own", "iterable"])
+def test_the_first_batch_of_a_recipe_does_not_move_the_order(kind: str, tmp_path: Path) -> None:
+    orders, model = [], torch.nn.Linear(1, 1)
+    for looks in (False, True):
+        (tmp_path / str(looks)).mkdir()
+        seed_all(SEED)
+        loader = loader_of(kind, Notes(str(tmp_path / str(looks))))
+        if looks:
+            recipe = pd.Recipe(model, None, torch.optim.SGD, loader)  # type: ignore[arg-type]
+            assert len(recipe.first_batch()[0]) == loading.BATCH
+        orders.append([batch[0] for batch in loader])
+    assert all(torch.equal(a, b) for a, b in zip(*orders, strict=True))
