@@ -14,9 +14,10 @@ Life of a microbatch at a stage:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,7 +155,11 @@ class StageModule:
         return unflatten(structure, tuple(inside)), tuple(boxes)
 
     def backward(
-        self, held: Held, gradients: Sequence[torch.Tensor | None], lent: Sequence[torch.Tensor | None]
+        self,
+        held: Held,
+        gradients: Sequence[torch.Tensor | None],
+        lent: Sequence[torch.Tensor | None],
+        ready: Callable[[int, torch.Tensor], None] | None = None,
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Returns the gradients of the weights, in the order of the handles, and of what arrived.
 
@@ -164,6 +169,8 @@ class StageModule:
             held: what the forward kept; its graph is freed.
             gradients: of the outputs that went on.
             lent: for each handle, the sum to add to, or None.
+            ready: takes each handle's number and gradient while the backward still runs, as soon as it is there; what
+                it has taken is None in the answer. On a GPU it is called on a thread of autograd.
         """
         assert held.weights is not None
         leaves = [held.weights.leaves[name] for name in self._names]
@@ -174,13 +181,18 @@ class StageModule:
         ]
         if not pairs:
             return [None] * len(leaves), [None] * len(held.entries)
+        hooks: list[Any] = []
         try:
+            if ready is not None:
+                hooks = [_on_gradient(leaf, partial(_give, ready, number)) for number, leaf in enumerate(leaves)]
             for leaf, total in zip(leaves, lent, strict=True):
                 if total is not None and total.dtype == leaf.dtype:
                     leaf.grad = total
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
             return [leaf.grad for leaf in leaves], [box[0] if box else None for box in held.entries]
         finally:
+            for hook in hooks:
+                hook.remove()
             for leaf in leaves:
                 leaf.grad = None
 
@@ -211,6 +223,16 @@ class StageModule:
         torch.default_generator.set_state(state[0])
         if state[1] is not None:
             torch.cuda.set_rng_state(state[1], self.device)
+
+
+def _on_gradient(leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+    return leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _give(ready: Callable[[int, torch.Tensor], None], number: int, leaf: torch.Tensor) -> None:
+    gradient, leaf.grad = leaf.grad, None
+    if gradient is not None:
+        ready(number, gradient)
 
 
 def low_precision_weights(

@@ -8,7 +8,8 @@ Life of a version:
 3. The optimizer steps in place; the set is version n.
 4. A forward reads a version: its leaves stand in the modules while the forward runs, and autograd keeps
    what it needs of them.
-5. The backward releases the version. A set without readers, older than any forward will read, is free.
+5. The backward releases the version. A set without readers, that no forward to come will read, is free; under
+   vertical sync some versions are never read at all.
 
 Handles are never in a graph: changing ``.data`` of a tensor that a graph has read is silently half wrong
 (docs/design.md, Facts). The leaves of a set and the handles share storage but not autograd's version
@@ -20,7 +21,7 @@ instead of once a forward; then only the optimizer's copy has full precision.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -95,22 +96,26 @@ class Versions:
         """Ends a reader's hold."""
         held.readers -= 1
 
-    def drop_below(self, version: int) -> None:
-        """Frees the sets that no reader holds and that no forward will read: those before `version`."""
-        for old in [v for v, s in self._sets.items() if v < version and not s.readers and v != self.newest]:
+    def keep(self, coming: Collection[int]) -> None:
+        """Frees the sets that no reader holds and that no forward to come will read; the newest stays.
+
+        Args:
+            coming: versions that forwards to come will read.
+        """
+        for old in [v for v, s in self._sets.items() if v not in coming and not s.readers and v != self.newest]:
             freed = self._sets.pop(old)
             freed.version = -1
             self._free.append(freed)
 
-    def begin_update(self, next_read: int) -> None:
+    def begin_update(self, coming: Collection[int]) -> None:
         """Makes the handles safe to write: moves them to a free set if the newest is still to be read.
 
         Args:
-            next_read: the version that the next forward will read.
+            coming: versions up to the newest that forwards to come will read.
         """
-        self.drop_below(next_read)
+        self.keep(coming)
         newest = self._sets[self.newest]
-        if newest.readers or next_read <= self.newest:
+        if newest.readers or self.newest in coming:
             if not self._free:
                 self._free.append(WeightSet(-1, {name: self._leaf_like(name, newest) for name in self.handles}))
             moved = self._free.pop()
@@ -137,7 +142,7 @@ class Versions:
 
     def rewind(self) -> None:
         """Counts versions from 0 again: after a drain, when one set is left."""
-        self.drop_below(self.newest)
+        self.keep(())
         assert len(self._sets) == 1, f"{len(self._sets)} versions after a drain"
         left = self._sets.pop(self.newest)
         left.version = self.newest = 0
