@@ -32,6 +32,7 @@ class Case:
     Attributes:
         drain_at: minibatch after which the loop evaluates; negative for never.
         leave_at: minibatch after which the loop is left, and a second `train` goes on; negative for never.
+        lag: of the plan; None for 0 at every stage.
     """
 
     animal: str
@@ -51,11 +52,12 @@ class Case:
     scheduled: bool = False
     ema: float | None = None
     autocast: torch.dtype | None = None
+    lag: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         plan = "-".join(map(str, self.replicas or (1,) * self.stages))
         extras = [str(v) for v in (self.microbatches, self.clip_grad_norm, self.ema, self.autocast) if v is not None]
-        depth = "" if self.depth == "noam" else f" {self.depth}"
+        depth = ("" if self.depth == "noam" else f" {self.depth}") + (f" lag {self.lag}" if self.lag else "")
         words = [self.animal, self.schedule, plan + depth, str(self.dtype).removeprefix("torch."), self.optimizer]
         return " ".join([*words, *extras])
 
@@ -70,7 +72,8 @@ class Case:
 
     def plan(self) -> Plan:
         """Returns the plan."""
-        return zoo.plan_of(zoo.make(self.animal, self.dtype), self.stages, self.replicas, self.depth)
+        plan = zoo.plan_of(zoo.make(self.animal, self.dtype), self.stages, self.replicas, self.depth)
+        return plan if self.lag is None else replace(plan, lag=self.lag)
 
 
 @dataclass
@@ -85,6 +88,7 @@ class Outcome:
         left: minibatches that were done when the loop was left.
         late: stage -> set of all staleness seen at it, from the timeline's tags.
         storages: stage -> distinct storages of its weights.
+        versions: stage -> most versions alive at once.
         split: m, of the schedule.
     """
 
@@ -97,6 +101,7 @@ class Outcome:
     left: int = 0
     late: dict[int, set[int]] = field(default_factory=dict)
     storages: dict[int, int] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
     split: int = 1
 
 
@@ -138,6 +143,7 @@ def run(case: Case) -> Outcome:
         for worker in pipeline._session.workers:
             for stage, seat in worker.seats.items():
                 outcome.storages[stage] = max(seat.versions.storages, outcome.storages.get(stage, 0))
+                outcome.versions[stage] = max(seat.versions.peak, outcome.versions.get(stage, 0))
         outcome.split = pipeline.schedule.microbatches
     return outcome
 
@@ -241,13 +247,16 @@ def _rule(schedule: str, plan: Plan) -> reference.Versions:
         return lambda s, k: max(0, k - (p - 1 - s))
     if schedule == "pipedream_vertical_sync" and straight:
         return lambda s, k: max(0, k - (p - 1))
+    replicas, late = plan.replicas, [n - 1 + lag for n, lag in zip(plan.in_flight, plan.lag, strict=True)]
     if schedule == "pipedream_vertical_sync":
-        # The tag is a count of minibatches, a multiple of all replica counts, that every stage has a version for.
-        first, both = plan.replicas[0], lcm(*plan.replicas)
-        tag = lambda k: both * (first * max(0, k // first - (plan.in_flight[0] - 1)) // both)  # noqa: E731
-        return lambda s, k: tag(k) // plan.replicas[s]
+        # The tag is a count of minibatches, a multiple of all replica counts, that every stage has a version for: of
+        # the rounds of the input stage, the newest that no stage is later than.
+        first, both = replicas[0], lcm(*replicas)
+        rounds = max(-(-wait * count // first) for wait, count in zip(late, replicas, strict=True))
+        tag = lambda k: both * (first * max(0, k // first - rounds) // both)  # noqa: E731
+        return lambda s, k: tag(k) // replicas[s]
     assert schedule == "pipedream"
-    return lambda s, k: max(0, k // plan.replicas[s] - (plan.in_flight[s] - 1))
+    return lambda s, k: max(0, k // replicas[s] - late[s])
 
 
 def _fresh(batches: list[zoo.Batch]) -> Fresh:

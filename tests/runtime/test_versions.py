@@ -105,7 +105,7 @@ def test_low_precision_leaves_follow_the_full_precision_weights() -> None:
     versions = Versions(handles, {"a": torch.bfloat16})
     assert versions.peek().leaves["a"].dtype == torch.bfloat16
     reading = versions.read(0)
-    for newest in (1, 2):
+    for _ in range(2):
         versions.begin_update(())
         with torch.no_grad():
             for handle in handles.values():
