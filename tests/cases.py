@@ -221,6 +221,34 @@ def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], bound: floa
         assert distance <= bound * size, f"{name}: {distance / size:.3g} of its norm away"
 
 
+def check_same(found: Outcome, alone: Outcome, rank: int, bound: float = 0.0) -> None:
+    """Checks what a rank of several processes gave against what one process with all workers gave.
+
+    Args:
+        bound: of the relative distance of losses and weights; 0 asks for the same bits.
+    """
+    assert len(found.dones) == len(alone.dones)
+    for there, here in zip(found.dones, alone.dones, strict=True):
+        assert replace(there, loss=here.loss) == here
+        assert abs(there.loss - here.loss) <= bound * abs(here.loss)
+    assert (found.drains, found.position, found.late) == (alone.drains, alone.position, alone.late)
+    assert list(found.evaluated) == list(alone.evaluated)
+    for number, loss in alone.evaluated.items():
+        assert abs(found.evaluated[number] - loss) <= bound * abs(loss)
+    assert found.storages
+    assert all(found.storages[stage] <= alone.storages[stage] for stage in found.storages)
+    assert all(found.versions[stage] <= alone.versions[stage] for stage in found.versions)
+    if rank:
+        assert not found.state
+        return
+    for there, here in ((found.state, alone.state), (found.ema, alone.ema)):
+        assert list(there) == list(here)
+        if bound:
+            assert_near(there, here, bound)
+        else:
+            assert all(torch.equal(there[name], here[name]) for name in here)
+
+
 def odd(batches: list[zoo.Batch]) -> list[zoo.Batch]:
     """Returns the batches in other sizes: whole, and cut behind the third sample."""
     return [*batches[:1], *((x[:3], y[:3]) for x, y in batches[1:])]

@@ -9,8 +9,7 @@ from __future__ import annotations
 import cases
 import processes
 import pytest
-import torch
-from cases import ASYNCHRONOUS, FLUSHING, Case, assert_near, check, per_worker, run
+from cases import Case, check, check_same, per_worker, run
 
 from pipedream.lowering import lower
 from pipedream.schedules import build
@@ -100,3 +99,42 @@ def test_vertical_sync_holds_what_its_tags_name_and_no_more(replicas: tuple[int,
             wanted = max(simulated.peak_versions[rank] for rank in here)
             assert outcome.versions[stage] == wanted == schedule.weights.versions(stage)
             assert outcome.storages[stage] <= wanted
+
+
+IN_PROCESSES = {
+    3: [
+        _case((2, 1), "pipedream", lag=(1, 0)),
+        _case((1, 2), "pipedream", clip_grad_norm=0.1, clip="local"),
+        _case((2, 1), "pipedream_vertical_sync", depth="full"),
+        _case((1, 2), "gpipe"),
+        _case((2, 1), "pipedream_2bw", optimizer="adamw"),
+        _case((2, 1), "1f1b", clip_grad_norm=0.1),
+    ],
+    4: [_case((3, 1), "pipedream"), _case((2, 1, 1), "pipedream"), _case((2, 1, 1), "pipedream_vertical_sync")],
+    5: [
+        *(_case(replicas, "pipedream") for replicas in ((3, 2), (2, 3), (2, 2, 1))),
+        _case((2, 2, 1), "pipedream_2bw"),
+        _case((3, 2), "gpipe"),
+    ],
+    6: [_case((3, 2, 1), "pipedream"), _case((4, 2), "pipedream", depth="full", lag=(1, 1))],
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6))])
+def test_several_processes_give_what_one_gives(workers: int) -> None:
+    chosen = [per_worker(case) for case in IN_PROCESSES[workers]]
+    of_ranks = processes.results(cases.run_all, workers, chosen, timeout_s=240.0)
+    for number, case in enumerate(chosen):
+        alone, plan = run(case), case.plan()
+        rule = build(case.schedule, plan, case.microbatches).weights
+        for rank, outcomes in enumerate(of_ranks):
+            # Two can be added in one order only; more, by gloo, in that of its ring: so are gradients, and norms.
+            members = plan.workers if case.clip_grad_norm and case.clip == "global" else max(plan.replicas)
+            check_same(outcomes[number], alone, rank, 0.0 if members <= 2 else 1e-10)
+            ((stage, storages),) = outcomes[number].storages.items()
+            late = plan.in_flight[stage] - 1 + plan.lag[stage]
+            if case.schedule == "pipedream":
+                assert max(outcomes[number].late[stage]) == late == rule.staleness(stage)
+                assert storages <= late + 1
+            assert storages <= rule.versions(stage)
