@@ -6,12 +6,17 @@ drains, versions: `reference.delayed` and `reference.plain` write them from the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import cases
 import processes
 import pytest
+import torch
 from cases import Case, check, check_same, per_worker, run
 
 from pipedream.lowering import lower
+from pipedream.runtime.reduction import Reduction
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 
@@ -99,6 +104,32 @@ def test_vertical_sync_holds_what_its_tags_name_and_no_more(replicas: tuple[int,
             wanted = max(simulated.peak_versions[rank] for rank in here)
             assert outcome.versions[stage] == wanted == schedule.weights.versions(stage)
             assert outcome.storages[stage] <= wanted
+
+
+@pytest.mark.parametrize("method", ["pipedream", "pipedream_2bw", "gpipe"])
+def test_sums_have_started_when_the_last_backward_ends(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, close = [], Reduction.close
+
+    def noted(self: Reduction, sums: list[Any], weight: float, count: int, wish: float) -> None:
+        started.append((count, weight, self.started))
+        close(self, sums, weight, count, wish)
+
+    monkeypatch.setattr(Reduction, "close", noted)
+    run(_case((2, 1), method, drain_at=-1))
+    # One bucket, this small model's whole stage; nothing has started where a replica is absent from the last round, or
+    # where its last microbatch is empty.
+    full = [buckets for count, weight, buckets in started if count and weight]
+    assert full.count(1) >= len(full) - 26, "each of 13 epochs ends with a minibatch of two samples"
+    assert all(buckets == 0 for count, _, buckets in started if not count)
+    assert (0 in [count for count, _, _ in started]) == (method == "pipedream")
+
+
+@pytest.mark.parametrize("method", ["pipedream", "gpipe"])
+def test_replicas_under_autocast(method: str) -> None:
+    case = _case((2, 1), method, dtype=torch.float32, autocast=torch.bfloat16)
+    case = replace(case, animal="mlp", epochs=2, drain_at=3)
+    # bfloat16 has 8 bits: where a number differs in its last bit before it is rounded, it may be rounded elsewhere.
+    check(case, run(case), tolerance=3e-2)
 
 
 IN_PROCESSES = {
