@@ -58,6 +58,27 @@ def test_each_version_equals_the_copy_of_a_serial_run(late: int, updates: int, s
     assert all(torch.equal(versions.read(0).leaves[name], plain[name]) for name in plain)
 
 
+def test_a_version_that_nobody_will_read_is_not_kept() -> None:
+    """Under vertical sync with tags that are multiples of 3, versions 1 and 2 of a stage are never read."""
+    handles = _handles()
+    versions = Versions(handles)
+    reading = versions.read(0)
+    for newest in range(6):
+        # Forwards to come read 0 and 3 and so on, two updates late.
+        versions.begin_update({max(0, newest - 2) // 3 * 3, newest // 3 * 3})
+        with torch.no_grad():
+            handles["a"].add_(1.0)
+        versions.end_update()
+        assert versions.alive == [2, 2, 2, 3, 3, 3][newest]
+        assert versions.storages == versions.peak
+    versions.release(reading)
+    versions.begin_update({3, 6})
+    versions.end_update()
+    assert (versions.alive, versions.newest) == (3, 7)
+    with pytest.raises(KeyError):
+        versions.read(0)
+
+
 def test_leaves_share_storage_with_the_handles_but_not_their_version_counter() -> None:
     handles = {"a": nn.Parameter(torch.ones(2))}
     versions = Versions(handles)
