@@ -140,3 +140,31 @@ def test_low_precision_leaves_follow_the_full_precision_weights() -> None:
         handles["a"].zero_()
     versions.reload()
     assert not versions.peek().leaves["a"].any()
+
+
+def test_watched_leaves_ask_once_each_in_every_set_and_after_reloading() -> None:
+    handles = _handles()
+    versions = Versions(handles, {"a": torch.bfloat16}, watched=True)
+
+    def check() -> None:
+        for held in versions._sets.values():
+            seen: list[tuple[int, torch.dtype]] = []
+            for ready in (None, lambda number, gradient: seen.append((number, gradient.dtype))):
+                held.ready = ready
+                sum(leaf.float().sum() for leaf in held.leaves.values()).backward()
+                assert all((leaf.grad is None) == (ready is not None) for leaf in held.leaves.values())
+                for leaf in held.leaves.values():
+                    leaf.grad = None
+            held.ready = None
+            assert sorted(seen, key=str) == [(0, torch.bfloat16), (1, torch.float32)]
+
+    check()
+    versions.begin_update({0})
+    versions.end_update()
+    assert versions.alive == 2
+    check()
+    versions.keep(())
+    for handle in handles.values():
+        handle.data = torch.zeros_like(handle)
+    versions.reload()
+    check()

@@ -154,6 +154,8 @@ class Reduction:
         bucket = self._buckets[self._bucket_of[index]]
         assert index not in bucket.parts, f"handle {index} has got its gradient twice for one update"
         bucket.parts[index] = gradient
+        if len(bucket.parts) < len(bucket.members):
+            return
         while self.started < len(self._buckets):
             due = self._buckets[self.started]
             if len(due.parts) < len(due.members):

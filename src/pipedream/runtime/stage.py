@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -170,7 +169,8 @@ class StageModule:
             gradients: of the outputs that went on.
             lent: for each handle, the sum to add to, or None.
             ready: takes each handle's number and gradient while the backward still runs, as soon as it is there; what
-                it has taken is None in the answer. On a GPU it is called on a thread of autograd.
+                it has taken is None in the answer. The leaves must be watched. On a GPU it is called on a thread of
+                autograd.
         """
         assert held.weights is not None
         leaves = [held.weights.leaves[name] for name in self._names]
@@ -181,18 +181,15 @@ class StageModule:
         ]
         if not pairs:
             return [None] * len(leaves), [None] * len(held.entries)
-        hooks: list[Any] = []
         try:
-            if ready is not None:
-                hooks = [_on_gradient(leaf, partial(_give, ready, number)) for number, leaf in enumerate(leaves)]
+            held.weights.ready = ready
             for leaf, total in zip(leaves, lent, strict=True):
                 if total is not None and total.dtype == leaf.dtype:
                     leaf.grad = total
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
             return [leaf.grad for leaf in leaves], [box[0] if box else None for box in held.entries]
         finally:
-            for hook in hooks:
-                hook.remove()
+            held.weights.ready = None
             for leaf in leaves:
                 leaf.grad = None
 
@@ -223,16 +220,6 @@ class StageModule:
         torch.default_generator.set_state(state[0])
         if state[1] is not None:
             torch.cuda.set_rng_state(state[1], self.device)
-
-
-def _on_gradient(leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    return leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def _give(ready: Callable[[int, torch.Tensor], None], number: int, leaf: torch.Tensor) -> None:
-    gradient, leaf.grad = leaf.grad, None
-    if gradient is not None:
-        ready(number, gradient)
 
 
 def low_precision_weights(

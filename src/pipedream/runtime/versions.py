@@ -21,7 +21,8 @@ instead of once a forward; then only the optimizer's copy has full precision.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 import torch
 
@@ -35,14 +36,28 @@ class WeightSet:
         version: its number; -1 while it is free.
         leaves: name -> tensor that a forward reads and a gradient is taken for.
         readers: forwards that have read it and whose backward is still to come.
+        ready: takes number and gradient of each leaf as soon as a backward has accumulated it; None leaves it in
+            ``.grad``. Only watched leaves ask.
     """
 
-    __slots__ = ("leaves", "readers", "version")
+    __slots__ = ("leaves", "readers", "ready", "version")
 
     def __init__(self, version: int, leaves: dict[str, torch.Tensor]) -> None:
         self.version = version
         self.leaves = leaves
         self.readers = 0
+        self.ready: Callable[[int, torch.Tensor], None] | None = None
+
+    def watch(self, names: Collection[str]) -> None:
+        """Makes these leaves ask `ready`. Once for each leaf: to make and remove a hook takes several microseconds."""
+        for number, (name, leaf) in enumerate(self.leaves.items()):
+            if name in names:
+                leaf.register_post_accumulate_grad_hook(partial(self._accumulated, number))  # type: ignore[no-untyped-call]
+
+    def _accumulated(self, number: int, leaf: torch.Tensor) -> None:
+        if self.ready is not None and leaf.grad is not None:
+            gradient, leaf.grad = leaf.grad, None
+            self.ready(number, gradient)
 
 
 class Versions:
@@ -51,15 +66,20 @@ class Versions:
     Args:
         handles: name -> the user's parameter, for those that are trained.
         low_precision: name -> type of the leaf, for weights that autocast would cast.
+        watched: gradients of the leaves are wanted while a backward still runs (`WeightSet.ready`).
     """
 
     def __init__(
-        self, handles: Mapping[str, torch.nn.Parameter], low_precision: Mapping[str, torch.dtype] | None = None
+        self,
+        handles: Mapping[str, torch.nn.Parameter],
+        low_precision: Mapping[str, torch.dtype] | None = None,
+        watched: bool = False,
     ) -> None:
         self.handles = dict(handles)
         self._low = dict(low_precision or {})
+        self._watched = watched
         self.newest = 0
-        self._sets = {0: WeightSet(0, {name: self._leaf(name, handle) for name, handle in handles.items()})}
+        self._sets = {0: self._made(0, {name: self._leaf(name, handle) for name, handle in handles.items()})}
         self._free: list[WeightSet] = []
         self.peak = 1
 
@@ -117,7 +137,7 @@ class Versions:
         newest = self._sets[self.newest]
         if newest.readers or self.newest in coming:
             if not self._free:
-                self._free.append(WeightSet(-1, {name: self._leaf_like(name, newest) for name in self.handles}))
+                self._free.append(self._made(-1, {name: self._leaf_like(name, newest) for name in self.handles}))
             moved = self._free.pop()
             shared = [name for name in self.handles if name not in self._low]
             targets = [moved.leaves[name].detach() for name in shared]
@@ -157,6 +177,14 @@ class Versions:
                     newest.leaves[name].detach().copy_(handle)
             else:
                 newest.leaves[name] = self._leaf(name, handle)
+        if self._watched:
+            newest.watch(self.handles.keys() - self._low.keys())
+
+    def _made(self, version: int, leaves: dict[str, torch.Tensor]) -> WeightSet:
+        made = WeightSet(version, leaves)
+        if self._watched:
+            made.watch(leaves)
+        return made
 
     def _leaf(self, name: str, handle: torch.nn.Parameter) -> torch.Tensor:
         kind = self._low.get(name)
