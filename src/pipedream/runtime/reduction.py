@@ -29,8 +29,8 @@ __all__ = ["Reduction", "add_up_all", "buckets_of", "last_backwards"]
 
 # As torch's DistributedDataParallel: a small first bucket starts the network early in the backward.
 _FIRST_BUCKET_BYTES = 1 << 20
-# The last bucket is never hidden, so buckets should be small; a message has a price, so not too small. An all-reduce
-# of 4 MiB takes 30 ms at 1 Gbit/s, 4 ms at 10 Gbit/s, some tenths of a millisecond between GPUs.
+# The last bucket is never hidden, so buckets should be small (benchmarks/reduction_overlap); a message has a price. One
+# of 4 MiB takes 34 ms at 1 Gbit/s, 4 ms at 10 Gbit/s, some tenths of a millisecond between GPUs.
 _BUCKET_BYTES = 4 << 20
 
 _AMOUNTS = 3  # weight, count, wish; then a flag for each handle
