@@ -33,8 +33,6 @@ _FIRST_BUCKET_BYTES = 1 << 20
 # of 4 MiB takes 34 ms at 1 Gbit/s, 4 ms at 10 Gbit/s, some tenths of a millisecond between GPUs.
 _BUCKET_BYTES = 4 << 20
 
-_AMOUNTS = 3  # weight, count, wish; then a flag for each handle
-
 
 def last_backwards(program: Program, rank: int) -> Callable[[Op], bool]:
     """Returns the test whether a backward of a rank is the last of its update there.
@@ -181,6 +179,7 @@ class Reduction:
                 if index not in bucket.parts:
                     self.put(index, sums[index])
         there = [self._buckets[self._bucket_of[i]].parts[i] is not None for i in range(len(self._handles))]
+        # Small numbers, behind the buckets: whether there is a gradient decides whether the optimizer sees one.
         amounts = torch.tensor([weight, count, wish, *there], dtype=torch.float64)
         device = self._handles[0].device if self._handles else amounts.device
         self._amounts = self._group.add_up(amounts.to(device))
