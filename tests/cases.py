@@ -32,6 +32,7 @@ class Case:
     Attributes:
         drain_at: minibatch after which the loop evaluates; negative for never.
         leave_at: minibatch after which the loop is left, and a second `train` goes on; negative for never.
+        lag: of the plan; None for 0 at every stage.
     """
 
     animal: str
@@ -51,11 +52,12 @@ class Case:
     scheduled: bool = False
     ema: float | None = None
     autocast: torch.dtype | None = None
+    lag: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         plan = "-".join(map(str, self.replicas or (1,) * self.stages))
         extras = [str(v) for v in (self.microbatches, self.clip_grad_norm, self.ema, self.autocast) if v is not None]
-        depth = "" if self.depth == "noam" else f" {self.depth}"
+        depth = ("" if self.depth == "noam" else f" {self.depth}") + (f" lag {self.lag}" if self.lag else "")
         words = [self.animal, self.schedule, plan + depth, str(self.dtype).removeprefix("torch."), self.optimizer]
         return " ".join([*words, *extras])
 
@@ -70,7 +72,8 @@ class Case:
 
     def plan(self) -> Plan:
         """Returns the plan."""
-        return zoo.plan_of(zoo.make(self.animal, self.dtype), self.stages, self.replicas, self.depth)
+        plan = zoo.plan_of(zoo.make(self.animal, self.dtype), self.stages, self.replicas, self.depth)
+        return plan if self.lag is None else replace(plan, lag=self.lag)
 
 
 @dataclass
@@ -85,6 +88,7 @@ class Outcome:
         left: minibatches that were done when the loop was left.
         late: stage -> set of all staleness seen at it, from the timeline's tags.
         storages: stage -> distinct storages of its weights.
+        versions: stage -> most versions alive at once.
         split: m, of the schedule.
     """
 
@@ -97,6 +101,7 @@ class Outcome:
     left: int = 0
     late: dict[int, set[int]] = field(default_factory=dict)
     storages: dict[int, int] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
     split: int = 1
 
 
@@ -138,6 +143,7 @@ def run(case: Case) -> Outcome:
         for worker in pipeline._session.workers:
             for stage, seat in worker.seats.items():
                 outcome.storages[stage] = max(seat.versions.storages, outcome.storages.get(stage, 0))
+                outcome.versions[stage] = max(seat.versions.peak, outcome.versions.get(stage, 0))
         outcome.split = pipeline.schedule.microbatches
     return outcome
 
@@ -215,6 +221,34 @@ def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], bound: floa
         assert distance <= bound * size, f"{name}: {distance / size:.3g} of its norm away"
 
 
+def check_same(found: Outcome, alone: Outcome, rank: int, bound: float = 0.0) -> None:
+    """Checks what a rank of several processes gave against what one process with all workers gave.
+
+    Args:
+        bound: of the relative distance of losses and weights; 0 asks for the same bits.
+    """
+    assert len(found.dones) == len(alone.dones)
+    for there, here in zip(found.dones, alone.dones, strict=True):
+        assert replace(there, loss=here.loss) == here
+        assert abs(there.loss - here.loss) <= bound * abs(here.loss)
+    assert (found.drains, found.position, found.late) == (alone.drains, alone.position, alone.late)
+    assert list(found.evaluated) == list(alone.evaluated)
+    for number, loss in alone.evaluated.items():
+        assert abs(found.evaluated[number] - loss) <= bound * abs(loss)
+    assert found.storages
+    assert all(found.storages[stage] <= alone.storages[stage] for stage in found.storages)
+    assert all(found.versions[stage] <= alone.versions[stage] for stage in found.versions)
+    if rank:
+        assert not found.state
+        return
+    for there, here in ((found.state, alone.state), (found.ema, alone.ema)):
+        assert list(there) == list(here)
+        if bound:
+            assert_near(there, here, bound)
+        else:
+            assert all(torch.equal(there[name], here[name]) for name in here)
+
+
 def odd(batches: list[zoo.Batch]) -> list[zoo.Batch]:
     """Returns the batches in other sizes: whole, and cut behind the third sample."""
     return [*batches[:1], *((x[:3], y[:3]) for x, y in batches[1:])]
@@ -241,13 +275,16 @@ def _rule(schedule: str, plan: Plan) -> reference.Versions:
         return lambda s, k: max(0, k - (p - 1 - s))
     if schedule == "pipedream_vertical_sync" and straight:
         return lambda s, k: max(0, k - (p - 1))
+    replicas, late = plan.replicas, [n - 1 + lag for n, lag in zip(plan.in_flight, plan.lag, strict=True)]
     if schedule == "pipedream_vertical_sync":
-        # The tag is a count of minibatches, a multiple of all replica counts, that every stage has a version for.
-        first, both = plan.replicas[0], lcm(*plan.replicas)
-        tag = lambda k: both * (first * max(0, k // first - (plan.in_flight[0] - 1)) // both)  # noqa: E731
-        return lambda s, k: tag(k) // plan.replicas[s]
+        # The tag is a count of minibatches, a multiple of all replica counts, that every stage has a version for: of
+        # the rounds of the input stage, the newest that no stage is later than.
+        first, both = replicas[0], lcm(*replicas)
+        rounds = max(-(-wait * count // first) for wait, count in zip(late, replicas, strict=True))
+        tag = lambda k: both * (first * max(0, k // first - rounds) // both)  # noqa: E731
+        return lambda s, k: tag(k) // replicas[s]
     assert schedule == "pipedream"
-    return lambda s, k: max(0, k // plan.replicas[s] - (plan.in_flight[s] - 1))
+    return lambda s, k: max(0, k // replicas[s] - late[s])
 
 
 def _fresh(batches: list[zoo.Batch]) -> Fresh:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipedream.runtime.message import Content, Message
+from pipedream.runtime.reduction import add_up_all
 from pipedream.runtime.wire import Line, WireGroup, WireReceiver, WireSender
 
 SIZES = {
@@ -52,6 +53,11 @@ def exchange(depths: list[int]) -> dict[str, list[tuple[int, int, float, str, li
             sender.close()
             assert sender.sent_bytes > 0 or not any(sizes)
     ones = [torch.full((2, 3), float(dist.get_rank() + 1)), torch.tensor(dist.get_rank() + 1), torch.ones(4).double()]
-    sums = WireGroup(group).add_up(ones).result()
+    adding = add_up_all(WireGroup(group), ones)
+    try:
+        while True:
+            next(adding)
+    except StopIteration as end:
+        sums = end.value
     arrived["sums"] = [(0, 0, 0.0, "", list(sums))]
     return arrived

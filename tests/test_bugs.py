@@ -40,7 +40,7 @@ def test_a_leaf_does_not_share_the_version_counter_of_its_handle() -> None:
     versions = Versions({"w": handle})
     held = versions.read(0)
     loss = (held.leaves["w"] ** 2).sum()
-    versions.begin_update(next_read=1)
+    versions.begin_update(())
     with torch.no_grad():
         handle.add_(1.0)
     versions.end_update()

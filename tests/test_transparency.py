@@ -14,7 +14,7 @@ import processes
 import pytest
 import torch
 import zoo
-from cases import ASYNCHRONOUS, FLUSHING, Case, check, per_worker, run
+from cases import ASYNCHRONOUS, FLUSHING, Case, check, check_same, per_worker, run
 
 KINDS = {"mlp": "sgd", "cnn": "adamw", "lstm": "sgd", "transformer": "adamw"}
 PARTS = {"naive": 2, "gpipe": 3, "1f1b": 4, "pipedream_2bw": 3}  # the last minibatch has 2 samples
@@ -152,15 +152,4 @@ def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
     for number, case in enumerate(chosen):
         alone = run(case)
         for rank, outcomes in enumerate(of_ranks):
-            found = outcomes[number]
-            assert found.dones == alone.dones, f"{case}: rank {rank}"
-            assert (found.drains, found.position) == (alone.drains, alone.position)
-            assert found.evaluated == alone.evaluated
-            assert found.late == alone.late
-            assert all(found.storages[stage] <= alone.storages[stage] for stage in found.storages)
-            if rank:
-                assert not found.state
-        whole = of_ranks[0][number]
-        for there, here in ((whole.state, alone.state), (whole.ema, alone.ema)):
-            assert list(there) == list(here)
-            assert all(torch.equal(there[name], here[name]) for name in here), str(case)
+            check_same(outcomes[number], alone, rank)

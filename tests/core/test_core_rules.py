@@ -155,6 +155,19 @@ class TestWeights:
             for stage in range(len(replicas)):
                 assert rule.forward_version(stage, k) <= rule.forward_version(stage, k + 1)
 
+    @given(replica_counts, st.data())
+    def test_readable_versions_are_those_of_all_forwards_to_come(
+        self, replicas: tuple[int, ...], data: st.DataObject
+    ) -> None:
+        warmup, none = tuple(count - 1 for count in depth.noam(replicas)), (0,) * len(replicas)
+        rules = (Stash(warmup, replicas, none), VerticalSync(warmup, replicas, none), DoubleBuffer(5), Flush(5))
+        stage, rule = data.draw(st.integers(0, len(replicas) - 1)), data.draw(st.sampled_from(rules))
+        step, first, newest = replicas[stage], data.draw(st.integers(0, 40)), data.draw(st.integers(0, 12))
+        for total in (None, data.draw(st.integers(0, 60))):
+            coming = range(first, 2000 if total is None else total, step)
+            wanted = {rule.forward_version(stage, k) for k in coming} & set(range(newest + 1))
+            assert rule.readable(stage, first, newest, step=step, total=total) == wanted
+
 
 class TestUpdates:
     @given(st.integers(1, 20), st.integers(0, 200))

@@ -6,6 +6,7 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+import torch
 
 from pipedream.core.errors import DeadlockError
 from pipedream.runtime.channel import LocalChannel, LocalGroup, Pending
@@ -27,7 +28,7 @@ def test_workers_of_the_input_stage_do_not_run_ahead_of_the_lead() -> None:
         member = group.member(rank)
         for number in range(5):
             admitted[rank] = number
-            yield from waited(member.add_up([]))
+            yield from waited(member.add_up(torch.zeros(1)))
             if rank == 0:  # the lead has to wait for several turns, the other one has not
                 there.send(Message(number))
                 yield from waited(back.receive())

@@ -45,7 +45,7 @@ def test_each_version_equals_the_copy_of_a_serial_run(late: int, updates: int, s
         for name in handles:
             handles[name].grad = torch.randn_like(handles[name])
             plain[name].grad = handles[name].grad.clone()
-        versions.begin_update(max(0, k + 1 - late))
+        versions.begin_update(range(max(0, k + 1 - late), versions.newest + 1))
         optimizer.step()
         versions.end_update()
         serial.step()
@@ -56,6 +56,27 @@ def test_each_version_equals_the_copy_of_a_serial_run(late: int, updates: int, s
     versions.rewind()
     assert (versions.newest, versions.alive) == (0, 1)
     assert all(torch.equal(versions.read(0).leaves[name], plain[name]) for name in plain)
+
+
+def test_a_version_that_nobody_will_read_is_not_kept() -> None:
+    """Under vertical sync with tags that are multiples of 3, versions 1 and 2 of a stage are never read."""
+    handles = _handles()
+    versions = Versions(handles)
+    reading = versions.read(0)
+    for newest in range(6):
+        # Forwards to come read 0 and 3 and so on, two updates late.
+        versions.begin_update({max(0, newest - 2) // 3 * 3, newest // 3 * 3})
+        with torch.no_grad():
+            handles["a"].add_(1.0)
+        versions.end_update()
+        assert versions.alive == [2, 2, 2, 3, 3, 3][newest]
+        assert versions.storages == versions.peak
+    versions.release(reading)
+    versions.begin_update({3, 6})
+    versions.end_update()
+    assert (versions.alive, versions.newest) == (3, 7)
+    with pytest.raises(KeyError):
+        versions.read(0)
 
 
 def test_leaves_share_storage_with_the_handles_but_not_their_version_counter() -> None:
@@ -74,27 +95,27 @@ def test_a_version_that_is_read_is_never_written() -> None:
     versions = Versions(handles)
     reading = versions.read(0)
     before = reading.leaves["a"].detach().clone()
-    versions.begin_update(next_read=1)
+    versions.begin_update(())
     with torch.no_grad():
         handles["a"].add_(1.0)
     versions.end_update()
     assert torch.equal(reading.leaves["a"], before)
     versions.release(reading)
     # A free set with a reader cannot be: should it ever, the update stops.
-    versions.begin_update(next_read=2)
+    versions.begin_update(())
     versions.end_update()
     versions._free.append(reading)
     reading.readers = 1
     versions.peek().readers = 1
     with pytest.raises(AssertionError, match="a backward still needs"):
-        versions.begin_update(next_read=3)
+        versions.begin_update(())
 
 
 def test_a_version_that_is_gone_or_not_made_cannot_be_read() -> None:
     versions = Versions(_handles())
     with pytest.raises(KeyError):
         versions.read(1)
-    versions.begin_update(next_read=1)
+    versions.begin_update(())
     versions.end_update()
     with pytest.raises(KeyError):
         versions.read(0)
@@ -105,8 +126,8 @@ def test_low_precision_leaves_follow_the_full_precision_weights() -> None:
     versions = Versions(handles, {"a": torch.bfloat16})
     assert versions.peek().leaves["a"].dtype == torch.bfloat16
     reading = versions.read(0)
-    for newest in (1, 2):
-        versions.begin_update(next_read=newest)
+    for _ in range(2):
+        versions.begin_update(())
         with torch.no_grad():
             for handle in handles.values():
                 handle.add_(1.0)
@@ -119,3 +140,32 @@ def test_low_precision_leaves_follow_the_full_precision_weights() -> None:
         handles["a"].zero_()
     versions.reload()
     assert not versions.peek().leaves["a"].any()
+
+
+def test_watched_leaves_ask_once_each_in_every_set_and_after_reloading() -> None:
+    handles = _handles()
+    versions = Versions(handles, {"a": torch.bfloat16}, watched=True)
+
+    def check() -> None:
+        seen: list[tuple[int, torch.dtype]] = []
+        for held in versions._sets.values():
+            for ready in (None, lambda number, gradient: seen.append((number, gradient.dtype))):
+                held.ready = ready
+                sum(leaf.float().sum() for leaf in held.leaves.values()).backward()
+                assert all((leaf.grad is None) == (ready is not None) for leaf in held.leaves.values())
+                for leaf in held.leaves.values():
+                    leaf.grad = None
+            held.ready = None
+        wanted = [(0, torch.bfloat16), (1, torch.float32)] * versions.alive
+        assert sorted(seen, key=str) == sorted(wanted, key=str)
+
+    check()
+    versions.begin_update({0})
+    versions.end_update()
+    assert versions.alive == 2
+    check()
+    versions.keep(())
+    for handle in handles.values():
+        handle.data = torch.zeros_like(handle)
+    versions.reload()
+    check()

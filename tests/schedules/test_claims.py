@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
+from math import lcm
 
 import pytest
 
@@ -95,3 +97,12 @@ def test_staleness_settles_at_the_claim(p: int) -> None:
         for tag in timeline.tags:
             if tag.microbatch >= 2 * p:
                 assert tag.staleness == schedule.claims.staleness(p, 6 * p, tag.stage)
+
+
+@pytest.mark.parametrize("replicas", [r for n in (2, 3) for r in product((1, 2, 3, 4), repeat=n)], ids=str)
+def test_versions_of_vertical_sync_with_replicas(replicas: tuple[int, ...]) -> None:
+    """The rule counts the versions that tags name, in closed form; the simulation counts those that are held."""
+    schedule = build("pipedream_vertical_sync", Plan.uniform(len(replicas), replicas=replicas))
+    timeline = run(schedule, 6 * lcm(*replicas) + 8 * sum(replicas))
+    for s, ranks in enumerate(schedule.placement.ranks):
+        assert max(timeline.peak_versions[rank] for rank in ranks) == schedule.weights.versions(s)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import count, takewhile
 from math import lcm
 from typing import Any, ClassVar
 
@@ -46,6 +47,22 @@ class WeightRule(ABC):
     def backward_version(self, stage: int, microbatch: int) -> int:
         """Returns the version that the backward reads."""
         return self.forward_version(stage, microbatch)
+
+    def readable(
+        self, stage: int, microbatch: int, newest: int, *, step: int = 1, total: int | None = None
+    ) -> frozenset[int]:
+        """Returns the versions up to the newest that the forwards to come at one seat read.
+
+        Args:
+            stage: whose.
+            microbatch: of the next forward.
+            newest: of the versions made so far.
+            step: from one microbatch of the seat to its next, the stage's replicas.
+            total: microbatches in the run; None while nobody knows.
+        """
+        coming = count(microbatch, step) if total is None else range(microbatch, total, step)
+        versions = (self.forward_version(stage, k) for k in coming)
+        return frozenset(takewhile(lambda version: version <= newest, versions))
 
     @abstractmethod
     def versions(self, stage: int) -> int:

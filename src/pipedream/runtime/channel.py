@@ -69,8 +69,12 @@ class Group(ABC):
     """Abstract: workers that add up tensors."""
 
     @abstractmethod
-    def add_up(self, tensors: list[torch.Tensor]) -> Pending[list[torch.Tensor]]:
-        """Returns the sums over all members of the group; every member calls it in the same order."""
+    def add_up(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
+        """Starts to add a tensor up over all members of the group, in place; does not wait.
+
+        Every member calls it in the same order, with as many numbers of the same type. Nobody may read or write
+        the tensor before the result is there.
+        """
 
 
 class LocalChannel(Sender, Receiver):
@@ -113,34 +117,27 @@ class LocalGroup:
 
     def __init__(self, members: int) -> None:
         self._members = members
-        self._rounds: dict[int, dict[int, list[torch.Tensor]]] = {}
-        self._sums: dict[int, list[torch.Tensor]] = {}
-        self._taken: dict[int, int] = {}
+        self._given: dict[int, dict[int, torch.Tensor]] = {}
 
     def member(self, index: int) -> Group:
         """Returns the end of one member."""
         return _LocalMember(self, index)
 
-    def give(self, turn: int, index: int, tensors: list[torch.Tensor]) -> None:
-        """Puts in one member's tensors; the last one adds all up, in the order of the members."""
-        given = self._rounds.setdefault(turn, {})
-        given[index] = tensors
+    def give(self, turn: int, index: int, tensor: torch.Tensor) -> None:
+        """Puts in one member's tensor; the last one adds all up, in the order of the members."""
+        given = self._given.setdefault(turn, {})
+        given[index] = tensor
         if len(given) == self._members:
-            columns = zip(*(given[i] for i in range(self._members)), strict=True)
-            self._sums[turn] = [torch.stack(column).sum(0) for column in columns]
-            del self._rounds[turn]
+            del self._given[turn]
+            total, *others = (given[i] for i in range(self._members))
+            for other in others:
+                total += other
+            for other in others:
+                other.copy_(total)
 
     def is_complete(self, turn: int) -> bool:
-        """Tells whether all members have given."""
-        return turn in self._sums
-
-    def take(self, turn: int) -> list[torch.Tensor]:
-        """Returns one member's own copy of the sums."""
-        sums = [tensor.clone() for tensor in self._sums[turn]]
-        self._taken[turn] = self._taken.get(turn, 0) + 1
-        if self._taken[turn] == self._members:
-            del self._sums[turn], self._taken[turn]
-        return sums
+        """Tells whether all members have given; asked by a member that has."""
+        return turn not in self._given
 
 
 class _LocalMember(Group):
@@ -149,20 +146,21 @@ class _LocalMember(Group):
         self._index = index
         self._turn = 0
 
-    def add_up(self, tensors: list[torch.Tensor]) -> Pending[list[torch.Tensor]]:
+    def add_up(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
         turn = self._turn
         self._turn += 1
-        self._group.give(turn, self._index, tensors)
-        return _LocalSum(self._group, turn)
+        self._group.give(turn, self._index, tensor)
+        return _LocalSum(self._group, turn, tensor)
 
 
-class _LocalSum(Pending[list[torch.Tensor]]):
-    def __init__(self, group: LocalGroup, turn: int) -> None:
+class _LocalSum(Pending[torch.Tensor]):
+    def __init__(self, group: LocalGroup, turn: int, tensor: torch.Tensor) -> None:
         self._group = group
         self._turn = turn
+        self._tensor = tensor
 
     def ready(self) -> bool:
         return self._group.is_complete(self._turn)
 
-    def result(self) -> list[torch.Tensor]:
-        return self._group.take(self._turn)
+    def result(self) -> torch.Tensor:
+        return self._tensor

@@ -252,7 +252,11 @@ def _seat(
     mine = layers[plan.stages[stage].first : plan.stages[stage].last]
     return Seated(
         module=StageModule(mine, handles, device, settings.seed, settings.autocast),
-        versions=Versions(handles, low_precision_weights(mine, handles, settings.autocast)),
+        versions=Versions(
+            handles,
+            low_precision_weights(mine, handles, settings.autocast),
+            watched=replica_group is not None,
+        ),
         gradients=Gradients([handle.dtype for handle in handles.values()]),
         optimizer=Optimizer(
             handles,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .channel import Group, Pending
+from .reduction import Reduction
 
 __all__ = ["Gradients", "Optimizer"]
 
@@ -53,6 +54,18 @@ class Gradients:
                 self._sums[i] = gradient.to(self._dtypes[i])
             else:
                 held += gradient.to(self._dtypes[i])
+
+    def complete(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns the whole sum of one handle, which the last microbatch's gradient completes, and lets go of it.
+
+        Args:
+            index: of the handle.
+            gradient: belongs to the sum from now on; one that was lent has been added to.
+        """
+        held, self._sums[index] = self._sums[index], None
+        if held is None or gradient is held:
+            return gradient.to(self._dtypes[index])
+        return held.add_(gradient.to(self._dtypes[index]))
 
     def take(self) -> tuple[list[torch.Tensor | None], float, int]:
         """Returns the sums, the summed weight and the number of microbatches, and starts again from nothing."""
@@ -104,6 +117,7 @@ class Optimizer:
         self._clip = clip_grad_norm
         self._norm_group = norm_group
         self.replica_group = replica_group
+        self.reduction = None if replica_group is None else Reduction(self._handles, replica_group)
         self._mean_of_rounds = mean_of_rounds
         self._decay = ema
         self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
@@ -115,29 +129,30 @@ class Optimizer:
         """The user's learning rate of the first parameter group, before the stage's factor."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def prepare(self, gradients: Gradients, wish: float = 0.0) -> Generator[Pending[Any], None, tuple[float, bool]]:
-        """Puts the update's gradients into the handles' ``.grad``; yields where it would wait.
+    def close(self, gradients: Gradients, wish: float = 0.0) -> None:
+        """Starts what is left of the sums over the replicas; does nothing where that was done before.
 
         Args:
             gradients: the update's sums; emptied.
             wish: not 0 where this replica was asked to stop; all replicas hear of it with the sums.
+        """
+        if self.reduction is not None and not self.reduction.closed:
+            self.reduction.close(*gradients.take(), wish)
+
+    def prepare(self, gradients: Gradients, wish: float = 0.0) -> Generator[Pending[Any], None, tuple[float, bool]]:
+        """Puts the update's gradients into the handles' ``.grad``; yields where it would wait.
+
+        Args:
+            gradients, wish: see `close`.
 
         Returns the share of the round's replicas that are present, which scales the learning rate, and
         whether a replica wishes to stop.
         """
-        sums, weight, count = gradients.take()
-        if self.replica_group is not None:
-            filled = [
-                torch.zeros_like(h) if s is None else s.contiguous() for s, h in zip(sums, self._handles, strict=True)
-            ]
-            amounts = torch.tensor([weight, count, wish], dtype=torch.float64)
-            device = self._handles[0].device if self._handles else amounts.device
-            pending = self.replica_group.add_up([*filled, amounts.to(device)])
-            if not pending.ready():
-                yield pending
-            *reduced, amounts = pending.result()
-            sums = list(reduced)
-            weight, count, wish = float(amounts[0]), int(amounts[1]), float(amounts[2])
+        if self.reduction is None:
+            sums, weight, count = gradients.take()
+        else:
+            self.close(gradients, wish)
+            sums, weight, count, wish = yield from self.reduction.take()
         divisor = float(count) if self._mean_of_rounds else weight
         present = [s for s in sums if s is not None]
         if present and divisor != 1.0 and divisor > 0.0:
@@ -188,10 +203,10 @@ class Optimizer:
         squares = sum((float(n) ** 2 for n in torch._foreach_norm(gradients)), 0.0) if gradients else 0.0
         if self._norm_group is not None:
             # Replicas hold the same gradients after their sum: each gives its share of the stage's square.
-            pending = self._norm_group.add_up([torch.tensor([squares / self.replicas], dtype=torch.float64)])
+            pending = self._norm_group.add_up(torch.tensor([squares / self.replicas], dtype=torch.float64))
             if not pending.ready():
                 yield pending
-            squares = float(pending.result()[0])
+            squares = float(pending.result())
         scale = self._clip / (squares**0.5 + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         if scale < 1.0 and gradients:
             return list(torch._foreach_mul(gradients, scale))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from .channel import Pending
 from .optimize import Gradients, Optimizer
+from .reduction import add_up_all
 from .stage import StageModule
 from .versions import Versions
 
@@ -48,10 +49,7 @@ class Seated:
         floats = [b for n in norms for b in (n.running_mean, n.running_var) if b is not None]
         counts = [n.num_batches_tracked for n in norms if n.num_batches_tracked is not None]
         news = [count - before for count, before in zip(counts, self._counts, strict=True)]
-        pending = group.add_up([*floats, *news])
-        if not pending.ready():
-            yield pending
-        sums = pending.result()
+        sums = yield from add_up_all(group, [*floats, *news])
         with torch.no_grad():
             for buffer, total in zip(floats, sums, strict=False):
                 buffer.copy_(total / self.optimizer.replicas)
@@ -63,17 +61,22 @@ class Seated:
         found = {id(m): m for layer in layers for m in layer.modules() if isinstance(m, _NormBase)}
         return [m for m in found.values() if m.track_running_stats]
 
-    def update(self, next_read: int, present_share: float) -> list[tuple[int, int, int, int]]:
+    def give(self, index: int, gradient: torch.Tensor) -> None:
+        """Takes a handle's gradient from the last backward before an update, while that still runs."""
+        assert self.optimizer.reduction is not None
+        self.optimizer.reduction.put(index, self.gradients.complete(index, gradient))
+
+    def update(self, coming: Collection[int], present_share: float) -> list[tuple[int, int, int, int]]:
         """Makes an update from the gradients in the handles; returns the tags of those gradients.
 
         Args:
-            next_read: version that the next forward will read.
+            coming: versions, of those there are, that forwards to come will read.
             present_share: of the round's replicas, on the learning rate.
 
         A tag is (microbatch, forward version, backward version, version that the update started from).
         """
         newest = self.versions.newest
-        self.versions.begin_update(next_read)
+        self.versions.begin_update(coming)
         self.optimizer.step(present_share)
         self.versions.end_update()
         tags = [(*tag, newest) for tag in self.tags]

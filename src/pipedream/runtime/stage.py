@@ -14,7 +14,7 @@ Life of a microbatch at a stage:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +154,11 @@ class StageModule:
         return unflatten(structure, tuple(inside)), tuple(boxes)
 
     def backward(
-        self, held: Held, gradients: Sequence[torch.Tensor | None], lent: Sequence[torch.Tensor | None]
+        self,
+        held: Held,
+        gradients: Sequence[torch.Tensor | None],
+        lent: Sequence[torch.Tensor | None],
+        ready: Callable[[int, torch.Tensor], None] | None = None,
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Returns the gradients of the weights, in the order of the handles, and of what arrived.
 
@@ -164,6 +168,9 @@ class StageModule:
             held: what the forward kept; its graph is freed.
             gradients: of the outputs that went on.
             lent: for each handle, the sum to add to, or None.
+            ready: takes each handle's number and gradient while the backward still runs, as soon as it is there; what
+                it has taken is None in the answer. The leaves must be watched. On a GPU it is called on a thread of
+                autograd.
         """
         assert held.weights is not None
         leaves = [held.weights.leaves[name] for name in self._names]
@@ -175,12 +182,14 @@ class StageModule:
         if not pairs:
             return [None] * len(leaves), [None] * len(held.entries)
         try:
+            held.weights.ready = ready
             for leaf, total in zip(leaves, lent, strict=True):
                 if total is not None and total.dtype == leaf.dtype:
                     leaf.grad = total
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
             return [leaf.grad for leaf in leaves], [box[0] if box else None for box in held.entries]
         finally:
+            held.weights.ready = None
             for leaf in leaves:
                 leaf.grad = None
 

@@ -8,7 +8,8 @@ Life of a version:
 3. The optimizer steps in place; the set is version n.
 4. A forward reads a version: its leaves stand in the modules while the forward runs, and autograd keeps
    what it needs of them.
-5. The backward releases the version. A set without readers, older than any forward will read, is free.
+5. The backward releases the version. A set without readers, that no forward to come will read, is free; under
+   vertical sync some versions are never read at all.
 
 Handles are never in a graph: changing ``.data`` of a tensor that a graph has read is silently half wrong
 (docs/design.md, Facts). The leaves of a set and the handles share storage but not autograd's version
@@ -20,7 +21,8 @@ instead of once a forward; then only the optimizer's copy has full precision.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 import torch
 
@@ -34,14 +36,28 @@ class WeightSet:
         version: its number; -1 while it is free.
         leaves: name -> tensor that a forward reads and a gradient is taken for.
         readers: forwards that have read it and whose backward is still to come.
+        ready: takes number and gradient of each leaf as soon as a backward has accumulated it; None leaves it in
+            ``.grad``. Only watched leaves ask.
     """
 
-    __slots__ = ("leaves", "readers", "version")
+    __slots__ = ("leaves", "readers", "ready", "version")
 
     def __init__(self, version: int, leaves: dict[str, torch.Tensor]) -> None:
         self.version = version
         self.leaves = leaves
         self.readers = 0
+        self.ready: Callable[[int, torch.Tensor], None] | None = None
+
+    def watch(self, names: Collection[str]) -> None:
+        """Makes these leaves ask `ready`. Once for each leaf: to make and remove a hook takes several microseconds."""
+        for number, (name, leaf) in enumerate(self.leaves.items()):
+            if name in names:
+                leaf.register_post_accumulate_grad_hook(partial(self._accumulated, number))  # type: ignore[no-untyped-call]
+
+    def _accumulated(self, number: int, leaf: torch.Tensor) -> None:
+        if self.ready is not None and leaf.grad is not None:
+            gradient, leaf.grad = leaf.grad, None
+            self.ready(number, gradient)
 
 
 class Versions:
@@ -50,15 +66,20 @@ class Versions:
     Args:
         handles: name -> the user's parameter, for those that are trained.
         low_precision: name -> type of the leaf, for weights that autocast would cast.
+        watched: gradients of the leaves are wanted while a backward still runs (`WeightSet.ready`).
     """
 
     def __init__(
-        self, handles: Mapping[str, torch.nn.Parameter], low_precision: Mapping[str, torch.dtype] | None = None
+        self,
+        handles: Mapping[str, torch.nn.Parameter],
+        low_precision: Mapping[str, torch.dtype] | None = None,
+        watched: bool = False,
     ) -> None:
         self.handles = dict(handles)
         self._low = dict(low_precision or {})
+        self._watched = watched
         self.newest = 0
-        self._sets = {0: WeightSet(0, {name: self._leaf(name, handle) for name, handle in handles.items()})}
+        self._sets = {0: self._made(0, {name: self._leaf(name, handle) for name, handle in handles.items()})}
         self._free: list[WeightSet] = []
         self.peak = 1
 
@@ -95,24 +116,28 @@ class Versions:
         """Ends a reader's hold."""
         held.readers -= 1
 
-    def drop_below(self, version: int) -> None:
-        """Frees the sets that no reader holds and that no forward will read: those before `version`."""
-        for old in [v for v, s in self._sets.items() if v < version and not s.readers and v != self.newest]:
+    def keep(self, coming: Collection[int]) -> None:
+        """Frees the sets that no reader holds and that no forward to come will read; the newest stays.
+
+        Args:
+            coming: versions that forwards to come will read.
+        """
+        for old in [v for v, s in self._sets.items() if v not in coming and not s.readers and v != self.newest]:
             freed = self._sets.pop(old)
             freed.version = -1
             self._free.append(freed)
 
-    def begin_update(self, next_read: int) -> None:
+    def begin_update(self, coming: Collection[int]) -> None:
         """Makes the handles safe to write: moves them to a free set if the newest is still to be read.
 
         Args:
-            next_read: the version that the next forward will read.
+            coming: versions up to the newest that forwards to come will read.
         """
-        self.drop_below(next_read)
+        self.keep(coming)
         newest = self._sets[self.newest]
-        if newest.readers or next_read <= self.newest:
+        if newest.readers or self.newest in coming:
             if not self._free:
-                self._free.append(WeightSet(-1, {name: self._leaf_like(name, newest) for name in self.handles}))
+                self._free.append(self._made(-1, {name: self._leaf_like(name, newest) for name in self.handles}))
             moved = self._free.pop()
             shared = [name for name in self.handles if name not in self._low]
             targets = [moved.leaves[name].detach() for name in shared]
@@ -137,7 +162,7 @@ class Versions:
 
     def rewind(self) -> None:
         """Counts versions from 0 again: after a drain, when one set is left."""
-        self.drop_below(self.newest)
+        self.keep(())
         assert len(self._sets) == 1, f"{len(self._sets)} versions after a drain"
         left = self._sets.pop(self.newest)
         left.version = self.newest = 0
@@ -152,6 +177,14 @@ class Versions:
                     newest.leaves[name].detach().copy_(handle)
             else:
                 newest.leaves[name] = self._leaf(name, handle)
+        if self._watched:
+            newest.watch(self.handles.keys() - self._low.keys())
+
+    def _made(self, version: int, leaves: dict[str, torch.Tensor]) -> WeightSet:
+        made = WeightSet(version, leaves)
+        if self._watched:
+            made.watch(leaves)
+        return made
 
     def _leaf(self, name: str, handle: torch.nn.Parameter) -> torch.Tensor:
         kind = self._low.get(name)

@@ -19,7 +19,6 @@ waits for the oldest message only when more are out than its schedule can have u
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -253,30 +252,18 @@ class WireGroup(Group):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def add_up(self, tensors: list[torch.Tensor]) -> Pending[list[torch.Tensor]]:
-        return _Reduction(self._group, tensors)
+    def add_up(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
+        return _Sum(_started(dist.all_reduce(tensor, group=self._group, async_op=True)), tensor)
 
 
-class _Reduction(Pending[list[torch.Tensor]]):
-    """One all-reduce for each type of number: the tensors are laid end to end in a bucket."""
-
-    def __init__(self, group: dist.ProcessGroup, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._buckets: list[tuple[Any, list[int], torch.Tensor]] = []
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            members = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            bucket = torch.cat([tensors[i].reshape(-1) for i in members])
-            work = dist.all_reduce(bucket, group=group, async_op=True)
-            self._buckets.append((work, members, bucket))
+class _Sum(Pending[torch.Tensor]):
+    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        self._work = work
+        self._tensor = tensor
 
     def ready(self) -> bool:
-        return False
+        return False  # gloo tells only by waiting
 
-    def result(self) -> list[torch.Tensor]:
-        sums = list(self._tensors)
-        for work, members, bucket in self._buckets:
-            work.wait()
-            pieces = torch.split(bucket, [self._tensors[i].numel() for i in members])
-            for i, piece in zip(members, pieces, strict=True):
-                sums[i] = piece.view_as(self._tensors[i])
-        return sums
+    def result(self) -> torch.Tensor:
+        self._work.wait()
+        return self._tensor

@@ -24,6 +24,7 @@ from .feed import Ending
 from .intake import Door, Intake
 from .message import Content, Message
 from .recorder import Recorder
+from .reduction import last_backwards
 from .results import Done, Output, Results
 from .scoring import Scorer
 from .seat import Seated
@@ -71,6 +72,7 @@ class Worker:
         self._scorer = scorer
         self._device = device
         self._last = program.placement.stages - 1
+        self._ends_update = last_backwards(program, rank)
         self.recorder = Recorder(rank, device)
         self.ending = Ending.DATA
         self._total: int | None = None
@@ -258,6 +260,7 @@ class Worker:
     def _backward_op(self, op: Op) -> None:
         seat = self.seats[op.stage]
         held = self._held.pop((op.stage, op.index))
+        last = seat.optimizer.reduction is not None and self._ends_update(op)
         message = self._inbox.pop("gradient") if op.stage < self._last else None
         start = self.recorder.mark()
         back: list[torch.Tensor | None] = []
@@ -269,13 +272,15 @@ class Worker:
                 weight = message.weight
                 arriving = iter(message.tensors)
                 given = [next(arriving) if output.requires_grad else None for output in held.outputs]
-            found, back = seat.module.backward(held, given, seat.gradients.lent)
+            found, back = seat.module.backward(held, given, seat.gradients.lent, seat.give if last else None)
             seat.gradients.add(found, weight)
             seat.tags.append((op.index, held.weights.version, held.weights.version))
             seat.versions.release(held.weights)
             held.weight = weight
         else:
             seat.gradients.add([], 0.0)
+        if last:
+            seat.optimizer.close(seat.gradients, float(self.wishes_to_stop()))
         if op.stage:
             content = Content.EMPTY if held.weights is None else Content.DATA
             self._outbox["gradient"] = Message(op.index, content, tensors=tuple(back), weight=held.weight)
@@ -290,10 +295,9 @@ class Worker:
         if shared or self.program.couples_updates:
             self.recorder.note("wait", op.stage, op.index, before)
         start = self.recorder.mark()
-        next_read = self.program.weights.forward_version(op.stage, seat.next_forward)
-        if self._total is not None and seat.next_forward >= self._total:
-            next_read = seat.versions.newest + 1  # no forward is to come: the weights need not move out of the way
-        for microbatch, forward_version, backward_version, newest in seat.update(next_read, share):
+        step, newest = self.program.placement.replicas[op.stage], seat.versions.newest
+        coming = self.program.weights.readable(op.stage, seat.next_forward, newest, step=step, total=self._total)
+        for microbatch, forward_version, backward_version, newest in seat.update(coming, share):
             number = self._number(microbatch)
             self.recorder.tags.append(Tag(op.stage, number, forward_version, backward_version, newest))
         self.recorder.note("U", op.stage, self._updates_before(op.stage) + op.index, start)
@@ -352,7 +356,8 @@ class Worker:
     def _begin(self, door: Door | None, split: int, base: int, ema: bool = False) -> None:
         """Forgets the stream before, and gets ready for one that begins at minibatch `base`."""
         self._door = door
-        self._intake: Intake | None = None if door is None else door.open(split, self._input_replica(), base)
+        replica = dict(self.program.placement.seats(self.rank)).get(0, 0)
+        self._intake: Intake | None = None if door is None else door.open(split, replica, base)
         self._split = split
         self._base = base
         self._ema = ema
@@ -363,9 +368,6 @@ class Worker:
         self._held: dict[tuple[int, int], Held] = {}
         self._ended: set[int] = set()
         self.results.begin()
-
-    def _input_replica(self) -> int:
-        return next(replica for stage, replica in self.program.placement.seats(self.rank) if stage == 0)
 
     def _stop_feed(self, ending: Ending) -> None:
         if self._door is not None:

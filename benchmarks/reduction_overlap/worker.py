@@ -1,0 +1,123 @@
+"""One of the two workers: trains by all variants in turns, round after round; rank 0 prints the seconds as JSON.
+
+Started by run.py, which sets torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import pipedream as pd
+from pipedream.runtime.reduction import Reduction
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "first_look"))
+from model import Sizes, network
+
+__all__ = ["main"]
+
+WARMUP = 3
+MIB = 1 << 20
+
+
+def main(asked: dict[str, Any]) -> None:
+    """Runs what was asked: keys `rounds`, `segment`, `batch`, `width`, `dense`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, sizes = dist.get_rank(), Sizes(asked["batch"], 1, asked["width"], asked["dense"])
+    variants: dict[str, Callable[[Sizes, int], float]] = {
+        "one worker, no sums": alone,
+        "pipedream, sums at the update": partial(ours, early=False, mib=4),
+        "pipedream, buckets of 4 MiB": partial(ours, early=True, mib=4),
+        "pipedream, buckets of 1 MiB": partial(ours, early=True, mib=1),
+        "pipedream, buckets of 25 MiB": partial(ours, early=True, mib=25),
+        "torch, DDP, 25 MiB (its default)": partial(theirs, mib=25),
+        "torch, DDP, 4 MiB": partial(theirs, mib=4),
+    }
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
+    for number in range(asked["rounds"]):
+        # Each round begins with another one: none is always the first.
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            dist.barrier()
+            seconds = torch.tensor(variants[name](sizes, asked["segment"]), dtype=torch.float64)
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            found[name].append(float(seconds))
+            gc.collect()
+            if rank == 0:
+                print(f"  round {number + 1}: {name}: {found[name][-1]:.3f} s", file=sys.stderr, flush=True)
+    if rank == 0:
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def batch(sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a minibatch."""
+    return torch.randn(sizes.batch, 3, 32, 32), torch.randint(10, (sizes.batch,))
+
+
+def ours(sizes: Sizes, segment: int, *, early: bool, mib: int) -> float:
+    """Returns the seconds of a minibatch by a one-stage plan."""
+    model = network(sizes)
+    plan, sample = pd.Plan.uniform(1, replicas=(2,)), batch(sizes)[:1]
+    plan = replace(plan, stages=(replace(plan.stages[0], last=len(model)),))
+    with pd.Pipeline(model, plan, loss=functional.cross_entropy, optimizer=optimizer, sample=sample) as pipeline:
+        (worker,) = pipeline._session.workers
+        (seat,) = worker.seats.values()
+        reduction, group = seat.optimizer.reduction, seat.optimizer.replica_group
+        assert reduction is not None
+        assert group is not None
+        seat.optimizer.reduction = Reduction(list(seat.versions.handles.values()), group, bucket_bytes=mib * MIB)
+        if not early:
+            worker._ends_update = lambda op: False
+        start = 0.0
+        for done in pipeline.train([batch(sizes)] * (2 * (WARMUP + segment))):
+            if done.number == 2 * WARMUP - 1:
+                start = time.perf_counter()
+        return (time.perf_counter() - start) / segment
+
+
+def theirs(sizes: Sizes, segment: int, *, mib: int) -> float:
+    """Returns the seconds of a minibatch by torch's DistributedDataParallel."""
+    return _loop(DistributedDataParallel(network(sizes), bucket_cap_mb=mib), sizes, segment)
+
+
+def alone(sizes: Sizes, segment: int) -> float:
+    """Returns the seconds of a minibatch of a worker that adds up nothing."""
+    return _loop(network(sizes), sizes, segment)
+
+
+def optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """Makes the optimizer."""
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+def _loop(model: torch.nn.Module, sizes: Sizes, segment: int) -> float:
+    stepper, (x, y) = optimizer(model.parameters()), batch(sizes)
+    start = 0.0
+    for number in range(WARMUP + segment):
+        if number == WARMUP:
+            start = time.perf_counter()
+        stepper.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        stepper.step()
+    return (time.perf_counter() - start) / segment
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,239 @@
+"""Sums over replicas: buckets fill in any order, start in one, and lose nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pipedream.core.op import Kind, Op
+from pipedream.core.plan import Plan
+from pipedream.lowering import lower
+from pipedream.runtime.channel import Group, LocalGroup, Pending
+from pipedream.runtime.optimize import Gradients, Optimizer
+from pipedream.runtime.reduction import Reduction, add_up_all, buckets_of, last_backwards
+from pipedream.runtime.stage import Held, StageModule
+from pipedream.runtime.versions import Versions
+from pipedream.schedules import build
+
+TYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
+HANDLES = st.lists(st.tuples(st.integers(1, 9), TYPES), min_size=0, max_size=9)
+
+
+def result(generator: Any) -> Any:
+    """Runs a generator that has nothing to wait for."""
+    with pytest.raises(StopIteration) as stop:
+        next(generator)
+    return stop.value.value
+
+
+class Noted(Group):
+    """A group of one that notes what was started."""
+
+    def __init__(self) -> None:
+        self.member = LocalGroup(1).member(0)
+        self.started: list[int] = []
+
+    def add_up(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
+        self.started.append(tensor.numel())
+        return self.member.add_up(tensor)
+
+
+@given(HANDLES, st.integers(1, 40), st.integers(1, 80))
+def test_buckets_hold_each_handle_once_from_the_end_on(
+    sizes: list[tuple[int, torch.dtype]], first_bytes: int, bucket_bytes: int
+) -> None:
+    handles = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
+    buckets = buckets_of(handles, first_bytes, bucket_bytes)
+    assert sorted(i for bucket in buckets for i in bucket) == list(range(len(handles)))
+    for bucket in buckets:
+        assert bucket == sorted(bucket, reverse=True)
+        assert len({handles[i].dtype for i in bucket}) == 1
+        # Without its last handle it was not yet full.
+        assert sum(handles[i].nbytes for i in bucket[:-1]) < max(first_bytes, bucket_bytes)
+    ready = [bucket[-1] for bucket in buckets]
+    assert ready == sorted(ready, reverse=True), "the bucket whose last gradient comes first goes first"
+
+
+def test_the_first_bucket_is_smaller() -> None:
+    assert buckets_of([torch.zeros(1)] * 9, 8, 16) == [[8, 7], [6, 5, 4, 3], [2, 1, 0]]
+
+
+@given(st.data(), HANDLES, st.integers(2, 4), st.integers(1, 60))
+def test_sums_are_those_of_the_members_in_their_order(
+    data: st.DataObject, sizes: list[tuple[int, torch.dtype]], members: int, bucket_bytes: int
+) -> None:
+    handles = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
+    group, reductions = LocalGroup(members), []
+    for member in range(members):
+        reductions.append(Reduction(handles, group.member(member), first_bytes=bucket_bytes, bucket_bytes=bucket_bytes))
+    for update in range(2):
+        given_: list[list[torch.Tensor | None]] = []
+        for member, reduction in enumerate(reductions):
+            mine = [torch.randn(h.shape).to(h.dtype) if data.draw(st.booleans()) else None for h in handles]
+            given_.append([None if one is None else one.clone() for one in mine])
+            early = data.draw(st.permutations(range(len(handles))))[: data.draw(st.integers(0, len(handles)))]
+            for index in early:
+                reduction.put(index, mine[index])
+            reduction.close(mine, member + 0.5, update + member, float(member == 1))
+            assert reduction.started == len(buckets_of(handles, bucket_bytes, bucket_bytes))
+        for reduction in reductions:
+            sums, weight, count, wish = result(reduction.take())
+            assert (weight, wish) == (sum(m + 0.5 for m in range(members)), 1.0)
+            assert count == sum(update + m for m in range(members))
+            for i, handle in enumerate(handles):
+                there = [row[i] for row in given_]
+                if all(one is None for one in there):
+                    assert sums[i] is None
+                    continue
+                total = torch.zeros_like(handle) if there[0] is None else there[0]
+                for one in there[1:]:
+                    total = total + (torch.zeros_like(handle) if one is None else one)
+                assert torch.equal(sums[i], total)
+
+
+@given(st.permutations(range(6)))
+def test_a_bucket_waits_for_its_turn(order: list[int]) -> None:
+    group = Noted()
+    handles = [torch.zeros(i + 1, dtype=torch.float64) for i in range(6)]
+    reduction = Reduction(handles, group, first_bytes=1, bucket_bytes=1)  # each handle is a bucket
+    done: set[int] = set()
+    for index in order:
+        reduction.put(index, torch.ones(index + 1, dtype=torch.float64))
+        done.add(index)
+        turn = next((i for i in range(6) if 5 - i not in done), 6)
+        assert group.started == [6, 5, 4, 3, 2, 1][:turn]
+    with pytest.raises(AssertionError, match="twice"):
+        reduction.put(order[0], torch.ones(order[0] + 1, dtype=torch.float64))
+
+
+class Slow(nn.Module):
+    """Three layers; the middle weight is read twice, the last one is not read at all on odd microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(4, 4)) for _ in range(3))
+        self.unused = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x @ self.a) @ self.b
+        return torch.tanh(x) @ self.b @ self.c
+
+
+def test_sums_start_while_the_backward_runs_and_only_in_the_last() -> None:
+    layer, group = Slow(), Noted()
+    handles = dict(layer.named_parameters())
+    stage = StageModule([("slow", layer)], handles, torch.device("cpu"), seed=0)
+    versions, gradients = Versions(handles, watched=True), Gradients([torch.float32] * 4)
+    reduction = Reduction(list(handles.values()), group, first_bytes=1, bucket_bytes=1)
+    seen: list[int] = []
+
+    def ready(index: int, gradient: torch.Tensor) -> None:
+        reduction.put(index, gradients.complete(index, gradient))
+        seen.append(reduction.started)
+
+    expected = [torch.zeros(4, 4) for _ in range(3)]
+    for k in range(3):
+        x = torch.randn(2, 4)
+        plain = [handle.detach().clone().requires_grad_() for handle in handles.values()]
+        out = torch.tanh(torch.tanh(x @ plain[0]) @ plain[1]) @ plain[1] @ plain[2]
+        for total, gradient in zip(expected, torch.autograd.grad(out.sum(), plain[:3]), strict=True):
+            total += gradient
+        held = versions.read(0)
+        output = stage.forward(x, held.leaves, k, first=True)
+        kept = Held(held, (), (output,), (), k)
+        found, _ = stage.backward(kept, [torch.ones(2, 4)], gradients.lent, ready if k == 2 else None)
+        gradients.add(found, 1.0)
+        assert not seen or k == 2
+        assert all(leaf.grad is None for leaf in held.leaves.values())
+        versions.release(held)
+    # The handle that nobody reads is the first bucket: all others wait for the end of the backward.
+    assert seen == [0, 0, 0]
+    assert gradients.lent == [None] * 4
+    reduction.close(*gradients.take(), 0.0)
+    sums, weight, count, _ = result(reduction.take())
+    assert (weight, count, sums[3]) == (3.0, 3, None)
+    for found_, wanted in zip(sums[:3], expected, strict=True):
+        torch.testing.assert_close(found_, wanted)
+    # Without it the sums start one after the other, from the output's end.
+    del handles["unused"], layer.unused
+    reduction, gradients = (
+        Reduction(list(handles.values()), group, first_bytes=1, bucket_bytes=1),
+        Gradients([torch.float32] * 3),
+    )
+    seen.clear()
+    stage = StageModule([("slow", layer)], handles, torch.device("cpu"), seed=0)
+    output = stage.forward(torch.randn(2, 4), versions.read(0).leaves, 3, first=True)
+    stage.backward(Held(versions.peek(), (), (output,), (), 3), [torch.ones(2, 4)], [None] * 3, ready)
+    assert seen == [1, 2, 3]
+
+
+def test_low_precision_gradients_join_in_the_type_of_the_handle() -> None:
+    gradients = Gradients([torch.float32])
+    gradients.add([torch.tensor([256.0], dtype=torch.bfloat16)], 1.0)
+    whole = gradients.complete(0, torch.tensor([1.0], dtype=torch.bfloat16))
+    assert (whole.dtype, float(whole)) == (torch.float32, 257.0)
+    assert gradients.lent == [None]
+
+
+def test_a_parameter_without_any_gradient_is_left_alone() -> None:
+    group, seats = LocalGroup(2), []
+    for replica in range(2):
+        handles = {"used": nn.Parameter(torch.ones(2)), "unused": nn.Parameter(torch.ones(2))}
+        factory = lambda named: torch.optim.SGD(named, lr=0.1, weight_decay=0.5)  # noqa: E731
+        optimizer = Optimizer(handles, factory, replicas=2, replica_group=group.member(replica), mean_of_rounds=True)
+        gradients = Gradients([torch.float32] * 2)
+        gradients.add([torch.ones(2) if replica else None, None], 1.0)
+        optimizer.close(gradients)
+        seats.append((handles, optimizer, gradients))
+    for handles, optimizer, gradients in seats:
+        optimizer.step(result(optimizer.prepare(gradients))[0])
+        assert torch.equal(handles["unused"], torch.ones(2)), "no weight decay, as in one process"
+        torch.testing.assert_close(handles["used"].detach(), torch.full((2,), 1 - 0.1 * (0.5 + 0.5)))
+
+
+def test_all_types_are_added_up() -> None:
+    mine, group = [torch.ones(2, 3), torch.tensor(4), torch.ones(2).double()], LocalGroup(2)
+    adding = [add_up_all(group.member(i), [tensor * (i + 1) for tensor in mine]) for i in range(2)]
+    sums = []
+    while adding:
+        one = adding.pop(0)
+        try:
+            next(one)
+            adding.append(one)
+        except StopIteration as end:
+            sums.append(end.value)
+    for found in sums:
+        assert [one.shape for one in found] == [one.shape for one in mine]
+        assert all(torch.equal(one, tensor * 3) for one, tensor in zip(found, mine, strict=True))
+
+
+PLANS = {
+    "pipedream": [((2, 1), (0, 0)), ((2, 1), (1, 0)), ((3, 2), (1, 1)), ((4,), (0,))],
+    "pipedream_2bw": [((2, 1), (0, 0)), ((1, 2), (0, 0)), ((2, 2), (0, 0))],
+    "gpipe": [((2, 1), (0, 0)), ((1, 3), (0, 0))],
+    "1f1b": [((2, 1), (0, 0)), ((2, 3), (0, 0))],
+}
+
+
+@pytest.mark.parametrize(("name", "replicas", "lag"), [(n, *case) for n, all_ in PLANS.items() for case in all_])
+def test_the_last_backward_before_an_update_stands_in_the_program(
+    name: str, replicas: tuple[int, ...], lag: tuple[int, ...]
+) -> None:
+    program = lower(build(name, replace(Plan.uniform(len(replicas), replicas=replicas), lag=lag)))
+    rule = program.updates
+    for rank in range(program.placement.workers):
+        ends = last_backwards(program, rank)
+        total = 7 * program.cycle
+        for stage, replica in program.placement.seats(rank):
+            step = program.placement.replicas[stage]
+            found = {k for k in range(replica, total, step) if ends(Op(Kind.BACKWARD, stage, k, replica))}
+            # These orders do the backwards of a seat in their order.
+            assert found == {
+                k for k in range(replica, total, step) if rule.update_of(stage, k + step) > rule.update_of(stage, k)
+            }

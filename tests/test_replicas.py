@@ -1,0 +1,171 @@
+"""The promise of the library for replicated stages: each trains as the serial loop of its published rules.
+
+Rounds and their means, the rate of a stage, one clock for schedulers, incomplete last rounds, statistics averaged at
+drains, versions: `reference.delayed` and `reference.plain` write them from the equations, without the library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import cases
+import processes
+import pytest
+import torch
+from cases import Case, check, check_same, per_worker, run
+
+from pipedream.lowering import lower
+from pipedream.runtime.reduction import Reduction
+from pipedream.schedules import build
+from pipedream.simulator import costs, simulate
+
+PLANS = ((2, 1), (3, 1), (1, 2), (3, 2), (2, 3), (2, 1, 1), (2, 2, 1), (4, 2, 1), (5, 3))
+METHODS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw", "1f1b", "gpipe")
+ROUNDS = ("pipedream", "pipedream_vertical_sync")
+"""Methods whose updates are rounds of the replicas, so that a last round may be incomplete."""
+
+# Lag needs depth: (W_s + 1) r_s <= W_u r_u + (r_u if lag_u else gcd(r_s, r_u)) for all u < s with lag_s = 1.
+LAGS = {
+    (2, 1): ((1, 0), "noam"),
+    (3, 1): ((1, 0), "full"),
+    (1, 2): ((0, 1), "noam"),
+    (3, 2): ((1, 1), "noam"),
+    (2, 3): ((1, 1), (4, 1)),
+    (2, 1, 1): ((1, 0, 0), "full"),
+    (2, 2, 1): ((1, 1, 0), (4, 2, 1)),
+    (4, 2, 1): ((1, 1, 0), "full"),
+    (5, 3): ((0, 1), (4, 1)),
+}
+
+
+def _case(replicas: tuple[int, ...], schedule: str, **others: object) -> Case:
+    """Returns a run of 65 minibatches, an evaluation among them."""
+    split = None if schedule in ROUNDS else max(replicas) + 1
+    if schedule == "pipedream_2bw":
+        split = None  # as many as are in flight
+    animal = "cnn" if schedule == "pipedream" and replicas in ((2, 1), (2, 3)) else "mlp"
+    return Case(animal, schedule, len(replicas), replicas=replicas, microbatches=split, epochs=13, **others)
+
+
+def _matrix() -> list[object]:
+    found = []
+    for number, replicas in enumerate(PLANS):
+        for method in METHODS:
+            quick = method == "pipedream" or (number + METHODS.index(method)) % 3 == 0
+            for others in ({"scheduled": True}, {"depth": "full", "optimizer": "adamw"}):
+                marks = () if quick and "depth" not in others else pytest.mark.slow
+                found.append(pytest.param(case := _case(replicas, method, **others), id=str(case), marks=marks))
+            if method in ROUNDS:
+                lag, depth = LAGS[replicas]
+                case = _case(replicas, method, lag=lag, depth=depth)
+                marks = () if number % 3 == METHODS.index(method) else pytest.mark.slow
+                found.append(pytest.param(case, id=str(case), marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("case", _matrix())
+def test_replicated_stages_train_as_the_serial_rules_say(case: Case) -> None:
+    outcome = run(case)
+    check(case, outcome)
+    total = 65
+    assert len(outcome.dones) == outcome.drains[-1] == total
+    plan, schedule = case.plan(), build(case.schedule, case.plan(), case.microbatches)
+    (middle, _) = outcome.drains
+    assert case.drain_at < middle < total
+    if case.schedule in ROUNDS:
+        # Some stage ends, in the middle or at the end, with a round that is not full.
+        parts = [part % count for part in (middle, total - middle) for count in plan.replicas]
+        assert any(parts), f"drains {outcome.drains}"
+    for stage in range(case.stages):
+        assert max(outcome.late[stage]) == schedule.weights.staleness(stage)
+        assert outcome.versions[stage] == schedule.weights.versions(stage)
+        assert outcome.storages[stage] <= schedule.weights.versions(stage)
+
+
+def test_each_plan_and_each_method_is_in_the_default_run() -> None:
+    quick = [p.values[0] for p in _matrix() if not p.marks]
+    for replicas in PLANS:
+        assert any(case.replicas == replicas and case.schedule == "pipedream" for case in quick)
+    for method in METHODS:
+        assert len({case.replicas for case in quick if case.schedule == method}) >= 3
+    assert {case.lag for case in quick} > {None}
+
+
+@pytest.mark.parametrize("replicas", PLANS, ids=str)
+def test_vertical_sync_holds_what_its_tags_name_and_no_more(replicas: tuple[int, ...]) -> None:
+    for depth in ("noam", "full"):
+        case = _case(replicas, "pipedream_vertical_sync", depth=depth, drain_at=-1)
+        outcome, plan = run(case), case.plan()
+        schedule = build(case.schedule, plan)
+        simulated = simulate(lower(schedule), costs(plan), 65)
+        for stage in range(case.stages):
+            here = [rank for rank in plan.placement.ranks[stage]]
+            wanted = max(simulated.peak_versions[rank] for rank in here)
+            assert outcome.versions[stage] == wanted == schedule.weights.versions(stage)
+            assert outcome.storages[stage] <= wanted
+
+
+@pytest.mark.parametrize("method", ["pipedream", "pipedream_2bw", "gpipe"])
+def test_sums_have_started_when_the_last_backward_ends(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, close = [], Reduction.close
+
+    def noted(self: Reduction, sums: list[Any], weight: float, count: int, wish: float) -> None:
+        started.append((count, weight, self.started))
+        close(self, sums, weight, count, wish)
+
+    monkeypatch.setattr(Reduction, "close", noted)
+    run(_case((2, 1), method, drain_at=-1))
+    # One bucket, this small model's whole stage; nothing has started where a replica is absent from the last round, or
+    # where its last microbatch is empty.
+    full = [buckets for count, weight, buckets in started if count and weight]
+    assert full.count(1) >= len(full) - 26, "each of 13 epochs ends with a minibatch of two samples"
+    assert all(buckets == 0 for count, _, buckets in started if not count)
+    assert (0 in [count for count, _, _ in started]) == (method == "pipedream")
+
+
+@pytest.mark.parametrize("method", ["pipedream", "gpipe"])
+def test_replicas_under_autocast(method: str) -> None:
+    case = _case((2, 1), method, dtype=torch.float32, autocast=torch.bfloat16)
+    case = replace(case, animal="mlp", epochs=2, drain_at=3)
+    # bfloat16 has 8 bits: where a number differs in its last bit before it is rounded, it may be rounded elsewhere.
+    check(case, run(case), tolerance=3e-2)
+
+
+IN_PROCESSES = {
+    3: [
+        _case((2, 1), "pipedream", lag=(1, 0)),
+        _case((1, 2), "pipedream", clip_grad_norm=0.1, clip="local"),
+        _case((2, 1), "pipedream_vertical_sync", depth="full"),
+        _case((1, 2), "gpipe"),
+        _case((2, 1), "pipedream_2bw", optimizer="adamw"),
+        _case((2, 1), "1f1b", clip_grad_norm=0.1),
+    ],
+    4: [_case((3, 1), "pipedream"), _case((2, 1, 1), "pipedream"), _case((2, 1, 1), "pipedream_vertical_sync")],
+    5: [
+        *(_case(replicas, "pipedream") for replicas in ((3, 2), (2, 3), (2, 2, 1))),
+        _case((2, 2, 1), "pipedream_2bw"),
+        _case((3, 2), "gpipe"),
+    ],
+    6: [_case((3, 2, 1), "pipedream"), _case((4, 2), "pipedream", depth="full", lag=(1, 1))],
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6))])
+def test_several_processes_give_what_one_gives(workers: int) -> None:
+    chosen = [per_worker(case) for case in IN_PROCESSES[workers]]
+    of_ranks = processes.results(cases.run_all, workers, chosen, timeout_s=240.0)
+    for number, case in enumerate(chosen):
+        alone, plan = run(case), case.plan()
+        rule = build(case.schedule, plan, case.microbatches).weights
+        for rank, outcomes in enumerate(of_ranks):
+            # Two can be added in one order only; more, by gloo, in that of its ring: so are gradients, and norms.
+            members = plan.workers if case.clip_grad_norm and case.clip == "global" else max(plan.replicas)
+            check_same(outcomes[number], alone, rank, 0.0 if members <= 2 else 1e-10)
+            ((stage, storages),) = outcomes[number].storages.items()
+            late = plan.in_flight[stage] - 1 + plan.lag[stage]
+            if case.schedule == "pipedream":
+                assert max(outcomes[number].late[stage]) == late == rule.staleness(stage)
+                assert storages <= late + 1
+            assert storages <= rule.versions(stage)
