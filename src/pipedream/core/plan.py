@@ -77,7 +77,7 @@ class Plan(Artifact):
         batch: samples in the minibatch that the seconds and bytes are for.
         unit: what the stages' seconds and bytes are for: 'minibatch', or 'microbatch' for plans that were
             made by hand and not from a profile.
-        depth: 'noam', 'full' or 'hand'.
+        depth: 'noam', 'full', 'auto' or 'hand'.
         note: what the planner promises about it.
 
     Raises:
@@ -114,7 +114,7 @@ class Plan(Artifact):
             if lag and (stage.replicas == 1 or len(self.stages) == 1):
                 raise ValueError("lag is 0 where a stage is not replicated, and in a one-stage plan")
         try:
-            depth.check_in_flight(self.in_flight, self.replicas)
+            depth.check_in_flight(self.in_flight, self.replicas, self.lag)
         except PlanError as error:
             raise ValueError(str(error)) from None
 
@@ -185,9 +185,9 @@ class Plan(Artifact):
 
     @property
     def slowest_stage_s(self) -> float:
-        """Predicted seconds per unit of the full pipeline: the slowest stage or link.
+        """Predicted seconds per unit of the full pipeline: the slowest stage or boundary (`cost.pipeline_period_s`).
 
-        A message occupies its link for bytes / bandwidth; its latency delays it, which depth hides, but lets
+        A message occupies its links for bytes / bandwidth; its latency delays it, which depth hides, but lets
         the next message follow.
         """
         occupied = tuple(transfer_s(s.output_bytes, self.cluster.bandwidth_bytes_per_s) for s in self.stages[:-1])
@@ -198,17 +198,22 @@ class Plan(Artifact):
         """Returns the plan with another depth: 'noam', 'full', or in-flight counts by hand.
 
         Raises:
-            PlanError: an unknown word, or counts that do not fit (`depth.check_in_flight`).
+            PlanError: an unknown word, or counts that are not legal (`depth.check_in_flight`).
         """
         if wanted == "noam":
-            return replace(self, in_flight=depth.noam(self.replicas), depth="noam")
+            return replace(self, in_flight=depth.noam(self.replicas, self.lag), depth="noam")
         if wanted == "full":
             period = self.slowest_stage_s
             slots = tuple(2 * seconds / period if period else 0.0 for seconds in self.transfers_s)
-            return replace(self, in_flight=depth.full(self.replicas, slots), depth="full")
+            return replace(self, in_flight=depth.full(self.replicas, slots, self.lag), depth="full")
+        if wanted == "auto":
+            raise PlanError(
+                "depth auto was asked for a plan that is made already: it is chosen against the memory of a worker, "
+                "which takes the profile; plan again with it, or write noam, full or counts"
+            )
         if isinstance(wanted, str):
-            raise PlanError(f"depth {wanted!r} is not known; write noam, full or counts as in 3,2,1")
-        depth.check_in_flight(tuple(wanted), self.replicas)
+            raise PlanError(f"depth {wanted!r} is not known; write noam, full, auto or counts as in 3,2,1")
+        depth.check_in_flight(tuple(wanted), self.replicas, self.lag)
         return replace(self, in_flight=tuple(wanted), depth="hand")
 
     def check_layers(self, layers: int) -> None:
