@@ -19,6 +19,7 @@ from .core.errors import PlanError, RecipeError
 from .core.plan import Plan
 from .core.profile import Profile
 from .pipeline import Done, Pipeline
+from .planner import SHAPES, counts_of
 from .progress import Progress
 from .recipe import Recipe, make_recipe
 from .runfolder import last_segment, software_versions, summarise, write_run
@@ -45,7 +46,8 @@ def train_recipe(
     workers: int | None = None,
     schedule: str = "pipedream",
     plan: Plan | None = None,
-    straight: bool = True,
+    shape: str | tuple[int, ...] = "pipeline",
+    lag: int = 0,
     in_flight: str | tuple[int, ...] = "noam",
     microbatches: int | None = None,
     epochs: int | None = None,
@@ -66,8 +68,9 @@ def train_recipe(
         workers: of the run; under torchrun the number of processes.
         schedule: a method's name.
         plan: made before; None profiles the model here and plans.
-        straight: plan a straight pipeline of one stage a worker; False plans data parallelism.
-        in_flight: depth: 'noam', 'full' or counts.
+        shape: what to plan, see `pipedream.plan`; 'pipeline' and 'any' use all workers.
+        lag: 1 puts the updates of replicated stages behind their next forward.
+        in_flight: depth: 'noam', 'full', 'auto' or counts.
         microbatches: parts of a minibatch, for methods that split it.
         epochs, minibatches: how long; the recipe's epochs, all their minibatches, unless said.
         evaluate_every: epochs between evaluations (each drains the pipeline); 0 evaluates at the end only.
@@ -88,7 +91,7 @@ def train_recipe(
     rank, processes = talk.join(place)
     set_threads(processes)
     console = Console(quiet=quiet or rank != 0, highlight=False, soft_wrap=True)
-    count = _workers(workers, plan, processes)
+    count = _workers(workers, plan, shape, processes)
     recipe = make(seed)
     if recipe.target is not None and recipe.target[0] not in {"loss", *recipe.metrics}:
         raise RecipeError(
@@ -99,7 +102,16 @@ def train_recipe(
     profile = None
     if plan is None:
         profile = profile_recipe(recipe, device=str(place), seed=seed)
-        plan = _planned(profile, cluster or Cluster.here(count), schedule, microbatches, in_flight, straight)
+        plan = api.plan(
+            profile,
+            cluster or Cluster.here(count),
+            schedule=schedule,
+            microbatches=microbatches,
+            in_flight=in_flight,
+            shape=shape,
+            lag=lag,
+            all_workers=True,
+        )
         console.print(f"\n{profile}")
     elif in_flight != "noam":
         plan = plan.with_depth(in_flight)
@@ -286,30 +298,19 @@ class _Run:
             self.seconds_to_target = seconds if reached else None
 
 
-def _workers(workers: int | None, plan: Plan | None, processes: int) -> int:
-    count = workers or (plan.workers if plan is not None else processes if processes > 1 else 2)
+def _workers(workers: int | None, plan: Plan | None, shape: str | tuple[int, ...], processes: int) -> int:
+    config, wanted = "", 0
+    if plan is not None:
+        config, wanted = plan.config, plan.workers
+    elif shape not in SHAPES:
+        counts = counts_of(shape)
+        config, wanted = "-".join(map(str, counts)), sum(counts)
+    count = workers or wanted or (processes if processes > 1 else 2)
     if processes > 1 and count != processes:
         raise PlanError(f"{count} workers were asked for, {processes} processes were started; make the numbers equal")
-    if plan is not None and plan.workers != count:
-        raise PlanError(
-            f"the plan {plan.config} is for {plan.workers} workers, {count} were asked for; plan again for {count}"
-        )
+    if wanted not in (0, count):
+        raise PlanError(f"the plan {config} is for {wanted} workers, {count} were asked for; plan again for {count}")
     return count
-
-
-def _planned(
-    profile: Profile,
-    cluster: Cluster,
-    schedule: str,
-    microbatches: int | None,
-    in_flight: str | tuple[int, ...],
-    straight: bool,
-) -> Plan:
-    if cluster.workers == 1:
-        straight = True
-    return api.plan(
-        profile, cluster, schedule=schedule, microbatches=microbatches, in_flight=in_flight, straight=straight
-    )
 
 
 def _names_layers(plan: Plan) -> bool:

@@ -6,6 +6,7 @@ profile it came from, printed with its reasons, edited by hand and checked.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -233,20 +234,28 @@ class Plan(Artifact):
             f"Plan {self.config}{f' of {self.model}' if self.model else ''}: {self.workers} workers, depth "
             f"{self.depth}, {format_seconds(self.slowest_stage_s)} per {self.unit} predicted"
         )
-        rows = [
-            f"{'stage':>5}  {'layers':<24}  {'workers':>7}  {'forward':>9}  {'backward':>9}  {'update':>9}  "
-            f"{'sends':>9}  {'weights':>9}  {'in flight':>9}  {'rate':>5}  {'peak':>9}"
+        columns: list[tuple[str, int, Callable[[int, Stage], str]]] = [
+            ("workers", 7, lambda s, stage: str(stage.replicas)),
+            ("forward", 9, lambda s, stage: format_seconds(stage.forward_s)),
+            ("backward", 9, lambda s, stage: format_seconds(stage.backward_s)),
+            ("update", 9, lambda s, stage: format_seconds(stage.update_s)),
+            ("sends", 9, lambda s, stage: format_bytes(stage.output_bytes) if s < len(self.stages) - 1 else "-"),
+            ("weights", 9, lambda s, stage: format_bytes(stage.parameter_bytes)),
+            ("in flight", 9, lambda s, stage: str(self.in_flight[s])),
+            ("rate", 5, lambda s, stage: f"{self.rate_factors[s]:.3g}"),
+            ("peak", 9, lambda s, stage: format_bytes(stage.peak_bytes) if stage.peak_bytes else "-"),
         ]
+        if any(self.lag):
+            columns.insert(7, ("lag", 3, lambda s, stage: str(self.lag[s])))
+        if max(self.replicas) > 1:
+            sync_s = self.sync_s
+            columns.insert(
+                4, ("all-reduce", 10, lambda s, stage: format_seconds(sync_s[s]) if stage.replicas > 1 else "-")
+            )
+        rows = ["  ".join([f"{'stage':>5}", f"{'layers':<24}", *(f"{name:>{width}}" for name, width, _ in columns)])]
         for s, stage in enumerate(self.stages):
             span = f"{stage.first}..{stage.last - 1}"
             if stage.names:
                 span = stage.names[0] if len(stage.names) == 1 else f"{stage.names[0]} .. {stage.names[-1]}"
-            sends = format_bytes(stage.output_bytes) if s < len(self.stages) - 1 else "-"
-            peak = format_bytes(stage.peak_bytes) if stage.peak_bytes else "-"
-            rows.append(
-                f"{s:>5}  {span:<24}  {stage.replicas:>7}  {format_seconds(stage.forward_s):>9}  "
-                f"{format_seconds(stage.backward_s):>9}  {format_seconds(stage.update_s):>9}  {sends:>9}  "
-                f"{format_bytes(stage.parameter_bytes):>9}  {self.in_flight[s]:>9}  "
-                f"{self.rate_factors[s]:>5.3g}  {peak:>9}"
-            )
+            rows.append("  ".join([f"{s:>5}", f"{span:<24}", *(f"{cell(s, stage):>{w}}" for _, w, cell in columns)]))
         return "\n".join([head, *rows, *([self.note] if self.note else [])])
