@@ -10,7 +10,9 @@ the output. With A(a, w, r) for layers a and on, run by w workers of which r are
     A(a, w, r) = min over b of max(cost(a, b, r), min over q of max(link(b) / min(r, q), A(b, w - r, q)))
 
 where stage [a, b) fits the memory at (w - 1) // r + 1 in flight. What is searched is a set of such (w, r):
-all of them; r = 1 for straight pipelines; one for each stage where the counts are given.
+all of them; r = 1 for straight pipelines; one for each stage where the counts are given. (Where a lag
+raises the depth upstream, `core.depth.legal`, that is not known here: the depth is applied after the search,
+and the memory checked again.)
 
 Ties, exactly: of all plans with the smallest period, those that send the fewest bytes over boundaries; of
 these, those with the fewest stages; then with the fewest workers; then the one that is smallest, stage by

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import combinations, product
 
+from ..core.depth import noam
 from ..core.errors import PlanError
 from ..core.plan import Plan
 from .space import Space
 
-__all__ = ["every_plan", "exhaustive"]
+__all__ = ["every_plan", "exhaustive", "peak_bytes"]
 
 
 def every_plan(space: Space) -> Iterator[Plan]:
@@ -32,11 +33,17 @@ def exhaustive(space: Space, among: Callable[[Plan], bool] = lambda plan: True) 
     fitting = [
         plan
         for plan in every_plan(space)
-        if among(plan) and (limit is None or all(stage.peak_bytes <= limit for stage in plan.stages))
+        if among(plan) and (limit is None or peak_bytes(space, plan) <= limit)
     ]
     if not fitting:
         raise PlanError("none of the plans fits the memory; give more of it, or more workers")
     return min(fitting, key=_rank)
+
+
+def peak_bytes(space: Space, plan: Plan) -> int:
+    """Returns the need of a plan's fullest worker at the paper's depth, where a lag does not yet ask for more."""
+    rows = zip(plan.stages, noam(plan.replicas), plan.lag, strict=True)
+    return max(int(space.need_bytes(stage.first, stage.last, held, lag)) for stage, held, lag in rows)
 
 
 def _rank(plan: Plan) -> tuple[float, int, int, int, tuple[tuple[int, int], ...]]:
