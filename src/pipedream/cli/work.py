@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..core.errors import PipelineError, ProfileError
+from ..core.errors import PipelineError, PlanError, ProfileError
 from ..core.plan import Plan
 from ..planner import counts_of
 from .options import (
@@ -60,6 +60,10 @@ def train(
     summary.json, weights.pt, trace.json (Perfetto) and report.html in the run folder.
     """
     shape = shape_of(straight=straight, data_parallel=data_parallel, config=config, usual="pipeline")
+    if plan is not None and (shape != "pipeline" or lag):
+        raise PlanError(
+            "--plan already says stages, workers and lag; give it without --straight, --config and the like"
+        )
     counts = counts_of(config) if config is not None else (1, 1)
     count = workers or (Plan.load(plan).workers if plan is not None else sum(counts))
     if "TORCHELASTIC_RUN_ID" not in os.environ and "WORLD_SIZE" not in os.environ and count > 1:

@@ -31,9 +31,7 @@ def exhaustive(space: Space, among: Callable[[Plan], bool] = lambda plan: True) 
     """
     limit = space.cluster.memory_bytes
     fitting = [
-        plan
-        for plan in every_plan(space)
-        if among(plan) and (limit is None or peak_bytes(space, plan) <= limit)
+        plan for plan in every_plan(space) if among(plan) and (limit is None or peak_bytes(space, plan) <= limit)
     ]
     if not fitting:
         raise PlanError("none of the plans fits the memory; give more of it, or more workers")
