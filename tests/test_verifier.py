@@ -127,6 +127,29 @@ def test_a_depth_is_legal_exactly_where_pipedream_does_not_deadlock(
     assert proof.staleness == tuple(held - 1 + late for held, late in zip(in_flight, lag, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("replicas", "lag", "in_flight"),
+    [
+        ((1, 2), (0, 0), (5, 3)),  # W_u r_u = W_s r_s = 4
+        ((1, 3), (0, 1), (6, 2)),  # (W_s + 1) r_s - gcd(1, 3) = 5
+        ((2, 4), (0, 1), (4, 2)),  # (W_s + 1) r_s - gcd(2, 4) = 6
+        ((2, 1), (1, 0), (2, 4)),  # W_s r_s - r_u + 1 = 2
+        ((3, 2), (1, 1), (2, 3)),  # (W_s + 1) r_s - r_u = 3
+        ((2, 1, 3), (1, 0, 1), (5, 9, 2)),  # of stage 0 stage 1 asks 7, stage 2 asks 4
+    ],
+)
+def test_one_less_than_the_least_depth_deadlocks(
+    replicas: tuple[int, ...], lag: tuple[int, ...], in_flight: tuple[int, ...]
+) -> None:
+    assert depth.legal((1, *in_flight[1:]), replicas, lag) == in_flight
+    verify(lower(build("pipedream", unchecked(replicas, in_flight, lag))))
+    less = (in_flight[0] - 1, *in_flight[1:])
+    with pytest.raises(PlanError, match="would do"):
+        depth.check_in_flight(less, replicas, lag)
+    with pytest.raises(DeadlockError):
+        verify(lower(build("pipedream", unchecked(replicas, less, lag))))
+
+
 def test_lag_without_the_depth_for_it_deadlocks() -> None:
     """An update behind the next forward needs that forward admitted.
 

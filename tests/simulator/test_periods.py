@@ -125,6 +125,23 @@ def test_full_depth_hides_messages_of_replicated_plans(replicas: tuple[int, ...]
     assert shares[1] < 0.95
 
 
+def test_rings_are_as_deep_as_what_lies_between_replicas() -> None:
+    """2-1-2 with every link full: each replica of stage 0 has up to six minibatches on the way to stage 1."""
+    plan, replicas = balanced((2, 1, 2)), (2, 1, 2)
+    rows = tuple(replace(stage, output_bytes=3) for stage in plan.stages)
+    counts = full(replicas, (7.0, 7.0))
+    assert counts == (11, 11, 1)
+    plan = replace(plan, stages=rows, cluster=Cluster.flat(5, 1.0), in_flight=counts)
+    assert plan.slowest_stage_s == 3.0
+    program = lower(build("pipedream", plan))
+    assert {(c.source, c.target): c.depth for c in program.channels if c.carries == "activation"} == {
+        (0, 1): 7,
+        (1, 2): 6,
+    }
+    timeline = simulate(program, replace(costs(plan), latency_s=7.5), 600)
+    assert min(steady(timeline, skip=400).busy_shares) == pytest.approx(1.0)
+
+
 @st.composite
 def replicated_plans(draw: st.DrawFn) -> Plan:
     """Unlike stages on replicas, with sums and with messages that may be the bottleneck."""

@@ -113,7 +113,8 @@ def _fastest(space: Space, as_pipeline: bool, all_workers: bool) -> Plan:
     starts = tuple(state for state in states if state[0] == workers) if all_workers else None
     pipelines = Pipelines(space, states, starts, whole=False)
     pipeline, straight = pipelines.best(), _straight(space)
-    kinds = f"pipelines of 2 {f'to {longest} ' if longest > 2 else ''}stages{f' on {workers} workers' if all_workers else ''}"
+    sizes = "2" if longest == 2 else f"2 to {longest}"
+    kinds = f"pipelines of {sizes} stages{f' on {workers} workers' if all_workers else ''}"
     if as_pipeline:
         found = _or_refuse(pipeline, space, lambda: pipelines.least_bytes, kinds)
         return replace(found, note=f"optimal among {kinds}{_beside(found, space, (workers,), [straight])}")
