@@ -84,7 +84,7 @@ def on_both(machines: tuple[str, str], rendezvous: str, program: tuple[str, ...]
 
 
 def test_two_machines_give_the_losses_of_one_process(machines: tuple[str, str], tmp_path: Path) -> None:
-    plan = api.plan(profile_recipe(load_recipe(DIGITS), runs=1), Cluster.flat(2), straight=True)
+    plan = api.plan(profile_recipe(load_recipe(DIGITS), runs=1), Cluster.flat(2), shape="straight")
     plan.save(tmp_path / "plan.json")
     program = ("-m", "pipedream.cli", "train", DIGITS, "--plan", str(tmp_path / "plan.json"), "--epochs", "1")
     on_both(machines, "c10d", (*program, "--out", "run"), tmp_path)

@@ -55,18 +55,14 @@ def cases(draw: st.DrawFn) -> Case:
         most = max((w - 1) * r for w, r in zip(in_flight, replicas, strict=True)) + more
         deeper = [most // r + 1 for r in replicas[: last + 1]]
         in_flight = (*deeper, *in_flight[last + 1 :])
-        try:
-            depth.check_in_flight(in_flight, replicas)
-        except PlanError:
-            assume(False)
     lag = tuple(draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
-    behind = [(w - 1 + late) * r for w, late, r in zip(in_flight, lag, replicas, strict=True)]
-    assume(behind == sorted(behind, reverse=True))  # see test_lag_without_the_depth_for_it_deadlocks
+    in_flight = depth.legal(in_flight, replicas, lag)
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     microbatches = None if name in ("pipedream", "pipedream_vertical_sync") else draw(st.integers(max(replicas), 12))
     if name == "pipedream_2bw":
         assert microbatches is not None
         assume(all(microbatches // r >= max(w - 1, 1) for w, r in zip(in_flight, replicas, strict=True)))
+        assume(in_flight == depth.legal(in_flight, replicas))  # it does not lag
     return Case(name, replicas, in_flight, lag, microbatches)
 
 
@@ -92,19 +88,87 @@ def test_one_lane_a_direction_never_deadlocks(case: Case) -> None:
     verify(case.program(), lanes=lambda channel: (channel.sender, channel.receiver))
 
 
+def unchecked(replicas: tuple[int, ...], in_flight: tuple[int, ...], lag: tuple[int, ...]) -> Plan:
+    """Returns a plan past the check that a depth is legal."""
+    plan = Plan.uniform(len(replicas), replicas=replicas)
+    object.__setattr__(plan, "in_flight", in_flight)
+    object.__setattr__(plan, "lag", lag)
+    return plan
+
+
+@st.composite
+def depths(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Replicas, lags, and in-flight counts around the border of what is legal."""
+    replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=2, max_size=4)))
+    lag = tuple(draw(st.integers(0, 1)) if r > 1 else 0 for r in replicas)
+    warmup = [draw(st.integers(0, 2))]
+    for s in range(len(replicas) - 2, -1, -1):
+        warmup.insert(0, max(0, -(-warmup[0] * replicas[s + 1] // replicas[s]) + draw(st.integers(-1, 2))))
+    return replicas, tuple(w + 1 for w in warmup), lag
+
+
+@given(depths())
+@settings(max_examples=60)
+def test_a_depth_is_legal_exactly_where_pipedream_does_not_deadlock(
+    case: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+) -> None:
+    replicas, in_flight, lag = case
+    program = lower(build("pipedream", unchecked(replicas, in_flight, lag)))
+    enough = depth.legal(in_flight, replicas, lag)
+    if enough != in_flight:
+        with pytest.raises(PlanError, match=re.escape(f"{enough} would do")):
+            depth.check_in_flight(in_flight, replicas, lag)
+        with pytest.raises(DeadlockError):
+            verify(program)
+        verify(lower(build("pipedream", unchecked(replicas, enough, lag))))
+        return
+    depth.check_in_flight(in_flight, replicas, lag)
+    proof = verify(program)
+    assert proof.staleness == tuple(held - 1 + late for held, late in zip(in_flight, lag, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "lag", "in_flight"),
+    [
+        ((1, 2), (0, 0), (5, 3)),  # W_u r_u = W_s r_s = 4
+        ((1, 3), (0, 1), (6, 2)),  # (W_s + 1) r_s - gcd(1, 3) = 5
+        ((2, 4), (0, 1), (4, 2)),  # (W_s + 1) r_s - gcd(2, 4) = 6
+        ((2, 1), (1, 0), (2, 4)),  # W_s r_s - r_u + 1 = 2
+        ((3, 2), (1, 1), (2, 3)),  # (W_s + 1) r_s - r_u = 3
+        ((2, 1, 3), (1, 0, 1), (5, 9, 2)),  # of stage 0 stage 1 asks 7, stage 2 asks 4
+    ],
+)
+def test_one_less_than_the_least_depth_deadlocks(
+    replicas: tuple[int, ...], lag: tuple[int, ...], in_flight: tuple[int, ...]
+) -> None:
+    assert depth.legal((1, *in_flight[1:]), replicas, lag) == in_flight
+    verify(lower(build("pipedream", unchecked(replicas, in_flight, lag))))
+    less = (in_flight[0] - 1, *in_flight[1:])
+    with pytest.raises(PlanError, match="would do"):
+        depth.check_in_flight(less, replicas, lag)
+    with pytest.raises(DeadlockError):
+        verify(lower(build("pipedream", unchecked(replicas, less, lag))))
+
+
 def test_lag_without_the_depth_for_it_deadlocks() -> None:
-    """An update behind the next forward needs that forward admitted: (W_s + lag_s) r_s must not grow downstream.
+    """An update behind the next forward needs that forward admitted.
 
     Found by the property above: stage 1 joins its sum behind its fifth round of forwards, the input stage admits
     only seven minibatches before their first gradient comes back.
     """
-    lagging = Case("pipedream", (1, 2, 2, 2), (7, 4, 2, 1), (0, 1, 0, 0), None)
+    replicas, lag = (1, 2, 2, 2), (0, 1, 0, 0)
     with pytest.raises(
         DeadlockError, match=r"rank 1 waits at instruction 18, =1:1, for rank 2 to come to the same sum"
     ):
-        verify(lagging.program())
-    verify(lagging._replace(lag=(0, 0, 0, 0)).program())
-    verify(lagging._replace(in_flight=(9, 4, 2, 1)).program())
+        verify(lower(build("pipedream", unchecked(replicas, (7, 4, 2, 1), lag))))
+    says = (
+        r"in-flight counts \(7, 4, 2, 1\), with lag 1 at stage 1: stage 1 would wait for 7 warm-up minibatches, but "
+        r"stage 0 sends only 6; .*; \(8, 4, 2, 1\) would do"
+    )
+    with pytest.raises(PlanError, match=says):
+        depth.check_in_flight((7, 4, 2, 1), replicas, lag)
+    verify(Case("pipedream", replicas, (7, 4, 2, 1), (0, 0, 0, 0), None).program())
+    verify(Case("pipedream", replicas, (8, 4, 2, 1), lag, None).program())
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))

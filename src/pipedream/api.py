@@ -7,6 +7,7 @@ measure at the same time would disturb each other, and would disagree.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from . import planner, schedules
@@ -86,7 +87,10 @@ def plan(
     schedule: str = "pipedream",
     microbatches: int | None = None,
     in_flight: str | tuple[int, ...] = "noam",
-    straight: bool | None = None,
+    shape: str | tuple[int, ...] = "any",
+    cuts: tuple[int | str, ...] | None = None,
+    lag: int = 0,
+    all_workers: bool = False,
 ) -> Plan:
     """Cuts a profiled model into stages, so that the slowest is as fast as can be and the memory holds.
 
@@ -95,35 +99,51 @@ def plan(
         cluster: workers, links, memory.
         schedule: method whose versions of the weights count against the memory.
         microbatches: parts that a minibatch is split into.
-        in_flight: depth: 'noam', 'full', or a count for each stage.
-        straight: True takes one stage for each worker, False data parallelism, None the faster one.
+        in_flight: depth: 'noam', 'full', 'auto' (the deepest of these that fits), or a count for each stage.
+        shape: 'any' takes the fastest of one worker, data parallelism and pipelines; 'pipeline' at least two
+            stages, replicated or not; 'straight' one stage for each worker; 'data-parallel' one stage on all;
+            replica counts, as '2-1' or (2, 1), stages of these.
+        cuts: by hand: the layers, by index or name, that begin a stage, for a shape of replica counts; by any other
+            shape each stage has one worker.
+        lag: 1 puts the updates of a pipeline's replicated stages behind their next forward.
+        all_workers: 'any' and 'pipeline' leave no worker without work.
 
     Raises:
-        PlanError: nothing fits.
+        PlanError: nothing fits, or the model or the cluster does not allow the shape.
     """
+    versions, parts = versions_of(schedule), microbatches or 1
+    if cuts is not None:
+        counts = None if isinstance(shape, str) and shape in planner.SHAPES else planner.counts_of(shape)
+        return planner.by_hand(
+            profile, cluster, cuts, counts, versions=versions, microbatches=parts, depth=in_flight, lag=lag
+        )
     return planner.plan(
         profile,
         cluster,
-        versions=versions_of(schedule),
-        microbatches=microbatches or 1,
+        versions=versions,
+        microbatches=parts,
         depth=in_flight,
-        straight=straight,
+        shape=shape,
+        lag=lag,
+        all_workers=all_workers,
     )
 
 
-def versions_of(schedule: str) -> Callable[[int], int]:
-    """Returns a method's rule from a stage's in-flight count to its versions of the weights, read off the
-    method's own weight rule on a small plan.
+def versions_of(schedule: str) -> Callable[[int, int], int]:
+    """Returns a method's rule from a stage's in-flight count and its lag to its versions of the weights, read
+    off the method's own weight rule on a small plan.
 
     Raises:
         ScheduleError: no such method.
     """
 
-    def versions(in_flight: int) -> int:
+    def versions(in_flight: int, lag: int) -> int:
         small = Plan.uniform(in_flight)
+        if lag:
+            small = replace(Plan.uniform(2, replicas=(2, 1)), in_flight=(in_flight, 1), lag=(lag, 0))
         return schedules.build(schedule, small).weights.versions(0)
 
-    versions(1)
+    versions(1, 0)
     return versions
 
 

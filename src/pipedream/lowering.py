@@ -8,14 +8,16 @@
 3. The endless order of each rank is folded into a warm-up and a period, and the fold is checked.
 
 Receives are posted ahead: a channel's depth is how many. It is what may lie between sender and receiver
-beside the one that is being read, so that a send finds its receive posted: the difference of the two
-stages' in-flight counts, and one. It is bounded, so memory for receiving does not grow with the run.
+beside the one that is being read, so that a send finds its receive posted: the difference of what the two
+stages hold in flight, shared out over the channels between them, and one. It is bounded, so memory for
+receiving does not grow with the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from math import lcm
 
 from .core.errors import ScheduleError
 from .core.op import Kind, Op
@@ -65,7 +67,9 @@ def _channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel
                 found.setdefault((sender, receiver, carries), channel)
 
     for stage in range(last):
-        ahead = in_flight[stage] - in_flight[stage + 1] + 1
+        here, after = placement.replicas[stage], placement.replicas[stage + 1]
+        between = in_flight[stage] * here - in_flight[stage + 1] * after
+        ahead = -(-between // lcm(here, after)) + 1
         join("activation", stage, stage + 1, ahead)
         join("gradient", stage + 1, stage, ahead)
     if last:

@@ -19,6 +19,7 @@ from .core.plan import Plan
 from .core.profile import Profile
 from .loop import Loop, Saving
 from .pipeline import Pipeline
+from .planner import SHAPES, counts_of
 from .recipe import Recipe, blaming, make_recipe
 from .runfolder import keep_plan, last_segment, software_versions, summarise, write_run
 from .runtime import talk
@@ -45,7 +46,8 @@ def train_recipe(
     workers: int | None = None,
     schedule: str | None = None,
     plan: Plan | None = None,
-    straight: bool = True,
+    shape: str | tuple[int, ...] = "pipeline",
+    lag: int = 0,
     in_flight: str | tuple[int, ...] = "noam",
     microbatches: int | None = None,
     epochs: int | None = None,
@@ -69,8 +71,9 @@ def train_recipe(
         workers: of the run; under torchrun the number of processes.
         schedule: a method's name; PipeDream's own unless said.
         plan: made before; None profiles the model here and plans.
-        straight: plan a straight pipeline of one stage a worker; False plans data parallelism.
-        in_flight: depth: 'noam', 'full' or counts.
+        shape: what to plan, see `pipedream.plan`; 'pipeline' and 'any' use all workers.
+        lag: 1 puts the updates of replicated stages behind their next forward.
+        in_flight: depth: 'noam', 'full', 'auto' or counts.
         microbatches: parts of a minibatch, for methods that split it.
         epochs, minibatches: how long; the recipe's epochs, all their minibatches, unless said.
         evaluate_every: epochs between evaluations (each drains the pipeline); 0 evaluates at the end only.
@@ -101,9 +104,9 @@ def train_recipe(
     if start is not None and weights is not None:
         raise RecipeError("weights and a checkpoint to resume were both given; a checkpoint has its own weights")
     schedule, microbatches, seed = resuming.settings(start, schedule, microbatches, seed)
-    if workers is None and plan is None and start is not None and processes == 1:
+    if workers is None and plan is None and shape in SHAPES and start is not None and processes == 1:
         workers = start.page.plan.workers
-    count = _workers(workers, plan, processes)
+    count = _workers(workers, plan, shape, processes)
     recipe = make(seed)
     if recipe.target is not None and recipe.target[0] not in {"loss", *recipe.metrics}:
         raise RecipeError(
@@ -116,11 +119,21 @@ def train_recipe(
     profile = None
     if start is not None:
         profile = start.profile
-        plan = plan or (start.page.plan if start.page.plan.workers == count else None)
+        same = start.page.plan.workers == count and shape == "pipeline" and not lag
+        plan = plan or (start.page.plan if same else None)
     if plan is None:
         with blaming("while its model was profiled on its first batch"):
             profile = profile or profile_recipe(recipe, device=str(place), seed=seed)
-        plan = _planned(profile, cluster or Cluster.here(count), schedule, microbatches, in_flight, straight)
+        plan = api.plan(
+            profile,
+            cluster or Cluster.here(count),
+            schedule=schedule,
+            microbatches=microbatches,
+            in_flight=in_flight,
+            shape=shape,
+            lag=lag,
+            all_workers=True,
+        )
         console.print(f"\n{profile}")
     elif in_flight != "noam":
         plan = plan.with_depth(in_flight)
@@ -211,30 +224,19 @@ def profile_recipe(recipe: Recipe, *, device: str = "cpu", seed: int = 0, runs: 
     )
 
 
-def _workers(workers: int | None, plan: Plan | None, processes: int) -> int:
-    count = workers or (plan.workers if plan is not None else processes if processes > 1 else 2)
+def _workers(workers: int | None, plan: Plan | None, shape: str | tuple[int, ...], processes: int) -> int:
+    config, wanted = "", 0
+    if plan is not None:
+        config, wanted = plan.config, plan.workers
+    elif shape not in SHAPES:
+        counts = counts_of(shape)
+        config, wanted = "-".join(map(str, counts)), sum(counts)
+    count = workers or wanted or (processes if processes > 1 else 2)
     if processes > 1 and count != processes:
         raise PlanError(f"{count} workers were asked for, {processes} processes were started; make the numbers equal")
-    if plan is not None and plan.workers != count:
-        raise PlanError(
-            f"the plan {plan.config} is for {plan.workers} workers, {count} were asked for; plan again for {count}"
-        )
+    if wanted not in (0, count):
+        raise PlanError(f"the plan {config} is for {wanted} workers, {count} were asked for; plan again for {count}")
     return count
-
-
-def _planned(
-    profile: Profile,
-    cluster: Cluster,
-    schedule: str,
-    microbatches: int | None,
-    in_flight: str | tuple[int, ...],
-    straight: bool,
-) -> Plan:
-    if cluster.workers == 1:
-        straight = True
-    return api.plan(
-        profile, cluster, schedule=schedule, microbatches=microbatches, in_flight=in_flight, straight=straight
-    )
 
 
 def _pipeline(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -193,6 +194,42 @@ class TestPlan:
         plan = Plan.uniform(3, replicas=(4, 2, 1))
         assert (plan.config, plan.workers) == ("4-2-1", 7)
         assert plan.rate_factors == (1.0, 0.5, 0.25)
+
+    def test_lag_needs_depth(self) -> None:
+        plan = replace(Plan.uniform(3, replicas=(1, 3, 1)), in_flight=(6, 2, 1), lag=(0, 1, 0))
+        assert plan.with_depth("noam") == plan
+        assert all(a >= b for a, b in zip(plan.with_depth("full").in_flight, plan.in_flight, strict=True))
+        with pytest.raises(PlanError, match=r"with lag 1 at stage 1: .*; \(6, 2, 1\) would do"):
+            plan.with_depth((5, 2, 1))
+        with pytest.raises(ValueError, match="with lag 1 at stage 1"):
+            replace(plan, in_flight=(5, 2, 1))
+        assert replace(plan, lag=()).with_depth((5, 2, 1)).lag == (0, 0, 0)
+        assert Plan.from_json(plan.to_json()) == plan
+
+    def test_auto_takes_the_profile(self) -> None:
+        with pytest.raises(PlanError, match="depth auto was asked for a plan that is made already"):
+            Plan.uniform(2).with_depth("auto")
+
+    def test_prints_what_replicas_share(self) -> None:
+        """Rates and all-reduces of replicated stages; a straight plan has neither column nor word of them."""
+        rows = (Stage(0, 1, 4, 1.0, 2.0, parameter_bytes=1000), Stage(1, 2, 1, 1.0, 2.0, 0.5, output_bytes=7))
+        plan = Plan(rows, (2, 1), Cluster.flat(5, 100.0))
+        head, names, first, second = str(plan).splitlines()
+        assert head == "Plan 4-1: 5 workers, depth noam, 4.50 s per minibatch predicted"
+        columns = re.split(r"\s{2,}", names.strip())
+        assert columns == [
+            *("stage", "layers", "workers", "forward", "backward", "update", "all-reduce", "sends", "weights"),
+            *("in flight", "rate", "peak"),
+        ]
+        shown = dict(zip(columns, re.split(r"\s{2,}", first.strip()), strict=True))
+        assert (shown["workers"], shown["all-reduce"], shown["rate"]) == ("4", "15.0 s", "1")  # 2 * 3 / 4 * 1000 / 100
+        shown = dict(zip(columns, re.split(r"\s{2,}", second.strip()), strict=True))
+        assert (shown["all-reduce"], shown["sends"], shown["rate"]) == ("-", "-", "0.25")
+        late = str(replace(plan, lag=(1, 0))).splitlines()
+        assert [line.split()[-3] for line in late[1:]] == ["lag", "1", "0"]
+        straight = str(Plan.uniform(2)).splitlines()[1]
+        assert "all-reduce" not in straight
+        assert "lag" not in straight
 
     def test_layers(self) -> None:
         Plan.uniform(3).check_layers(3)

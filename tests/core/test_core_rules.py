@@ -84,6 +84,47 @@ class TestDepth:
         with pytest.raises(PlanError, match=message):
             depth.check_in_flight(counts, replicas)
 
+    @given(replica_counts, st.data())
+    def test_legal_is_the_least_that_is_accepted(self, replicas: tuple[int, ...], data: st.DataObject) -> None:
+        counts = tuple(data.draw(st.integers(1, 6)) for _ in replicas)
+        lag = tuple(data.draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
+        found = depth.legal(counts, replicas, lag)
+        depth.check_in_flight(found, replicas, lag)
+        assert all(f >= c for f, c in zip(found, counts, strict=True))
+        for s in range(len(replicas)):
+            if found[s] > counts[s]:
+                with pytest.raises(PlanError, match="would do"):
+                    depth.check_in_flight((*found[:s], found[s] - 1, *found[s + 1 :]), replicas, lag)
+        for deep in (depth.noam(replicas, lag), depth.full(replicas, (1.5,) * (len(replicas) - 1), lag)):
+            depth.check_in_flight(deep, replicas, lag)
+
+    @pytest.mark.parametrize(
+        ("replicas", "lag", "counts"),
+        [
+            ((2, 1), (1, 0), (2, 1)),
+            ((1, 2), (0, 1), (3, 1)),
+            ((3, 2), (1, 1), (2, 1)),
+            ((1, 3, 1), (0, 0, 0), (5, 2, 1)),
+            ((1, 3, 1), (0, 1, 0), (6, 2, 1)),  # (1 + 1) 3 - gcd(1, 3) = 5 of stage 0
+            ((1, 4, 1), (0, 1, 0), (8, 2, 1)),
+        ],
+    )
+    def test_noam_with_lag(self, replicas: tuple[int, ...], lag: tuple[int, ...], counts: tuple[int, ...]) -> None:
+        assert depth.noam(replicas, lag) == counts
+
+    @given(replica_counts, st.data())
+    def test_fitting_lies_between_and_adds_nothing_that_is_not_upstream(
+        self, replicas: tuple[int, ...], data: st.DataObject
+    ) -> None:
+        lag = tuple(data.draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
+        slots = tuple(data.draw(st.floats(0, 4)) for _ in replicas[1:])
+        low, high = depth.noam(replicas, lag), depth.full(replicas, slots, lag)
+        most = tuple(data.draw(st.integers(a, b + 2)) for a, b in zip(low, high, strict=True))
+        found = depth.fitting(low, high, most, replicas)
+        assert all(a <= b <= min(c, d) for a, b, c, d in zip(low, found, high, most, strict=True))
+        depth.check_in_flight(found, replicas, lag)
+        assert depth.fitting(low, high, high, replicas) == high, "where all fits it is full"
+
     @pytest.mark.parametrize(("counts", "replicas"), [((9, 1), (1, 1)), ((2, 3), (4, 2)), ((3, 3, 3), (1, 1, 1))])
     def test_accepted(self, counts: tuple[int, ...], replicas: tuple[int, ...]) -> None:
         depth.check_in_flight(counts, replicas)

@@ -1,6 +1,8 @@
-"""One worker, data parallelism or a pipeline: the choice, its promise, its depth and its refusals."""
+"""One worker, data parallelism or a pipeline: the choice, its promise and its refusals."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.graph import Layer, LayerGraph
 from pipedream.core.plan import Plan
 from pipedream.core.profile import LayerProfile, Profile
-from pipedream.planner import by_hand, exhaustive, plan, straight, whole
+from pipedream.planner import SHAPES, Space, exhaustive, plan
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=1000, activation_bytes=100)
 EIGHT = Profile.of_chain((LAYER,) * 8)
@@ -36,24 +38,15 @@ def test_takes_the_fastest_of_all(
     profile: Profile, workers: int, bandwidth: float, latency: float, memory: int | None, microbatches: int
 ) -> None:
     cluster = Cluster.flat(workers, bandwidth, latency, memory)
-    rivals: list[Plan] = []
-    for replicas in sorted({1, workers}):
-        try:
-            rivals.append(whole(profile, cluster, replicas=replicas, microbatches=microbatches))
-        except PlanError:
-            continue
-    for stages in range(2, min(workers, len(profile.layers)) + 1):
-        try:
-            rivals.append(exhaustive(profile, cluster, stages=stages, microbatches=microbatches))
-        except PlanError:
-            continue
-    if not rivals:
+    space = Space.of(profile, cluster, microbatches=microbatches)
+    try:
+        best = exhaustive(space)
+    except PlanError:
         with pytest.raises(PlanError, match="the least that any of them needs"):
             plan(profile, cluster, microbatches=microbatches)
         return
-    best = min(rivals, key=lambda rival: (rival.slowest_stage_s, len(rival.stages), rival.workers))
     found = plan(profile, cluster, microbatches=microbatches)
-    assert (found.stages, found.in_flight) == (best.stages, best.in_flight)
+    assert (found.stages, found.in_flight, found.depth) == (best.stages, best.in_flight, "noam")
     assert Plan.from_json(found.to_json()) == found
     assert "\n" not in found.note
 
@@ -64,14 +57,17 @@ def test_slow_links_make_a_pipeline_and_fast_ones_data_parallelism() -> None:
     assert slow.in_flight == (4, 3, 2, 1)
     assert slow.slowest_stage_s == 6.0
     assert slow.note == (
-        "fastest predicted among one worker, data parallelism and straight pipelines of 2 to 4 stages; data "
+        "fastest predicted among one worker, data parallelism and pipelines of 2 to 4 stages; data "
         "parallelism on 4 workers is predicted at 36.0 s per minibatch; one worker is predicted at 24.0 s per minibatch"
     )
     uneven = Profile.of_chain((LAYER,) * 7)
     fast = plan(uneven, Cluster.flat(4, 1e9))
     assert fast.config == "4"
     assert fast.in_flight == (1,)
-    assert "straight pipeline of 4 stages is predicted at 6.00 s" in fast.note
+    assert fast.note.endswith(
+        "; one worker is predicted at 21.0 s per minibatch; the pipeline 1-3 is predicted at 6.00 s per minibatch; "
+        "a straight pipeline of 4 stages is predicted at 6.00 s per minibatch"
+    )
 
 
 def test_one_worker_when_links_are_useless() -> None:
@@ -80,71 +76,117 @@ def test_one_worker_when_links_are_useless() -> None:
     assert plan(EIGHT, Cluster.flat(1)).note == "one worker"
 
 
+def test_a_stage_with_few_weights_is_replicated() -> None:
+    """The paper's finding: replicate what computes, and keep what holds the weights on one worker."""
+    rows = (LayerProfile(2.0, 4.0, 10, 1000, 100), LayerProfile(1.0, 2.0, 10, 100_000, 100))
+    found = plan(Profile.of_chain(rows), Cluster.flat(3, 10_000.0))
+    assert (found.config, found.in_flight) == ("2-1", (2, 1))
+    assert found.slowest_stage_s == pytest.approx((6.0 + 2 * 1000 / 2 / 10_000) / 2)
+    assert found.note.endswith(
+        "data parallelism on 3 workers is predicted at 7.49 s per minibatch; one worker is predicted at 9.00 s per "
+        "minibatch; a straight pipeline of 2 stages is predicted at 6.00 s per minibatch"
+    )
+
+
 def test_a_model_that_cannot_be_cut() -> None:
     graph = LayerGraph.chain((Layer("a", "L"), Layer("b", "L")), ties=((0, 1),))
     profile = Profile("tied", graph, (LAYER,) * 2, batch=1)
-    assert "the model cannot be cut" in plan(profile, Cluster.flat(2)).note
+    for shape in ("any", "pipeline"):
+        found = plan(profile, Cluster.flat(2), shape=shape)
+        assert (found.config, len(found.stages)) == ("2", 1)
+        assert found.note == (
+            "the model cannot be cut; fastest of its plans of one stage; one worker is predicted at 6.00 s per "
+            "minibatch"
+        )
     with pytest.raises(PlanError, match="2 layers can be cut at 0 places"):
-        plan(profile, Cluster.flat(2), straight=True)
+        plan(profile, Cluster.flat(2), shape="straight")
 
 
 def test_kinds_can_be_forced() -> None:
     cluster = Cluster.flat(4, 1e9)
-    pipeline = plan(EIGHT, cluster, straight=True)
-    assert pipeline.stages == straight(EIGHT, cluster, stages=4).stages
+    pipeline = plan(EIGHT, cluster, shape="straight")
+    assert pipeline.config == "1-1-1-1"
     assert pipeline.note == (
         "optimal among straight pipelines of 4 stages; data parallelism on 4 workers is predicted at 6.00 s per "
         "minibatch"
     )
-    parallel = plan(EIGHT, Cluster.flat(4, 100.0), straight=False)
+    parallel = plan(EIGHT, Cluster.flat(4, 100.0), shape="data-parallel")
     assert parallel.config == "4"
     assert parallel.note == "data parallelism was asked; one worker is predicted at 24.0 s per minibatch"
+    assert plan(EIGHT, Cluster.flat(1), shape="pipeline").config == "1"
+    assert plan(EIGHT, Cluster.flat(2), shape="pipeline").config == "1-1"
+
+
+@pytest.mark.parametrize("shape", ["3-1", (3, 1), [3, 1]])
+def test_counts_can_be_forced(shape: Any) -> None:
+    cluster = Cluster.flat(5, 1e9)
+    found = plan(EIGHT, cluster, shape=shape)
+    best = exhaustive(Space.of(EIGHT, cluster), lambda one: one.replicas == (3, 1))
+    assert (found.config, found.stages) == ("3-1", best.stages)
+    assert found.note.startswith("optimal among plans 3-1; data parallelism on 5 workers is predicted at ")
+    assert plan(EIGHT, cluster, shape="4").config == "4"
+
+
+@pytest.mark.parametrize("shape", ["any", "pipeline"])
+def test_no_worker_is_left_without_work_if_asked(shape: str) -> None:
+    thin = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 10**6),) * 2)  # sums cost more than replicas save
+    cluster = Cluster.flat(3, 1e6)
+    assert plan(thin, cluster, shape=shape).workers == 2
+    assert plan(thin, cluster, shape=shape, all_workers=True).workers == 3
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "2-1"])
+def test_a_lag_is_for_replicated_stages_of_pipelines(shape: str) -> None:
+    found = plan(EIGHT, Cluster.flat(3, 1e9), shape=shape, lag=1)
+    many = len(found.stages) > 1
+    assert found.lag == tuple(int(many and stage.replicas > 1) for stage in found.stages)
+    assert Plan.from_json(found.to_json()) == found
+    without = plan(EIGHT, Cluster.flat(3, 1e9), shape=shape)
+    assert without.lag == (0,) * len(without.stages)
+    for stage, lag, before in zip(found.stages, found.lag, without.stages, strict=True):
+        assert stage.peak_bytes == before.peak_bytes + lag * stage.parameter_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"shape": "triangle"},
+            "shape 'triangle' is not known; write any, pipeline, straight, data-parallel or the rep",
+        ),
+        ({"shape": "1-0"}, "shape '1-0' is not known"),
+        ({"shape": ()}, r"shape \(\) is not known"),
+        ({"shape": "4-1"}, "a plan 4-1 was asked, it takes 5 workers, the cluster has 4; ask for fewer or give more"),
+        ({"shape": (1,) * 9}, "a straight pipeline of 9 stages was asked, it takes 9 workers, the cluster has 4"),
+        ({"lag": 2}, "lag 2 was asked for; give 0 .* or 1"),
+    ],
+)
+def test_refuses_shapes_and_lags(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        plan(EIGHT, Cluster.flat(4), **options)
 
 
 def test_memory_drives_from_data_parallelism_to_a_pipeline() -> None:
     cluster = Cluster.flat(4, 1e9, memory_bytes=15_000)
-    found = plan(EIGHT, cluster, versions=lambda held: 1)
+    found = plan(EIGHT, cluster, versions=lambda held, lag: 1)
     assert found.config == "1-1-1-1"
     assert "data parallelism on 4 workers does not fit the memory" in found.note
     with pytest.raises(PlanError, match=r"none of the data-parallel plans fits: .* 16\.8 kB .* a worker has 15\.0 kB"):
-        plan(EIGHT, cluster, versions=lambda held: 1, straight=False)
+        plan(EIGHT, cluster, versions=lambda held, lag: 1, shape="data-parallel")
 
 
 def test_fewer_versions_and_more_microbatches_need_less() -> None:
     heavy = Profile.of_chain((LayerProfile(1.0, 1.0, 8, 1000, 4000),) * 4)
     peaks = [
-        max(stage.peak_bytes for stage in straight(heavy, Cluster.flat(4), stages=4, **asked).stages)
-        for asked in ({}, {"versions": lambda held: 2}, {"versions": lambda held: 2, "microbatches": 4})
+        max(stage.peak_bytes for stage in plan(heavy, Cluster.flat(4), shape="straight", **asked).stages)
+        for asked in ({}, {"versions": lambda held, lag: 2}, {"versions": lambda held, lag: 2, "microbatches": 4})
     ]
     assert peaks == [5 * 1000 + 4 * 4000, 3 * 1000 + 4 * 4000, 3 * 1000 + 4 * 1000]
 
 
-def test_depth_is_applied_and_memory_checked_again() -> None:
-    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 300, 1000, 100),) * 4)
-    roomy = plan(profile, Cluster.flat(4, 100.0), straight=True, depth="full")
-    assert (roomy.depth, roomy.in_flight) == ("full", (10, 7, 4, 1))
-    assert roomy.stages[0].peak_bytes == 11 * 1000 + 10 * 100
-    chosen = plan(profile, Cluster.flat(4, 100.0), depth="full")
-    assert (chosen.config, chosen.depth, chosen.in_flight) == ("1-1-1-1", "full", (10, 7, 4, 1))
-    parallel = plan(profile, Cluster.flat(4, 1e9), straight=False, depth="full")
-    assert (parallel.depth, parallel.in_flight) == ("full", (1,))
-    tight = Cluster.flat(4, 100.0, memory_bytes=9_000)
-    assert plan(profile, tight, straight=True).in_flight == (4, 3, 2, 1)
-    says = (
-        r"depth full was asked: stage 0 \(layers 0 to 0\) then holds 10 in flight and needs 12\.0 kB, .* 9\.00 kB; ask"
-    )
-    with pytest.raises(PlanError, match=says):
-        plan(profile, tight, straight=True, depth="full")
-    by_count = plan(profile, tight, straight=True, depth=(2, 2, 1, 1))
-    assert (by_count.depth, by_count.in_flight) == ("hand", (2, 2, 1, 1))
-    assert by_count.stages == by_hand(profile, tight, (1, 2, 3), depth=(2, 2, 1, 1)).stages
-    with pytest.raises(PlanError, match="name 3 stages, the plan has 4"):
-        plan(profile, tight, straight=True, depth=(3, 2, 1))
-
-
 def test_says_the_least_need_when_nothing_fits() -> None:
     says = (
-        r"none of the plans \(data parallelism, straight pipelines of 1 to 4 stages\) fits: .*"
+        r"none of the plans \(one worker, data parallelism and pipelines of 2 to 4 stages\) fits: .*"
         r"\((\d+) bytes\), a worker has 100 B; give more memory"
     )
     with pytest.raises(PlanError, match=says) as caught:

@@ -143,6 +143,19 @@ def test_refuses_cuts_and_says_why(cuts: tuple[int, ...], replicas: tuple[int, .
         by_hand(_graph(), Cluster.flat(4), cuts, replicas)
 
 
+def test_cuts_by_name() -> None:
+    cluster = Cluster.flat(4)
+    by_name = by_hand(_graph(), cluster, ("b", 3), (1, 2, 1), lag=1)
+    assert by_name == by_hand(_graph(), cluster, (1, 3), (1, 2, 1), lag=1)
+    assert by_name.lag == (0, 1, 0)
+    with pytest.raises(
+        PlanError, match="before layer 'z' was asked, the model's layers are a, b, c, d, e, f; name one"
+    ):
+        by_hand(_graph(), cluster, ("z",))
+    with pytest.raises(PlanError, match="before layer 2 was asked: layer c behind it also reads"):
+        by_hand(_graph(), cluster, ("c",))
+
+
 def test_refuses_no_microbatch_and_too_little_memory() -> None:
     with pytest.raises(PlanError, match="at least 1 microbatch, found 0"):
         by_hand(TINY, Cluster.flat(2), (2,), microbatches=0)

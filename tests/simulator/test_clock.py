@@ -93,7 +93,17 @@ def times_by_rules(program: Program, costs: Costs, total: int) -> dict[tuple[int
     for r, text in enumerate(texts):
         for n, (c, _) in _transfers(text, Move.RECEIVE):
             receives.setdefault(c, []).append((r, n))
-    starts = {key: 0.0 for key in sends}
+    starts, leaves = {key: 0.0 for key in sends}, {key: 0.0 for key in sends}
+    # A worker's link to a neighbouring stage, one for each direction: its messages in the order of its program.
+    out, into = (
+        {
+            one: before
+            for text in texts
+            for link in _by_link(program, text, kind)
+            for before, one in pairwise([None, *link])
+        }
+        for kind in (Move.SEND, Move.RECEIVE)
+    )
 
     def consumed(rank: int, n: int) -> float:
         return next(done[rank][i] for i in range(n, len(texts[rank])) if isinstance(texts[rank][i], Op))
@@ -107,8 +117,12 @@ def times_by_rules(program: Program, costs: Costs, total: int) -> dict[tuple[int
             for i, k in enumerate(order):
                 sender, n = sends[c, k]
                 begin = done[sender][n]
-                if i:
-                    begin = max(begin, starts[c, order[i - 1]] + costs.occupied_s(channel))
+                if (before := out[c, k]) is not None:
+                    begin = max(begin, leaves[before] + costs.occupied_s(program.channels[before[0]]))
+                changed |= begin > leaves[c, k]
+                leaves[c, k] = begin
+                if (before := into[c, k]) is not None:
+                    begin = max(begin, starts[before] + costs.occupied_s(program.channels[before[0]]))
                 if i >= channel.depth:
                     begin = max(begin, consumed(*places[i - channel.depth]))
                 changed |= begin > starts[c, k]
@@ -138,6 +152,14 @@ def times_by_rules(program: Program, costs: Costs, total: int) -> dict[tuple[int
 
 def _transfers(text: list[Instruction], kind: Move) -> list[tuple[int, tuple[int, int]]]:
     return [(n, (x.channel, x.index)) for n, x in enumerate(text) if isinstance(x, Transfer) and x.kind is kind]
+
+
+def _by_link(program: Program, text: list[Instruction], kind: Move) -> list[list[tuple[int, int]]]:
+    links: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for _, (c, k) in _transfers(text, kind):
+        channel = program.channels[c]
+        links.setdefault((channel.source if kind is Move.SEND else channel.target, channel.carries), []).append((c, k))
+    return list(links.values())
 
 
 def work_of(timeline: Timeline) -> dict[tuple[int, str, int, int], tuple[float, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from math import lcm
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedream.core.cluster import Cluster
-from pipedream.core.depth import noam
+from pipedream.core.depth import full, noam
 from pipedream.core.plan import Plan, Stage
 from pipedream.core.timeline import Timeline
 from pipedream.lowering import lower
@@ -93,6 +94,7 @@ AT_NOAM = {
     (2, 1, 1): 0.67,
     (4, 2, 1): 0.67,
     (5, 3): 0.79,
+    (5, 6, 3): 5 / 11,
 }
 """Least busy share of a balanced plan at the paper's depth (docs/design.md, Depth)."""
 
@@ -104,6 +106,85 @@ def test_busy_share_of_replicated_plans(replicas: tuple[int, ...]) -> None:
     assert found == pytest.approx(AT_NOAM[replicas], abs=0.005)
     full = run("pipedream", balanced(replicas).with_depth("full"), None, 300)
     assert min(steady(full, skip=150).busy_shares) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("slots", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("replicas", AT_NOAM, ids=str)
+def test_full_depth_hides_messages_of_replicated_plans(replicas: tuple[int, ...], slots: float, lag: int) -> None:
+    """One-way message times of several slots: at the paper's depth they show, at full they do not."""
+    plan, lags = balanced(replicas), tuple(lag if r > 1 else 0 for r in replicas)
+    # Latency alone, as longer messages than a slot would be the bottleneck themselves; sums cost nothing here.
+    seconds = replace(costs(plan), latency_s=slots * 3.0)
+    round_trips = (2 * slots,) * (len(replicas) - 1)
+    shares = []
+    for counts in (full(replicas, round_trips, lags), noam(replicas, lags)):
+        program = lower(build("pipedream", replace(plan, in_flight=counts, lag=lags)))
+        shares.append(min(steady(simulate(program, seconds, 600), skip=400).busy_shares))
+    assert shares[0] == pytest.approx(1.0)
+    assert shares[1] < 0.95
+
+
+def test_rings_are_as_deep_as_what_lies_between_replicas() -> None:
+    """2-1-2 with every link full: each replica of stage 0 has up to six minibatches on the way to stage 1."""
+    plan, replicas = balanced((2, 1, 2)), (2, 1, 2)
+    rows = tuple(replace(stage, output_bytes=3) for stage in plan.stages)
+    counts = full(replicas, (7.0, 7.0))
+    assert counts == (11, 11, 1)
+    plan = replace(plan, stages=rows, cluster=Cluster.flat(5, 1.0), in_flight=counts)
+    assert plan.slowest_stage_s == 3.0
+    program = lower(build("pipedream", plan))
+    assert {(c.source, c.target): c.depth for c in program.channels if c.carries == "activation"} == {
+        (0, 1): 7,
+        (1, 2): 6,
+    }
+    timeline = simulate(program, replace(costs(plan), latency_s=7.5), 600)
+    assert min(steady(timeline, skip=400).busy_shares) == pytest.approx(1.0)
+
+
+@st.composite
+def replicated_plans(draw: st.DrawFn) -> Plan:
+    """Unlike stages on replicas, with sums and with messages that may be the bottleneck."""
+    replicas = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    eighths = st.integers(1, 24).map(lambda n: n / 8)
+    rows = tuple(
+        Stage(
+            s,
+            s + 1,
+            r,
+            r * draw(eighths),
+            r * draw(eighths),
+            draw(st.sampled_from([0.0, 0.5])),
+            output_bytes=draw(st.sampled_from([0, 1, 8, 40])),
+            parameter_bytes=draw(st.sampled_from([0, 6, 24])),
+        )
+        for s, r in enumerate(replicas)
+    )
+    bandwidth, latency = draw(st.sampled_from([2.0, 8.0, 100.0])), draw(st.sampled_from([0.0, 0.25]))
+    plan = Plan(rows, noam(tuple(replicas)), Cluster.flat(sum(replicas), bandwidth, latency), unit="microbatch")
+    return plan.with_depth("full")
+
+
+@settings(max_examples=60)
+@given(replicated_plans())
+def test_the_planners_period_is_the_simulated_one(plan: Plan) -> None:
+    timeline = run("pipedream", plan, None, 480)
+    ends = sorted(span.end_s for span in timeline.spans if span.kind == "B" and span.stage == len(plan.stages) - 1)
+    found = (ends[419] - ends[179]) / 240
+    # Stages almost as slow take long to fall into step, and the ends of a round's replicas are not even.
+    assert plan.slowest_stage_s * 0.98 <= found <= plan.slowest_stage_s * 1.02
+
+
+def test_replicas_share_each_others_links() -> None:
+    """2-1: the one link of the second stage carries every message, so two replicas do not halve their time."""
+    rows = (Stage(0, 1, 2, 1.0, 1.0, output_bytes=6), Stage(1, 2, 1, 1.0, 1.0))
+    pair = Plan(rows, (2, 1), Cluster.flat(3, 1.0), unit="microbatch").with_depth("full")
+    assert pair.slowest_stage_s == 6.0
+    assert period_s(run("pipedream", pair, None, 200), 1, 40) == pytest.approx(6.0)
+    both = (Stage(0, 1, 2, 1.0, 1.0, output_bytes=6), Stage(1, 2, 2, 1.0, 1.0))
+    twice = Plan(both, (2, 1), Cluster.flat(4, 1.0), unit="microbatch").with_depth("full")
+    assert twice.slowest_stage_s == 3.0
+    assert period_s(run("pipedream", twice, None, 200), 1, 40) == pytest.approx(3.0)
 
 
 @settings(max_examples=25)

@@ -22,7 +22,19 @@ from ..report.listing import schedule_table
 from ..report.svg import timeline_svg
 from ..report.text import grid, grid_rich
 from ..verifier import verify
-from .options import Depth, Json, Microbatches, ScheduleName, depth_of, print_json
+from .options import (
+    Config,
+    DataParallel,
+    Depth,
+    Json,
+    Lag,
+    Microbatches,
+    ScheduleName,
+    Straight,
+    depth_of,
+    print_json,
+    shape_of,
+)
 
 __all__ = ["list_schedules", "plan", "show", "simulate"]
 
@@ -37,16 +49,22 @@ def plan(
     schedule: ScheduleName = "pipedream",
     microbatches: Microbatches = None,
     in_flight: Depth = "noam",
-    straight: Annotated[bool, typer.Option("--straight", help="One stage for each worker.")] = False,
-    data_parallel: Annotated[bool, typer.Option("--data-parallel", help="One stage on all workers.")] = False,
+    lag: Lag = 0,
+    straight: Straight = False,
+    data_parallel: DataParallel = False,
+    config: Config = None,
+    cuts: Annotated[
+        str | None, typer.Option(help="By hand: the layers that begin a stage, by index or name: 3,7.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write the plan to.")] = None,
     as_json: Json = False,
 ) -> None:
     """Cut a profiled model into stages, as fast as can be within the memory."""
     measured = Profile.load(profile)
     joined = _cluster(cluster, workers, bandwidth, latency, memory)
-    if straight and data_parallel:
-        raise PlanError("--straight and --data-parallel exclude each other; give one or neither")
+    shape = shape_of(straight=straight, data_parallel=data_parallel, config=config, usual="any")
+    if cuts is not None and (straight or data_parallel):
+        raise PlanError("--cuts already says the stages; give it alone or with --config, the workers of each")
     began = time.perf_counter()
     found = api.plan(
         measured,
@@ -54,7 +72,9 @@ def plan(
         schedule=schedule,
         microbatches=microbatches,
         in_flight=depth_of(in_flight),
-        straight=True if straight else False if data_parallel else None,
+        shape=shape,
+        cuts=None if cuts is None else tuple(int(cut) if cut.isdecimal() else cut for cut in cuts.split(",") if cut),
+        lag=lag,
     )
     seconds = time.perf_counter() - began
     if output is not None:
@@ -63,9 +83,8 @@ def plan(
         print(found)
         return
     alone = measured.forward_s + measured.backward_s + measured.update_s + measured.loss_s
-    parallel = api.plan(
-        measured, Cluster.flat(joined.workers, joined.bandwidth_bytes_per_s, joined.latency_s), straight=False
-    )
+    unlimited = Cluster.flat(joined.workers, joined.bandwidth_bytes_per_s, joined.latency_s)
+    parallel = api.plan(measured, unlimited, shape="data-parallel")
     print_json(
         {
             "config": found.config,
@@ -74,6 +93,7 @@ def plan(
             "speedup_over_data_parallel": parallel.slowest_stage_s / found.slowest_stage_s,
             "planning_s": seconds,
             "in_flight": list(found.in_flight),
+            "lag": list(found.lag),
             "note": found.note,
             "stages": [
                 {

@@ -9,21 +9,38 @@ from typing import Annotated, Any
 
 import typer
 
-from ..core.errors import PipelineError, ProfileError
+from ..core.errors import PipelineError, PlanError, ProfileError
 from ..core.plan import Plan
-from .options import Depth, Device, Json, Microbatches, RecipeFile, depth_of, print_json
+from ..planner import counts_of
+from .options import (
+    Config,
+    DataParallel,
+    Depth,
+    Device,
+    Json,
+    Lag,
+    Microbatches,
+    RecipeFile,
+    Straight,
+    depth_of,
+    print_json,
+    shape_of,
+)
 
 __all__ = ["compare", "profile", "report", "train"]
 
 
 def train(
     recipe: RecipeFile,
-    workers: Annotated[int | None, typer.Option(min=1, help="Local worker processes; 2 unless a plan says.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Local worker processes; 2 unless a plan or --config says.")
+    ] = None,
     schedule: Annotated[str | None, typer.Option(help="A method: see 'pipedream schedules'; pipedream.")] = None,
     plan: Annotated[Path | None, typer.Option(help="A plan's file; none: profile the model and plan here.")] = None,
-    data_parallel: Annotated[
-        bool, typer.Option("--data-parallel", help="Plan one stage on all workers instead of a pipeline.")
-    ] = False,
+    straight: Straight = False,
+    data_parallel: DataParallel = False,
+    config: Config = None,
+    lag: Lag = 0,
     in_flight: Depth = "noam",
     microbatches: Microbatches = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs; the recipe's own unless said.")] = None,
@@ -47,7 +64,12 @@ def train(
     Starts the workers through torch's elastic launcher; under torchrun this process is one of them. Leaves
     summary.json, weights.pt, trace.json (Perfetto) and report.html in the run folder.
     """
-    count = workers or _planned_workers(plan, resume) or 2
+    shape = shape_of(straight=straight, data_parallel=data_parallel, config=config, usual="pipeline")
+    if plan is not None and (shape != "pipeline" or lag):
+        raise PlanError(
+            "--plan already says stages, workers and lag; give it without --straight, --config and the like"
+        )
+    count = workers or _planned_workers(plan, config, resume) or 2
     if "TORCHELASTIC_RUN_ID" not in os.environ and "WORLD_SIZE" not in os.environ and count > 1:
         from ..runtime.launch import launch  # torch is loaded only where workers run
 
@@ -62,7 +84,8 @@ def train(
         workers=workers,
         schedule=schedule,
         plan=Plan.load(plan) if plan is not None else None,
-        straight=not data_parallel,
+        shape=shape,
+        lag=lag,
         in_flight=depth_of(in_flight),
         microbatches=microbatches,
         epochs=epochs,
@@ -143,9 +166,11 @@ def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run fol
         print(path)
 
 
-def _planned_workers(plan: Path | None, resume: Path | None) -> int | None:
+def _planned_workers(plan: Path | None, config: str | None, resume: Path | None) -> int | None:
     if plan is not None:
         return Plan.load(plan).workers
+    if config is not None:
+        return sum(counts_of(config))
     if resume is None:
         return None
     from ..resuming import find

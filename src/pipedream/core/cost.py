@@ -5,6 +5,8 @@ Legend: b bytes, B bandwidth of one link in one direction (bytes per second), l 
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 __all__ = ["all_reduce_s", "pipeline_period_s", "transfer_s"]
 
 
@@ -25,12 +27,17 @@ def all_reduce_s(size_bytes: float, workers: int, bandwidth_bytes_per_s: float, 
 
 
 def pipeline_period_s(stage_s: tuple[float, ...], replicas: tuple[int, ...], transfers_s: tuple[float, ...]) -> float:
-    """Returns the seconds per minibatch of a full pipeline: its slowest stage or its slowest link.
+    """Returns the seconds per minibatch of a full pipeline: its slowest stage or its slowest boundary.
+
+    Each worker has one full-duplex link to each neighbouring stage, which the messages of all replicas there share.
+    In round robin minibatch k goes from replica k mod r_s to k mod r_{s+1}, so each link of the stage with fewer
+    replicas carries every min(r_s, r_{s+1})-th message, and both directions run at once.
 
     Args:
         stage_s: seconds of one minibatch on one worker of each stage, synchronisation included.
         replicas: workers of each stage; r_s of them finish r_s minibatches in the time of one.
-        transfers_s: seconds that a message occupies its link, across each boundary; both directions run at once.
+        transfers_s: seconds that one message keeps a link busy, across each boundary.
     """
-    compute = max(seconds / count for seconds, count in zip(stage_s, replicas, strict=True))
-    return max([compute, *transfers_s])
+    compute = (seconds / count for seconds, count in zip(stage_s, replicas, strict=True))
+    links = (seconds / min(pair) for seconds, pair in zip(transfers_s, pairwise(replicas), strict=True))
+    return max([*compute, *links])

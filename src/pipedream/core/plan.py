@@ -6,6 +6,7 @@ profile it came from, printed with its reasons, edited by hand and checked.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -77,7 +78,7 @@ class Plan(Artifact):
         batch: samples in the minibatch that the seconds and bytes are for.
         unit: what the stages' seconds and bytes are for: 'minibatch', or 'microbatch' for plans that were
             made by hand and not from a profile.
-        depth: 'noam', 'full' or 'hand'.
+        depth: 'noam', 'full', 'auto' or 'hand'.
         note: what the planner promises about it.
 
     Raises:
@@ -114,7 +115,7 @@ class Plan(Artifact):
             if lag and (stage.replicas == 1 or len(self.stages) == 1):
                 raise ValueError("lag is 0 where a stage is not replicated, and in a one-stage plan")
         try:
-            depth.check_in_flight(self.in_flight, self.replicas)
+            depth.check_in_flight(self.in_flight, self.replicas, self.lag)
         except PlanError as error:
             raise ValueError(str(error)) from None
 
@@ -185,9 +186,9 @@ class Plan(Artifact):
 
     @property
     def slowest_stage_s(self) -> float:
-        """Predicted seconds per unit of the full pipeline: the slowest stage or link.
+        """Predicted seconds per unit of the full pipeline: the slowest stage or boundary (`cost.pipeline_period_s`).
 
-        A message occupies its link for bytes / bandwidth; its latency delays it, which depth hides, but lets
+        A message occupies its links for bytes / bandwidth; its latency delays it, which depth hides, but lets
         the next message follow.
         """
         occupied = tuple(transfer_s(s.output_bytes, self.cluster.bandwidth_bytes_per_s) for s in self.stages[:-1])
@@ -198,17 +199,22 @@ class Plan(Artifact):
         """Returns the plan with another depth: 'noam', 'full', or in-flight counts by hand.
 
         Raises:
-            PlanError: an unknown word, or counts that do not fit (`depth.check_in_flight`).
+            PlanError: an unknown word, or counts that are not legal (`depth.check_in_flight`).
         """
         if wanted == "noam":
-            return replace(self, in_flight=depth.noam(self.replicas), depth="noam")
+            return replace(self, in_flight=depth.noam(self.replicas, self.lag), depth="noam")
         if wanted == "full":
             period = self.slowest_stage_s
             slots = tuple(2 * seconds / period if period else 0.0 for seconds in self.transfers_s)
-            return replace(self, in_flight=depth.full(self.replicas, slots), depth="full")
+            return replace(self, in_flight=depth.full(self.replicas, slots, self.lag), depth="full")
+        if wanted == "auto":
+            raise PlanError(
+                "depth auto was asked for a plan that is made already: it is chosen against the memory of a worker, "
+                "which takes the profile; plan again with it, or write noam, full or counts"
+            )
         if isinstance(wanted, str):
-            raise PlanError(f"depth {wanted!r} is not known; write noam, full or counts as in 3,2,1")
-        depth.check_in_flight(tuple(wanted), self.replicas)
+            raise PlanError(f"depth {wanted!r} is not known; write noam, full, auto or counts as in 3,2,1")
+        depth.check_in_flight(tuple(wanted), self.replicas, self.lag)
         return replace(self, in_flight=tuple(wanted), depth="hand")
 
     def check_layers(self, layers: int) -> None:
@@ -228,20 +234,28 @@ class Plan(Artifact):
             f"Plan {self.config}{f' of {self.model}' if self.model else ''}: {self.workers} workers, depth "
             f"{self.depth}, {format_seconds(self.slowest_stage_s)} per {self.unit} predicted"
         )
-        rows = [
-            f"{'stage':>5}  {'layers':<24}  {'workers':>7}  {'forward':>9}  {'backward':>9}  {'update':>9}  "
-            f"{'sends':>9}  {'weights':>9}  {'in flight':>9}  {'rate':>5}  {'peak':>9}"
+        columns: list[tuple[str, int, Callable[[int, Stage], str]]] = [
+            ("workers", 7, lambda s, stage: str(stage.replicas)),
+            ("forward", 9, lambda s, stage: format_seconds(stage.forward_s)),
+            ("backward", 9, lambda s, stage: format_seconds(stage.backward_s)),
+            ("update", 9, lambda s, stage: format_seconds(stage.update_s)),
+            ("sends", 9, lambda s, stage: format_bytes(stage.output_bytes) if s < len(self.stages) - 1 else "-"),
+            ("weights", 9, lambda s, stage: format_bytes(stage.parameter_bytes)),
+            ("in flight", 9, lambda s, stage: str(self.in_flight[s])),
+            ("rate", 5, lambda s, stage: f"{self.rate_factors[s]:.3g}"),
+            ("peak", 9, lambda s, stage: format_bytes(stage.peak_bytes) if stage.peak_bytes else "-"),
         ]
+        if any(self.lag):
+            columns.insert(7, ("lag", 3, lambda s, stage: str(self.lag[s])))
+        if max(self.replicas) > 1:
+            sync_s = self.sync_s
+            columns.insert(
+                4, ("all-reduce", 10, lambda s, stage: format_seconds(sync_s[s]) if stage.replicas > 1 else "-")
+            )
+        rows = ["  ".join([f"{'stage':>5}", f"{'layers':<24}", *(f"{name:>{width}}" for name, width, _ in columns)])]
         for s, stage in enumerate(self.stages):
             span = f"{stage.first}..{stage.last - 1}"
             if stage.names:
                 span = stage.names[0] if len(stage.names) == 1 else f"{stage.names[0]} .. {stage.names[-1]}"
-            sends = format_bytes(stage.output_bytes) if s < len(self.stages) - 1 else "-"
-            peak = format_bytes(stage.peak_bytes) if stage.peak_bytes else "-"
-            rows.append(
-                f"{s:>5}  {span:<24}  {stage.replicas:>7}  {format_seconds(stage.forward_s):>9}  "
-                f"{format_seconds(stage.backward_s):>9}  {format_seconds(stage.update_s):>9}  {sends:>9}  "
-                f"{format_bytes(stage.parameter_bytes):>9}  {self.in_flight[s]:>9}  "
-                f"{self.rate_factors[s]:>5.3g}  {peak:>9}"
-            )
+            rows.append("  ".join([f"{s:>5}", f"{span:<24}", *(f"{cell(s, stage):>{w}}" for _, w, cell in columns)]))
         return "\n".join([head, *rows, *([self.note] if self.note else [])])

@@ -1,18 +1,25 @@
-"""The dynamic program over straight pipelines: one worker a stage.
+"""The dynamic program over pipelines whose stages may be replicated.
 
 After PipeDream, SOSP 2019, section 3.1, on one level of bandwidth (of a cluster with several levels the
-slowest counts). The period of a full pipeline is the seconds of its slowest stage or of its slowest
-message, whose two directions run at once. The paper's recurrence runs over prefixes; here it runs over
-suffixes, because a stage's memory depends on what is in flight, which at the paper's depth is the number
-of stages from it to the output:
+slowest counts). The period of a full pipeline is that of its slowest stage, its sum over the replicas
+included, or of its slowest boundary, whose messages overlap with compute (`core.cost.pipeline_period_s`).
+The paper's recurrence runs over prefixes; here it runs over suffixes, because a stage's memory depends on
+what is in flight, which at the paper's depth follows from its own replicas and from the workers from it to
+the output. With A(a, w, r) for layers a and on, run by w workers of which r are the first stage's:
 
-    A(a, k) = min over cuts b > a of max(cost(a, b), A(b, k - 1)),  where stage [a, b) fits with k in flight
+    A(a, w, r) = min over b of max(cost(a, b, r), min over q of max(link(b) / min(r, q), A(b, w - r, q)))
 
-Ties, exactly: of all pipelines with the smallest period, those that send the fewest bytes in all; of these,
-the one whose tuple of cuts is smallest. A recurrence on (period, bytes) would not give this (a suffix may
-trade its own slack for bytes), so a second one minimises bytes among the stages within the period.
+where stage [a, b) fits the memory at (w - 1) // r + 1 in flight. What is searched is a set of such (w, r):
+all of them; r = 1 for straight pipelines; one for each stage where the counts are given. (Where a lag
+raises the depth upstream, `core.depth.legal`, that is not known here: the depth is applied after the search,
+and the memory checked again.)
 
-O(p n^2) for n places to cut, vectorised over n.
+Ties, exactly: of all plans with the smallest period, those that send the fewest bytes over boundaries; of
+these, those with the fewest stages; then with the fewest workers; then the one that is smallest, stage by
+stage, in (last layer, replicas). A recurrence on (period, bytes, ...) would not give this (a suffix may trade
+its own slack for bytes), so a second one minimises bytes and stages within the period.
+
+O(n^2 c + n w^3) for n places to cut, w workers and c counts of replicas, vectorised over n.
 """
 
 from __future__ import annotations
@@ -24,128 +31,198 @@ from typing import Any
 
 import numpy as np
 
-from ..core.cluster import Cluster
 from ..core.cost import transfer_s
 from ..core.errors import PlanError
 from ..core.plan import Plan
-from ..core.profile import Profile
 from ..core.units import format_bytes
-from .space import Space, Versions, stash
+from .space import Space
 
-__all__ = ["Pipelines", "check_fits", "straight"]
+__all__ = ["Pipelines", "State", "check_fits", "of_counts", "replicated", "straights"]
+
+State = tuple[int, int]
+"""Workers from a stage to the output, and replicas of the stage."""
 
 
-def straight(
-    profile: Profile, cluster: Cluster, *, stages: int, versions: Versions = stash, microbatches: int = 1
-) -> Plan:
-    """Finds the straight pipeline of so many stages with the smallest period, at the paper's depth.
+def replicated(workers: int) -> tuple[State, ...]:
+    """Returns the states of all plans on at most so many workers."""
+    return tuple((w, r) for w in range(1, workers + 1) for r in range(1, w + 1))
 
-    Raises:
-        PlanError: more stages than workers or than the model can be cut into, or none fits the memory.
-    """
-    return Pipelines(Space.of(profile, cluster, versions=versions, microbatches=microbatches)).plan(stages)
+
+def straights(stages: int) -> tuple[State, ...]:
+    """Returns the states of straight pipelines of at most so many stages."""
+    return tuple((w, 1) for w in range(1, stages + 1))
+
+
+def of_counts(replicas: tuple[int, ...]) -> tuple[State, ...]:
+    """Returns the states of pipelines with these replicas, stage by stage."""
+    return tuple((sum(replicas[s:]), replicas[s]) for s in range(len(replicas) - 1, -1, -1))
 
 
 @dataclass(frozen=True, eq=False)
 class Pipelines:
-    """All straight pipelines of a space, and the tables that find the best of each length."""
+    """All plans of a space over a set of states, and the tables that find the best of them.
+
+    Attributes:
+        space: what each stage costs.
+        states: which are searched, by rising workers.
+        starts: those that may stand at the input; all of them unless said.
+        whole: a single stage is a plan too.
+    """
 
     space: Space
+    states: tuple[State, ...]
+    starts: tuple[State, ...] | None = None
+    whole: bool = True
+
+    def best(self, note: str = "") -> Plan | None:
+        """Returns the best plan at the paper's depth, or None where none fits the memory."""
+        period = min(self.periods.values())
+        if np.isinf(period):
+            return None
+        cuts, replicas = self._walk(period)
+        return self.space.plan(cuts, replicas, note)
+
+    @cached_property
+    def periods(self) -> dict[State, float]:
+        """The smallest period, in seconds, from each state at the input; infinite where none fits."""
+        return {start: float(self._suffixes[start][0]) for start in self._starts}
 
     @property
-    def longest(self) -> int:
-        """The most stages that places to cut and workers allow."""
-        return min(len(self.space.positions) - 1, self.space.cluster.workers)
+    def least_bytes(self) -> int:
+        """The least memory of a worker that would let one plan fit; there must be a plan."""
+        suffixes = self._bottlenecks(self._least, np.zeros(len(self._places)))
+        return int(min(suffixes[start][0] for start in self._starts))
 
-    def plan(self, stages: int) -> Plan:
-        """Returns the best pipeline of so many stages.
-
-        Raises:
-            PlanError: see `straight`.
-        """
-        self._check_count(stages)
-        period = self.periods(stages)[-1]
-        if np.isinf(period):
-            what = f"straight pipelines of {stages} stages"
-            check_fits(min_need_bytes=self.least_bytes(stages)[-1], space=self.space, what=what)
-        cuts = self._cuts(stages, period)
-        return self.space.plan(cuts, note=f"optimal among straight pipelines of {stages} stages")
-
-    def periods(self, stages: int) -> tuple[float, ...]:
-        """Returns the smallest period of 1, 2, ... stages, in seconds; infinite where none fits."""
-        return self._bottlenecks(stages, lambda held: np.where(self._fits(held), self._cost, np.inf))
-
-    def least_bytes(self, stages: int) -> tuple[int, ...]:
-        """Returns, for 1, 2, ... stages, the least memory of a worker that would let one pipeline fit."""
-        needs = self._bottlenecks(stages, lambda held: np.where(self._order, self._need(held), np.inf))
-        return tuple(map(int, needs))
+    @property
+    def _starts(self) -> tuple[State, ...]:
+        return self.states if self.starts is None else self.starts
 
     @cached_property
     def _places(self) -> Any:
         return np.array(self.space.positions)
 
     @cached_property
-    def _order(self) -> Any:
-        return self._places[:, None] < self._places[None, :]
+    def _allowed(self) -> Any:
+        """Which places make a stage, from one to the other."""
+        order = self._places[:, None] < self._places[None, :]
+        order[0, -1] &= self.whole
+        return order
 
     @cached_property
-    def _cost(self) -> Any:
-        """Seconds of the stage from place a to place b and of the message that it sends on."""
-        cluster = self.space.cluster
-        seconds = np.asarray(self.space.seconds(self._places[:, None], self._places[None, :]), dtype=float)
+    def _link(self) -> Any:
+        """Seconds for which the message behind each place keeps a link busy; latency occupies none."""
         crossing: Any = self.space.crossing[self._places]
-        link: Any = transfer_s(crossing, cluster.bandwidth_bytes_per_s)  # latency occupies no link
-        link[-1] = 0.0  # the model's output stays where it is
-        return np.maximum(seconds, link[None, :])
+        return transfer_s(crossing, self.space.cluster.bandwidth_bytes_per_s)
 
-    def _need(self, held: int) -> Any:
-        return self.space.need_bytes(self._places[:, None], self._places[None, :], held)
+    @cached_property
+    def _compute(self) -> Any:
+        seconds = self.space.compute_s(self._places[:, None], self._places[None, :])
+        return np.asarray(seconds, dtype=float)
 
-    def _fits(self, held: int) -> Any:
-        limit = self.space.cluster.memory_bytes
-        return self._order if limit is None else self._order & (self._need(held) <= limit)
+    @cached_property
+    def _costs(self) -> dict[int, Any]:
+        return {}
 
-    def _bottlenecks(self, stages: int, cost: Callable[[int], Any]) -> tuple[float, ...]:
-        """For 1, 2, ... stages the smallest maximum of a cost, which may depend on the count in flight."""
-        best = cost(1)[:, -1]
-        found = [float(best[0])]
-        for held in range(2, stages + 1):
-            best = np.maximum(cost(held), best[None, :]).min(axis=1)
-            found.append(float(best[0]))
-        return tuple(found)
+    @cached_property
+    def _needs(self) -> dict[tuple[int, int], Any]:
+        return {}
 
-    def _cuts(self, stages: int, period: float) -> tuple[int, ...]:
-        """The cuts with the fewest bytes sent, then the smallest, among stages within the period."""
-        # Sums of bytes stand in floats, exact below 2^53 (9 PB), because infinity marks what is not allowed.
-        sent = np.where(self._fits(1) & (self._cost <= period), 0.0, np.inf)[:, -1]
-        crossing = self.space.crossing[self._places].astype(float)
-        after: list[Any] = []
-        for held in range(2, stages + 1):
-            allowed = self._fits(held) & (self._cost <= period)
-            total = np.where(allowed, (crossing + sent)[None, :], np.inf)
-            after.append(total.argmin(axis=1))  # the first of equals: the earliest cut
-            sent = total.min(axis=1)
-        cuts, place = [], 0
-        for chosen in reversed(after):
-            place = int(chosen[place])
+    def _cost(self, replicas: int) -> Any:
+        if replicas not in self._costs:
+            ends = self._places[:, None], self._places[None, :]
+            cost = self.space.shared_s(self._compute, *ends, replicas)
+            self._costs[replicas] = np.where(self._allowed, cost, np.inf)
+        return self._costs[replicas]
+
+    def _need(self, state: State) -> Any:
+        workers, replicas = state
+        held, lag = (workers - 1) // replicas + 1, self.space.lag if replicas > 1 else 0
+        if (held, lag) not in self._needs:
+            need = self.space.need_bytes(self._places[:, None], self._places[None, :], held, lag)
+            need[0, -1] = self.space.need_bytes(0, int(self._places[-1]), held)  # one stage alone does not lag
+            self._needs[held, lag] = need
+        return self._needs[held, lag]
+
+    def _seconds(self, state: State) -> Any:
+        """Seconds of the stage from one place to the other; infinite where it is none, or does not fit."""
+        limit, cost = self.space.cluster.memory_bytes, self._cost(state[1])
+        return cost if limit is None else np.where(self._need(state) <= limit, cost, np.inf)
+
+    def _least(self, state: State) -> Any:
+        return np.where(self._allowed, self._need(state), np.inf)
+
+    def _behind(self, state: State) -> list[State]:
+        """The states that may follow; none where the stage must be the last."""
+        return self._by_workers.get(state[0] - state[1], [])
+
+    @cached_property
+    def _by_workers(self) -> dict[int, list[State]]:
+        found: dict[int, list[State]] = {}
+        for state in self.states:
+            found.setdefault(state[0], []).append(state)
+        return found
+
+    @cached_property
+    def _suffixes(self) -> dict[State, Any]:
+        return self._bottlenecks(self._seconds, self._link)
+
+    def _bottlenecks(self, cost: Callable[[State], Any], link: Any) -> dict[State, Any]:
+        """For each state, the smallest maximum of a cost from each place on."""
+        links = {count: link / count for _, count in self.states}
+        suffixes: dict[State, Any] = {}
+        for state in self.states:
+            workers, count = state
+            rest = np.full(len(self._places), np.inf)
+            for after in self._behind(state):
+                np.minimum(rest, np.maximum(links[min(count, after[1])], suffixes[after]), out=rest)
+            if workers == count:
+                rest[-1] = 0.0  # the model's output stays where it is
+            suffixes[state] = np.maximum(cost(state), rest[None, :]).min(axis=1)
+        return suffixes
+
+    def _walk(self, period: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The cuts and replicas that win the ties among the plans within a period."""
+        none = np.iinfo(np.int64).max // 4
+        stages = len(self._places) + 1
+        # One number for (bytes, stages), the bytes first: exact up to 2^60 / places, a petabyte at a thousand.
+        sends = self.space.crossing[self._places].astype(np.int64) * stages
+        slow = {count: np.where(self._link / count <= period, 0, none) for _, count in self.states}
+        keys: dict[State, Any] = {}
+        rests: dict[State, Any] = {}
+        for state in self.states:
+            workers, count = state
+            if self._suffixes[state].min() > period:
+                continue
+            rest = np.full(len(self._places), none)
+            for after in self._behind(state):
+                if after in keys:
+                    np.minimum(rest, np.maximum(slow[min(count, after[1])], keys[after] + sends), out=rest)
+            if workers == count:
+                rest[-1] = 0
+            rests[state] = rest
+            keys[state] = np.where(self._seconds(state) <= period, rest[None, :] + 1, none).min(axis=1)
+
+        place = 0
+        cuts: list[int] = []
+        counts: list[int] = []
+        wanted = min(int(keys[start][0]) for start in self._starts if start in keys)
+        choices = [start for start in self._starts if start in keys and keys[start][0] == wanted]
+        choices = [start for start in choices if start[0] == choices[0][0]]
+        while True:
+            ends = [
+                (int(np.flatnonzero(here)[0]), choice[1], choice)
+                for choice in choices
+                if choice in keys
+                and (here := (self._seconds(choice)[place] <= period) & (rests[choice] + 1 == wanted)).any()
+            ]
+            place, count, state = min(ends)
+            counts.append(count)
+            wanted -= 1
+            if place == len(self._places) - 1:
+                return tuple(cuts), tuple(counts)
             cuts.append(int(self._places[place]))
-        return tuple(cuts)
-
-    def _check_count(self, stages: int) -> None:
-        space = self.space
-        if stages < 1:
-            raise PlanError(f"a pipeline of {stages} stages was asked; give 1 or more")
-        if stages > space.cluster.workers:
-            raise PlanError(
-                f"a straight pipeline of {stages} stages was asked, the cluster has {space.cluster.workers} workers; "
-                "ask for fewer stages or give more workers"
-            )
-        places = len(space.positions) - 2
-        if stages > places + 1:
-            raise PlanError(
-                f"a straight pipeline of {stages} stages was asked, the model's {len(space.profile.layers)} layers "
-                f"can be cut at {places} places; ask for at most {places + 1} stages, or profile it in finer layers"
-            )
+            wanted -= int(sends[place])
+            choices = [after for after in self._behind(state) if self._link[place] / min(count, after[1]) <= period]
 
 
 def check_fits(*, min_need_bytes: int, space: Space, what: str) -> None:

@@ -33,23 +33,27 @@ def whole(
 def by_hand(
     profile: Profile,
     cluster: Cluster,
-    cuts: tuple[int, ...],
+    cuts: tuple[int | str, ...],
     replicas: tuple[int, ...] | None = None,
     *,
     versions: Versions = stash,
     microbatches: int = 1,
     depth: str | tuple[int, ...] = "noam",
+    lag: int = 0,
 ) -> Plan:
-    """Returns the plan that is cut before each of the given layer indices.
+    """Returns the plan that is cut before each of the given layers.
 
     Args:
+        cuts: indices or names of layers.
         replicas: workers of each stage; one each unless given.
+        lag: of the replicated stages of a pipeline.
 
     Raises:
         PlanError: a cut that the model does not allow (says why), counts that match neither stages nor
             workers, or a stage that does not fit the memory.
     """
-    _check_cuts(profile.graph, cuts)
+    places = tuple(_place(profile.graph, cut) for cut in cuts)
+    _check_cuts(profile.graph, places)
     counts = (1,) * (len(cuts) + 1) if replicas is None else tuple(replicas)
     if len(counts) != len(cuts) + 1:
         raise PlanError(
@@ -62,8 +66,17 @@ def by_hand(
             f"replicas {counts} take {sum(counts)} workers, the cluster has {cluster.workers}; ask for fewer or give "
             "more workers"
         )
-    space = Space.of(profile, cluster, versions=versions, microbatches=microbatches)
-    return space.at_depth(space.plan(tuple(cuts), counts, note="cut by hand"), depth)
+    space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches)
+    return space.at_depth(space.plan(places, counts, note="cut by hand"), depth)
+
+
+def _place(graph: LayerGraph, cut: int | str) -> int:
+    if isinstance(cut, int):
+        return cut
+    names = [layer.name for layer in graph.layers]
+    if cut not in names:
+        raise PlanError(f"a cut before layer {cut!r} was asked, the model's layers are {', '.join(names)}; name one")
+    return names.index(cut)
 
 
 def _check_cuts(graph: LayerGraph, cuts: tuple[int, ...]) -> None:

@@ -1,7 +1,7 @@
 """What is searched: any run of layers as a stage, with its seconds and its bytes, from prefix sums.
 
-The cost of a stage is a function of (first, last, replicas) and its memory one of (first, last, in_flight);
-a search needs nothing else, so replicated stages inside a pipeline can be searched over the same noun.
+The cost of a stage is a function of (first, last, replicas) and its memory one of (first, last, in_flight, lag);
+a search needs nothing else.
 
 Seconds are added exactly (as integers over a common power of two) and rounded once. So stages that cost
 the same compare equal, wherever they stand in the model, and ties are broken by rule, not by rounding.
@@ -29,16 +29,16 @@ from ..core.units import format_bytes
 
 __all__ = ["Index", "Space", "Versions", "stash"]
 
-Versions = Callable[[int], int]
-"""From the minibatches in flight at a stage to the versions of its weights alive at once."""
+Versions = Callable[[int, int], int]
+"""From the minibatches in flight at a stage, and its lag, to the versions of its weights alive at once."""
 
 Index = Any
 """A layer index, or a numpy array of them: each cost is one formula, for one stage or for all at once."""
 
 
-def stash(in_flight: int) -> int:
-    """Returns the versions that weight stashing holds: one for each minibatch in flight."""
-    return in_flight
+def stash(in_flight: int, lag: int) -> int:
+    """Returns the versions that weight stashing holds: one for each minibatch in flight, and one for a lag."""
+    return in_flight + lag
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,8 @@ class Space:
 
     Attributes:
         profile, cluster: as given.
-        versions: versions of the weights alive at once, from the count in flight.
+        versions: versions of the weights alive at once, from the count in flight and the lag.
+        lag: of the replicated stages of a pipeline; others have none (`Plan.lag`).
         microbatches: parts of a minibatch; activations in flight and inputs are those of one part.
         scale: seconds are integers over this power of two.
         forward, backward: seconds of all layers before index i, times `scale`; the loss is part of the last
@@ -60,6 +61,7 @@ class Space:
     profile: Profile
     cluster: Cluster
     versions: Versions
+    lag: int
     microbatches: int
     scale: int
     forward: Any
@@ -70,12 +72,22 @@ class Space:
     crossing: Any
 
     @classmethod
-    def of(cls, profile: Profile, cluster: Cluster, *, versions: Versions = stash, microbatches: int = 1) -> Space:
+    def of(
+        cls,
+        profile: Profile,
+        cluster: Cluster,
+        *,
+        versions: Versions = stash,
+        lag: int = 0,
+        microbatches: int = 1,
+    ) -> Space:
         """Returns the space of a profile on a cluster.
 
         Raises:
-            PlanError: fewer than one microbatch.
+            PlanError: fewer than one microbatch, or a lag that is neither 0 nor 1.
         """
+        if lag not in (0, 1):
+            raise PlanError(f"lag {lag} was asked for; give 0 (the paper's) or 1 (updates behind the next forward)")
         if microbatches < 1:
             raise PlanError(f"a minibatch is split into at least 1 microbatch, found {microbatches}; give 1 or more")
         layers = profile.layers
@@ -92,6 +104,7 @@ class Space:
             profile,
             cluster,
             versions,
+            lag,
             microbatches,
             scale,
             _exact(forward, scale),
@@ -114,26 +127,33 @@ class Space:
 
     def seconds(self, first: Index, last: Index, replicas: int = 1) -> Any:
         """Returns the seconds per minibatch of a stage on so many workers, its all-reduce included."""
+        return self.shared_s(self.compute_s(first, last), first, last, replicas)
+
+    def compute_s(self, first: Index, last: Index) -> Any:
+        """Returns the seconds of forward, backward and update of a stage on one worker."""
         forward = (self.forward[last] - self.forward[first]) / self.scale
         backward = (self.backward[last] - self.backward[first]) / self.scale
-        compute = forward + backward + self.update_s(first, last)
+        return forward + backward + self.update_s(first, last)
+
+    def shared_s(self, compute_s: Any, first: Index, last: Index, replicas: int) -> Any:
+        """Returns `seconds` of a stage whose `compute_s` is known: exact sums of a whole table take long."""
         cluster = self.cluster
         held = self.parameters[last] - self.parameters[first]
         sync = all_reduce_s(held, replicas, cluster.bandwidth_bytes_per_s, cluster.latency_s)
-        return (compute + sync) / replicas
+        return (compute_s + sync) / replicas
 
-    def need_bytes(self, first: Index, last: Index, in_flight: int) -> Any:
+    def need_bytes(self, first: Index, last: Index, in_flight: int, lag: int = 0) -> Any:
         """Returns the peak bytes of one worker of a stage that holds so many microbatches in flight."""
         return stage_bytes(
             parameter_bytes=self.parameters[last] - self.parameters[first],
             optimizer_bytes=self.optimizer[last] - self.optimizer[first],
             activation_bytes=-(-(self.activations[last] - self.activations[first]) // self.microbatches),
             input_bytes=-(-self.crossing[first] // self.microbatches),
-            versions=self.versions(in_flight),
+            versions=self.versions(in_flight, lag),
             in_flight=in_flight,
         )
 
-    def stage(self, first: int, last: int, replicas: int = 1, in_flight: int = 1) -> Stage:
+    def stage(self, first: int, last: int, replicas: int = 1, in_flight: int = 1, lag: int = 0) -> Stage:
         """Returns the stage of the layers first <= i < last, all its fields filled in."""
         return Stage(
             first,
@@ -146,43 +166,59 @@ class Space:
             activation_bytes=int(self.activations[last] - self.activations[first]),
             parameter_bytes=int(self.parameters[last] - self.parameters[first]),
             optimizer_bytes=int(self.optimizer[last] - self.optimizer[first]),
-            peak_bytes=int(self.need_bytes(first, last, in_flight)),
+            peak_bytes=int(self.need_bytes(first, last, in_flight, lag)),
             names=tuple(layer.name for layer in self.profile.graph.layers[first:last]),
         )
 
     def plan(self, cuts: tuple[int, ...], replicas: tuple[int, ...] | None = None, note: str = "") -> Plan:
         """Returns the plan of these cuts at the paper's depth; neither cuts nor memory are checked."""
         counts = replicas or (1,) * (len(cuts) + 1)
-        in_flight = depths.noam(counts)
+        lags = tuple(self.lag if count > 1 and cuts else 0 for count in counts)
+        in_flight = depths.noam(counts, lags)
         spans = pairwise((0, *cuts, len(self.profile.layers)))
         stages = tuple(
-            self.stage(first, last, count, held)
-            for (first, last), count, held in zip(spans, counts, in_flight, strict=True)
+            self.stage(first, last, *how) for (first, last), *how in zip(spans, counts, in_flight, lags, strict=True)
         )
         profile = self.profile
-        return Plan(stages, in_flight, self.cluster, model=profile.model, batch=profile.batch, note=note)
+        return Plan(stages, in_flight, self.cluster, lags, profile.model, profile.batch, note=note)
 
     def at_depth(self, plan: Plan, depth: str | tuple[int, ...]) -> Plan:
         """Returns the plan at a depth, its peak bytes renewed and within the memory of a worker.
 
+        Depth 'auto' is the deepest between 'noam' and 'full' that fits (`core.depth.fitting`).
+
         Raises:
             PlanError: an unknown or ill-formed depth (`Plan.with_depth`), or a stage that does not fit.
         """
+        if depth == "auto":
+            low, high = self.at_depth(plan, "noam"), plan.with_depth("full")
+            most = tuple(self._most_in_flight(high, s) for s in range(len(high.stages)))
+            found = depths.fitting(low.in_flight, high.in_flight, most, plan.replicas)
+            return replace(self.at_depth(plan, found), depth="auto")
         deep = plan.with_depth(depth)
         stages = tuple(
-            replace(stage, peak_bytes=int(self.need_bytes(stage.first, stage.last, held)))
-            for stage, held in zip(deep.stages, deep.in_flight, strict=True)
+            replace(stage, peak_bytes=int(self.need_bytes(stage.first, stage.last, held, lag)))
+            for stage, held, lag in zip(deep.stages, deep.in_flight, deep.lag, strict=True)
         )
         limit = self.cluster.memory_bytes
         for s, (stage, held) in enumerate(zip(stages, deep.in_flight, strict=True)):
             if limit is not None and stage.peak_bytes > limit:
+                less = "--in-flight auto for the deepest that fits" if deep.depth == "full" else "a smaller depth"
                 raise PlanError(
                     f"depth {deep.depth} was asked: stage {s} (layers {stage.first} to {stage.last - 1}) then holds "
                     f"{held} in flight and needs {format_bytes(stage.peak_bytes)}, a worker has "
-                    f"{format_bytes(limit)}; ask for a smaller depth, cut it further, split minibatches into "
+                    f"{format_bytes(limit)}; ask for {less}, cut it further, split minibatches into "
                     "more microbatches or choose a schedule that holds fewer versions"
                 )
         return replace(deep, stages=stages)
+
+    def _most_in_flight(self, plan: Plan, s: int) -> int:
+        """Returns what a stage's memory has room for, up to what the plan has in flight."""
+        stage, limit = plan.stages[s], self.cluster.memory_bytes
+        held = plan.in_flight[s]
+        while limit is not None and held > 1 and self.need_bytes(stage.first, stage.last, held, plan.lag[s]) > limit:
+            held -= 1
+        return held
 
 
 def _exact(ratios: Iterable[tuple[int, int]], scale: int) -> Any:

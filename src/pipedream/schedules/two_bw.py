@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..core.depth import legal
 from ..core.errors import ScheduleError
 from ..core.op import Op
 from ..core.placement import Seat
@@ -27,8 +28,14 @@ def pipedream_2bw(plan: Plan, microbatches: int | None = None) -> Schedule:
 
     Raises:
         ScheduleError: floor(m / r_s) < W_s at some stage: a forward would read a version not yet made. (The
-            paper asks m >= p; m = p - 1 works too and leaves the update no slack.)
+            paper asks m >= p; m = p - 1 works too and leaves the update no slack.) Or a depth that is legal only
+            with the plan's lag, which this method has no use for.
     """
+    if legal(plan.in_flight, plan.replicas) != plan.in_flight:
+        raise ScheduleError(
+            f"schedule 'pipedream_2bw' at in-flight counts {plan.in_flight}: they need the lag {plan.lag} of the plan, "
+            "but this method updates once a minibatch and does not lag; plan without a lag"
+        )
     warmup = tuple(count - 1 for count in plan.in_flight)
     m = microbatches or max(count * r for count, r in zip(plan.in_flight, plan.replicas, strict=True))
     for stage, (wait, replicas) in enumerate(zip(warmup, plan.replicas, strict=True)):

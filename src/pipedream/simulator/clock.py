@@ -1,9 +1,13 @@
 """The clock: runs a Program in simulated time, instruction by instruction, as the runtime would.
 
 - A rank does its instructions in order; an op takes its seconds.
-- A send never blocks its rank. Its message starts when its channel's link is free of the message before and its
-  receive is posted; receive i of a channel of depth d is posted when the consumer of receive i - d, the op behind
-  it, is done. It keeps the link busy for bytes / bandwidth and arrives one latency later.
+- Each worker has one full-duplex link to each neighbouring stage, which the messages of all replicas there share
+  (`core.cost`): it sends them in the order of its sends and receives them in the order of its receives, each for
+  bytes / bandwidth. What it sends does not disturb what it receives, nor the link on its other side.
+- A send never blocks its rank. Its message starts when both links are free of the message before and its receive
+  is posted; receive i of a channel of depth d is posted when the consumer of receive i - d, the op behind it, is
+  done. It arrives bytes / bandwidth and one latency later. What no receive is posted for yet does not keep the
+  sender's link busy for longer than its bytes.
 - A receive blocks its rank until the message is there.
 - A sum waits for all replicas of its stage, then takes its seconds. A coupled update waits until all ranks have
   reached theirs of the same number.
@@ -14,7 +18,7 @@ the past of its two ends alone, and is worked out when it is received.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -59,15 +63,23 @@ class _Rank:
 
 
 @dataclass(slots=True, eq=False)
+class _Link:
+    """One direction of a worker's link to a neighbouring stage: until when its last message keeps it busy."""
+
+    free_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
 class _Wire:
     """A channel at work: messages sent and not yet received, and the times at which receives were posted."""
 
     channel: Channel
+    out: _Link
+    into: _Link
     transfer_s: float
     occupied_s: float
     posted: deque[float]
     sent: deque[tuple[int, float]] = field(default_factory=deque)
-    free_s: float = 0.0
     waiting: _Rank | None = None
 
 
@@ -93,8 +105,17 @@ class _Clock:
             )
             for number in range(program.placement.workers)
         ]
+        out: defaultdict[tuple[int, int, str], _Link] = defaultdict(_Link)
+        into: defaultdict[tuple[int, int, str], _Link] = defaultdict(_Link)
         self.wires = [
-            _Wire(channel, costs.transfer_s(channel), costs.occupied_s(channel), deque([0.0] * channel.depth))
+            _Wire(
+                channel,
+                out[channel.sender, channel.source, channel.carries],
+                into[channel.receiver, channel.target, channel.carries],
+                costs.transfer_s(channel),
+                costs.occupied_s(channel),
+                deque([0.0] * channel.depth),
+            )
             for channel in program.channels
         ]
         self.meetings: dict[tuple[str, int, int], _Meeting] = {}
@@ -150,7 +171,9 @@ class _Clock:
                     received.clear()
             elif instruction.kind is _SEND:
                 wire = wires[instruction.channel]
-                wire.sent.append((instruction.index, now))
+                leaves = max(now, wire.out.free_s)
+                wire.out.free_s = leaves + wire.occupied_s
+                wire.sent.append((instruction.index, leaves))
                 if wire.waiting is not None:
                     self.ready.append(wire.waiting)
                     wire.waiting = None
@@ -175,15 +198,15 @@ class _Clock:
 
     def _arrival(self, wire: _Wire, receive: Transfer) -> float:
         """Returns when the next message of a channel arrives, and takes it off the link."""
-        index, sent = wire.sent.popleft()
+        index, leaves = wire.sent.popleft()
         if index != receive.index:
             raise ScheduleError(
                 f"program {self.program.schedule!r}: rank {wire.channel.receiver} wants "
                 f"{_described(wire.channel, receive.index)}, but the next on its channel is that of microbatch "
                 f"{index}; receive in the order of sending"
             )
-        start = max(sent, wire.free_s, wire.posted.popleft())
-        wire.free_s = start + wire.occupied_s
+        start = max(leaves, wire.into.free_s, wire.posted.popleft())
+        wire.into.free_s = start + wire.occupied_s
         arrival = start + wire.transfer_s
         if arrival > start:
             channel = wire.channel

@@ -1,0 +1,127 @@
+"""A plan's depth against the memory of a worker."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.core import depth
+from pipedream.core.cluster import Cluster
+from pipedream.core.errors import PlanError
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.lowering import lower
+from pipedream.planner import Space, by_hand, plan
+from pipedream.schedules import build
+from pipedream.simulator import costs, simulate
+
+FOUR = Profile.of_chain((LayerProfile(1.0, 2.0, 300, 1000, 100),) * 4)
+
+
+def test_depth_is_applied_and_memory_checked_again() -> None:
+    roomy = plan(FOUR, Cluster.flat(4, 100.0), shape="straight", depth="full")
+    assert (roomy.depth, roomy.in_flight) == ("full", (10, 7, 4, 1))
+    assert roomy.stages[0].peak_bytes == 11 * 1000 + 10 * 100
+    parallel = plan(FOUR, Cluster.flat(4, 1e9), shape="data-parallel", depth="full")
+    assert (parallel.depth, parallel.in_flight) == ("full", (1,))
+    tight = Cluster.flat(4, 100.0, memory_bytes=9_000)
+    assert plan(FOUR, tight, shape="straight").in_flight == (4, 3, 2, 1)
+    says = (
+        r"depth full was asked: stage 0 \(layers 0 to 0\) then holds 10 in flight and needs 12\.0 kB, .* 9\.00 kB; ask "
+        r"for --in-flight auto"
+    )
+    with pytest.raises(PlanError, match=says):
+        plan(FOUR, tight, shape="straight", depth="full")
+    by_count = plan(FOUR, tight, shape="straight", depth=(2, 2, 1, 1))
+    assert (by_count.depth, by_count.in_flight) == ("hand", (2, 2, 1, 1))
+    assert by_count.stages == by_hand(FOUR, tight, (1, 2, 3), depth=(2, 2, 1, 1)).stages
+    with pytest.raises(PlanError, match="name 3 stages, the plan has 4"):
+        plan(FOUR, tight, shape="straight", depth=(3, 2, 1))
+
+
+def test_auto_is_full_where_there_is_room_and_between_where_there_is_not() -> None:
+    roomy, tight = Cluster.flat(4, 100.0), Cluster.flat(4, 100.0, memory_bytes=9_000)
+    found = plan(FOUR, roomy, shape="straight", depth="auto")
+    full = plan(FOUR, roomy, shape="straight", depth="full")
+    assert (found.depth, found.in_flight, found.stages) == ("auto", full.in_flight, full.stages)
+    # Version and activations: 1100 bytes each in flight, beside gradients (1000) and the input received (600).
+    assert plan(FOUR, tight, shape="straight", depth="auto").in_flight == (7, 6, 4, 1)
+    least = max(stage.peak_bytes for stage in plan(FOUR, roomy, shape="straight").stages)
+    exact = Cluster.flat(4, 100.0, memory_bytes=least)
+    assert plan(FOUR, exact, shape="straight", depth="auto").in_flight == (4, 3, 2, 1)
+    short = Cluster.flat(4, 100.0, memory_bytes=least - 1)
+    with pytest.raises(PlanError, match="none of the straight pipelines of 4 stages fits"):
+        plan(FOUR, short, shape="straight", depth="auto")
+    with pytest.raises(PlanError, match=r"depth noam was asked: stage 0 .* then holds 4 in flight"):
+        by_hand(FOUR, short, (1, 2, 3), depth="auto")
+    assert by_hand(FOUR, short, (1, 2, 3), depth=(3, 2, 2, 1)).depth == "hand"
+
+
+def test_a_lag_that_asks_for_depth_is_checked_against_the_memory() -> None:
+    """Noam is (6, 2, 1); stage 1 updating behind its next forward needs one more in front of it."""
+    five = Profile.of_chain((LayerProfile(1.0, 2.0, 0, 1000, 100),) * 3)
+    free = plan(five, Cluster.flat(5, 1e9), shape="1-3-1", lag=1)
+    assert (free.in_flight, free.lag) == ((6, 2, 1), (0, 1, 0))
+    assert plan(five, Cluster.flat(5, 1e9), shape="1-3-1").in_flight == (5, 2, 1)
+    assert free.stages[0].peak_bytes == 7 * 1000 + 6 * 100
+    tight = Cluster.flat(5, 1e9, memory_bytes=free.stages[0].peak_bytes - 1)
+    with pytest.raises(PlanError, match=r"stage 0 .* then holds 6 in flight"):
+        plan(five, tight, shape="1-3-1", lag=1)
+    assert plan(five, tight, shape="1-3-1").in_flight == (5, 2, 1)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Space, tuple[int, ...], tuple[int, ...]]:
+    counts = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
+    layer = st.builds(
+        LayerProfile, st.just(1.0), st.just(2.0), st.integers(0, 40), st.integers(0, 9), st.integers(0, 9)
+    )
+    layers = draw(st.lists(layer, min_size=len(counts), max_size=len(counts)))
+    profile = Profile.of_chain(tuple(replace(x, forward_s=1.0 * r) for x, r in zip(layers, counts, strict=True)))
+    cluster = Cluster.flat(sum(counts), 10.0, 0.0, draw(st.integers(1, 300)))
+    return Space.of(profile, cluster, lag=draw(st.integers(0, 1))), tuple(range(1, len(counts))), counts
+
+
+@given(plans())
+def test_auto_is_legal_and_as_deep_as_fits(case: tuple[Space, tuple[int, ...], tuple[int, ...]]) -> None:
+    space, cuts, counts = case
+    base = space.plan(cuts, counts)
+    try:
+        low = space.at_depth(base, "noam")
+    except PlanError:
+        with pytest.raises(PlanError, match="depth noam was asked"):
+            space.at_depth(base, "auto")
+        return
+    found, full = space.at_depth(base, "auto"), base.with_depth("full")
+    assert all(a <= b <= c for a, b, c in zip(low.in_flight, found.in_flight, full.in_flight, strict=True))
+    depth.check_in_flight(found.in_flight, counts, found.lag)
+    limit = space.cluster.memory_bytes or 0
+    assert max(stage.peak_bytes for stage in found.stages) <= limit
+    # One more at any stage is more than full, than fits, or than the stage before has added.
+    added = [(held - least) * r for held, least, r in zip(found.in_flight, low.in_flight, counts, strict=True)]
+    for s, stage in enumerate(found.stages):
+        more = space.need_bytes(stage.first, stage.last, found.in_flight[s] + 1, found.lag[s])
+        too_deep = found.in_flight[s] == full.in_flight[s]
+        assert too_deep or more > limit or (s and added[s] + counts[s] > added[s - 1])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_auto_is_never_slower_than_noam(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(10):
+        counts = tuple(draw.randint(1, 3) for _ in range(draw.randint(2, 4)))
+        layers = [LayerProfile(1.0 * r, 2.0 * r, draw.choice([0, 15, 30]), 1, 1) for r in counts]
+        space = Space.of(Profile.of_chain(tuple(layers)), Cluster.flat(sum(counts), 10.0))
+        cuts = tuple(range(1, len(counts)))
+        base, full = space.plan(cuts, counts), space.plan(cuts, counts).with_depth("full")
+        room = tuple(draw.randint(a, b) for a, b in zip(base.in_flight, full.in_flight, strict=True))
+        between = depth.fitting(base.in_flight, full.in_flight, room, counts)
+        spans = [
+            simulate(lower(build("pipedream", base.with_depth(which))), costs(base), 240).makespan_s
+            for which in ("noam", between, "full")
+        ]
+        assert spans[1] <= spans[0] * 1.02, (counts, between)
+        assert spans[2] <= spans[1] * 1.02
