@@ -28,6 +28,7 @@ from .core.timeline import Timeline
 from .lowering import lower
 from .runtime.crew import Settings
 from .runtime.feed import Ending
+from .runtime.guard import STUCK_AFTER_S
 from .runtime.losses import Loss, is_torch_loss
 from .runtime.results import Done
 from .runtime.session import Session
@@ -64,6 +65,8 @@ class Pipeline:
         device: 'cpu', 'cuda' (each process its own: LOCAL_RANK) or 'cuda:N'.
         sample: the model's input, to find the layers where the plan does not name them.
         loggers: objects with ``log(done)``, called on rank 0.
+        stuck_after_s: on several processes a run ends where an op or the loader takes longer than this and than 20
+            times its longest so far; 0 sets no limit.
 
     Raises:
         PlanError: the plan does not fit the model or the number of processes.
@@ -93,7 +96,10 @@ class Pipeline:
         device: str = "cpu",
         sample: Any = None,
         loggers: Iterable[Any] = (),
+        stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
+        if not stuck_after_s >= 0:
+            raise PipelineError(f"stuck_after_s={stuck_after_s} was asked for; give seconds, or 0 for no limit")
         self.plan = plan
         built = schedules.build(schedule, plan, microbatches) if isinstance(schedule, str) else schedule
         _check_words(clip=(clip, ("global", "local")), on_nan=(on_nan, ("error", "continue")))
@@ -144,6 +150,7 @@ class Pipeline:
                 on_nan=on_nan,
             ),
             device_of(device),
+            stuck_after_s=stuck_after_s,
         )
 
     # -- training -----------------------------------------------------------------------------------

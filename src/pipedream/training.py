@@ -24,6 +24,7 @@ from .recipe import Recipe, make_recipe
 from .runfolder import last_segment, software_versions, summarise, write_run
 from .runtime import talk
 from .runtime.files import load_weights
+from .runtime.guard import STUCK_AFTER_S
 from .runtime.launch import set_threads
 from .runtime.losses import Loss, is_torch_loss
 
@@ -58,6 +59,7 @@ def train_recipe(
     out: str | os.PathLike[str] | None = None,
     logs: tuple[str, ...] = (),
     quiet: bool = False,
+    stuck_after_s: float = STUCK_AFTER_S,
 ) -> dict[str, Any]:
     """Profiles, plans, trains and reports a recipe.
 
@@ -78,6 +80,7 @@ def train_recipe(
         out: run folder; None makes one under ``runs/``.
         logs: loggers to write into it: 'csv', 'tensorboard'.
         quiet: print nothing.
+        stuck_after_s: as of `Pipeline`.
 
     Raises:
         PipelineError: see the errors of each part; KeyboardInterrupt: Ctrl-C, after what was admitted has been
@@ -124,6 +127,7 @@ def train_recipe(
         device=str(place),
         sample=None if _names_layers(plan) else _sample(recipe),
         loggers=loggers,
+        stuck_after_s=stuck_after_s,
     ) as pipeline:
         console.print(f"\n{plan}\n\n{pipeline.proof}\n")
         if weights is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,16 @@ def train(
     weights: Annotated[Path | None, typer.Option(help="A state dict to start from.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; a new one under runs/ unless said.")] = None,
     log: Annotated[list[str] | None, typer.Option(help="Write logs into the run folder: csv, tensorboard.")] = None,
+    stuck_after: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="End where an op or the loader hangs so long; 0: never.")
+    ] = 10.0,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Start the workers again after a failure, so often at most.")
+    ] = 0,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="When restarts are used up, go on with one worker fewer.")
+    ] = False,
+    min_workers: Annotated[int, typer.Option(min=1, help="Of --elastic: fewest workers.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Train a recipe: profile, plan, run by worker processes, report.
@@ -41,13 +52,27 @@ def train(
     Starts the workers through torch's elastic launcher; under torchrun this process is one of them. Leaves
     summary.json, weights.pt, trace.json (Perfetto) and report.html in the run folder.
     """
-    count = workers or (Plan.load(plan).workers if plan is not None else 2)
-    if "TORCHELASTIC_RUN_ID" not in os.environ and "WORLD_SIZE" not in os.environ and count > 1:
+    given = Plan.load(plan) if plan is not None else None
+    count = workers or (given.workers if given is not None else 2)
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or "WORLD_SIZE" in os.environ
+    if not launched and (count > 1 or max_restarts):
         from ..runtime.launch import launch  # torch is loaded only where workers run
 
         if not Path(recipe).is_file():
             raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
-        raise typer.Exit(launch(count, ["-m", "pipedream.cli", *sys.argv[1:]]))
+        again = max_restarts or elastic
+        # Every attempt works in one run folder.
+        folder = ["--out", f"runs/{Path(recipe).stem}-{datetime.now():%Y%m%d-%H%M%S}"] if again and out is None else []
+        raise typer.Exit(
+            launch(
+                count,
+                ["-m", "pipedream.cli", *sys.argv[1:], *folder],
+                max_restarts=max_restarts,
+                fewest=min_workers if elastic else None,
+            )
+        )
+    if elastic and given is not None and launched and given.workers != int(os.environ.get("WORLD_SIZE", "1")):
+        given = None  # workers were lost: plan again for those that are left
     from ..recipe import load_recipe
     from ..training import train_recipe
 
@@ -55,7 +80,7 @@ def train(
         lambda chosen: load_recipe(recipe, seed=chosen),
         workers=workers,
         schedule=schedule,
-        plan=Plan.load(plan) if plan is not None else None,
+        plan=given,
         straight=not data_parallel,
         in_flight=depth_of(in_flight),
         microbatches=microbatches,
@@ -68,6 +93,7 @@ def train(
         out=out,
         logs=tuple(log or ()),
         quiet=as_json,
+        stuck_after_s=stuck_after,
     )
     if as_json and int(os.environ.get("RANK", "0")) == 0:
         print_json(summary)

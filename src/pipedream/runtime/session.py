@@ -23,8 +23,9 @@ from ..core.timeline import Span, Tag, Timeline
 from . import parameters
 from .clock import in_process, on_wire
 from .crew import Settings, connect, local_crew, wire_worker
+from .doing import Doing
 from .feed import Ending, Feed, read
-from .guard import Guard
+from .guard import STUCK_AFTER_S, Guard
 from .interrupts import Interrupts
 from .results import Done, Output
 from .talk import agree, gather_texts, join
@@ -34,6 +35,8 @@ __all__ = ["Session"]
 
 _LOST_WORDS = ("gloo", "Gloo", "NCCL", "Connection", "Socket")
 """What torch's errors of a broken connection have in common."""
+
+_LOOP = "the training loop"
 
 Take = Callable[[Any], tuple[Any, Any]]
 
@@ -48,6 +51,7 @@ class Session:
         program, evaluation: verified.
         settings: the user's choices.
         device: of the workers of this process.
+        stuck_after_s: seconds that an op or the loader may take; 0 sets no limit.
 
     Raises:
         PlanError: the number of processes is not the plan's, or the ranks disagree on the plan.
@@ -62,6 +66,8 @@ class Session:
         evaluation: Program,
         settings: Settings,
         device: torch.device,
+        *,
+        stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
         self.model = model
         self.program = program
@@ -73,6 +79,8 @@ class Session:
         self._names = [parameters.stage_names(graph, stage.first, stage.last) for stage in stages]
         named = list(zip([layer.name for layer in graph.layers], layers, strict=True))
         self._guard: Guard | None = None
+        self._doing = Doing()
+        self._stuck_after_s = stuck_after_s
         self._group: dist.ProcessGroup | None = None
         self._feeds: list[Feed] = []
         if processes == 1:
@@ -85,6 +93,10 @@ class Session:
         self.interrupts = Interrupts(patient=self.distributed)
         for worker in self.workers:
             worker.wishes_to_stop = lambda: self.interrupts.heard
+        self._doing.where_op = lambda: self.lead.where
+        if self.distributed:
+            self.lead.doing = self._doing
+        self._doing.place = _LOOP
 
     def _join_others(self, processes: int, named: Sequence[tuple[str, nn.Module]], evaluation: Program) -> Worker:
         program, model = self.program, self.model
@@ -96,7 +108,8 @@ class Session:
             )
         wires = connect(program, self.device)
         self._group = wires.everyone
-        self._guard = Guard(dist.distributed_c10d._get_default_store(), self.rank)
+        store = dist.distributed_c10d._get_default_store()
+        self._guard = Guard(store, self.rank, processes, self._doing, stuck_after_s=self._stuck_after_s)
         agree("plan or schedule", program.to_json(), self._group)
         own_stages = [stage for stage, _ in placement.seats(self.rank)]
         own = {name for stage in own_stages for name in self._names[stage]}
@@ -173,19 +186,24 @@ class Session:
         return [rank for rank in self.program.placement.ranks[0] if rank in here]
 
     def _run(self, streams: Sequence[Generator[Any, None, None]]) -> Iterator[Any]:
+        events = on_wire(streams[0]) if len(streams) == 1 else in_process(streams, self.program.placement.ranks[0])
+        self._doing.place = None
         try:
-            if len(streams) == 1:
-                yield from on_wire(streams[0])
-            else:
-                yield from in_process(streams, self.program.placement.ranks[0])
+            for event in events:
+                self._doing.place = _LOOP
+                yield event
+                self._doing.place = None
         except PipelineError as error:
             raise self._told(error) from error.__cause__
         except Exception as error:  # of the user's loader, say
             text = f"{type(error).__name__}: {error}"
             raise self._told(WorkerError(self.rank, self.lead.where, text)) from error
+        finally:
+            self._doing.place = _LOOP
 
     def _told(self, error: PipelineError) -> PipelineError:
         """Returns the error to raise here: this rank's own, told to all others, or the one that caused it."""
+        self._doing.stop()
         if self._guard is None:
             return error
         lost = isinstance(error.__cause__, RuntimeError) and any(w in str(error) for w in _LOST_WORDS)
@@ -201,13 +219,16 @@ class Session:
             )
         elif not isinstance(error, WorkerError):
             error = WorkerError(self.rank, self.lead.where, str(error))
-        self._guard.report(error)
-        return error
+        return self._guard.report(error) or error
 
     # -- weights ------------------------------------------------------------------------------------
 
     def state_dict(self, ema: bool = False) -> dict[str, torch.Tensor]:
         """Returns the whole model's state at rank 0 under the user's names; an empty one elsewhere."""
+        with self._doing.at("collecting the weights"):
+            return self._state_dict(ema)
+
+    def _state_dict(self, ema: bool) -> dict[str, torch.Tensor]:
         state = parameters.named_state(self.model)
         own = {name: tensor for name, tensor in state.items() if name in self._names_here}
         if ema:
@@ -302,10 +323,11 @@ class Session:
         """Tells the other ranks that this one ends with an error of the user's own code."""
         if self._guard is not None and not isinstance(error, PipelineError):
             cause = f"{type(error).__name__}: {error}"
-            self._guard.report(WorkerError(self.rank, "the training loop", cause))
+            self._guard.report(WorkerError(self.rank, _LOOP, cause))
 
     def close(self, failed: bool) -> None:
         """Ends the channels, in order; after a failure there is nothing left to end."""
+        self._doing.place = "closing the pipeline"
         self.interrupts.stop()
         if not failed:
             for worker in self.workers:

@@ -20,6 +20,7 @@ from ..core.program import Instruction, Move, Program
 from ..core.timeline import Tag
 from .batches import flatten, to_device, unflatten
 from .channel import Pending, Receiver, Sender
+from .doing import Doing
 from .feed import Ending, Feed
 from .intake import Intake
 from .message import Content, Message
@@ -76,6 +77,7 @@ class Worker:
         self._total: int | None = None
         self.done_minibatches = 0
         self._at: tuple[Program, Instruction] | None = None
+        self.doing = Doing()
         self.wishes_to_stop: Callable[[], bool] = lambda: False
         self._begin(None, 1, 0)
 
@@ -155,7 +157,8 @@ class Worker:
                     if instruction.kind is Kind.FORWARD:
                         self._forward_op(instruction)
                     elif instruction.kind is Kind.BACKWARD:
-                        self._backward_op(instruction)
+                        with self.doing.task_of("a backward"):
+                            self._backward_op(instruction)
                     elif instruction.kind is Kind.UPDATE:
                         yield from self._update_op(instruction)
                     else:
@@ -168,7 +171,8 @@ class Worker:
             except PipelineError:
                 raise
             except Exception as error:
-                raise self._failed(error) from error
+                text = f"{type(error).__name__}: {str(error).strip() or repr(error)}"
+                raise WorkerError(self.rank, self.where, text) from error
         # The end of a stream comes once on each channel that carries forwards; read those still unread.
         for number, channel in enumerate(program.channels):
             if channel.receiver == self.rank and channel.carries in _FORWARD and number not in self._ended:
@@ -181,6 +185,7 @@ class Worker:
         if message is None:
             return
         start = self.recorder.mark()
+        self.doing.begin("a forward" if self._training else "a forward without training")
         seat = self.seats[op.stage]
         if message.content is Content.EMPTY:
             result = message
@@ -196,6 +201,7 @@ class Worker:
             self._inbox.pop("input", None)
         else:
             self._outbox["activation"] = result
+        self.doing.end()
         seat.next_forward = op.index + self.program.placement.replicas[op.stage]
         self.recorder.note("F", op.stage, self._number(op.index), start)
         ends = self._minibatch(seat.next_forward) > self._minibatch(op.index)
@@ -242,7 +248,8 @@ class Worker:
             self._stop_feed(Ending.INTERRUPT)
         assert self._feed is not None
         assert self._intake is not None
-        found = self._intake.take(op.index)
+        with self.doing.task_of("loading data"):
+            found = self._intake.take(op.index)
         if isinstance(found, Ending):
             self._end(self._feed.ended_at * self._split, found)
             return None
@@ -294,10 +301,13 @@ class Worker:
         next_read = self.program.weights.forward_version(op.stage, seat.next_forward)
         if self._total is not None and seat.next_forward >= self._total:
             next_read = seat.versions.newest + 1  # no forward is to come: the weights need not move out of the way
-        for microbatch, forward_version, backward_version, newest in seat.update(next_read, share):
+        with self.doing.task_of("an update"):
+            tags = seat.update(next_read, share)
+        for microbatch, forward_version, backward_version, newest in tags:
             number = self._number(microbatch)
             self.recorder.tags.append(Tag(op.stage, number, forward_version, backward_version, newest))
-        self.recorder.note("U", op.stage, self._updates_before(op.stage) + op.index, start)
+        before_drain = self._base * self.program.microbatches // self.program.updates.per_update[op.stage]
+        self.recorder.note("U", op.stage, before_drain + op.index, start)
         if wishes:
             self._stop_feed(Ending.INTERRUPT)
         if op.stage == min(self.seats):
@@ -353,7 +363,8 @@ class Worker:
     def _begin(self, feed: Feed | None, split: int, base: int, ema: bool = False) -> None:
         """Forgets the stream before, and gets ready for one that begins at minibatch `base`."""
         self._feed = feed
-        self._intake = None if feed is None else Intake(feed, split, self._input_replica(), base)
+        replica = dict(self.program.placement.seats(self.rank)).get(0, 0)
+        self._intake = None if feed is None else Intake(feed, split, replica, base)
         self._split = split
         self._base = base
         self._ema = ema
@@ -364,9 +375,6 @@ class Worker:
         self._held: dict[tuple[int, int], Held] = {}
         self._ended: set[int] = set()
         self.results.begin()
-
-    def _input_replica(self) -> int:
-        return next(replica for stage, replica in self.program.placement.seats(self.rank) if stage == 0)
 
     def _stop_feed(self, ending: Ending) -> None:
         if self._feed is not None:
@@ -388,10 +396,3 @@ class Worker:
     def _number(self, index: int) -> int:
         """Returns the number of a microbatch since the start of training."""
         return self._base * self._split + index
-
-    def _updates_before(self, stage: int) -> int:
-        return self._base * self.program.microbatches // self.program.updates.per_update[stage]
-
-    def _failed(self, error: Exception) -> WorkerError:
-        text = str(error).strip() or repr(error)
-        return WorkerError(self.rank, self.where, f"{type(error).__name__}: {text}")
