@@ -109,7 +109,8 @@ def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool)
         except ChildFailedError as error:
             rank, first = error.get_first_failure()
             status = first.exitcode if first.exitcode in (1, _BAD_CALL) else 1
-            return _Failure(notes.verdict_in(Path(folder)) or _words(rank, first.exitcode, first.error_file), status)
+            words = notes.verdict_in(Path(folder)) or notes.word_in(first.error_file)
+            return _Failure(words or _words_for_it(rank, first.exitcode, notes.last_place(Path(folder), rank)), status)
         except (SignalException, KeyboardInterrupt) as error:
             number = getattr(error, "sigval", signal.SIGINT)
             return 128 + int(number)
@@ -123,13 +124,11 @@ def _quiet_torch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def _words(rank: int, exitcode: int, error_file: str) -> str:
-    word = notes.word_in(error_file)
-    if word is not None:
-        return word
-    place = notes.last_place(error_file) or "before its pipeline was built"
-    if exitcode < 0:
-        advice = "\nno worker did that: often it is the system, for want of memory (dmesg tells)"
-        how = f"was ended by {signal.Signals(-exitcode).name}; it was last in {place}"
-        return f"pipedream: rank {rank} {how}{advice if exitcode == -signal.SIGKILL else ''}"
-    return f"pipedream: rank {rank} ended with exit status {exitcode} and left no message; it was last in {place}"
+def _words_for_it(rank: int, exitcode: int, place: str | None) -> str:
+    """Returns what there is to say of a worker that left no word."""
+    last = "it had not built its pipeline" if place is None else f"it was last in {place}"
+    if exitcode >= 0:
+        return f"pipedream: rank {rank} ended with exit status {exitcode} and left no message; {last}"
+    number = signal.Signals(-exitcode)
+    advice = "\nno worker did that: often it is the system, for want of memory (dmesg tells)"
+    return f"pipedream: rank {rank} was ended by {number.name}; {last}{advice if number is signal.SIGKILL else ''}"

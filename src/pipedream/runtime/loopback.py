@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 __all__ = ["ADDRESS", "BACKEND", "keep_to_loopback", "register"]
 
@@ -24,50 +25,19 @@ ADDRESS = "127.0.0.1"
 BACKEND = "pipedream-loopback"
 
 
-class _Loopback(RendezvousHandler):
+class _Loopback(StaticTCPRendezvous):
     """One agent with all workers, and the store for them."""
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._closed = False
-        self._info: RendezvousInfo | None = None
-
-    def get_backend(self) -> str:
-        return BACKEND
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._info is None:
-            listening = socket.create_server((ADDRESS, 0), backlog=4096)
-            port = listening.getsockname()[1]
-            # The store takes over the socket; torch itself can only ask for a port of all interfaces.
-            store = TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
-            where = RendezvousStoreInfo(ADDRESS, port)
-            self._info = RendezvousInfo(store, 0, 1, where)
-        return self._info
-
-    def is_closed(self) -> bool:
-        return self._closed
-
-    def set_closed(self) -> None:
-        self._closed = True
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        self._closed = True
-        return True
+        listening = socket.create_server((ADDRESS, 0), backlog=4096)
+        port = listening.getsockname()[1]
+        # The store takes over the socket; torch itself can only ask for a port of all interfaces.
+        store = TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(ADDRESS, port))
 
 
 def _made(parameters: RendezvousParameters) -> RendezvousHandler:
-    return _Loopback(parameters.run_id)
+    return _Loopback(ADDRESS, 0, 0, 1, parameters.run_id, 60)
 
 
 def register() -> None:

@@ -62,10 +62,12 @@ def verdict_in(folder: Path) -> str | None:
     return next((word for file in files for word, verdict in _words(file) if verdict), None)
 
 
-def last_place(error_file: str) -> str | None:
-    """Returns what a worker was doing when it was last seen; None before its pipeline was built."""
+def last_place(folder: Path, rank: int) -> str | None:
+    """Returns what a worker of a local run was doing when it was last seen; None before its pipeline was built."""
     with suppress(OSError):
-        return Path(error_file).with_name(_PLACE).read_text(encoding="utf-8") or None
+        for file in folder.rglob(_PLACE):
+            if file.parent.name == str(rank):
+                return file.read_text(encoding="utf-8") or None
     return None
 
 
