@@ -268,6 +268,18 @@ def test_launcher_is_stopped(tmp_path: Path) -> None:
     assert "the store, which the launcher serves, has not answered for 6." in ended.err
 
 
+def test_launcher_that_is_stopped_for_a_moment_is_forgiven(tmp_path: Path) -> None:
+    started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
+    started.wait_for_file("going")
+    started.signal(signal.SIGSTOP, group=False)
+    time.sleep(4.0)
+    started.signal(signal.SIGCONT, group=False)
+    time.sleep(4.0)
+    started.signal(signal.SIGINT, group=False)
+    ended = started.end()
+    assert (ended.status, ended.err, ended.orphans) == (130, "", [])
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [

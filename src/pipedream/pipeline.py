@@ -28,7 +28,7 @@ from .core.timeline import Timeline
 from .lowering import lower
 from .runtime.crew import Settings
 from .runtime.feed import Ending
-from .runtime.guard import STUCK_AFTER_S
+from .runtime.judge import STUCK_AFTER_S
 from .runtime.losses import Loss, is_torch_loss
 from .runtime.results import Done
 from .runtime.session import Session

@@ -24,7 +24,7 @@ from .recipe import Recipe, make_recipe
 from .runfolder import last_segment, software_versions, summarise, write_run
 from .runtime import talk
 from .runtime.files import load_weights
-from .runtime.guard import STUCK_AFTER_S
+from .runtime.judge import STUCK_AFTER_S
 from .runtime.launch import set_threads
 from .runtime.losses import Loss, is_torch_loss
 

@@ -12,6 +12,7 @@ import typer
 
 from ..core.errors import PipelineError, ProfileError
 from ..core.plan import Plan
+from ..runtime.judge import STUCK_AFTER_S
 from .options import Depth, Device, Json, Microbatches, RecipeFile, ScheduleName, depth_of, print_json
 
 __all__ = ["compare", "profile", "report", "train"]
@@ -37,7 +38,7 @@ def train(
     log: Annotated[list[str] | None, typer.Option(help="Write logs into the run folder: csv, tensorboard.")] = None,
     stuck_after: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="End where an op or the loader hangs so long; 0: never.")
-    ] = 10.0,
+    ] = STUCK_AFTER_S,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="Start the workers again after a failure, so often at most.")
     ] = 0,

@@ -25,13 +25,10 @@ from ..core.errors import PeerError, WorkerError
 from . import notes
 from .doing import Doing
 from .heartbeat import Heartbeat
-from .judge import Judge, Verdict
+from .judge import STUCK_AFTER_S, Judge, Verdict
 from .peers import Process
 
-__all__ = ["STUCK_AFTER_S", "Guard"]
-
-STUCK_AFTER_S = 10.0
-"""A task of the program may take so long, if nothing else is said; none of the models tried took a second."""
+__all__ = ["Guard"]
 
 _LOOK_S = 0.1
 _GRACE_S = 3.0

@@ -1,7 +1,7 @@
 """The heartbeat: each rank's sign of life, and the first failure, exchanged through the process group's store.
 
-It has a thread and a store client of its own, because a call to a store whose server is stopped does not return:
-neither the main thread nor the one that judges may be caught in it.
+It has a thread and a store client of its own, because a call to a store whose server is stopped returns late, by
+its timeout: neither the main thread nor the one that judges may be caught in it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -43,7 +44,7 @@ class Heartbeat:
 
     def __init__(self, store: Any, rank: int, ranks: int, where: Callable[[], str]) -> None:
         self._store = store
-        store.set_timeout(_ANSWER)
+        self._store.set_timeout(_ANSWER)
         self._rank = rank
         self._keys = {other: f"beat/{other}" for other in range(ranks) if other != rank}
         self._seen: list[int] = []
@@ -94,12 +95,20 @@ class Heartbeat:
             try:
                 self._exchange(ending)
             except (RuntimeError, ValueError):
-                pass  # the store's process or the link is gone; whoever judges sees that no exchange gets through
+                # The store does not answer; whoever judges sees that no exchange gets through. An answer that comes
+                # after its timeout would be taken for that of the next call, so the next one is on a new connection.
+                self._reconnect()
             else:
                 self._exchanged.set()
             if ending:
                 return
             self._wake.wait(BEAT_S)
+
+    def _reconnect(self) -> None:
+        with suppress(RuntimeError):
+            fresh = self._store.clone()
+            fresh.set_timeout(_ANSWER)
+            self._store = fresh
 
     def _exchange(self, ending: bool) -> None:
         if self._to_tell is not None and self.report is None:

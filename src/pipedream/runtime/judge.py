@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from .doing import Doing
 from .peers import Process
 
-__all__ = ["SILENT_S", "Beat", "Judge", "Verdict"]
+__all__ = ["SILENT_S", "STUCK_AFTER_S", "Beat", "Judge", "Verdict"]
 
 SILENT_S = 6.0
 """A rank that is not heard of for so long is given up: twelve beats, and it leaves as long again within the 15 s
 in which a failed run is to be over."""
+
+STUCK_AFTER_S = 10.0
+"""A task may take so long, if nothing else is said: ops take milliseconds to seconds."""
 
 _MOST_COUNTED_S = 1.0
 _FIRST_TASKS = 3  # of a kind: they may compile, allocate, start the loader's processes

@@ -28,6 +28,9 @@ BACKEND = "pipedream-loopback"
 class _Loopback(StaticTCPRendezvous):
     """One agent with all workers, and the store for them."""
 
+    def get_backend(self) -> str:
+        return BACKEND
+
     def next_rendezvous(self) -> RendezvousInfo:
         listening = socket.create_server((ADDRESS, 0), backlog=4096)
         port = listening.getsockname()[1]

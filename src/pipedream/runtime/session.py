@@ -25,8 +25,9 @@ from .clock import in_process, on_wire
 from .crew import Settings, connect, local_crew, wire_worker
 from .doing import Doing
 from .feed import Ending, Feed, read
-from .guard import STUCK_AFTER_S, Guard
+from .guard import Guard
 from .interrupts import Interrupts
+from .judge import STUCK_AFTER_S
 from .results import Done, Output
 from .talk import agree, gather_texts, join
 from .worker import Worker
