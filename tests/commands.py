@@ -15,6 +15,7 @@ from pathlib import Path
 __all__ = ["Ended", "Started", "run", "start"]
 
 _MARK = "STARTED_BY_TEST"
+_KILL = signal.SIGKILL
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,11 @@ class Started:
         self._since = time.monotonic()
         (os.killpg if group else os.kill)(self._process.pid, number)
 
-    def kill(self, pid: int) -> None:
-        """Kills one of its processes; time starts again."""
+    def kill(self, pid: int, number: int = _KILL) -> None:
+        """Sends one of its processes a signal; time starts again."""
         assert pid in self.processes(), f"process {pid} does not come from this start"
         self._since = time.monotonic()
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
 
     def wait_for_file(self, name: str, timeout_s: float = 60.0) -> Path:
         """Waits until one of its processes has written a file, and returns its path."""

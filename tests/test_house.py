@@ -23,6 +23,7 @@ FILES = sorted(HOUSE.rglob("*.py"))
 TORCH_ROOMS = ("capture", "profiler", "runtime")
 WITHOUT_TORCH = ("core", "planner", "schedules", "lowering", "verifier", "simulator", "metrics", "report")
 FORBIDDEN_WORDS = {"chunk", "engine", "handler", "helper", "manager", "mubatch", "tau", "util", "utils"}
+TORCHS_NAMES = {"get_backend"}  # of methods that a base class of torch's asks for
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -139,7 +140,7 @@ def test_words_of_a_name() -> None:
 def test_words(file: Path) -> None:
     for name in {_module(file), *_names(_tree(file))}:
         assert not _words(name) & FORBIDDEN_WORDS, f"{name}: see docs/glossary.md"
-        assert not name.startswith(("get_", "_get_")), f"{name}: a noun needs no get"
+        assert name in TORCHS_NAMES or not name.startswith(("get_", "_get_")), f"{name}: a noun needs no get"
 
 
 @every_file

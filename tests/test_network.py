@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ from pathlib import Path
 import commands
 import pytest
 import torch
-from commands import Ended
+from commands import Ended, Started
+from test_failures import SOON_S, written
 
 import pipedream
 from pipedream import api
@@ -56,7 +58,18 @@ def machines() -> Iterator[tuple[str, str]]:
 
 
 def on_both(machines: tuple[str, str], rendezvous: str, program: tuple[str, ...], folder: Path) -> list[Ended]:
-    """Starts torchrun on both machines, one worker each, and waits for both."""
+    """Runs torchrun on both machines, one worker each, and waits for both."""
+    ends = [one.end() for one in started_on_both(machines, rendezvous, program, folder)]
+    for rank, ended in enumerate(ends):
+        assert ended.status == 0, f"machine {rank}: {ended.err}"
+        assert not ended.orphans
+    return ends
+
+
+def started_on_both(
+    machines: tuple[str, str], rendezvous: str, program: tuple[str, ...], folder: Path
+) -> list[Started]:
+    """Starts torchrun on both machines, one worker each."""
     started = []
     for rank, (name, address) in enumerate(zip(machines, ADDRESSES, strict=True)):
         meet = {
@@ -73,14 +86,11 @@ def on_both(machines: tuple[str, str], rendezvous: str, program: tuple[str, ...]
                 *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meet, *program),
                 folder=own,
                 environment={"GLOO_SOCKET_IFNAME": "cable"},
-                within=("ip", "netns", "exec", name),
+                # Processes of one machine are none of the other's business.
+                within=("ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
             )
         )
-    ends = [one.end() for one in started]
-    for rank, ended in enumerate(ends):
-        assert ended.status == 0, f"machine {rank}: {ended.err}"
-        assert not ended.orphans
-    return ends
+    return started
 
 
 def test_two_machines_give_the_losses_of_one_process(machines: tuple[str, str], tmp_path: Path) -> None:
@@ -108,3 +118,30 @@ def test_example_as_it_is_on_two_machines(machines: tuple[str, str], tmp_path: P
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert summary["minibatches"] == 12 * 45
     assert summary["accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+def test_both_sides_end_when_the_link_goes_away(machines: tuple[str, str], tmp_path: Path, rendezvous: str) -> None:
+    program = written(tmp_path, loader="slow=True, count=100_000")
+    program[2:] = ["train", str(tmp_path / "small.py"), "--plan", str(tmp_path / "plan.json"), "--out", "run"]
+    started = started_on_both(machines, rendezvous, tuple(program), tmp_path)
+    try:
+        started[0].wait_for_file("going")
+        assert all(workers_of(one) for one in started)
+        ip("-n", machines[1], "link", "set", "cable", "down")
+        end = time.monotonic() + SOON_S
+        while any(workers_of(one) for one in started):
+            assert time.monotonic() < end, "a worker waits on for the other side"
+            time.sleep(0.1)
+    finally:
+        ends = [one.end(90.0) for one in started]
+    assert [ended.err.count("pipedream: ") for ended in ends] == [1, 1], f"{ends[0].err}\n----\n{ends[1].err}"
+    assert "rank 1, " in ends[0].err, ends[0].err
+    assert "has not been heard of for" in ends[0].err
+    assert "the store, which the launcher serves, has not answered for" in ends[1].err
+
+
+def workers_of(started: Started) -> list[str]:
+    """Returns the command lines of the workers, without their launcher's."""
+    words = started.processes().values()
+    return [one for one in words if "pipedream.cli" in one and "torch.distributed.run" not in one]

@@ -13,8 +13,9 @@ from typing import Any
 from . import planner, schedules
 from . import profiler as profiling
 from . import simulator as clock
-from .capture import capture, untouched
+from .capture import Captured, capture, find_layers, untouched
 from .core.cluster import Cluster
+from .core.errors import PlanError
 from .core.plan import Plan
 from .core.profile import Profile
 from .core.program import Program
@@ -25,7 +26,7 @@ from .runtime import talk
 from .runtime.batches import to_device
 from .verifier import verify
 
-__all__ = ["plan", "profile", "simulate", "simulate_program", "versions_of"]
+__all__ = ["layers_of", "plan", "profile", "simulate", "simulate_program", "versions_of"]
 
 
 def profile(
@@ -180,6 +181,32 @@ def simulate_program(program: Program, total: int, *, weight_s: float | None = N
     """Predicts a run of `total` microbatches of a program; see `simulate`."""
     seconds = clock.costs(program.plan, split=program.microbatches, weight_s=weight_s)
     return clock.simulate(program, seconds, total)
+
+
+def layers_of(model: Any, plan: Plan, sample: Any) -> Captured:
+    """Finds the layers of a plan in a model, by name or with a sample of its input.
+
+    Raises:
+        PlanError: the plan is of another model, or cuts it where it cannot be cut.
+    """
+    names = [name for stage in plan.stages for name in stage.names]
+    if sample is not None:
+        captured = capture(model, sample if isinstance(sample, tuple) else (sample,))
+    elif len(names) == plan.stages[-1].last and plan.unit == "minibatch":
+        captured = find_layers(model, names)
+    else:
+        raise PlanError(
+            "the plan does not name the model's layers; plan from a profile of the model, or give the pipeline "
+            "sample=... (an input of the model) so that it can find them"
+        )
+    plan.check_layers(len(captured.layers))
+    for stage in plan.stages[1:]:
+        if stage.first not in captured.graph.cuts():
+            raise PlanError(
+                f"the plan cuts the model before layer {captured.graph.layers[stage.first].name!r}, between layers "
+                "that share parameters; keep them in one stage"
+            )
+    return captured
 
 
 def _from_rank_0(make: Callable[[], str], device: str) -> str:

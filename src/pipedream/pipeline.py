@@ -20,9 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from . import capture as capturing
 from . import schedules
-from .core.errors import ArtifactError, PlanError, ScheduleError
+from .api import layers_of
+from .core.errors import ArtifactError, PipelineError, ScheduleError
 from .core.plan import Plan
 from .core.program import Program
 from .core.schedule import Schedule
@@ -31,6 +31,7 @@ from .lowering import lower
 from .runtime.checkpoints import newest
 from .runtime.crew import Settings
 from .runtime.feed import Ending
+from .runtime.judge import STUCK_AFTER_S
 from .runtime.losses import Loss, is_torch_loss
 from .runtime.results import Done
 from .runtime.session import Session
@@ -68,6 +69,8 @@ class Pipeline:
         device: 'cpu', 'cuda' (each process its own: LOCAL_RANK) or 'cuda:N'.
         sample: the model's input, to find the layers where the plan does not name them.
         loggers: objects with ``log(done)``, called on rank 0.
+        stuck_after_s: on several processes a run ends where an op or the loader takes longer than this and than 20
+            times its longest so far; 0 sets no limit.
 
     Raises:
         PlanError: the plan does not fit the model or the number of processes.
@@ -97,7 +100,10 @@ class Pipeline:
         device: str = "cpu",
         sample: Any = None,
         loggers: Iterable[Any] = (),
+        stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
+        if not stuck_after_s >= 0:
+            raise PipelineError(f"stuck_after_s={stuck_after_s} was asked for; give seconds, or 0 for no limit")
         self.plan = plan
         built = schedules.build(schedule, plan, microbatches) if isinstance(schedule, str) else schedule
         _check_words(clip=(clip, ("global", "local")), on_nan=(on_nan, ("error", "continue")))
@@ -113,14 +119,7 @@ class Pipeline:
         self.proof: Proof = verify(self.program)
         evaluation = lower(schedules.evaluation(plan))
         verify(evaluation)
-        captured = _layers(model, plan, sample)
-        plan.check_layers(len(captured.layers))
-        for stage in plan.stages[1:]:
-            if stage.first not in captured.graph.cuts():
-                raise PlanError(
-                    f"the plan cuts the model before layer {captured.graph.layers[stage.first].name!r}, between layers "
-                    "that share parameters; keep them in one stage"
-                )
+        captured = layers_of(model, plan, sample)
         self._take = Take(inputs, targets, is_torch_loss(loss))
         self._loggers = tuple(loggers)
         self._epoch = self._epoch_batches = self._number = 0
@@ -149,6 +148,7 @@ class Pipeline:
                 on_nan=on_nan,
             ),
             device_of(device),
+            stuck_after_s=stuck_after_s,
         )
 
     # -- training -----------------------------------------------------------------------------------
@@ -374,18 +374,6 @@ class Pipeline:
         else:
             self._session.abort(error)
             self._session.close(failed=True)
-
-
-def _layers(model: Any, plan: Plan, sample: Any) -> capturing.Captured:
-    if sample is not None:
-        return capturing.capture(model, sample if isinstance(sample, tuple) else (sample,))
-    names = [name for stage in plan.stages for name in stage.names]
-    if len(names) == plan.stages[-1].last and plan.unit == "minibatch":
-        return capturing.find_layers(model, names)
-    raise PlanError(
-        "the plan does not name the model's layers; plan from a profile of the model, or give the pipeline sample=... "
-        "(an input of the model) so that it can find them"
-    )
 
 
 def _check_words(**words: tuple[str, tuple[str, ...]]) -> None:

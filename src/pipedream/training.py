@@ -24,6 +24,7 @@ from .recipe import Recipe, blaming, make_recipe
 from .runfolder import keep_plan, last_segment, software_versions, summarise, write_run
 from .runtime import talk
 from .runtime.files import load_weights
+from .runtime.judge import STUCK_AFTER_S
 from .runtime.launch import set_threads
 from .runtime.losses import Loss, is_torch_loss
 from .runtime.taking import Take
@@ -63,6 +64,7 @@ def train_recipe(
     out: str | os.PathLike[str] | None = None,
     logs: tuple[str, ...] = (),
     quiet: bool = False,
+    stuck_after_s: float = STUCK_AFTER_S,
 ) -> dict[str, Any]:
     """Profiles, plans, trains and reports a recipe.
 
@@ -90,6 +92,7 @@ def train_recipe(
         out: run folder; None makes one under ``runs/``, or goes on in the folder of `resume`.
         logs: loggers to write into it: 'csv', 'tensorboard'.
         quiet: print nothing.
+        stuck_after_s: as of `Pipeline`.
 
     Raises:
         PipelineError: see the errors of each part; KeyboardInterrupt: Ctrl-C, after what was admitted has been
@@ -141,7 +144,7 @@ def train_recipe(
         keep_plan(folder, plan, profile)  # a run that goes on with fewer workers plans again
     loggers = _loggers(logs, folder) if rank == 0 else []
     with blaming("while the pipeline was put together"):
-        made = _pipeline(recipe, plan, schedule, microbatches, seed, str(place), loggers)
+        made = _pipeline(recipe, plan, schedule, microbatches, seed, str(place), loggers, stuck_after_s)
     with made as pipeline:
         console.print(f"\n{plan}\n\n{pipeline.proof}\n")
         if weights is not None:
@@ -247,6 +250,7 @@ def _pipeline(
     seed: int,
     device: str,
     loggers: Iterable[Any],
+    stuck_after_s: float,
 ) -> Pipeline:
     return Pipeline(
         recipe.model,
@@ -268,6 +272,7 @@ def _pipeline(
         device=device,
         sample=None if _names_layers(plan) else _sample(recipe),
         loggers=loggers,
+        stuck_after_s=stuck_after_s,
     )
 
 

@@ -57,9 +57,9 @@ def _failed(error: PipelineError) -> int:
         return status  # the worker that failed says it
     text = f"pipedream: {error}"
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from ..runtime.launch import leave_word
+        from ..runtime.notes import is_launched_here, leave_word
 
-        if leave_word(text) and os.environ.get("TORCHELASTIC_RUN_ID", "").startswith("pipedream-"):
+        if leave_word(text) and is_launched_here():
             return status  # our own launcher prints it
         if os.environ.get("RANK", "0") != "0" and not isinstance(error, WorkerError):
             return status  # all ranks found the same; rank 0 says it

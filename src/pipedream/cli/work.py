@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 from ..core.errors import PipelineError, PlanError, ProfileError
 from ..core.plan import Plan
 from ..planner import counts_of
+from ..runtime.judge import STUCK_AFTER_S
 from .options import (
     Config,
     DataParallel,
@@ -57,6 +59,16 @@ def train(
     weights: Annotated[Path | None, typer.Option(help="A state dict to start from.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; a new one under runs/ unless said.")] = None,
     log: Annotated[list[str] | None, typer.Option(help="Write logs into the run folder: csv, tensorboard.")] = None,
+    stuck_after: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="End where an op or the loader hangs so long; 0: never.")
+    ] = STUCK_AFTER_S,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Start the workers again after a failure, so often at most.")
+    ] = 0,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="When restarts are used up, go on with one worker fewer.")
+    ] = False,
+    min_workers: Annotated[int, typer.Option(min=1, help="Of --elastic: fewest workers.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Train a recipe: profile, plan, run by worker processes, report.
@@ -69,13 +81,28 @@ def train(
         raise PlanError(
             "--plan already says stages, workers and lag; give it without --straight, --config and the like"
         )
-    count = workers or _planned_workers(plan, config, resume) or 2
-    if "TORCHELASTIC_RUN_ID" not in os.environ and "WORLD_SIZE" not in os.environ and count > 1:
+    given = Plan.load(plan) if plan is not None else None
+    count = workers or _planned_workers(given, config, resume) or 2
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or "WORLD_SIZE" in os.environ
+    if not launched and (count > 1 or max_restarts):
         from ..runtime.launch import launch  # torch is loaded only where workers run
 
         if not Path(recipe).is_file():
             raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
-        raise typer.Exit(launch(count, ["-m", "pipedream.cli", *sys.argv[1:]]))
+        again = max_restarts or elastic
+        # Every attempt works in one run folder.
+        folder = ["--out", f"runs/{Path(recipe).stem}-{datetime.now():%Y%m%d-%H%M%S}"] if again and out is None else []
+        raise typer.Exit(
+            launch(
+                count,
+                ["-m", "pipedream.cli", *sys.argv[1:], *folder],
+                max_restarts=max_restarts,
+                fewest=min_workers if elastic else None,
+            )
+        )
+    wanted = _planned_workers(given, config, None)
+    if elastic and launched and wanted not in (None, int(os.environ.get("WORLD_SIZE", "1"))):
+        given, shape = None, "pipeline"  # workers were lost: plan again for those that are left
     from ..recipe import load_recipe
     from ..training import train_recipe
 
@@ -83,7 +110,7 @@ def train(
         lambda chosen: load_recipe(recipe, seed=chosen),
         workers=workers,
         schedule=schedule,
-        plan=Plan.load(plan) if plan is not None else None,
+        plan=given,
         shape=shape,
         lag=lag,
         in_flight=depth_of(in_flight),
@@ -100,6 +127,7 @@ def train(
         out=out,
         logs=tuple(log or ()),
         quiet=as_json,
+        stuck_after_s=stuck_after,
     )
     if as_json and int(os.environ.get("RANK", "0")) == 0:
         print_json(summary)
@@ -166,9 +194,9 @@ def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run fol
         print(path)
 
 
-def _planned_workers(plan: Path | None, config: str | None, resume: Path | None) -> int | None:
+def _planned_workers(plan: Plan | None, config: str | None, resume: Path | None) -> int | None:
     if plan is not None:
-        return Plan.load(plan).workers
+        return plan.workers
     if config is not None:
         return sum(counts_of(config))
     if resume is None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,7 +17,11 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-__all__ = ["launch", "leave_word", "set_threads"]
+from . import loopback, notes
+
+__all__ = ["launch", "set_threads"]
+
+_BAD_CALL = 2
 
 
 def set_threads(processes: int) -> None:
@@ -28,63 +31,104 @@ def set_threads(processes: int) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
 
 
-def launch(workers: int, arguments: Sequence[str], *, silent: bool = False) -> int:
+@dataclass(frozen=True)
+class _Failure:
+    """How an attempt failed: what to say, and with which exit status to end."""
+
+    words: str
+    status: int
+
+
+def launch(
+    workers: int,
+    arguments: Sequence[str],
+    *,
+    silent: bool = False,
+    max_restarts: int = 0,
+    fewest: int | None = None,
+) -> int:
     """Runs ``python ARGUMENTS`` in so many local processes under torch's elastic agent.
 
-    With `silent` the workers' standard output is dropped.
+    Args:
+        workers: processes.
+        arguments: of each; after a failure with fewer workers, ``--workers N`` is added to them.
+        silent: drop the workers' standard output.
+        max_restarts: after so many failures all are started again (TORCHELASTIC_RESTART_COUNT tells them how often);
+            not after a wrong call or bad input (exit status 2), which would only fail again.
+        fewest: when restarts are used up, start with one worker fewer, down to so many; None does not.
 
-    Returns the exit status: 0; 130 after Ctrl-C; otherwise that of the worker that failed first, whose message
-    is printed on standard error, once.
+    Returns the exit status: 0; 130 after Ctrl-C; otherwise that of the worker that failed first. Its message is
+    printed on standard error, once; so is each restart.
     """
-    # Each of its modules has a logger with a level of its own; what goes wrong is said below, once.
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    # Only loopback: a local run is nobody else's business.
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=workers,
-        run_id=f"pipedream-{uuid.uuid4().hex}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        logs_specs=_silence() if silent else DefaultLogsSpecs(),
-    )
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-    try:
-        elastic_launch(config, sys.executable)(*arguments)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(_words(rank, failure.exitcode, failure.error_file), file=sys.stderr, flush=True)
-        return failure.exitcode if failure.exitcode in (1, 2) else 1
-    except (SignalException, KeyboardInterrupt) as error:
-        number = getattr(error, "sigval", signal.SIGINT)
-        return 128 + int(number)
+    _quiet_torch()
+    loopback.register()
+    loopback.keep_to_loopback()
+    restarts = attempt = 0
+    extra: list[str] = []
+    while True:
+        ended = _attempt(workers, attempt, [*arguments, *extra], silent)
+        if isinstance(ended, int):
+            return ended
+        if ended.status == _BAD_CALL:
+            print(ended.words, file=sys.stderr, flush=True)
+            return _BAD_CALL
+        after = "after: " + ended.words.removeprefix("pipedream: ")
+        if restarts < max_restarts:
+            restarts += 1
+            print(f"pipedream: restart {restarts} of {max_restarts} {after}", file=sys.stderr, flush=True)
+        elif fewest is not None and workers > fewest:
+            workers -= 1
+            extra = ["--workers", str(workers)]
+            print(f"pipedream: going on with one worker fewer, {workers}, {after}", file=sys.stderr, flush=True)
+        else:
+            print(ended.words, file=sys.stderr, flush=True)
+            return ended.status
+        attempt += 1
+
+
+def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool) -> int | _Failure:
+    """Runs the workers once; returns the exit status where they succeeded or a signal ended them."""
+    with tempfile.TemporaryDirectory(prefix="pipedream-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=workers,
+            run_id=f"{notes.OWN_RUN}{uuid.uuid4().hex}",
+            rdzv_backend=loopback.BACKEND,
+            rdzv_endpoint=f"{loopback.ADDRESS}:0",
+            local_addr=loopback.ADDRESS,
+            max_restarts=0,  # one launch an attempt: the agent would start a wrong call again too
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.OUT if silent else Std.NONE),
+        )
+        threads = os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // workers))
+        # What the agent sets for its workers wins over this process's variables, so env sets the count after it.
+        variables = (f"OMP_NUM_THREADS={threads}", f"TORCHELASTIC_RESTART_COUNT={attempt}")
+        try:
+            elastic_launch(config, "env")(*variables, sys.executable, *arguments)
+        except ChildFailedError as error:
+            rank, first = error.get_first_failure()
+            status = first.exitcode if first.exitcode in (1, _BAD_CALL) else 1
+            words = notes.verdict_in(Path(folder)) or notes.word_in(first.error_file)
+            return _Failure(words or _words_for_it(rank, first.exitcode, notes.last_place(Path(folder), rank)), status)
+        except (SignalException, KeyboardInterrupt) as error:
+            number = getattr(error, "sigval", signal.SIGINT)
+            return 128 + int(number)
     return 0
 
 
-def _silence() -> DefaultLogsSpecs:
-    return DefaultLogsSpecs(log_dir=tempfile.mkdtemp(prefix="pipedream-"), redirects=Std.OUT)
+def _quiet_torch() -> None:
+    """What goes wrong is said here, once: torch's own loggers and the warnings of its stores are silent."""
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def leave_word(message: str) -> bool:
-    """Leaves a failing worker's message where its elastic agent looks for it; tells whether there is one."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return False
-    body = {"message": message, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps({"message": body}), encoding="utf-8")
-    return True
-
-
-def _words(rank: int, exitcode: int, error_file: str) -> str:
-    try:
-        return str(json.loads(Path(error_file).read_text(encoding="utf-8"))["message"]["message"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    if exitcode < 0:
-        return f"rank {rank} was ended by {signal.Signals(-exitcode).name}; the other workers were stopped"
-    return f"rank {rank} ended with exit status {exitcode} and left no message; the other workers were stopped"
+def _words_for_it(rank: int, exitcode: int, place: str | None) -> str:
+    """Returns what there is to say of a worker that left no word."""
+    last = "it had not built its pipeline" if place is None else f"it was last in {place}"
+    if exitcode >= 0:
+        return f"pipedream: rank {rank} ended with exit status {exitcode} and left no message; {last}"
+    number = signal.Signals(-exitcode)
+    advice = "\nno worker did that: often it is the system, for want of memory (dmesg tells)"
+    return f"pipedream: rank {rank} was ended by {number.name}; {last}{advice if number is signal.SIGKILL else ''}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from .reduction import add_up_all
 from .stage import StageModule
 from .versions import Versions
 
-__all__ = ["Seated"]
+__all__ = ["Seated", "evaluating"]
 
 
 @dataclass
@@ -82,3 +83,14 @@ class Seated:
         tags = [(*tag, newest) for tag in self.tags]
         self.tags.clear()
         return tags
+
+
+@contextmanager
+def evaluating(seats: Iterable[Seated]) -> Iterator[None]:
+    """Sets the modules to evaluation, and back to the mode that each had."""
+    flags = [flag for seat in seats for flag in seat.module.train(False)]
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training

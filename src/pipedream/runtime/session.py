@@ -7,7 +7,6 @@ that a failure of one ends all.
 from __future__ import annotations
 
 import json
-import resource
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,15 +20,17 @@ from ..core.checkpoint import Checkpoint
 from ..core.errors import PipelineError, PlanError, WorkerError
 from ..core.graph import LayerGraph
 from ..core.program import Program
-from ..core.timeline import Span, Tag, Timeline
-from . import parameters
+from ..core.timeline import Timeline
+from . import measured, parameters
 from .channel import Receiver, Sender
 from .clock import in_process, on_wire
 from .crew import Settings, connect, data_channels, local_crew, wire_worker
+from .doing import Doing
 from .feed import Ending
 from .guard import Guard
 from .intake import Door
 from .interrupts import Interrupts
+from .judge import STUCK_AFTER_S
 from .keeping import Keeper, share_with_replicas
 from .reading import Extent
 from .results import Done, Output
@@ -42,6 +43,8 @@ __all__ = ["Session"]
 _LOST_WORDS = ("gloo", "Gloo", "NCCL", "Connection", "Socket")
 """What torch's errors of a broken connection have in common."""
 
+_LOOP = "the training loop"
+
 
 class Session:
     """Workers around one model.
@@ -53,6 +56,7 @@ class Session:
         program, evaluation: verified.
         settings: the user's choices.
         device: of the workers of this process.
+        stuck_after_s: seconds that an op or the loader may take; 0 sets no limit.
 
     Raises:
         PlanError: the number of processes is not the plan's, or the ranks disagree on the plan.
@@ -67,6 +71,8 @@ class Session:
         evaluation: Program,
         settings: Settings,
         device: torch.device,
+        *,
+        stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
         self.model = model
         self.program = program
@@ -78,6 +84,8 @@ class Session:
         self._names = [parameters.stage_names(graph, stage.first, stage.last) for stage in stages]
         named = list(zip([layer.name for layer in graph.layers], layers, strict=True))
         self._guard: Guard | None = None
+        self._doing = Doing()
+        self._stuck_after_s = stuck_after_s
         self._group: dist.ProcessGroup | None = None
         self._doors: dict[int, Door] = {}
         if processes == 1:
@@ -98,6 +106,10 @@ class Session:
         self.interrupts = Interrupts(patient=self.distributed)
         for worker in self.workers:
             worker.wishes_to_stop = lambda: self.interrupts.heard
+        self._doing.where_op = lambda: self.lead.where
+        if self.distributed:
+            self.lead.doing = self._doing
+        self._doing.place = _LOOP
 
     def _join_others(self, processes: int, named: Sequence[tuple[str, nn.Module]], evaluation: Program) -> Worker:
         program, model = self.program, self.model
@@ -109,7 +121,8 @@ class Session:
             )
         wires = connect(program, self.device)
         self._group = wires.everyone
-        self._guard = Guard(dist.distributed_c10d._get_default_store(), self.rank)
+        store = dist.distributed_c10d._get_default_store()
+        self._guard = Guard(store, self.rank, processes, self._doing, stuck_after_s=self._stuck_after_s)
         agree("plan or schedule", program.to_json(), self._group)
         own_stages = [stage for stage, _ in placement.seats(self.rank)]
         own = {name for stage in own_stages for name in self._names[stage]}
@@ -215,19 +228,24 @@ class Session:
             self._supply.end_looking()
 
     def _run(self, streams: Sequence[Generator[Any, None, None]]) -> Iterator[Any]:
+        events = on_wire(streams[0]) if len(streams) == 1 else in_process(streams, self.program.placement.ranks[0])
+        self._doing.place = None
         try:
-            if len(streams) == 1:
-                yield from on_wire(streams[0])
-            else:
-                yield from in_process(streams, self.program.placement.ranks[0])
+            for event in events:
+                self._doing.place = _LOOP
+                yield event
+                self._doing.place = None
         except PipelineError as error:
             raise self._told(error) from error.__cause__
         except Exception as error:  # of the user's loader, say
             text = f"{type(error).__name__}: {error}"
             raise self._told(WorkerError(self.rank, self.lead.where, text)) from error
+        finally:
+            self._doing.place = _LOOP
 
     def _told(self, error: PipelineError) -> PipelineError:
         """Returns the error to raise here: this rank's own, told to all others, or the one that caused it."""
+        self._doing.stop()
         if self._guard is None:
             return error
         lost = isinstance(error.__cause__, RuntimeError) and any(w in str(error) for w in _LOST_WORDS)
@@ -243,13 +261,16 @@ class Session:
             )
         elif not isinstance(error, WorkerError):
             error = WorkerError(self.rank, self.lead.where, str(error))
-        self._guard.report(error)
-        return error
+        return self._guard.report(error) or error
 
     # -- weights ------------------------------------------------------------------------------------
 
     def state_dict(self, ema: bool = False) -> dict[str, torch.Tensor]:
         """Returns the whole model's state at rank 0 under the user's names; an empty one elsewhere."""
+        with self._doing.at("collecting the weights"):
+            return self._state_dict(ema)
+
+    def _state_dict(self, ema: bool) -> dict[str, torch.Tensor]:
         state = parameters.named_state(self.model)
         own = {name: tensor for name, tensor in state.items() if name in self._names_here}
         if ema:
@@ -273,19 +294,22 @@ class Session:
     def save(self, folder: Path, position: Mapping[str, Any], *, keep: int | None, wait: bool) -> Path:
         """Writes a checkpoint, see `Keeper.save`."""
         try:
-            return self.keeper.save(folder, position, keep=keep, wait=wait)
+            with self._doing.at("saving a checkpoint"):
+                return self.keeper.save(folder, position, keep=keep, wait=wait)
         except PipelineError as error:
             raise self._told(error) from error.__cause__
 
     def load(self, path: Path) -> Checkpoint:
         """Takes up a checkpoint, see `Keeper.load`."""
-        return self.keeper.load(path)
+        with self._doing.at("reading a checkpoint"):
+            return self.keeper.load(path)
 
     def check_saved(self, *, wait: bool) -> None:
         """Raises what went wrong with a checkpoint that is written in the background."""
         try:
             if wait:
-                self.keeper.writer.finish()
+                with self._doing.at("saving a checkpoint"):
+                    self.keeper.writer.finish()
             else:
                 self.keeper.writer.check()
         except PipelineError as error:
@@ -295,47 +319,11 @@ class Session:
 
     def timeline(self, batch: int) -> Timeline:
         """Returns what ran when on all ranks, from the start of the first span; the same on every rank."""
-        rows: list[Any] = []
-        for worker in self.workers:
-            rows.append(
-                {
-                    "rank": worker.rank,
-                    "spans": [list(span) for span in worker.recorder.spans()],
-                    "tags": [list(tag) for tag in worker.recorder.tags],
-                    "peak_bytes": self.peak_bytes(),
-                    "versions": max(seat.versions.peak for seat in worker.seats.values()),
-                }
-            )
-        parts = [part for text in gather_texts(json.dumps(rows), self._group) for part in json.loads(text)]
-        parts.sort(key=lambda part: part["rank"])
-        start = min((span[4] for part in parts for span in part["spans"]), default=0.0)
-        spans = tuple(
-            Span(rank, kind, stage, index, begin - start, end - start)
-            for part in parts
-            for rank, kind, stage, index, begin, end in part["spans"]
-        )
-        return Timeline(
-            name=self.program.schedule,
-            source="measured",
-            workers=self.program.placement.workers,
-            spans=spans,
-            microbatches=self.lead.done_minibatches * self.program.microbatches,
-            minibatch_microbatches=self.program.microbatches,
-            batch=batch,
-            tags=tuple(Tag(*tag) for part in parts for tag in part["tags"]),
-            peak_bytes=tuple(part["peak_bytes"] for part in parts),
-            peak_versions=tuple(part["versions"] for part in parts),
-        )
+        return measured.timeline(self.program, self.workers, self._group, self.device, batch)
 
     def gathered(self, value: Any) -> list[Any]:
         """Returns a JSON value of each process, the same on every rank."""
         return [json.loads(text) for text in gather_texts(json.dumps(value), self._group)]
-
-    def peak_bytes(self) -> int:
-        """Returns the peak memory of this process: of the GPU, or resident."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def sent_bytes(self) -> dict[int, int]:
         """Returns rank -> bytes of payload that its stages have sent."""
@@ -348,7 +336,7 @@ class Session:
     def status(self) -> dict[int, dict[str, float]]:
         """Returns rank -> busy share since the last call and peak bytes; of other processes, their last word."""
         mine = {
-            w.rank: {"busy_share": w.recorder.busy_share(), "peak_bytes": float(self.peak_bytes())}
+            w.rank: {"busy_share": w.recorder.busy_share(), "peak_bytes": float(measured.peak_bytes(self.device))}
             for w in self.workers
         }
         if self._group is None:
@@ -366,10 +354,11 @@ class Session:
         """Tells the other ranks that this one ends with an error of the user's own code."""
         if self._guard is not None and not isinstance(error, PipelineError):
             cause = f"{type(error).__name__}: {error}"
-            self._guard.report(WorkerError(self.rank, "the training loop", cause))
+            self._guard.report(WorkerError(self.rank, _LOOP, cause))
 
     def close(self, failed: bool) -> None:
         """Ends the channels, in order; after a failure there is nothing left to end."""
+        self._doing.place = "closing the pipeline"
         self.interrupts.stop()
         self._supply.close()
         if not failed:

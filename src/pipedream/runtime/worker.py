@@ -8,8 +8,7 @@ stand in the program, which was verified before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from ..core.program import Instruction, Move, Program
 from ..core.timeline import Tag
 from .batches import flatten, to_device, unflatten
 from .channel import Pending, Receiver, Sender
+from .doing import Doing
 from .feed import Ending
 from .intake import Door, Intake
 from .message import Content, Message
@@ -27,7 +27,7 @@ from .recorder import Recorder
 from .reduction import last_backwards
 from .results import Done, Output, Results
 from .scoring import Scorer
-from .seat import Seated
+from .seat import Seated, evaluating
 from .stage import Held, outputs_of
 
 __all__ = ["Worker"]
@@ -78,6 +78,7 @@ class Worker:
         self._total: int | None = None
         self.done_minibatches = 0
         self._at: tuple[Program, Instruction] | None = None
+        self.doing = Doing()
         self.wishes_to_stop: Callable[[], bool] = lambda: False
         self._begin(None, 1, 0)
 
@@ -107,7 +108,7 @@ class Worker:
     def evaluate(self, door: Door | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Runs forwards alone, and ends with one `Done` that holds the means over all minibatches."""
         self._begin(door, 1, 0, ema)
-        with self._in_evaluation():
+        with evaluating(self.seats.values()):
             for event in self._run(self._evaluation):
                 if not isinstance(event, Op):
                     yield event
@@ -121,7 +122,7 @@ class Worker:
         self._begin(door, 1, 0, ema)
         self._predicting = True
         ahead, given = self.program.plan.in_flight[0], 0
-        with self._in_evaluation():
+        with evaluating(self.seats.values()):
             for event in self._run(self._evaluation):
                 if not isinstance(event, Op):
                     yield event
@@ -157,7 +158,8 @@ class Worker:
                     if instruction.kind is Kind.FORWARD:
                         self._forward_op(instruction)
                     elif instruction.kind is Kind.BACKWARD:
-                        self._backward_op(instruction)
+                        with self.doing.task_of("a backward"):
+                            self._backward_op(instruction)
                     elif instruction.kind is Kind.UPDATE:
                         yield from self._update_op(instruction)
                     else:
@@ -170,7 +172,8 @@ class Worker:
             except PipelineError:
                 raise
             except Exception as error:
-                raise self._failed(error) from error
+                text = f"{type(error).__name__}: {str(error).strip() or repr(error)}"
+                raise WorkerError(self.rank, self.where, text) from error
         # The end of a stream comes once on each channel that carries forwards; read those still unread.
         for number, channel in enumerate(program.channels):
             if channel.receiver == self.rank and channel.carries in _FORWARD and number not in self._ended:
@@ -183,6 +186,7 @@ class Worker:
         if message is None:
             return
         start = self.recorder.mark()
+        self.doing.begin("a forward" if self._training else "a forward without training")
         seat = self.seats[op.stage]
         if message.content is Content.EMPTY:
             result = message
@@ -198,6 +202,7 @@ class Worker:
             self._inbox.pop("input", None)
         else:
             self._outbox["activation"] = result
+        self.doing.end()
         seat.next_forward = op.index + self.program.placement.replicas[op.stage]
         self.recorder.note("F", op.stage, self._number(op.index), start)
         ends = self._minibatch(seat.next_forward) > self._minibatch(op.index)
@@ -243,7 +248,8 @@ class Worker:
         if self._training and self.program.placement.replicas[0] == 1 and self.wishes_to_stop():
             self._stop_feed(Ending.INTERRUPT)
         assert self._intake is not None
-        found = self._intake.take(op.index)
+        with self.doing.task_of("loading data"):
+            found = self._intake.take(op.index)
         if isinstance(found, Ending):
             self._end(self._intake.ended_at * self._split, found)
             return None
@@ -297,10 +303,13 @@ class Worker:
         start = self.recorder.mark()
         step, newest = self.program.placement.replicas[op.stage], seat.versions.newest
         coming = self.program.weights.readable(op.stage, seat.next_forward, newest, step=step, total=self._total)
-        for microbatch, forward_version, backward_version, newest in seat.update(coming, share):
+        with self.doing.task_of("an update"):
+            tags = seat.update(coming, share)
+        for microbatch, forward_version, backward_version, newest in tags:
             number = self._number(microbatch)
             self.recorder.tags.append(Tag(op.stage, number, forward_version, backward_version, newest))
-        self.recorder.note("U", op.stage, self._updates_before(op.stage) + op.index, start)
+        before_drain = self._base * self.program.microbatches // self.program.updates.per_update[op.stage]
+        self.recorder.note("U", op.stage, before_drain + op.index, start)
         if wishes:
             self._stop_feed(Ending.INTERRUPT)
         if op.stage == min(self.seats):
@@ -373,26 +382,9 @@ class Worker:
         if self._door is not None:
             self._door.stop(ending)
 
-    @contextmanager
-    def _in_evaluation(self) -> Iterator[None]:
-        """Sets the modules to evaluation, and back to the mode that each had."""
-        flags = [flag for seat in self.seats.values() for flag in seat.module.train(False)]
-        try:
-            yield
-        finally:
-            for module, training in flags:
-                module.training = training
-
     def _minibatch(self, index: int) -> int:
         return index // self._split
 
     def _number(self, index: int) -> int:
         """Returns the number of a microbatch since the start of training."""
         return self._base * self._split + index
-
-    def _updates_before(self, stage: int) -> int:
-        return self._base * self.program.microbatches // self.program.updates.per_update[stage]
-
-    def _failed(self, error: Exception) -> WorkerError:
-        text = str(error).strip() or repr(error)
-        return WorkerError(self.rank, self.where, f"{type(error).__name__}: {text}")

@@ -1,0 +1,94 @@
+"""What a rank does now: written by its main thread, read by the guard's threads.
+
+Only what is announced as a task can be stuck: loading a minibatch, a forward, a backward, an optimizer's step.
+Waiting for a message, the caller's own loop, a save are never judged, however long they take.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["Doing", "Pace"]
+
+
+class Pace:
+    """How long tasks of one kind take on this rank.
+
+    Attributes:
+        done: how many have been finished.
+        longest_s: seconds of the longest of them.
+    """
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.longest_s = 0.0
+
+
+class Doing:
+    """What a rank does now.
+
+    Life: `where_op` is set when there is a worker; `begin` and `end` around each task, `at` around what is no op.
+
+    Attributes:
+        place: in words, where no op says it ("the training loop"); None while the program runs.
+        task: (kind, number) of what is computed now; None while the rank waits or its caller has the turn.
+        paces: kind -> its pace.
+        where_op: tells the op in words.
+    """
+
+    def __init__(self) -> None:
+        self.place: str | None = "starting"
+        self.task: tuple[str, int] | None = None
+        self.paces: dict[str, Pace] = {}
+        self.where_op: Callable[[], str] = lambda: "the start"
+        self._number = 0
+        self._start_s = 0.0
+
+    def begin(self, kind: str) -> None:
+        """Announces a task; it takes the place of one that was not ended."""
+        self._number += 1
+        self._start_s = time.monotonic()
+        self.task = (kind, self._number)
+
+    def end(self) -> None:
+        """Ends the task, if there is one, and notes how long it took."""
+        if self.task is None:
+            return
+        took_s = time.monotonic() - self._start_s
+        pace = self.paces.setdefault(self.task[0], Pace())
+        self.task = None
+        pace.done += 1
+        pace.longest_s = max(pace.longest_s, took_s)
+
+    def stop(self) -> None:
+        """Forgets the task: it failed."""
+        self.task = None
+
+    @contextmanager
+    def task_of(self, kind: str) -> Iterator[None]:
+        """Announces a task for as long as the context lasts."""
+        self.begin(kind)
+        try:
+            yield
+        finally:
+            self.end()
+
+    @contextmanager
+    def at(self, place: str) -> Iterator[None]:
+        """Says in words what is done meanwhile."""
+        before, self.place = self.place, place
+        try:
+            yield
+        finally:
+            self.place = before
+
+    @property
+    def where(self) -> str:
+        """What the rank does now, in words."""
+        task = self.task
+        if self.place is not None and task is None:
+            return self.place
+        words = self.where_op()
+        return f"{words} ({task[0]})" if task is not None and task[0] == "loading data" else words

@@ -1,0 +1,179 @@
+"""Heartbeats over a store in memory, notes for the launcher, and whose process may be ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from pipedream.runtime import notes
+from pipedream.runtime.heartbeat import Heartbeat
+from pipedream.runtime.judge import Verdict
+from pipedream.runtime.peers import Process, is_running
+
+
+class Store:
+    """What a heartbeat asks of a store; `answers` cleared, a call does not return, as that of a stopped server."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.answers = threading.Event()
+        self.answers.set()
+        self.gone = False
+        self._lock = threading.Lock()
+
+    def _call(self) -> None:
+        self.answers.wait()
+        if self.gone:
+            raise RuntimeError("Connection reset by peer")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass
+
+    def clone(self) -> Store:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        self._call()
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        self._call()
+        return self.values[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def check(self, keys: list[str]) -> bool:
+        self._call()
+        return all(key in self.values for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._call()
+        with self._lock:
+            return self.values.setdefault(key, desired.encode()) if not expected else self.values[key]
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    """A store that lets everybody go at the end."""
+    made = Store()
+    yield made
+    made.answers.set()
+
+
+@pytest.fixture
+def crew(store: Store) -> Iterator[list[Heartbeat]]:
+    """The heartbeats of three ranks."""
+    beats = [Heartbeat(store, rank, 3, lambda rank=rank: f"stage {rank}") for rank in range(3)]
+    yield beats
+    store.answers.set()
+    for one in beats:
+        one.end()
+
+
+def soon(holds: Callable[[], bool]) -> bool:
+    """Tells whether something comes true within some seconds."""
+    end = time.monotonic() + 10.0
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds()
+
+
+def test_each_hears_the_others(crew: list[Heartbeat]) -> None:
+    assert soon(lambda: all(len(one.beats) == 2 for one in crew))
+    assert {rank: beat.where for rank, beat in crew[0].beats.items()} == {1: "stage 1", 2: "stage 2"}
+    assert crew[0].beats[1].process == Process.this()
+    first = crew[0].beats[1].count
+    assert soon(lambda: crew[0].beats[1].count > first)
+    crew[1].end()
+    assert soon(lambda: crew[0].beats[1].ended)
+
+
+def test_the_first_report_counts_on_every_rank(crew: list[Heartbeat]) -> None:
+    verdicts = [Verdict(rank, "here", f"cause {rank}") for rank in range(3)]
+    together = threading.Barrier(3)
+    told: list[object] = [None] * 3
+
+    def tell(rank: int) -> None:
+        together.wait()
+        told[rank] = crew[rank].tell(verdicts[rank], wait_s=10.0)
+
+    threads = [threading.Thread(target=tell, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winner = told[0]
+    assert told == [winner] * 3
+    assert winner in [(rank, verdicts[rank]) for rank in range(3)]
+
+
+def test_a_report_is_asked_for_now(store: Store, crew: list[Heartbeat]) -> None:
+    assert crew[0].fresh_report(5.0) is None
+    crew[1].tell(Verdict(1, "stage 1", "the ice is thin"), wait_s=5.0)
+    found = crew[0].fresh_report(5.0)
+    assert found == (1, Verdict(1, "stage 1", "the ice is thin"))
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["gone", "stopped"])
+def test_a_store_that_is_away_holds_nobody(store: Store, crew: list[Heartbeat], gone: bool) -> None:
+    assert soon(lambda: crew[0].exchanges > 0)
+    store.gone = gone
+    if not gone:
+        store.answers.clear()
+    start = time.monotonic()
+    assert crew[0].tell(Verdict(0, "stage 0", "nobody hears this"), wait_s=0.5) is None
+    assert time.monotonic() - start < 5.0
+    before = crew[1].exchanges
+    time.sleep(0.7)
+    assert crew[1].exchanges <= before + 1
+    store.gone = False
+
+
+def test_only_the_same_process_is_ended() -> None:
+    sleeper = subprocess.Popen(
+        [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"], stdout=-1
+    )
+    try:
+        assert sleeper.stdout is not None
+        sleeper.stdout.readline()
+        fields = Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()
+        process = replace(Process.this(), pid=sleeper.pid, started=int(fields[19]))
+        assert not replace(process, started=process.started + 1).kill(), "another process has this id now"
+        assert not replace(process, host="elsewhere").kill()
+        assert not replace(process, host="").kill()
+        assert sleeper.poll() is None
+        assert is_running(sleeper.pid)
+        assert process.kill()
+        assert sleeper.wait(10) == -9
+        assert not process.kill(), "it is no more"
+        assert not is_running(sleeper.pid)
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+        if sleeper.stdout is not None:
+            sleeper.stdout.close()
+
+
+def test_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert not notes.leave_word("nobody reads this")
+    for rank in (0, 1):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "run" / str(rank) / "error.json"))
+        notes.leave_word(f"word {rank}")
+        notes.leave_place(f"stage {rank}")
+    assert notes.word_in(str(tmp_path / "run" / "1" / "error.json")) == "word 1"
+    assert notes.word_in(str(tmp_path / "run" / "2" / "error.json")) is None
+    assert notes.last_place(tmp_path, 1) == "stage 1"
+    assert notes.last_place(tmp_path, 2) is None
+    assert notes.verdict_in(tmp_path) is None
+    notes.leave_word("rank 0 is silent", verdict=True)
+    assert notes.verdict_in(tmp_path) == "rank 0 is silent"

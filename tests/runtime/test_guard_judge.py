@@ -1,0 +1,195 @@
+"""The guard's judgement on a clock of the test's own: who is blamed, when, and who never is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.runtime.doing import Doing, Pace
+from pipedream.runtime.judge import SILENT_S, Beat, Judge, Verdict
+from pipedream.runtime.peers import Process
+
+LOOK_S = 0.125
+PROCESS = Process("here", 1, 1)
+
+
+class Bench:
+    """A judge of rank 0 of three, and the clock it is asked on."""
+
+    def __init__(self, stuck_after_s: float = 10.0) -> None:
+        self.doing = Doing()
+        self.doing.place = "stage 0, 0F7"
+        self.judge = Judge(0, self.doing, stuck_after_s=stuck_after_s, store_owner="the launcher")
+        self.now_s = 1000.0
+        self.counts = {1: 0, 2: 0}
+        self.ended: set[int] = set()
+
+    def beat(self, *ranks: int) -> None:
+        """Lets some ranks beat, and exchanges."""
+        for rank in ranks:
+            self.counts[rank] += 1
+        self.judge.hear(
+            self.now_s, {r: Beat(n, f"stage {r}, {r}F{n}", PROCESS, r in self.ended) for r, n in self.counts.items()}
+        )
+
+    def run(
+        self, seconds: float, *, beating: tuple[int, ...] = (1, 2), answers: bool = True
+    ) -> tuple[float, Verdict] | None:
+        """Lets time pass; returns after how long there was a verdict, and which."""
+        start_s = self.now_s
+        for look in range(round(seconds / LOOK_S)):
+            self.now_s += LOOK_S
+            if answers and look % 4 == 3:
+                self.beat(*beating)
+            verdict = self.judge.look(self.now_s)
+            if verdict is not None:
+                return self.now_s - start_s, verdict
+        return None
+
+
+def test_a_rank_that_beats_no_more_is_named_with_its_last_place() -> None:
+    bench = Bench()
+    assert bench.run(60.0) is None
+    found = bench.run(60.0, beating=(1,))
+    assert found is not None
+    after_s, verdict = found
+    assert SILENT_S < after_s < SILENT_S + 1.5
+    assert (verdict.rank, verdict.where) == (2, f"stage 2, 2F{bench.counts[2]}")
+    assert verdict.silent
+    assert not verdict.storeless
+
+
+def test_a_rank_that_left_in_order_is_not_missed() -> None:
+    bench = Bench()
+    bench.run(3.0)
+    bench.ended.add(2)
+    assert bench.run(60.0, beating=(1,)) is None
+
+
+def test_a_store_that_does_not_answer_is_noticed_without_it() -> None:
+    bench = Bench()
+    bench.run(3.0)
+    found = bench.run(60.0, answers=False)
+    assert found is not None
+    after_s, verdict = found
+    assert SILENT_S - 0.6 < after_s < SILENT_S + 0.6
+    assert (verdict.rank, verdict.storeless) == (0, True)
+    assert "the launcher serves" in verdict.cause
+
+
+def test_a_store_that_was_slow_makes_nobody_silent() -> None:
+    bench = Bench()
+    bench.run(3.0)
+    assert bench.run(SILENT_S - 1.0, answers=False) is None
+    assert bench.run(5.5, beating=(1,)) is None, "what rank 2 did meanwhile is not known; its 6 s begin now"
+
+
+@given(away_s=st.floats(1.0, 1e6), before_s=st.floats(0.0, 4.0))
+def test_a_judge_that_was_away_blames_nobody_for_it(away_s: float, before_s: float) -> None:
+    bench = Bench()
+    bench.doing.paces["a forward"] = Pace()
+    bench.doing.paces["a forward"].done = 9
+    bench.doing.begin("a forward")
+    bench.run(2.0)
+    assert bench.run(before_s, beating=()) is None
+    bench.now_s += away_s
+    assert bench.judge.look(bench.now_s) is None
+    bench.beat()
+    assert bench.judge.look(bench.now_s) is None
+
+
+@given(
+    gaps=st.lists(
+        st.tuples(st.floats(0.05, 3.0), st.sets(st.sampled_from([1, 2]), min_size=0), st.booleans()), max_size=60
+    )
+)
+def test_nobody_is_blamed_who_was_heard_within_the_time(gaps: list[tuple[float, set[int], bool]]) -> None:
+    """Whatever the order of beats, answers and looks: a verdict names a rank (or a store) that was silent so long."""
+    bench = Bench()
+    bench.beat(1, 2)
+    heard: dict[int, float] = {1: bench.now_s, 2: bench.now_s}
+    answered_s = bench.now_s
+    bench.judge.look(bench.now_s)
+    for gap_s, ranks, answers in gaps:
+        bench.now_s += gap_s
+        if answers:
+            bench.beat(*ranks)
+            answered_s = bench.now_s
+            heard |= dict.fromkeys(ranks, bench.now_s)
+        verdict = bench.judge.look(bench.now_s)
+        if verdict is not None:
+            since_s = bench.now_s - (answered_s if verdict.storeless else heard[verdict.rank])
+            assert since_s > SILENT_S
+            return
+
+
+@pytest.mark.parametrize(
+    ("done", "longest_s", "stuck_after_s", "limit_s"),
+    [
+        (9, 0.01, 10.0, 10.0),
+        (9, 2.0, 10.0, 40.0),
+        (9, 0.01, 3.0, 3.0),
+        (2, 0.01, 10.0, None),
+        (9, 0.01, 0.0, None),
+    ],
+    ids=["short ops", "long ops", "set", "the first few", "off"],
+)
+def test_a_task_that_hangs(done: int, longest_s: float, stuck_after_s: float, limit_s: float | None) -> None:
+    bench = Bench(stuck_after_s)
+    pace = bench.doing.paces.setdefault("a forward", Pace())
+    pace.done, pace.longest_s = done, longest_s
+    bench.doing.where_op = lambda: "stage 0, 0F9"
+    bench.doing.begin("a forward")
+    found = bench.run(100.0)
+    if limit_s is None:
+        assert found is None
+        return
+    assert found is not None
+    after_s, verdict = found
+    assert limit_s < after_s < limit_s + 3 * LOOK_S
+    assert (verdict.rank, verdict.where, verdict.silent) == (0, "stage 0, 0F9", False)
+    assert f"{longest_s:.2g} s at the longest" in verdict.cause
+    assert "--stuck-after" in verdict.advice
+
+
+def test_tasks_one_after_the_other_are_not_one_long_task() -> None:
+    bench = Bench()
+    for _ in range(50):
+        bench.doing.begin("a forward")
+        assert bench.run(9.0) is None
+        bench.doing.end()
+    assert bench.doing.paces["a forward"].done == 50
+
+
+def test_waiting_is_not_a_task() -> None:
+    bench = Bench()
+    bench.doing.paces["a forward"] = pace = Pace()
+    pace.done = 9
+    bench.doing.begin("a forward")
+    bench.doing.end()
+    assert bench.run(1000.0) is None
+
+
+def test_a_failed_task_is_no_task() -> None:
+    bench = Bench()
+    bench.doing.paces["a forward"] = pace = Pace()
+    pace.done = 9
+    bench.doing.begin("a forward")
+    bench.doing.stop()
+    assert bench.run(1000.0) is None
+
+
+def test_where_says_the_place_and_within_a_task_the_op() -> None:
+    doing = Doing()
+    assert doing.where == "starting"
+    doing.where_op = lambda: "stage 0, 0F3"
+    doing.place = None
+    assert doing.where == "stage 0, 0F3"
+    with doing.task_of("loading data"):
+        assert doing.where == "stage 0, 0F3 (loading data)"
+    with doing.at("saving"):
+        assert doing.where == "saving"
+        with doing.task_of("a forward"):  # of an evaluation, say
+            assert doing.where == "stage 0, 0F3"
+    assert doing.where == "stage 0, 0F3"

@@ -1,0 +1,73 @@
+"""Restarts: which failure is worth another attempt, with how many workers, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipedream.runtime import launch as launching
+from pipedream.runtime.launch import _Failure, launch
+
+
+@pytest.mark.parametrize(
+    ("options", "ends", "status", "attempts", "said"),
+    [
+        ({}, [0], 0, [(2, 0)], []),
+        ({}, ["a"], 1, [(2, 0)], ["pipedream: a"]),
+        (
+            {"max_restarts": 2},
+            ["a", "b", 0],
+            0,
+            [(2, 0), (2, 1), (2, 2)],
+            ["pipedream: restart 1 of 2 after: a", "pipedream: restart 2 of 2 after: b"],
+        ),
+        (
+            {"max_restarts": 1},
+            ["a", "b"],
+            1,
+            [(2, 0), (2, 1)],
+            ["pipedream: restart 1 of 1 after: a", "pipedream: b"],
+        ),
+        ({"max_restarts": 5, "fewest": 1}, [2], 2, [(2, 0)], ["pipedream: bad"]),
+        ({"max_restarts": 5}, ["a", 130], 130, [(2, 0), (2, 1)], ["pipedream: restart 1 of 5 after: a"]),
+        (
+            {"max_restarts": 1, "fewest": 1},
+            ["a", "b", "c"],
+            1,
+            [(2, 0), (2, 1), (1, 2)],
+            [
+                "pipedream: restart 1 of 1 after: a",
+                "pipedream: going on with one worker fewer, 1, after: b",
+                "pipedream: c",
+            ],
+        ),
+        ({"fewest": 2}, ["a"], 1, [(2, 0)], ["pipedream: a"]),
+    ],
+)
+def test_attempts(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: dict[str, int],
+    ends: list[int | str],
+    status: int,
+    attempts: list[tuple[int, int]],
+    said: list[str],
+) -> None:
+    made: list[tuple[int, int]] = []
+    given: list[list[str]] = []
+
+    def attempt(workers: int, number: int, arguments: list[str], silent: bool) -> int | _Failure:
+        made.append((workers, number))
+        given.append(list(arguments))
+        end = ends[len(made) - 1]
+        if end == 2:
+            return _Failure("pipedream: bad", 2)
+        return end if isinstance(end, int) else _Failure(f"pipedream: {end}", 1)
+
+    monkeypatch.setattr(launching, "_attempt", attempt)
+    monkeypatch.setattr(launching, "_quiet_torch", lambda: None)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "the user's")
+    assert launch(2, ["x.py"], **options) == status  # type: ignore[arg-type]
+    assert made == attempts
+    assert capsys.readouterr().err.splitlines() == said
+    assert given == [["x.py"] if workers == 2 else ["x.py", "--workers", "1"] for workers, _ in made]
+    assert launching.os.environ["GLOO_SOCKET_IFNAME"] == "the user's"
