@@ -75,7 +75,8 @@ class Fragile(nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        if self.calls == 6 and RANK == "1":
+        healed = os.environ.get("HEALED") == os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if self.calls == 6 and RANK == "1" and not healed:
             os.kill(os.getpid(), 9)
         return x * 1
 
@@ -249,6 +250,7 @@ def test_worker_is_killed(tmp_path: Path, rank: int) -> None:
 def test_worker_is_stopped(tmp_path: Path, rank: int) -> None:
     started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
     started.wait_for_file("going")
+    time.sleep(1.5)  # longer than from beat to beat, so that the last one is of the training
     started.kill(int((tmp_path / f"pid{rank}").read_text()), signal.SIGSTOP)
     check(started.end(), 1, f"rank {rank}, stage {rank}, ", "has not been heard of for 6.", "stopped, swapping")
 
@@ -308,6 +310,15 @@ def test_workers_are_started_again_and_then_fewer(tmp_path: Path) -> None:
     (run,) = (tmp_path / "runs").iterdir()
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert (summary["workers"], summary["minibatches"]) == (1, 40)
+
+
+def test_torchrun_starts_workers_again(tmp_path: Path) -> None:
+    arguments = written(tmp_path, second="Fragile")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    ended = commands.run(*torchrun, *arguments, folder=tmp_path, environment={"HEALED": "1"})
+    assert ended.status == 0, ended.err
+    assert not ended.orphans
+    assert "pipedream: " not in ended.err, "no worker of the second attempt sees the failure of the first"
 
 
 def test_wrong_call_is_not_started_again(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class Heartbeat:
                 self._exchange(ending)
             except (RuntimeError, ValueError):
                 # The store does not answer; whoever judges sees that no exchange gets through. An answer that comes
-                # after its timeout would be taken for that of the next call, so the next one is on a new connection.
+                # after its timeout may be taken for that of the next call, so the next one is on a new connection.
                 self._reconnect()
             else:
                 self._exchanged.set()

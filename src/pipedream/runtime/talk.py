@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from ..core.errors import PlanError
 
@@ -39,7 +40,15 @@ def join(device: str | torch.device) -> tuple[int, int]:
         missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
         if missing:
             raise PlanError(f"WORLD_SIZE is set but {', '.join(missing)} not; start the workers with torchrun")
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if attempt == "0":
+            dist.init_process_group(backend)
+        else:
+            # torchrun's store outlives a restart, and with it the addresses of the attempt before.
+            store, rank, processes = next(rendezvous("env://"))
+            own = dist.distributed_c10d.PrefixStore(f"pipedream/attempt/{attempt}", store)
+            dist.init_process_group(backend, store=own, rank=rank, world_size=processes)
     return dist.get_rank(), dist.get_world_size()
 
 
