@@ -25,7 +25,8 @@ class Ended:
     Attributes:
         status: exit status.
         out, err: what it wrote.
-        seconds: from the start, or from the last signal, to its end.
+        seconds: from the last signal, else from when the last worker was there (it writes a file ``pidN``), else from
+            the start, to its end: how long an interpreter takes to start is not the question.
         orphans: command lines of processes that it left behind; they were ended.
     """
 
@@ -65,17 +66,17 @@ class Started:
             stderr=self._err,
             start_new_session=True,
         )
-        self._since = time.monotonic()
+        self._since, self._signalled = time.monotonic(), False
 
     def signal(self, number: int, *, group: bool) -> None:
         """Sends a signal to the program, or as a terminal does to its whole process group; time starts again."""
-        self._since = time.monotonic()
+        self._since, self._signalled = time.monotonic(), True
         (os.killpg if group else os.kill)(self._process.pid, number)
 
     def kill(self, pid: int, number: int = _KILL) -> None:
         """Sends one of its processes a signal; time starts again."""
         assert pid in self.processes(), f"process {pid} does not come from this start"
-        self._since = time.monotonic()
+        self._since, self._signalled = time.monotonic(), True
         os.kill(pid, number)
 
     def wait_for_file(self, name: str, timeout_s: float = 60.0) -> Path:
@@ -106,6 +107,9 @@ class Started:
         except subprocess.TimeoutExpired:
             status = -signal.SIGKILL
         seconds = time.monotonic() - self._since
+        if not self._signalled:
+            there = [path.stat().st_mtime for path in self._folder.glob("pid[0-9]*")]
+            seconds = min(seconds, time.time() - max(there, default=0.0))
         end = time.monotonic() + 2.0
         while self.processes() and status >= 0 and time.monotonic() < end:
             time.sleep(0.05)

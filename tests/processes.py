@@ -10,6 +10,7 @@ import multiprocessing
 import pickle
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -29,7 +30,7 @@ class End:
         value: what the function returned.
         error: the exception that it raised; None where it returned, or where the process died.
         exit_code: 0, 1 after an exception, or what the process gave itself; None where it had to be killed.
-        seconds: from the start of all to its end.
+        seconds: from when all had met to its end.
     """
 
     value: Any
@@ -43,7 +44,6 @@ def launch(function: Callable[..., Any], workers: int, *args: Any, timeout_s: fl
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "pipedream.pipeline"])
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
-    start = time.monotonic()
     pipes, processes = [], []
     for rank in range(workers):
         here, there = context.Pipe(duplex=False)
@@ -52,6 +52,11 @@ def launch(function: Callable[..., Any], workers: int, *args: Any, timeout_s: fl
         there.close()
         pipes.append(here)
         processes.append(process)
+    for pipe in pipes:
+        pipe.poll(timeout_s)
+        with suppress(EOFError, ConnectionResetError):
+            pipe.recv_bytes()
+    start = time.monotonic()
     ends: dict[int, tuple[Any, BaseException | None]] = {}
     at: dict[int, float] = {}
     while len(at) < workers and time.monotonic() < start + timeout_s:
@@ -89,6 +94,7 @@ def _work(pipe: Connection, rank: int, workers: int, port: int, function: Callab
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=workers)
+    pipe.send_bytes(b"met")
     try:
         answer = pickle.dumps((function(*args), None))
         code = 0
