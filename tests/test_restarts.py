@@ -1,0 +1,126 @@
+"""Runs that go on by themselves: restarted from their newest checkpoint, and with fewer workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import commands
+import pytest
+import torch
+
+pytestmark = pytest.mark.processes
+RECIPE = '''
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pipedream
+
+
+class Mortal(nn.Module):
+    """Ends its process in its 26th forward, if DOOMED says so."""
+
+    calls = 0
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled():
+            self.calls += 1
+            if self.calls == 26 and DOOMED:
+                Path("dead").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return x * 1
+
+
+def recipe(seed=0):
+    torch.manual_seed(seed)
+    inputs = torch.randn(160, 8)
+    data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), Mortal(), nn.Linear(8, 2)]
+    return pipedream.Recipe(
+        model=nn.Sequential(*layers),
+        loss=nn.functional.cross_entropy,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        train=DataLoader(data, batch_size=8, shuffle=True),
+        epochs=2,
+    )
+
+
+if __name__ == "__main__":
+    pipedream.run(recipe, out="run", checkpoint_every=10)
+'''
+ONCE = 'not Path("dead").exists()'
+AMONG_THREE = 'os.environ.get("WORLD_SIZE") == "3"'
+
+
+def write(folder: Path, doomed: str) -> None:
+    """Writes the recipe."""
+    (folder / "mortal.py").write_text(RECIPE.replace("DOOMED", doomed), encoding="utf-8")
+
+
+def train(folder: Path, *options: str) -> tuple[commands.Ended, dict[str, Any]]:
+    """Trains by the command; returns how it ended and its summary."""
+    arguments = ["-m", "pipedream.cli", "train", "mortal.py", "--out", "run", "--checkpoint-every", "10", *options]
+    ended = commands.run(*arguments, folder=folder)
+    assert not ended.orphans
+    return ended, json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8")) if not ended.status else {}
+
+
+def test_restarted_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    write(tmp_path, ONCE)
+    write(tmp_path / "whole", "False")
+    ended, summary = train(tmp_path, "--workers", "2", "--max-restarts", "2")
+    assert ended.status == 0, ended.err
+    assert ended.err.count("restart 1 of 2 after: rank 1 was ended by SIGKILL") == 1
+    assert 10 <= summary["resumed_from"] < 26, "what was saved last may still have been on its way"
+    assert summary["minibatches"] == 40
+    # The plan was measured by the run that died; with it, nothing that dies gives the same weights.
+    plan = ("--plan", str(tmp_path / "run" / "plan.json"))
+    _, whole = train(tmp_path / "whole", *plan)
+    assert whole["resumed_from"] is None
+    assert whole["drains"] == summary["drains"]
+    one, other = (torch.load(f / "run" / "weights.pt", weights_only=True) for f in (tmp_path, tmp_path / "whole"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    losses = [json.loads((f / "run" / "losses.json").read_text()) for f in (tmp_path, tmp_path / "whole")]
+    assert losses[0] == losses[1]
+
+
+def test_with_fewer_workers_it_plans_again_and_goes_on(tmp_path: Path) -> None:
+    write(tmp_path, AMONG_THREE)
+    ended, summary = train(tmp_path, "--workers", "3", "--straight", "--elastic")
+    assert ended.status == 0, ended.err
+    assert summary["workers"] == 2
+    assert summary["resumed_from"] >= 10
+    assert summary["minibatches"] == 40
+    assert "going on with one worker fewer, 2, after: rank 2 was ended by SIGKILL" in ended.err
+
+
+def test_torchruns_restarts_go_on_too(tmp_path: Path) -> None:
+    write(tmp_path, ONCE)
+    ended = commands.run(
+        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", "mortal.py"),
+        folder=tmp_path,
+    )
+    assert ended.status == 0, ended.err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["resumed_from"] >= 10
+    assert summary["minibatches"] == 40
+
+
+def test_a_run_folder_with_checkpoints_is_not_taken_for_a_new_run(tmp_path: Path) -> None:
+    write(tmp_path, "False")
+    ended, _ = train(tmp_path, "--workers", "1")
+    assert ended.status == 0, ended.err
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    ended, _ = train(tmp_path, "--workers", "1")
+    assert ended.status == 2
+    assert "holds checkpoints of an earlier run; go on from them (--resume run)" in ended.err
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
