@@ -25,7 +25,7 @@ EXAMPLES = sorted(FOLDER.glob("*.py"))
 SUMMARY_KEYS = {
     *("format", "recipe", "seed", "versions", "configuration", "plan", "schedule", "workers", "stages", "drains"),
     *("epochs", "minibatches", "metrics", "evaluations", "accuracy", "target", "seconds_to_target"),
-    *("throughput", "bubble", "seconds", "train_seconds", "interrupted"),
+    *("throughput", "bubble", "seconds", "train_seconds", "interrupted", "resumed_from"),
 }
 
 

@@ -93,7 +93,7 @@ def spoiled(draw: st.DrawFn, noun: Artifact) -> str:
                 source = source[step]
             inside[path[-1]] = copy.deepcopy(source)
         else:
-            inside[path[-1]] = draw(JUNK)
+            inside[path[-1]] = copy.deepcopy(draw(JUNK))
         if not places(data):
             break
     text = json.dumps(data)

@@ -29,13 +29,21 @@ __all__ = ["lower"]
 
 _MOST_AHEAD = 8
 
+_MOST_PROVED = 4096  # a proof unrolls two periods on every rank
+
 
 def lower(schedule: Schedule) -> Program:
     """Returns the program of a schedule.
 
     Raises:
-        ScheduleError: an order that does not settle into a period.
+        ScheduleError: an order that does not settle into a period, or only into one too long to be proved.
     """
+    if schedule.placement.workers > _MOST_PROVED or schedule.placement.cycle > _MOST_PROVED:
+        raise ScheduleError(
+            f"a program for {schedule.placement.workers} workers with replica counts {schedule.placement.replicas} was "
+            f"asked for: it repeats itself after {schedule.placement.cycle} microbatches (their common multiple); "
+            f"up to {_MOST_PROVED} can be proved; choose fewer workers, or counts that divide each other"
+        )
     channels = _channels(schedule.placement, schedule.plan.in_flight)
     numbers = {(c.sender, c.receiver, c.carries): i for i, c in enumerate(channels)}
     ranks = tuple(_fold(schedule, rank, _expand(schedule, rank, numbers)) for rank in range(schedule.placement.workers))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..core.checkpoint import Checkpoint
-from ..core.errors import PipelineError, PlanError, WorkerError
+from ..core.errors import ArtifactError, PipelineError, PlanError, WorkerError
 from ..core.graph import LayerGraph
 from ..core.program import Program
 from ..core.timeline import Timeline
@@ -178,6 +178,11 @@ class Session:
             self._doors = self._supply.train_on(loader, take, Extent(first_epoch, epochs, skip), state)
         except PipelineError as error:
             raise self._told(error) from error.__cause__
+        except Exception as error:
+            if state is None:
+                raise
+            text = f"the data cannot go on from the saved position: {type(error).__name__}: {error}"
+            raise self._told(ArtifactError(f"{text}; give the loader that was saved, or another checkpoint")) from error
 
     def data_state(self, epoch: int, batches: int) -> dict[str, Any]:
         """Returns what `open_feed` needs to go on after so many minibatches of an epoch, as JSON has it.
