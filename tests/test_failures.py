@@ -221,7 +221,9 @@ def test_recipe_is_none(tmp_path: Path, text: str, words: tuple[str, ...]) -> No
     check(commands.run(*arguments, folder=tmp_path), 2, *words)
 
 
-@pytest.mark.parametrize("group", [True, False], ids=["terminal", "launcher alone"])
+@pytest.mark.parametrize(
+    "group", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["terminal", "launcher alone"]
+)
 def test_interrupt_saves(tmp_path: Path, group: bool) -> None:
     started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
     started.wait_for_file("going")
@@ -238,7 +240,7 @@ def test_interrupt_saves(tmp_path: Path, group: bool) -> None:
     assert sorted(weights) == ["0.bias", "0.weight", "4.bias", "4.weight"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_worker_is_killed(tmp_path: Path, rank: int) -> None:
     started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
     started.wait_for_file("going")
@@ -246,7 +248,7 @@ def test_worker_is_killed(tmp_path: Path, rank: int) -> None:
     check(started.end(), 1, f"rank {rank} was ended by SIGKILL; it was last in", f"stage {rank}, ")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_worker_is_stopped(tmp_path: Path, rank: int) -> None:
     started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
     started.wait_for_file("going")
@@ -255,6 +257,7 @@ def test_worker_is_stopped(tmp_path: Path, rank: int) -> None:
     check(started.end(), 1, f"rank {rank}, stage {rank}, ", "has not been heard of for 6.", "stopped, swapping")
 
 
+@pytest.mark.slow
 def test_launcher_is_stopped(tmp_path: Path) -> None:
     started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
     started.wait_for_file("going")
@@ -270,6 +273,7 @@ def test_launcher_is_stopped(tmp_path: Path) -> None:
     assert "the store, which the launcher serves, has not answered for 6." in ended.err
 
 
+@pytest.mark.slow
 def test_launcher_that_is_stopped_for_a_moment_is_forgiven(tmp_path: Path) -> None:
     started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
     started.wait_for_file("going")
@@ -297,6 +301,7 @@ def test_worker_is_stuck(tmp_path: Path, parts: dict[str, str], words: tuple[str
     check(started.end(), 1, *words)
 
 
+@pytest.mark.slow
 def test_workers_are_started_again_and_then_fewer(tmp_path: Path) -> None:
     arguments = written(tmp_path, second="Fragile")
     options = ("--max-restarts", "1", "--elastic")
@@ -312,6 +317,7 @@ def test_workers_are_started_again_and_then_fewer(tmp_path: Path) -> None:
     assert (summary["workers"], summary["minibatches"]) == (1, 40)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_workers_again(tmp_path: Path) -> None:
     arguments = written(tmp_path, second="Fragile")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
@@ -321,6 +327,7 @@ def test_torchrun_starts_workers_again(tmp_path: Path) -> None:
     assert "pipedream: " not in ended.err, "no worker of the second attempt sees the failure of the first"
 
 
+@pytest.mark.slow
 def test_wrong_call_is_not_started_again(tmp_path: Path) -> None:
     arguments = written(tmp_path)
     plan_for(2, layers=7).save(tmp_path / "plan.json")

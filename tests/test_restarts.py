@@ -92,6 +92,7 @@ def test_restarted_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_with_fewer_workers_it_plans_again_and_goes_on(tmp_path: Path) -> None:
     write(tmp_path, AMONG_THREE)
     ended, summary = train(tmp_path, "--workers", "3", "--straight", "--elastic")
@@ -102,6 +103,7 @@ def test_with_fewer_workers_it_plans_again_and_goes_on(tmp_path: Path) -> None:
     assert "going on with one worker fewer, 2, after: rank 2 was ended by SIGKILL" in ended.err
 
 
+@pytest.mark.slow
 def test_torchruns_restarts_go_on_too(tmp_path: Path) -> None:
     write(tmp_path, ONCE)
     ended = commands.run(
