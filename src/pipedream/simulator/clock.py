@@ -32,13 +32,14 @@ from ..core.op import Kind
 from ..core.program import Channel, Instruction, Move, Program, Transfer, moved
 from ..core.timeline import Span, Timeline
 from .costs import Costs
-from .steps import GIVE, OP, RECEIVE, SEND, STOP, SYNC, TURN, RankSteps, Step, flatten
+from .flat import GIVE, OP, RECEIVE, SEND, STOP, SYNC, TURN, FlatInstruction, FlatRank, flatten
 from .stragglers import Stragglers
 from .versions import follow
 
 __all__ = ["simulate"]
 
 _new: Callable[..., Any] = tuple.__new__  # makes a named tuple without a call in Python
+_Work = tuple[int, Any, int, int, int, str, float]  # a flat instruction with its wire or its seconds
 _ALL = -1  # in the place of a stage: the meeting of all ranks before a coupled update
 
 
@@ -75,11 +76,11 @@ def _uncollected() -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """A rank on its way: its time, and the step it is at.
+    """A rank on its way: its time, and the instruction it is at.
 
     Attributes:
-        text: its steps as they were made.
-        steps: as the clock works on them, with wires in the place of channels and an op's seconds.
+        text: its instructions as they were made.
+        instructions: as the clock works on them, with wires in the place of channels and an op's seconds.
         draw: from an op's letter to the factor on its seconds; None: all are 1.
         missing: ops not yet done; `before` is what it was a turn ago.
         brought: stage -> the newest update whose meeting it has come to.
@@ -87,8 +88,8 @@ class _Rank:
     """
 
     number: int
-    text: RankSteps
-    steps: list[tuple[int, Any, int, int, int, str, float]]
+    text: FlatRank
+    instructions: list[_Work]
     draw: Callable[[str], float] | None
     missing: int
     before: int = -1
@@ -160,8 +161,8 @@ class _Clock:
             for channel in program.channels
         ]
         for rank in self.ranks:
-            steps = list(rank.text.steps) if rank.missing else rank.text.behind(0, 0)
-            rank.steps = self._worked_out(steps, stragglers.slowness(rank.number))
+            instructions = list(rank.text.instructions) if rank.missing else rank.text.behind(0, 0)
+            rank.instructions = self._worked_out(instructions, stragglers.slowness(rank.number))
         self.meetings: dict[tuple[int, int], _Meeting] = {}
         self.ready: list[_Rank] = []
         self.last_updates = [
@@ -169,10 +170,10 @@ class _Clock:
             for rank in self.ranks
         ]
 
-    def _worked_out(self, steps: list[Step], slowness: float) -> list[tuple[int, Any, int, int, int, str, float]]:
-        """Returns steps with wires and seconds in them."""
+    def _worked_out(self, instructions: list[FlatInstruction], slowness: float) -> list[_Work]:
+        """Returns instructions with wires and seconds in them."""
         done = []
-        for code, what, first, stride, limit, letter, _ in steps:
+        for code, what, first, stride, limit, letter, _ in instructions:
             seconds = self.costs.op_s(Kind(letter), what) * slowness if code == OP else 0.0
             place = self.wires[what] if code in (SEND, RECEIVE) else what
             done.append((code, place, first, stride, limit, letter, seconds))
@@ -195,10 +196,16 @@ class _Clock:
 
     def _advance(self, rank: _Rank) -> None:
         """Runs a rank until it waits for another or has ended."""
-        number, spans, steps, received, draw = rank.number, rank.spans, rank.steps, rank.received, rank.draw
+        number, spans, instructions, received, draw = (
+            rank.number,
+            rank.spans,
+            rank.instructions,
+            rank.received,
+            rank.draw,
+        )
         position, turn, missing, now = rank.position, rank.turn, rank.missing, rank.now
         while True:
-            code, what, first, stride, limit, letter, seconds = steps[position]
+            code, what, first, stride, limit, letter, seconds = instructions[position]
             index = first + turn * stride
             if index >= limit:
                 if code == TURN:
@@ -222,7 +229,7 @@ class _Clock:
                     received.clear()
                 missing -= 1
                 if not missing:
-                    steps = rank.steps = self._worked_out(rank.text.behind(position + 1, turn), 1.0)
+                    instructions = rank.instructions = self._worked_out(rank.text.behind(position + 1, turn), 1.0)
                     position = turn = 0
                     continue
             elif code == RECEIVE:
@@ -360,7 +367,7 @@ class _Clock:
         )
 
     def _instruction(self, rank: _Rank) -> Instruction:
-        source = rank.text.steps[rank.position].source
+        source = rank.text.instructions[rank.position].source
         assert source is not None
         return moved(source, rank.turn * self.program.cycle, self.program.updates)
 

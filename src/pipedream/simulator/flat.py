@@ -1,9 +1,9 @@
 """A rank's instructions as the clock reads them: flat tuples, made once, whose indices move on by a stride each turn.
 
-A step is worked on a million times, so what it needs stands in it and nothing is looked up by name. Two things that the
-program says by order alone get steps of their own: a rank has brought all its gradients of a sum (GIVE, behind the
-last backward before it), and an update waits for those of all ranks (COUPLE, in front of it). TURN and STOP stand at
-the end and never exist as instructions.
+An instruction is worked on a million times, so what it needs stands in it and nothing is looked up by name. Two things
+that the program says by order alone get an instruction of their own: a rank has brought all its gradients of a sum
+(GIVE, behind the last backward before it), and an update waits for those of all ranks (COUPLE, in front of it). TURN and
+STOP stand at the end of the text.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 from ..core.op import Kind, Op
 from ..core.program import Instruction, Move, Program, moved
 
-__all__ = ["COUPLE", "GIVE", "OP", "RECEIVE", "SEND", "STOP", "SYNC", "TURN", "RankSteps", "Step", "flatten"]
+__all__ = ["COUPLE", "GIVE", "OP", "RECEIVE", "SEND", "STOP", "SYNC", "TURN", "FlatInstruction", "FlatRank", "flatten"]
 
 OP, RECEIVE, SEND, SYNC, GIVE, COUPLE, TURN, STOP = range(8)
 
 _BACKWARDS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # with which a microbatch's gradients are there
 
 
-class Step(NamedTuple):
+class FlatInstruction(NamedTuple):
     """One instruction of a rank, in turn t of the period; plain tuples where the clock reads them.
 
     Attributes:
@@ -43,32 +43,32 @@ class Step(NamedTuple):
     source: Instruction | None
 
 
-_TURN = Step(TURN, 0, 0, 0, 0, "", None)
-_STOP = Step(STOP, 0, 0, 0, 0, "", None)
+_TURN = FlatInstruction(TURN, 0, 0, 0, 0, "", None)
+_STOP = FlatInstruction(STOP, 0, 0, 0, 0, "", None)
 
 
 @dataclass(frozen=True)
-class RankSteps:
-    """The steps of one rank: warm-up, then the period from `loop` on, again and again.
+class FlatRank:
+    """The flat instructions of one rank: warm-up, then the period from `loop` on, again and again.
 
     Attributes:
-        steps: the last one is TURN, or STOP where there is no period.
+        instructions: the last one is TURN, or STOP where there is no period.
         loop: where the period begins.
         ops: ops of the run; when all are done, only the sends behind the last one are left.
     """
 
-    steps: tuple[Step, ...]
+    instructions: tuple[FlatInstruction, ...]
     loop: int
     ops: int
 
-    def behind(self, position: int, turn: int) -> list[Step]:
+    def behind(self, position: int, turn: int) -> list[FlatInstruction]:
         """Returns what is left when all ops are done: the sends that stand at a position and behind it."""
-        left: list[Step] = []
+        left: list[FlatInstruction] = []
         turns = 0
         while True:
-            code, what, first, stride, limit, letter, source = self.steps[position]
+            code, what, first, stride, limit, letter, source = self.instructions[position]
             if code == TURN:
-                # Steps of other kinds end it; a period of sends alone would not.
+                # Instructions of other kinds end it; a period of sends alone would not.
                 position, turn, turns = self.loop, turn + 1, turns + 1
                 if turns > 2:
                     break
@@ -76,13 +76,13 @@ class RankSteps:
             if code not in (SEND, GIVE):
                 break
             if code == SEND and first + turn * stride < limit:
-                left.append(Step(SEND, what, first + turn * stride, 0, limit, letter, source))
+                left.append(FlatInstruction(SEND, what, first + turn * stride, 0, limit, letter, source))
             position += 1
         return [*left, _STOP]
 
 
-def flatten(program: Program, rank: int, total: int, *, gives: Iterable[int]) -> RankSteps:
-    """Returns the steps of a rank in a run of `total` microbatches.
+def flatten(program: Program, rank: int, total: int, *, gives: Iterable[int]) -> FlatRank:
+    """Returns the flat instructions of a rank in a run of `total` microbatches.
 
     Args:
         program: whose.
@@ -94,24 +94,24 @@ def flatten(program: Program, rank: int, total: int, *, gives: Iterable[int]) ->
     text = [*mine.warmup, *mine.period]
     loop = len(mine.warmup)
     given = {stage: _last_backwards(program, text, loop, stage) for stage in gives}
-    steps: list[Step] = []
+    flat: list[FlatInstruction] = []
     start = 0
     for position, instruction in enumerate(text):
         if position == loop:
-            start = len(steps)
-        step = _step(program, instruction, total)
-        if program.couples_updates and step.letter == Kind.UPDATE.value:
-            steps.append(step._replace(code=COUPLE))
-        steps.append(step)
-        sum_of = given[step.what].get(position) if step.code == OP and step.what in given else None
+            start = len(flat)
+        one = _flat(program, instruction, total)
+        if program.couples_updates and one.letter == Kind.UPDATE.value:
+            flat.append(one._replace(code=COUPLE))
+        flat.append(one)
+        sum_of = given[one.what].get(position) if one.code == OP and one.what in given else None
         if sum_of is not None:
-            steps.append(step._replace(code=GIVE, what=(step.what, *sum_of)))
+            flat.append(one._replace(code=GIVE, what=(one.what, *sum_of)))
     if mine.period:
-        return RankSteps((*steps, _TURN), start, sum(program.op_counts(rank, total)))
-    return RankSteps((*steps, _STOP), 0, sum(program.op_counts(rank, total)))
+        return FlatRank((*flat, _TURN), start, sum(program.op_counts(rank, total)))
+    return FlatRank((*flat, _STOP), 0, sum(program.op_counts(rank, total)))
 
 
-def _step(program: Program, instruction: Instruction, total: int) -> Step:
+def _flat(program: Program, instruction: Instruction, total: int) -> FlatInstruction:
     stride = moved(instruction, program.cycle, program.updates).index - instruction.index
     if isinstance(instruction, Op):
         code, what, letter = OP, instruction.stage, instruction.kind.value
@@ -121,7 +121,7 @@ def _step(program: Program, instruction: Instruction, total: int) -> Step:
         what, letter = instruction.channel, ""
         counts_updates = instruction.kind is Move.SYNC
     limit = program.updates.updates(what, total) + 1 if counts_updates else total
-    return Step(code, what, instruction.index, stride, limit, letter, instruction)
+    return FlatInstruction(code, what, instruction.index, stride, limit, letter, instruction)
 
 
 def _last_backwards(program: Program, text: list[Instruction], loop: int, stage: int) -> dict[int, tuple[int, int]]:
