@@ -2,8 +2,8 @@
 
 An instruction is worked on a million times, so what it needs stands in it and nothing is looked up by name. Two things
 that the program says by order alone get an instruction of their own: a rank has brought all its gradients of a sum
-(GIVE, behind the last backward before it), and an update waits for those of all ranks (COUPLE, in front of it). TURN and
-STOP stand at the end of the text.
+(GIVE, behind the last backward before it), and an update waits for those of all ranks (COUPLE, in front of it). TURN
+and STOP stand at the end of the text.
 """
 
 from __future__ import annotations
