@@ -6,7 +6,7 @@ measure at the same time would disturb each other, and would disagree.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -154,6 +154,10 @@ def simulate(
     schedule: str | Schedule = "pipedream",
     microbatches: int = 16,
     weight_s: float | None = None,
+    jitter: float | Mapping[str, float] = 0.0,
+    slow: Mapping[int, float] | None = None,
+    seed: int = 0,
+    overlap: bool = True,
 ) -> Timeline:
     """Predicts what runs when, from an empty pipeline to an empty one.
 
@@ -162,25 +166,46 @@ def simulate(
         schedule: a method's name, or a schedule.
         microbatches: of the run. A method that flushes runs one minibatch of so many; any other runs on.
         weight_s: seconds of the weight gradient, where the backward is split.
+        jitter: coefficient of variation of an op's seconds, which are then drawn from a lognormal distribution of the
+            same mean; one for all ops, or by letter, as {"F": 0.1, "B": 0.2}.
+        slow: rank -> factor on the seconds of its ops.
+        seed: of the draws; the same seed gives the same run.
+        overlap: sums over the replicas of a stage begin inside the backward, bucket by bucket, as in the runtime;
+            otherwise they are charged whole, right before their update.
 
     Raises:
         ScheduleError: the method does not work with this plan.
+        PlanError: a jitter or a factor that makes no sense, or a slow rank that there is not.
     """
     if isinstance(schedule, str):
         tried = schedules.build(schedule, plan)
         built = schedules.build(schedule, plan, microbatches) if tried.flushes else tried
     else:
         built = schedule
+    try:
+        stragglers = clock.Stragglers(jitter, slow or {}, seed)
+        stragglers.check_ranks(built.placement.workers)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
     program = lower(built)
     verify(program)
     m = program.microbatches
-    return simulate_program(program, -(-microbatches // m) * m, weight_s=weight_s)
+    return simulate_program(
+        program, -(-microbatches // m) * m, weight_s=weight_s, stragglers=stragglers, overlap=overlap
+    )
 
 
-def simulate_program(program: Program, total: int, *, weight_s: float | None = None) -> Timeline:
+def simulate_program(
+    program: Program,
+    total: int,
+    *,
+    weight_s: float | None = None,
+    stragglers: clock.Stragglers | None = None,
+    overlap: bool = True,
+) -> Timeline:
     """Predicts a run of `total` microbatches of a program; see `simulate`."""
-    seconds = clock.costs(program.plan, split=program.microbatches, weight_s=weight_s)
-    return clock.simulate(program, seconds, total)
+    seconds = clock.costs(program.plan, split=program.microbatches, weight_s=weight_s, overlap=overlap)
+    return clock.simulate(program, seconds, total, stragglers)
 
 
 def layers_of(model: Any, plan: Plan, sample: Any) -> Captured:

@@ -120,6 +120,17 @@ def simulate(
     schedule: ScheduleName = "pipedream",
     microbatches: Annotated[int, typer.Option(min=1, help="Of the run, from an empty pipeline to an empty one.")] = 16,
     in_flight: Depth = "noam",
+    jitter: Annotated[
+        float, typer.Option(min=0.0, metavar="CV", help="Coefficient of variation of the seconds of ops.")
+    ] = 0.0,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANK=FACTOR", help="A slow rank's factor on its seconds; once for each."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
+    overlap: Annotated[
+        bool, typer.Option(help="Sums over replicas begin inside the backward, or are charged whole before the update.")
+    ] = True,
     picture: Annotated[bool, typer.Option("--grid", help="Draw it too.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -131,7 +142,16 @@ def simulate(
         chosen = chosen if in_flight == "noam" and chosen.depth != "noam" else chosen.with_depth(depth_of(in_flight))
     else:
         chosen = Plan.uniform(uniform or 1, forward_s, backward_s, transfer_s).with_depth(depth_of(in_flight))
-    timeline = api.simulate(chosen, schedule=schedule, microbatches=microbatches, weight_s=weight_s)
+    timeline = api.simulate(
+        chosen,
+        schedule=schedule,
+        microbatches=microbatches,
+        weight_s=weight_s,
+        jitter=jitter,
+        slow=dict(_slow(text) for text in slow or ()),
+        seed=seed,
+        overlap=overlap,
+    )
     found = metrics.measure(timeline)
     if as_json:
         rows = [
@@ -139,6 +159,7 @@ def simulate(
                 "busy_s": row.busy_s,
                 "peak_in_flight": row.peak_in_flight,
                 "peak_versions": row.peak_versions,
+                "peak_bytes": row.peak_bytes,
                 "staleness": row.staleness,
             }
             for row in found.per_rank
@@ -193,6 +214,14 @@ def show(
     )
     if verify_it:
         print(f"\n{proof}")
+
+
+def _slow(text: str) -> tuple[int, float]:
+    rank, _, factor = text.partition("=")
+    try:
+        return int(rank), float(factor)
+    except ValueError:
+        raise PlanError(f"--slow {text!r} is not known; write RANK=FACTOR, as in 2=1.5") from None
 
 
 def _cluster(path: Path | None, workers: int | None, bandwidth: str, latency: float, memory: str | None) -> Cluster:

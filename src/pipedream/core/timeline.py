@@ -7,13 +7,13 @@ at its sender, which works on meanwhile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .artifact import Artifact
 from .units import format_seconds
 
-__all__ = ["WORK", "Span", "Tag", "Timeline"]
+__all__ = ["WORK", "MemoryStep", "Span", "Tag", "Timeline"]
 
 WORK = ("F", "B", "I", "W", "U")
 """Kinds of span in which a rank computes."""
@@ -59,6 +59,18 @@ class Tag(NamedTuple):
         return self.applied_to - self.forward_version
 
 
+class MemoryStep(NamedTuple):
+    """What a rank holds from a time on.
+
+    Attributes:
+        at_s: seconds since the start of the run.
+        held_bytes: versions of weights, gradients, optimizer state, activations in flight, inputs (`core.memory`).
+    """
+
+    at_s: float
+    held_bytes: int
+
+
 @dataclass(frozen=True)
 class Timeline(Artifact):
     """Spans of a run, over all ranks.
@@ -74,6 +86,8 @@ class Timeline(Artifact):
         tags: of the gradients, where they were kept.
         peak_bytes: of each rank, where it is known.
         peak_versions: of each rank, distinct weight sets alive at once, where it is known.
+        memory: of each rank, the bytes held at the start and after each of its ops, where it is known; see
+            `memory_steps`.
     """
 
     FORMAT = 1
@@ -88,6 +102,7 @@ class Timeline(Artifact):
     tags: tuple[Tag, ...] = ()
     peak_bytes: tuple[int, ...] = ()
     peak_versions: tuple[int, ...] = ()
+    memory: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         work = self.work()
@@ -116,15 +131,14 @@ class Timeline(Artifact):
     def between(self, start_s: float, end_s: float) -> Timeline:
         """Returns the spans that touch a window of time."""
         kept = tuple(span for span in self.spans if span.end_s > start_s and span.start_s < end_s)
-        return Timeline(
-            self.name,
-            self.source,
-            self.workers,
-            kept,
-            self.microbatches,
-            self.minibatch_microbatches,
-            self.batch,
-            self.tags,
-            self.peak_bytes,
-            self.peak_versions,
-        )
+        return replace(self, spans=kept, memory=())
+
+    def memory_steps(self, rank: int) -> tuple[MemoryStep, ...]:
+        """Returns the bytes that a rank held over time: from the start on, then from the end of each of its ops on.
+
+        Nothing, where it is not known: of a measured run, or of a part of a run.
+        """
+        if not self.memory:
+            return ()
+        ends = (span.end_s for span in self.spans if span.rank == rank and span.kind in WORK)
+        return tuple(map(MemoryStep, (0.0, *ends), self.memory[rank]))

@@ -2,5 +2,6 @@
 
 from .clock import simulate
 from .costs import Costs, costs
+from .stragglers import Stragglers
 
-__all__ = ["Costs", "costs", "simulate"]
+__all__ = ["Costs", "Stragglers", "costs", "simulate"]

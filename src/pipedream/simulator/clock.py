@@ -9,8 +9,9 @@
   done. It arrives bytes / bandwidth and one latency later. What no receive is posted for yet does not keep the
   sender's link busy for longer than its bytes.
 - A receive blocks its rank until the message is there.
-- A sum waits for all replicas of its stage, then takes its seconds. A coupled update waits until all ranks have
-  reached theirs of the same number.
+- A sum over the replicas of a stage begins inside the last backward before it (`costs`), or, of a replica that has no
+  backward in it, when it comes to its update; it blocks its ranks there until it is done. A coupled update waits until
+  all ranks have reached theirs of the same number.
 
 Each rank runs until it waits for another; nothing needs a queue of events, for a message's arrival follows from
 the past of its two ends alone, and is worked out when it is received.
@@ -18,47 +19,88 @@ the past of its two ends alone, and is worked out when it is received.
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import itemgetter
+from typing import Any, NoReturn
 
 from ..core.errors import DeadlockError, ScheduleError
-from ..core.memory import stage_bytes
-from ..core.op import Kind, Op
-from ..core.program import Channel, Instruction, Move, Program, Transfer
+from ..core.op import Kind
+from ..core.program import Channel, Instruction, Move, Program, Transfer, moved
 from ..core.timeline import Span, Timeline
 from .costs import Costs
-from .versions import SeatVersions
+from .flat import GIVE, OP, RECEIVE, SEND, STOP, SYNC, TURN, FlatInstruction, FlatRank, flatten
+from .stragglers import Stragglers
+from .versions import follow
 
 __all__ = ["simulate"]
 
-# Looking up a member of an enum costs as much as a whole instruction may.
-_UPDATE, _SEND, _RECEIVE = Kind.UPDATE, Move.SEND, Move.RECEIVE
+_new: Callable[..., Any] = tuple.__new__  # makes a named tuple without a call in Python
+_Work = tuple[int, Any, int, int, int, str, float]  # a flat instruction with its wire or its seconds
+_ALL = -1  # in the place of a stage: the meeting of all ranks before a coupled update
 
 
-def simulate(program: Program, costs: Costs, total: int) -> Timeline:
+def simulate(program: Program, costs: Costs, total: int, stragglers: Stragglers | None = None) -> Timeline:
     """Returns what `total` microbatches do, from an empty pipeline to an empty one.
+
+    Args:
+        program: what is run.
+        costs: seconds.
+        total: microbatches of the run.
+        stragglers: how the seconds of ops differ from the costs; None: not at all.
 
     Raises:
         DeadlockError: ranks wait for each other for ever; the message lists each with its instruction.
         ScheduleError: a rank receives another message than the next of its channel, or a message has no receiver.
+        ValueError: a slow rank that there is not.
     """
-    return _Clock(program, costs, total).run()
+    with _uncollected():
+        return _Clock(program, costs, total, stragglers or Stragglers()).run()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Holds Python's search for cycles off: a run makes millions of spans, which have none, and would be searched again
+    and again for a third of the time."""
+    paused = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            gc.enable()
 
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """A rank on its way: its time, and the instruction it is at (None when it has ended)."""
+    """A rank on its way: its time, and the instruction it is at.
+
+    Attributes:
+        text: its instructions as they were made.
+        instructions: as the clock works on them, with wires in the place of channels and an op's seconds.
+        draw: from an op's letter to the factor on its seconds; None: all are 1.
+        missing: ops not yet done; `before` is what it was a turn ago.
+        brought: stage -> the newest update whose meeting it has come to.
+        coupled: newest update that all ranks were waited for.
+    """
 
     number: int
-    stream: Iterator[Instruction]
-    seats: dict[int, SeatVersions]
+    text: FlatRank
+    instructions: list[_Work]
+    draw: Callable[[str], float] | None
+    missing: int
+    before: int = -1
+    position: int = 0
+    turn: int = 0
     now: float = 0.0
-    instruction: Instruction | None = None
+    ended: bool = False
     spans: list[Span] = field(default_factory=list)
     sends: list[Span] = field(default_factory=list)
     received: list[_Wire] = field(default_factory=list)
+    brought: dict[int, int] = field(default_factory=dict)
     coupled: int = 0
 
 
@@ -79,32 +121,31 @@ class _Wire:
     transfer_s: float
     occupied_s: float
     posted: deque[float]
+    sends: list[Span]
     sent: deque[tuple[int, float]] = field(default_factory=deque)
     waiting: _Rank | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
-    """Ranks that wait until all have come."""
+    """Ranks that wait until all have come: how many have not yet, and have not yet gone; and when it is over."""
 
-    come: list[_Rank] = field(default_factory=list)
-    latest_s: float = 0.0
-    complete: bool = False
+    missing: int
+    staying: int
+    over_s: float = 0.0
+    waiting: list[_Rank] = field(default_factory=list)
 
 
 class _Clock:
-    def __init__(self, program: Program, costs: Costs, total: int) -> None:
+    def __init__(self, program: Program, costs: Costs, total: int, stragglers: Stragglers) -> None:
         self.program = program
         self.total = total
         self.costs = costs
-        self.ranks = [
-            _Rank(
-                number,
-                program.instructions(number, total),
-                {s: SeatVersions(program, s, replica, total) for s, replica in program.placement.seats(number)},
-            )
-            for number in range(program.placement.workers)
-        ]
+        placement = program.placement
+        stragglers.check_ranks(placement.workers)
+        gives = range(placement.stages) if costs.buckets else ()
+        texts = [flatten(program, number, total, gives=gives) for number in range(placement.workers)]
+        self.ranks = [_Rank(number, text, [], stragglers.draws(number), text.ops) for number, text in enumerate(texts)]
         out: defaultdict[tuple[int, int, str], _Link] = defaultdict(_Link)
         into: defaultdict[tuple[int, int, str], _Link] = defaultdict(_Link)
         self.wires = [
@@ -115,27 +156,34 @@ class _Clock:
                 costs.transfer_s(channel),
                 costs.occupied_s(channel),
                 deque([0.0] * channel.depth),
+                self.ranks[channel.sender].sends,
             )
             for channel in program.channels
         ]
-        self.meetings: dict[tuple[str, int, int], _Meeting] = {}
+        for rank in self.ranks:
+            instructions = list(rank.text.instructions) if rank.missing else rank.text.behind(0, 0)
+            rank.instructions = self._worked_out(instructions, stragglers.slowness(rank.number))
+        self.meetings: dict[tuple[int, int], _Meeting] = {}
         self.ready: list[_Rank] = []
-        stages = range(program.placement.stages)
-        self.op_s = {kind: (kind.value, [costs.op_s(kind, s) for s in stages]) for kind in Kind}
-        last_updates = [max(program.updates.updates(s, total) for s in rank.seats) for rank in self.ranks]
-        self.members_of_update = (
-            [sum(last >= n for last in last_updates) for n in range(max(last_updates) + 1)]
-            if program.couples_updates
-            else []
-        )
+        self.last_updates = [
+            max(program.updates.updates(stage, total) for stage, _ in placement.seats(rank.number))
+            for rank in self.ranks
+        ]
+
+    def _worked_out(self, instructions: list[FlatInstruction], slowness: float) -> list[_Work]:
+        """Returns instructions with wires and seconds in them."""
+        done = []
+        for code, what, first, stride, limit, letter, _ in instructions:
+            seconds = self.costs.op_s(Kind(letter), what) * slowness if code == OP else 0.0
+            place = self.wires[what] if code in (SEND, RECEIVE) else what
+            done.append((code, place, first, stride, limit, letter, seconds))
+        return done
 
     def run(self) -> Timeline:
-        for rank in self.ranks:
-            rank.instruction = next(rank.stream, None)
         self.ready = self.ranks[::-1]
         while self.ready:
             self._advance(self.ready.pop())
-        waiting = [rank for rank in self.ranks if rank.instruction is not None]
+        waiting = [rank for rank in self.ranks if not rank.ended]
         if waiting:
             raise DeadlockError(self._who_waits(waiting))
         lost = [wire for wire in self.wires if wire.sent]
@@ -148,102 +196,130 @@ class _Clock:
 
     def _advance(self, rank: _Rank) -> None:
         """Runs a rank until it waits for another or has ended."""
-        now, instruction = rank.now, rank.instruction
-        number, spans, stream, seats, received = rank.number, rank.spans, rank.stream, rank.seats, rank.received
-        op_s, wires, couples = self.op_s, self.wires, self.program.couples_updates
-        while instruction is not None:
-            if isinstance(instruction, Op):
-                kind, stage, index, _ = instruction
-                if couples and kind is _UPDATE:
-                    rank.now = now
-                    latest = self._coupled(rank, index)
-                    if latest is None:
-                        break
-                    now = _waited(rank, stage, index, now, latest)
-                letter, seconds = op_s[kind]
-                end = now + seconds[stage]
-                spans.append(Span(number, letter, stage, index, now, end))
-                seats[stage].follow(instruction)
+        number, spans, instructions, received, draw = (
+            rank.number,
+            rank.spans,
+            rank.instructions,
+            rank.received,
+            rank.draw,
+        )
+        position, turn, missing, now = rank.position, rank.turn, rank.missing, rank.now
+        while True:
+            code, what, first, stride, limit, letter, seconds = instructions[position]
+            index = first + turn * stride
+            if index >= limit:
+                if code == TURN:
+                    if missing == rank.before:
+                        self._lacks(rank)  # indices only grow: a whole turn without an op is followed by no other
+                    rank.before = missing
+                    position, turn = rank.text.loop, turn + 1
+                    continue
+                if code == STOP:
+                    if missing:
+                        self._lacks(rank)
+                    rank.ended = True
+                    break
+            elif code == OP:
+                end = now + (seconds if draw is None else seconds * draw(letter))
+                spans.append(_new(Span, (number, letter, what, index, now, end)))
                 now = end
                 if received:
                     for wire in received:
                         wire.posted.append(now)
                     received.clear()
-            elif instruction.kind is _SEND:
-                wire = wires[instruction.channel]
-                leaves = max(now, wire.out.free_s)
-                wire.out.free_s = leaves + wire.occupied_s
-                wire.sent.append((instruction.index, leaves))
-                if wire.waiting is not None:
-                    self.ready.append(wire.waiting)
-                    wire.waiting = None
-            elif instruction.kind is _RECEIVE:
-                wire = wires[instruction.channel]
-                if not wire.sent or not wire.posted:
-                    wire.waiting = rank
+                missing -= 1
+                if not missing:
+                    instructions = rank.instructions = self._worked_out(rank.text.behind(position + 1, turn), 1.0)
+                    position = turn = 0
+                    continue
+            elif code == RECEIVE:
+                sent, posted = what.sent, what.posted
+                if not sent or not posted:
+                    what.waiting = rank
                     break
-                arrival = self._arrival(wire, instruction)
+                sent_index, start = sent.popleft()
+                if sent_index != index:
+                    self._out_of_turn(what.channel, index, sent_index)
+                # A message starts when both links are free of the one before and its receive is posted.
+                into = what.into
+                if into.free_s > start:
+                    start = into.free_s
+                ready = posted.popleft()
+                if ready > start:
+                    start = ready
+                into.free_s = start + what.occupied_s
+                arrival = start + what.transfer_s
+                channel = what.channel
+                if arrival > start:
+                    what.sends.append(_new(Span, (channel.sender, "send", channel.source, index, start, arrival)))
                 if arrival > now:
-                    now = _waited(rank, wire.channel.target, instruction.index, now, arrival)
-                received.append(wire)
+                    spans.append(_new(Span, (number, "wait", channel.target, index, now, arrival)))
+                    now = arrival
+                received.append(what)
+            elif code == SEND:
+                out = what.out
+                leaves = now if now > out.free_s else out.free_s
+                out.free_s = leaves + what.occupied_s
+                what.sent.append((index, leaves))
+                if what.waiting is not None:
+                    self.ready.append(what.waiting)
+                    what.waiting = None
+            elif code == GIVE:
+                stage, update, updates = what
+                backward_s = now - spans[-1].start_s
+                self._come(rank, stage, update + turn * updates, now + self.costs.sum_s(stage, backward_s))
             else:
-                rank.now = now
-                stage, index = instruction.channel, instruction.index
-                latest = self._meet(("sync", stage, index), rank, self.program.placement.replicas[stage])
-                if latest is None:
+                stage = what if code == SYNC else _ALL
+                over_s = self._met(rank, stage, index, now)
+                if over_s is None:
                     break
-                now = _waited(rank, stage, index, now, latest + self.costs.sync_s[stage])
-            instruction = next(stream, None)
-        rank.now, rank.instruction = now, instruction
+                if over_s > now:
+                    spans.append(_new(Span, (number, "wait", what, index, now, over_s)))
+                    now = over_s
+            position += 1
+        rank.position, rank.turn, rank.missing, rank.now = position, turn, missing, now
 
-    def _arrival(self, wire: _Wire, receive: Transfer) -> float:
-        """Returns when the next message of a channel arrives, and takes it off the link."""
-        index, leaves = wire.sent.popleft()
-        if index != receive.index:
-            raise ScheduleError(
-                f"program {self.program.schedule!r}: rank {wire.channel.receiver} wants "
-                f"{_described(wire.channel, receive.index)}, but the next on its channel is that of microbatch "
-                f"{index}; receive in the order of sending"
+    def _come(self, rank: _Rank, stage: int, update: int, over_s: float) -> None:
+        """Notes that a rank has come to a meeting, which is not over before a time."""
+        key = stage, update
+        meeting = self.meetings.get(key)
+        if meeting is None:
+            members = (
+                sum(last >= update for last in self.last_updates)
+                if stage == _ALL
+                else self.program.placement.replicas[stage]
             )
-        start = max(leaves, wire.into.free_s, wire.posted.popleft())
-        wire.into.free_s = start + wire.occupied_s
-        arrival = start + wire.transfer_s
-        if arrival > start:
-            channel = wire.channel
-            sender = self.ranks[channel.sender]
-            sender.sends.append(Span(sender.number, "send", channel.source, index, start, arrival))
-        return arrival
+            meeting = self.meetings[key] = _Meeting(members, members)
+        rank.brought[stage] = update
+        meeting.over_s = max(meeting.over_s, over_s)
+        meeting.missing -= 1
+        if not meeting.missing:
+            self.ready.extend(meeting.waiting)
+            meeting.waiting.clear()
 
-    def _coupled(self, rank: _Rank, index: int) -> float | None:
-        """Returns when all ranks have reached their update of a number, or None: not yet."""
-        if index <= rank.coupled:
-            return rank.now
-        latest = self._meet(("update", 0, index), rank, self.members_of_update[index])
-        if latest is not None:
-            rank.coupled = index
-        return latest
-
-    def _meet(self, key: tuple[str, int, int], rank: _Rank, members: int) -> float | None:
-        """Returns when the last member of a meeting came, or None: not yet."""
-        meeting = self.meetings.setdefault(key, _Meeting())
-        if not meeting.complete:
-            meeting.come.append(rank)
-            meeting.latest_s = max(meeting.latest_s, rank.now)
-            if len(meeting.come) < members:
-                return None
-            meeting.complete = True
-            self.ready.extend(other for other in meeting.come if other is not rank)
-        meeting.come.remove(rank)
-        if not meeting.come:
-            del self.meetings[key]
-        return meeting.latest_s
+    def _met(self, rank: _Rank, stage: int, update: int, now: float) -> float | None:
+        """Returns when a meeting is over that a rank has reached, or None: some have not yet come."""
+        if stage == _ALL and update <= rank.coupled:
+            return now  # another stage of this rank has met
+        if rank.brought.get(stage, 0) < update:
+            self._come(rank, stage, update, now if stage == _ALL else now + self.costs.sum_s(stage))
+        meeting = self.meetings[stage, update]
+        if meeting.missing:
+            meeting.waiting.append(rank)
+            return None
+        meeting.staying -= 1
+        if not meeting.staying:
+            del self.meetings[stage, update]
+        if stage == _ALL:
+            rank.coupled = update
+        return meeting.over_s
 
     def _timeline(self) -> Timeline:
         program = self.program
+        held = [follow(program, rank.number, self.total, rank.spans) for rank in self.ranks]
         spans: list[Span] = []
         for rank in self.ranks:
-            spans += sorted(rank.spans + rank.sends, key=attrgetter("start_s"))
-        seats = [seat for rank in self.ranks for seat in rank.seats.values()]
+            spans += sorted(rank.spans + rank.sends, key=itemgetter(4))
         return Timeline(
             name=program.schedule,
             source="simulated",
@@ -252,31 +328,28 @@ class _Clock:
             microbatches=self.total,
             minibatch_microbatches=program.microbatches,
             batch=program.plan.batch,
-            tags=tuple(tag for seat in seats for tag in seat.tags),
-            peak_bytes=tuple(self._peak_bytes(rank) for rank in self.ranks),
-            peak_versions=tuple(sum(seat.peak for seat in rank.seats.values()) for rank in self.ranks),
+            tags=tuple(tag for one in held for tag in one.tags),
+            peak_bytes=tuple(max(one.memory) for one in held),
+            peak_versions=tuple(one.peak_versions for one in held),
+            memory=tuple(one.memory for one in held),
         )
 
-    def _peak_bytes(self, rank: _Rank) -> int:
-        """Returns the predicted peak of a rank: the sum over its seats."""
-        plan = self.program.plan
-        parts = self.program.microbatches if plan.unit == "minibatch" else 1
-        return sum(
-            stage_bytes(
-                parameter_bytes=plan.stages[s].parameter_bytes,
-                optimizer_bytes=plan.stages[s].optimizer_bytes,
-                activation_bytes=-(-plan.stages[s].activation_bytes // parts),
-                input_bytes=-(-plan.stages[s - 1].output_bytes // parts) if s else 0,
-                versions=seat.peak,
-                in_flight=seat.peak_in_flight,
-            )
-            for s, seat in rank.seats.items()
+    def _lacks(self, rank: _Rank) -> NoReturn:
+        raise ScheduleError(
+            f"program {self.program.schedule!r}: rank {rank.number} lacks ops of the {rank.text.ops} that "
+            f"{self.total} microbatches need; lower the schedule again"
+        )
+
+    def _out_of_turn(self, channel: Channel, wanted: int, found: int) -> NoReturn:
+        raise ScheduleError(
+            f"program {self.program.schedule!r}: rank {channel.receiver} wants {_described(channel, wanted)}, but the "
+            f"next on its channel is that of microbatch {found}; receive in the order of sending"
         )
 
     def _who_waits(self, waiting: list[_Rank]) -> str:
         rows = []
         for rank in waiting:
-            at = rank.instruction
+            at = self._instruction(rank)
             what = f"{at}"
             if isinstance(at, Transfer) and at.kind is Move.RECEIVE:
                 what += f": {_described(self.wires[at.channel].channel, at.index)}"
@@ -293,13 +366,10 @@ class _Clock:
             ]
         )
 
-
-def _waited(rank: _Rank, stage: int, index: int, now: float, until: float) -> float:
-    """Returns the later of two times, and notes the wait between them."""
-    if until <= now:
-        return now
-    rank.spans.append(Span(rank.number, "wait", stage, index, now, until))
-    return until
+    def _instruction(self, rank: _Rank) -> Instruction:
+        source = rank.text.instructions[rank.position].source
+        assert source is not None
+        return moved(source, rank.turn * self.program.cycle, self.program.updates)
 
 
 def _described(channel: Channel, index: int) -> str:

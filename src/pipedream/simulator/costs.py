@@ -1,15 +1,26 @@
-"""How long each instruction takes: the seconds and bytes of a plan, put over the links of its cluster."""
+"""How long each instruction takes: the seconds and bytes of a plan, put over the links of its cluster.
+
+**A sum over replicas begins inside the backward.** The runtime adds up gradients in buckets, in reverse order of the
+parameters, each as soon as it is full (`runtime.reduction`). The model: gradients get ready evenly over the last
+backward before the update, counted in bytes; the all-reduce of a bucket begins when it is ready on all replicas and
+the bucket before it is done, and takes 2 (r - 1) (l + b / (r B)); what the sums put on the links does not disturb the
+pipeline's messages. With q_k the share of the bytes that lies in buckets up to k, T_k the seconds of bucket k and all
+behind it, and D those of the backward, a sum is over max_k (T_k - (1 - q_k) D) after the end of the slowest replica's
+backward: at least the last bucket's seconds. That shows, unless the update lags: then the next forward hides it too.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.cost import transfer_s
+from ..core.cost import all_reduce_s, transfer_s
 from ..core.op import Kind
 from ..core.plan import Plan
 from ..core.program import Channel
 
-__all__ = ["Costs", "costs"]
+__all__ = ["Costs", "bucket_costs", "costs"]
+
+_FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 4 << 20  # those of `runtime.reduction`
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,9 @@ class Costs:
         output_bytes: of the value that each stage sends on, for one microbatch; its gradient is as large.
         bandwidth_bytes_per_s, latency_s: of a link, in one direction.
         input_bytes: of what goes straight from the input stage to the output stage; 0 costs no time.
+        buckets: of each stage's sum: the share of the last backward after which a bucket is ready, and the seconds
+            that it and those behind it take. None at all (the classic model): sums begin when all replicas
+            have come to their update, nothing hides them, and they take `sync_s`.
 
     Raises:
         ValueError: vectors of different lengths, negative seconds, or a weight gradient longer than its backward.
@@ -37,6 +51,7 @@ class Costs:
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0
     input_bytes: float = 0.0
+    buckets: tuple[tuple[tuple[float, float], ...], ...] = ()
 
     def __post_init__(self) -> None:
         vectors = {
@@ -50,6 +65,8 @@ class Costs:
         for name, vector in vectors.items():
             if min(vector, default=0.0) < 0:
                 raise ValueError(f"{name} cannot be negative, found {vector}")
+        if self.buckets and len(self.buckets) != len(self.forward_s):
+            raise ValueError(f"buckets are for {len(self.buckets)} stages, the seconds for {len(self.forward_s)}")
         if self.bandwidth_bytes_per_s <= 0 or self.latency_s < 0 or self.input_bytes < 0:
             raise ValueError(
                 "bandwidth must be positive, latency and input bytes not negative, found "
@@ -72,6 +89,17 @@ class Costs:
         }
         return by_kind[kind][stage]
 
+    def sum_s(self, stage: int, backward_s: float = 0.0) -> float:
+        """Returns the seconds from the end of the last backward before a sum to the sum's end.
+
+        Args:
+            stage: whose.
+            backward_s: seconds of that backward; 0 where all gradients come at once.
+        """
+        if not self.buckets:
+            return self.sync_s[stage]
+        return max((tail_s - (1 - ready) * backward_s for ready, tail_s in self.buckets[stage]), default=0.0)
+
     def channel_bytes(self, channel: Channel) -> float:
         """Returns the bytes of one message: the value of the boundary that the channel crosses."""
         if channel.carries == "input":
@@ -89,7 +117,34 @@ class Costs:
         return self.occupied_s(channel) + self.latency_s
 
 
-def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None) -> Costs:
+def bucket_costs(
+    size_bytes: float, replicas: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0
+) -> tuple[tuple[float, float], ...]:
+    """Returns the buckets of a sum (`Costs.buckets`): a first one of 1 MiB, further ones of 4 MiB, and what is left.
+
+    Between the first and the last of the 4 MiB buckets both numbers change evenly, so that those between them never
+    decide, and are left out.
+    """
+    if replicas == 1:
+        return ()
+
+    def seconds(part_bytes: float) -> float:
+        return all_reduce_s(part_bytes, replicas, bandwidth_bytes_per_s, latency_s)
+
+    whole, rest = divmod(max(size_bytes - _FIRST_BUCKET_BYTES, 0.0), _BUCKET_BYTES)
+    behind_s = seconds(rest) if rest else 0.0
+    found = [(1.0, behind_s)] if rest else []
+    for count in sorted({1.0, whole} if whole else ()):
+        ready = (_FIRST_BUCKET_BYTES + (whole - count + 1) * _BUCKET_BYTES) / size_bytes
+        found.append((ready, count * seconds(_BUCKET_BYTES) + behind_s))
+    first = min(size_bytes, _FIRST_BUCKET_BYTES)
+    found.append(
+        (first / size_bytes if size_bytes else 1.0, seconds(first) + whole * seconds(_BUCKET_BYTES) + behind_s)
+    )
+    return tuple(reversed(found))
+
+
+def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap: bool = True) -> Costs:
     """Returns the costs of a plan's stages on the cluster that it was planned for.
 
     Args:
@@ -97,6 +152,8 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None) -> Costs
         split: m, microbatches of a minibatch. A plan in minibatches is divided by it, all but updates and sums; a
             plan in microbatches is taken as it is.
         weight_s: seconds of a stage's weight gradient, in the plan's unit; None takes half of the backward.
+        overlap: sums over replicas begin inside the backward, as in the runtime; otherwise they are charged whole,
+            right before their update.
 
     Raises:
         ValueError: a split below 1, or a weight gradient longer than its backward.
@@ -104,7 +161,8 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None) -> Costs
     if split < 1:
         raise ValueError(f"a minibatch is split into at least 1 microbatch, found {split}")
     parts = split if plan.unit == "minibatch" else 1
-    stages = plan.stages
+    stages, cluster = plan.stages, plan.cluster
+    link = (cluster.bandwidth_bytes_per_s, cluster.latency_s)
     return Costs(
         forward_s=tuple(stage.forward_s / parts for stage in stages),
         backward_s=tuple(stage.backward_s / parts for stage in stages),
@@ -112,6 +170,7 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None) -> Costs
         update_s=tuple(stage.update_s for stage in stages),
         sync_s=plan.sync_s,
         output_bytes=tuple(stage.output_bytes / parts for stage in stages),
-        bandwidth_bytes_per_s=plan.cluster.bandwidth_bytes_per_s,
-        latency_s=plan.cluster.latency_s,
+        bandwidth_bytes_per_s=cluster.bandwidth_bytes_per_s,
+        latency_s=cluster.latency_s,
+        buckets=tuple(bucket_costs(s.parameter_bytes, s.replicas, *link) for s in stages) if overlap else (),
     )
