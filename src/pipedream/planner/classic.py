@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -72,13 +72,15 @@ def classic(
         raise PlanError(f"{cluster.workers} workers were asked for, {MOST_WORKERS} are the most; give fewer")
     text = GraphText.of(graph) if isinstance(graph, Profile) else graph
     states = States.of(text)
-    if states.compute_s[-1] <= 0:
-        raise PlanError("the classic cost model was asked for a graph whose layers take no time; give measured seconds")
     tables = solve(states, cluster.levels)
     end = len(states) - 1
     stages = _flat(tables, 0, end, 1)
     seconds = tables[-1].seconds(0, end, cluster.levels[-1].width)
+    if seconds <= 0:
+        raise PlanError("the classic cost model was asked for a graph whose layers take no time; give measured seconds")
     note = f"classic cost model: {format_seconds(seconds)} per minibatch{_nests(stages)}"
+    if any(states.done[a.last] & ~states.done[b.last] for a, b in pairwise(stages)):
+        note += "; it cuts one branch before another that it then takes up again, so these seconds are of no plan"
     if cluster.latency_s:
         note += "; latency does not count"
     plan = _plan(graph, text, cluster, states, stages, versions, depth)
@@ -141,8 +143,9 @@ def _plan(
         edges = tuple((places[source], places[target]) for source, target in text.edges)
         profile = GraphText(tuple(text.nodes[i] for i in order), edges).profile()
     numbers = dict(zip((node.name for node in text.nodes), owner, strict=True))
-    counts = Counter(numbers[name] for name in (layer.name for layer in profile.graph.layers))
-    cuts = tuple(accumulate(counts[s] for s in range(len(stages))))[:-1]
+    counts = Counter(numbers[layer.name] for layer in profile.graph.layers)
+    stages = [stage for s, stage in enumerate(stages) if counts[s]]  # those that ran already hold no layer
+    cuts = tuple(accumulate(counts[s] for s in sorted(counts)))[:-1]
     space = Space.of(profile, cluster, versions=versions)
     crossing: Any = np.array(space.crossing)
     for cut, stage in zip(cuts, stages, strict=False):
