@@ -240,8 +240,8 @@ def _measured(path: Path) -> Profile | GraphText:
     try:
         begins = path.read_text(encoding="utf-8").lstrip()[:1]
     except (OSError, UnicodeDecodeError):
-        begins = ""
-    return Profile.load(path) if begins in ("", "{", "[") or path.suffix == ".json" else GraphText.load(path)
+        return Profile.load(path)  # which says what is wrong with it
+    return Profile.load(path) if begins in ("{", "[") or path.suffix == ".json" else GraphText.load(path)
 
 
 def _width() -> int | None:

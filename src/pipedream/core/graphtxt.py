@@ -123,8 +123,8 @@ class GraphText:
         for edge in self.edges:
             if not all(0 <= end < len(names) for end in edge):
                 raise ValueError(f"edge {edge} names a node that is not among the {len(names)}")
-        if (left := _circle(len(names), self.edges)) is not None:
-            raise ValueError(f"the edges run in a circle through {names[left]}")
+        if circle := _circle(len(names), self.edges):
+            raise ValueError(f"the edges run in a circle through {names[min(circle)]}")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -171,9 +171,9 @@ class GraphText:
                 raise ArtifactError(_at(source, number, str(error))) from None
         if not nodes:
             raise ArtifactError(f"{source} should hold a graph.txt, but has no node; give a profile")
-        if (left := _circle(len(nodes), edges)) is not None:
-            number = next(n for n, edge in zip(lines, edges, strict=True) if edge[1] == left)
-            raise ArtifactError(_at(source, number, f"the edges run in a circle through {nodes[left].name}"))
+        if circle := _circle(len(nodes), edges):
+            number = max(n for n, edge in zip(lines, edges, strict=True) if circle.issuperset(edge))
+            raise ArtifactError(_at(source, number, f"the edges run in a circle through {nodes[min(circle)].name}"))
         joined = {end for edge in edges for end in edge}
         for i, node in enumerate(nodes):
             if i not in joined and len(nodes) > 1 and not node.is_input:
@@ -268,19 +268,17 @@ def in_order(count: int, edges: Iterable[tuple[int, int]], key: Callable[[int], 
     return order
 
 
-def _circle(count: int, edges: Iterable[tuple[int, int]]) -> int | None:
-    """A node of a circle, or None where there is no circle."""
+def _circle(count: int, edges: Iterable[tuple[int, int]]) -> set[int]:
+    """The nodes of a circle, or none where there is no circle."""
     pairs = tuple(edges)
     left = set(range(count)) - set(in_order(count, pairs))
-    if not left:
-        return None
     producers = {target: source for source, target in pairs if source in left and target in left}
-    seen: set[int] = set()
-    node = min(left)  # each node that is left has a producer that is: walking back ends in a circle
-    while node not in seen:
-        seen.add(node)
+    walked: list[int] = []
+    node = min(left, default=-1)  # each node that is left has a producer that is: walking back ends in a circle
+    while left and node not in walked:
+        walked.append(node)
         node = producers[node]
-    return node
+    return set(walked[walked.index(node) :]) if left else set()
 
 
 def _node(line: str) -> GraphNode:

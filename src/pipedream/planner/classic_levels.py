@@ -36,6 +36,7 @@ from .classic_states import States
 __all__ = ["LevelTable", "solve"]
 
 _BLOCK = 96
+_LEAST_BLOCK = 24
 _MOST_ENTRIES = 1 << 27  # of the table, 8 bytes each: a gigabyte
 _AT_ONCE = 1 << 15  # rows of a block that are gathered at a time
 
@@ -139,11 +140,24 @@ def _last(found: LevelTable, j: int, before: Any) -> Any:
     return seconds
 
 
+def _blocks(found: LevelTable) -> list[slice]:
+    """Runs of rows; one ends early where the compute before its starts changes, for a bound is as good as its block is
+    uniform."""
+    first = found.cost[found.starts, -1]
+    blocks, begin, rows = [], 0, len(first)
+    for row in range(1, rows + 1):
+        size = row - begin
+        if row == rows or size == _BLOCK or (size >= _LEAST_BLOCK and first[row] != first[row - 1]):
+            blocks.append(slice(begin, row))
+            begin = row
+    return blocks
+
+
 def _fill(found: LevelTable) -> None:
     table, width = found.table, found.level.width
     _, count, rows = table.shape
     flat = table.reshape(width * count, rows)
-    blocks = [slice(first, min(first + _BLOCK, rows)) for first in range(0, rows, _BLOCK)]
+    blocks = _blocks(found)
     earliest = [int(found.starts[block].min()) for block in blocks]
     least = np.full((len(blocks), width * count), np.inf)
     pairs = [(m, q) for m in range(2, width + 1) for q in range(1, m)]
