@@ -12,9 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream import cli
+from pipedream import api, cli
 from pipedream.api import versions_of
+from pipedream.core.cluster import Level
 from pipedream.core.errors import PlanError
+from pipedream.core.graphtxt import GraphText
 from pipedream.core.profile import LayerProfile
 from pipedream.recipe import Recipe
 
@@ -142,3 +144,77 @@ def test_a_run_uses_every_worker(options: dict[str, Any], workers: int, several:
 def test_a_run_refuses_counts_for_other_workers(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="the plan 2-1 is for 3 workers, 2 were asked for"):
         pd.run(recipe, workers=2, shape="2-1", out=tmp_path / "run", quiet=True)
+
+
+GRAPH = """\
+node1 -- Input -- forward_compute_time=9.0, backward_compute_time=0.0, activation_size=100.0, parameter_size=0.0
+node2 -- Conv2d(3, 64) -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=50.0, parameter_size=8.0
+node3 -- Linear(64, 64) -- forward_compute_time=1.0, backward_compute_time=1.0, activation_size=9.0, parameter_size=8e6
+\tnode1 -- node2
+\tnode2 -- node3
+"""
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> str:
+    (tmp_path / "net.txt").write_text(GRAPH)
+    return str(tmp_path / "net.txt")
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        ["--workers", "2", "2", "--bandwidth", "2e9", "1Gbit/s"],
+        ["--workers", "2,2", "--bandwidth", "2e9,1Gbit/s"],
+        ["--workers=2", "2", "--bandwidth=2e9", "--bandwidth", "1Gbit/s"],
+        ["--workers", "2", "--bandwidth", "2e9", "--workers", "2", "--bandwidth", "1Gbit/s"],
+    ],
+)
+def test_levels_of_the_network(
+    graph: str, profile: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, network: list[str]
+) -> None:
+    levels = pd.Cluster((Level(2, 2e9), Level(2, 1.25e8)))
+    found = asked(capfd, graph, *network, "--cost-model", "classic", "-o", str(tmp_path / "plan.json"))
+    answer = api.classic(GraphText.load(graph), levels)
+    plan = pd.Plan.load(tmp_path / "plan.json")
+    assert (plan.cluster, plan.model) == (levels, "net")
+    assert found["slowest_stage_s"] == answer.slowest_stage_s
+    assert found["speedup_over_one_worker"] == pytest.approx(0.005 / answer.slowest_stage_s)
+    assert found["speedup_over_data_parallel"] == pytest.approx(answer.data_parallel_s / answer.slowest_stage_s)
+    assert [row["layers"] for row in found["stages"]] == [["node2"], ["node3"]]
+    assert set(asked(capfd, *network, profile)) == set(found)  # the file may stand behind the values
+
+
+def test_a_graph_of_the_original(graph: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "staged.txt"
+    found = asked(capfd, graph, "--workers", "2", "--bandwidth", "1e9", "-o", str(out))
+    assert (found["config"], found["slowest_stage_s"]) == ("1-1", 0.003)
+    assert [node.stage for node in GraphText.load(out).nodes] == [None, 0, 1]
+    assert asked(capfd, str(out), "--workers", "2", "--bandwidth", "1e9")["config"] == "1-1"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--workers", "4", "4", "--bandwidth", "1e9"], "--workers gives 2 levels of the network and --bandwidth 1"),
+        (["--workers", "4", "--bandwidth", "1e9", "2e9"], "--workers gives 1 levels of the network and --bandwidth 2"),
+        (["--workers", "4", "--bandwidth", "0"], "'0' is not a bandwidth; write for example 1e9"),
+        (["--workers", "0"], "--workers 0 was asked for; give a whole number from 1 on"),
+        (["--workers", "two"], "--workers two was asked for; give a whole number from 1 on"),
+        (["--workers", "1000000"], "width must be between 1 and 100000, found 1000000"),
+        ([], "say how many workers"),
+        (["--workers", "2", "--memory", "1GB"], "leave the limit out"),
+        (["--workers", "2", "--straight"], "--cost-model classic knows no --straight"),
+    ],
+)
+def test_refusals_of_the_classic_model(
+    graph: str, capfd: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    assert says in refused(capfd, "plan", graph, "--cost-model", "classic", *options)
+
+
+def test_a_damaged_graph(graph: str, capfd: pytest.CaptureFixture[str]) -> None:
+    Path(graph).write_text(GRAPH.replace("=2.0", "=-2.0"))
+    assert "net.txt, line 2: backward_compute_time" in refused(capfd, "plan", graph, "--workers", "2")
+    Path(graph).write_text("")
+    assert "net.txt should hold a graph.txt, but has no node" in refused(capfd, "plan", graph, "--workers", "2")

@@ -16,6 +16,7 @@ from . import simulator as clock
 from .capture import Captured, capture, find_layers, untouched
 from .core.cluster import Cluster
 from .core.errors import PlanError
+from .core.graphtxt import GraphText
 from .core.plan import Plan
 from .core.profile import Profile
 from .core.program import Program
@@ -26,7 +27,7 @@ from .runtime import talk
 from .runtime.batches import to_device
 from .verifier import verify
 
-__all__ = ["layers_of", "plan", "profile", "simulate", "simulate_program", "versions_of"]
+__all__ = ["classic", "layers_of", "plan", "profile", "simulate", "simulate_program", "versions_of"]
 
 
 def profile(
@@ -82,7 +83,7 @@ def profile(
 
 
 def plan(
-    profile: Profile,
+    profile: Profile | GraphText,
     cluster: Cluster,
     *,
     schedule: str = "pipedream",
@@ -92,11 +93,12 @@ def plan(
     cuts: tuple[int | str, ...] | None = None,
     lag: int = 0,
     all_workers: bool = False,
+    cost_model: str = "pipedream",
 ) -> Plan:
     """Cuts a profiled model into stages, so that the slowest is as fast as can be and the memory holds.
 
     Args:
-        profile: of the model.
+        profile: of the model, or a graph.txt of the original.
         cluster: workers, links, memory.
         schedule: method whose versions of the weights count against the memory.
         microbatches: parts that a minibatch is split into.
@@ -108,10 +110,22 @@ def plan(
             shape each stage has one worker.
         lag: 1 puts the updates of a pipeline's replicated stages behind their next forward.
         all_workers: 'any' and 'pipeline' leave no worker without work.
+        cost_model: 'pipedream', or 'classic' for the original planner's answer, see `classic`.
 
     Raises:
         PlanError: nothing fits, or the model or the cluster does not allow the shape.
     """
+    if cost_model == "classic":
+        if shape != "any" or cuts is not None or lag or microbatches:
+            raise PlanError(
+                "the classic cost model was asked for, with a shape, cuts, a lag or microbatches, which it does not "
+                "know; leave them out, or plan with the cost model pipedream"
+            )
+        return classic(profile, cluster, schedule=schedule, in_flight=in_flight).plan
+    if cost_model != "pipedream":
+        raise PlanError(f"cost model {cost_model!r} is not known; write pipedream or classic")
+    if isinstance(profile, GraphText):
+        profile = profile.profile()
     versions, parts = versions_of(schedule), microbatches or 1
     if cuts is not None:
         counts = None if isinstance(shape, str) and shape in planner.SHAPES else planner.counts_of(shape)
@@ -128,6 +142,26 @@ def plan(
         lag=lag,
         all_workers=all_workers,
     )
+
+
+def classic(
+    profile: Profile | GraphText,
+    cluster: Cluster,
+    *,
+    schedule: str = "pipedream",
+    in_flight: str | tuple[int, ...] = "noam",
+) -> planner.Classic:
+    """Finds what the original PipeDream's planner answers, and its predicted seconds; docs/cost_models.md.
+
+    Args:
+        profile: of the model, or a graph.txt of the original.
+        cluster: workers and bandwidths, level by level, without a limit on memory.
+        schedule, in_flight: for the bytes that the plan tells; they decide nothing.
+
+    Raises:
+        PlanError: see `pipedream.planner.classic`.
+    """
+    return planner.classic(profile, cluster, versions=versions_of(schedule), depth=in_flight)
 
 
 def versions_of(schedule: str) -> Callable[[int, int], int]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+import re
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
 import typer
+from typer.core import TyperCommand
 
+from ..core import units
+from ..core.cluster import Cluster, Level
 from ..core.errors import PlanError
 
 __all__ = [
@@ -19,7 +24,9 @@ __all__ = [
     "Microbatches",
     "RecipeFile",
     "ScheduleName",
+    "SeveralValues",
     "Straight",
+    "cluster_of",
     "depth_of",
     "print_json",
     "shape_of",
@@ -74,3 +81,57 @@ def shape_of(*, straight: bool, data_parallel: bool, config: str | None, usual: 
     if len(given) > 1:
         raise PlanError(f"{' and '.join(name for name, _ in given)} exclude each other; give one or none")
     return given[0][1] if given else usual
+
+
+class SeveralValues(TyperCommand):
+    """A command whose --workers and --bandwidth take several values: ``--workers 4 4``, ``4,4``, or the option again.
+
+    What follows such an option belongs to it as long as it reads like another value; so a file whose name is a
+    number stands before it.
+    """
+
+    _LISTS: ClassVar = {
+        "--workers": r"\d+(,\d+)*",
+        "--bandwidth": r"[0-9.]+([eE][-+]?\d+)?([kKmMgGtT]?(bit|[bB])(/s|ps)?)?",
+    }
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Writes the option's name before each of its values, and leaves the rest to typer."""
+        given: list[str] = []
+        option = ""
+        for word in args:
+            if option and given[-1] != option and re.fullmatch(self._LISTS[option], word):
+                given.append(option)
+            elif not option or given[-1] != option:
+                name = word.partition("=")[0]
+                option = name if name in self._LISTS else ""
+                if option and word != name:
+                    given += [option, word.partition("=")[2]]
+                    continue
+            given.append(word)
+        return list(super().parse_args(ctx, given))
+
+
+def cluster_of(
+    path: Path | None, workers: list[str], bandwidths: list[str], latency_s: float, memory: str | None
+) -> Cluster:
+    """Reads --cluster, or --workers, --bandwidth, --latency and --memory, a level a value. Raises PlanError."""
+    if path is not None:
+        return Cluster.load(path)
+    widths = [word for text in workers for word in text.split(",")]
+    rates = [word for text in bandwidths for word in text.split(",")] or ["1.25e9"]
+    if not widths:
+        raise PlanError("say how many workers: --workers N, or give --cluster FILE")
+    if len(widths) != len(rates):
+        raise PlanError(
+            f"--workers gives {len(widths)} levels of the network and --bandwidth {len(rates)}; give one of each a "
+            "level, innermost first"
+        )
+    if not all(width.isdecimal() and int(width) > 0 for width in widths):
+        raise PlanError(f"--workers {' '.join(widths)} was asked for; give a whole number from 1 on for each level")
+    try:
+        size = None if memory is None else units.parse_bytes(memory)
+        levels = [Level(int(w), units.parse_rate(rate), latency_s) for w, rate in zip(widths, rates, strict=True)]
+        return Cluster(tuple(levels), size)
+    except ValueError as error:
+        raise PlanError(str(error)) from None

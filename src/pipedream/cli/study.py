@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,10 +12,10 @@ import typer
 from rich.console import Console
 
 from .. import api, metrics, schedules
-from ..core import units
 from ..core.artifact import encode
 from ..core.cluster import Cluster
 from ..core.errors import PlanError
+from ..core.graphtxt import GraphText
 from ..core.plan import Plan
 from ..core.profile import Profile
 from ..lowering import lower
@@ -31,6 +32,7 @@ from .options import (
     Microbatches,
     ScheduleName,
     Straight,
+    cluster_of,
     depth_of,
     print_json,
     shape_of,
@@ -40,12 +42,29 @@ __all__ = ["list_schedules", "plan", "show", "simulate"]
 
 
 def plan(
-    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="A profile's file.")],
-    workers: Annotated[int | None, typer.Option(min=1, help="Workers.")] = None,
-    bandwidth: Annotated[str, typer.Option(help="Of a link, in one direction: 1e9 (bytes/s), 10Gbit/s.")] = "1.25e9",
+    profile: Annotated[
+        Path, typer.Argument(metavar="PROFILE", help="A profile's file, or a graph.txt of the original PipeDream.")
+    ],
+    workers: Annotated[
+        list[str] | None,
+        typer.Option(metavar="M1 [M2 ...]", help="Workers; of a network of several levels, innermost first: 4 4."),
+    ] = None,
+    bandwidth: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="B1 [B2 ...]",
+            help="Of a link, in one direction, a value for each level: 1e9 (bytes/s), 10Gbit/s (the default).",
+        ),
+    ] = None,
     latency: Annotated[float, typer.Option(min=0.0, help="Seconds of a message.")] = 0.0,
     cluster: Annotated[Path | None, typer.Option(help="A cluster's file, instead of the three above.")] = None,
     memory: Annotated[str | None, typer.Option(help="Of one worker: 16e9, 16GB.")] = None,
+    cost_model: Annotated[
+        str,
+        typer.Option(
+            "--cost-model", metavar="pipedream|classic", help="classic: the arithmetic of the original's planner."
+        ),
+    ] = "pipedream",
     schedule: ScheduleName = "pipedream",
     microbatches: Microbatches = None,
     in_flight: Depth = "noam",
@@ -56,41 +75,62 @@ def plan(
     cuts: Annotated[
         str | None, typer.Option(help="By hand: the layers that begin a stage, by index or name: 3,7.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write the plan to.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File to write the plan to; name.txt: a graph.txt.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Cut a profiled model into stages, as fast as can be within the memory."""
-    measured = Profile.load(profile)
-    joined = _cluster(cluster, workers, bandwidth, latency, memory)
+    measured = _measured(profile)
+    joined = cluster_of(cluster, workers or [], bandwidth or [], latency, memory)
     shape = shape_of(straight=straight, data_parallel=data_parallel, config=config, usual="any")
     if cuts is not None and (straight or data_parallel):
         raise PlanError("--cuts already says the stages; give it alone or with --config, the workers of each")
     began = time.perf_counter()
-    found = api.plan(
-        measured,
-        joined,
-        schedule=schedule,
-        microbatches=microbatches,
-        in_flight=depth_of(in_flight),
-        shape=shape,
-        cuts=None if cuts is None else tuple(int(cut) if cut.isdecimal() else cut for cut in cuts.split(",") if cut),
-        lag=lag,
-    )
-    seconds = time.perf_counter() - began
-    if output is not None:
+    if cost_model == "classic":
+        if shape != "any" or cuts is not None or lag or microbatches:
+            raise PlanError(
+                "--cost-model classic knows no --straight, --data-parallel, --config, --cuts, --lag and "
+                "--microbatches; leave them out, or plan with --cost-model pipedream"
+            )
+        answer = api.classic(measured, joined, schedule=schedule, in_flight=depth_of(in_flight))
+        seconds = time.perf_counter() - began
+        found = replace(answer.plan, model=answer.plan.model if isinstance(measured, Profile) else profile.stem)
+        slowest_s, alone_s, parallel_s = answer.slowest_stage_s, answer.one_worker_s, answer.data_parallel_s
+    else:
+        known = measured.profile(profile.stem) if isinstance(measured, GraphText) else measured
+        found = api.plan(
+            known,
+            joined,
+            schedule=schedule,
+            microbatches=microbatches,
+            in_flight=depth_of(in_flight),
+            shape=shape,
+            cuts=None
+            if cuts is None
+            else tuple(int(cut) if cut.isdecimal() else cut for cut in cuts.split(",") if cut),
+            lag=lag,
+            cost_model=cost_model,
+        )
+        seconds = time.perf_counter() - began
+        unlimited = Cluster.flat(joined.workers, joined.bandwidth_bytes_per_s, joined.latency_s)
+        slowest_s = found.slowest_stage_s
+        alone_s = known.forward_s + known.backward_s + known.update_s + known.loss_s
+        parallel_s = api.plan(known, unlimited, shape="data-parallel").slowest_stage_s
+    if output is not None and output.suffix == ".txt":
+        text = measured if isinstance(measured, GraphText) else GraphText.of(measured)
+        text.with_stages(stage.names for stage in found.stages).save(output)
+    elif output is not None:
         found.save(output)
     if not as_json:
         print(found)
         return
-    alone = measured.forward_s + measured.backward_s + measured.update_s + measured.loss_s
-    unlimited = Cluster.flat(joined.workers, joined.bandwidth_bytes_per_s, joined.latency_s)
-    parallel = api.plan(measured, unlimited, shape="data-parallel")
     print_json(
         {
             "config": found.config,
-            "slowest_stage_s": found.slowest_stage_s,
-            "speedup_over_one_worker": alone / found.slowest_stage_s,
-            "speedup_over_data_parallel": parallel.slowest_stage_s / found.slowest_stage_s,
+            "slowest_stage_s": slowest_s,
+            "speedup_over_one_worker": alone_s / slowest_s,
+            "speedup_over_data_parallel": parallel_s / slowest_s,
             "planning_s": seconds,
             "in_flight": list(found.in_flight),
             "lag": list(found.lag),
@@ -224,17 +264,13 @@ def _slow(text: str) -> tuple[int, float]:
         raise PlanError(f"--slow {text!r} is not known; write RANK=FACTOR, as in 2=1.5") from None
 
 
-def _cluster(path: Path | None, workers: int | None, bandwidth: str, latency: float, memory: str | None) -> Cluster:
+def _measured(path: Path) -> Profile | GraphText:
+    """A profile, or a graph.txt, told apart by how they begin."""
     try:
-        size = None if memory is None else units.parse_bytes(memory)
-        rate = units.parse_rate(bandwidth)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
-    if path is not None:
-        return Cluster.load(path)
-    if workers is None:
-        raise PlanError("say how many workers: --workers N, or give --cluster FILE")
-    return Cluster.flat(workers, rate, latency, size)
+        begins = path.read_text(encoding="utf-8").lstrip()[:1]
+    except (OSError, UnicodeDecodeError):
+        return Profile.load(path)  # which says what is wrong with it
+    return Profile.load(path) if begins in ("{", "[") or path.suffix == ".json" else GraphText.load(path)
 
 
 def _width() -> int | None:

@@ -1,7 +1,7 @@
 """The Cluster: how many workers, how much memory each, how fast they talk.
 
-One level of bandwidth for now; ``levels`` is a tuple, innermost first, because a cluster of machines has
-more than one and the planner that uses them stands on the same noun.
+``levels`` are innermost first. The classic planner reckons with each (docs/cost_models.md); everything else with the
+slowest, which a ring over all workers crosses.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Which layers form a stage: PipeDream's dynamic program, its oracle, and cuts made by hand."""
+"""Which layers form a stage: PipeDream's dynamic program, its oracle, cuts made by hand, and the original's answers."""
 
+from .classic import Classic, classic
 from .dynamic import Pipelines
 from .exhaustive import every_plan, exhaustive
 from .hand import by_hand, whole
@@ -8,10 +9,12 @@ from .space import Space, Versions, stash
 
 __all__ = [
     "SHAPES",
+    "Classic",
     "Pipelines",
     "Space",
     "Versions",
     "by_hand",
+    "classic",
     "counts_of",
     "every_plan",
     "exhaustive",

@@ -1,0 +1,190 @@
+"""The profile format of the original: read, written, and refused where it is damaged."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from published import published
+
+import pipedream as pd
+from pipedream.core.errors import ArtifactError
+from pipedream.core.graph import Layer, LayerGraph
+from pipedream.core.graphtxt import GraphNode, GraphText, in_order
+from pipedream.core.profile import LayerProfile
+
+TEXT = """\
+node3 -- LSTM(8, 4) -- forward_compute_time=1.500, backward_compute_time=2.250, activation_size=[64.0; 8.0; 8.0], \
+parameter_size=512.000
+node1 -- Input0 -- forward_compute_time=7.000, backward_compute_time=0.000, activation_size=32.0, parameter_size=0.000
+node4 -- __getitem__(0) -- forward_compute_time=0.000, backward_compute_time=0.000, activation_size=64.0, \
+parameter_size=0.000 -- stage_id=1
+\tnode1 -- node3
+\tnode3 -- node4
+"""
+NODE = "a -- Add -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=3.0, parameter_size=4.0"
+
+kinds = st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), max_size=12).map(str.strip)
+numbers = st.floats(0, 1e15, allow_subnormal=False)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> GraphText:
+    count = draw(st.integers(1, 6))
+    nodes = []
+    for i in range(count):
+        kind = draw(kinds.filter(lambda kind: f"{kind} -- ".split(" -- ") == [kind, ""]))
+        sizes = tuple(draw(st.lists(numbers, min_size=1, max_size=3)))
+        stage = draw(st.none() | st.integers(0, 9))
+        nodes.append(GraphNode(f"node{i}", kind, draw(numbers), draw(numbers), sizes, draw(numbers), stage))
+    order = draw(st.permutations(range(count)))
+    edges = [(order[i], order[i + 1]) for i in range(count - 1)]  # each node has one, as in a file that is whole
+    pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
+    if pairs:
+        edges += [(order[a], order[b]) for a, b in draw(st.lists(st.sampled_from(pairs), max_size=4))]
+    return GraphText(tuple(nodes), tuple(draw(st.permutations(edges))))
+
+
+@given(graphs())
+def test_written_and_read_again_it_is_the_same(graph: GraphText) -> None:
+    assert GraphText.parse(str(graph)) == graph
+    assert GraphText.parse(f"{graph}\n".replace("\n", "\n\n")) == graph
+
+
+def test_what_the_text_says(tmp_path: Path) -> None:
+    graph = GraphText.parse(TEXT)
+    assert [node.name for node in graph.nodes] == ["node3", "node1", "node4"]
+    lstm, loader, item = graph.nodes
+    assert (lstm.compute_s, lstm.output_bytes, lstm.parameter_bytes) == (0.00375, 80.0, 512.0)
+    assert (loader.is_input, item.is_input) == (True, False)
+    assert [node.stage for node in graph.nodes] == [None, None, 1]
+    assert graph.edges == ((1, 0), (0, 2))
+    assert GraphText.load(graph.save(tmp_path / "graph.txt")) == graph
+    assert "activation_size=[64.000; 8.000; 8.000], parameter_size=512.000\n" in str(graph)
+
+
+def test_it_is_a_profile_without_its_loaders() -> None:
+    profile = GraphText.parse(TEXT).profile("lstm")
+    assert [(layer.name, layer.kind) for layer in profile.graph.layers] == [
+        ("node3", "LSTM(8, 4)"),
+        ("node4", "__getitem__(0)"),
+    ]
+    assert profile.graph.edges == ((0, 1),)
+    assert profile.layers[0] == LayerProfile(0.0015, 0.00225, 80, 512, 80)
+    assert profile.model == "lstm"
+
+
+def test_a_profile_in_this_form_has_the_same_costs() -> None:
+    layers = (Layer("a.0", "Conv2d"), Layer("a.1", "InputBlock"), Layer("b", "two\n  lines -- long"))
+    costs = (LayerProfile(1e-6, 2e-6, 100, 200), LayerProfile(0.3, 0.1, 7, 0), LayerProfile(0.0, 1.0, 1, 1))
+    graph = GraphText.of(pd.Profile("m", LayerGraph.chain(layers), costs, batch=4))
+    assert GraphText.parse(str(graph)) == graph
+    assert [node.kind for node in graph.nodes] == ["Conv2d", "Layer(InputBlock)", "two lines - long"]
+    again = graph.profile()
+    assert again.graph.edges == ((0, 1), (1, 2))
+    for cost, kept in zip(costs, again.layers, strict=True):
+        assert (kept.output_bytes, kept.parameter_bytes) == (cost.output_bytes, cost.parameter_bytes)
+        assert (kept.forward_s, kept.backward_s) == pytest.approx((cost.forward_s, cost.backward_s), rel=1e-15)
+
+
+def test_stages_of_a_plan_are_written() -> None:
+    graph = GraphText.parse(TEXT).with_stages([["node3"], ["node4"]])
+    assert [node.stage for node in graph.nodes] == [0, None, 1]
+    assert re.findall("stage_id=(.*)", str(graph)) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has no node"),
+        ("hello", r"line 1: a node has 3 or 4 parts between ' -- ', found 1"),
+        (f"{NODE}\n{NODE}", "line 2: a stands on line 1 already"),
+        (f"{NODE}\n{NODE[:60]}", "line 2: a node has forward_compute_time=.., "),
+        (NODE.replace("1.0", "nan"), "line 1: forward_compute_time should be a number, found 'nan'"),
+        (NODE.replace("2.0", "-2.0"), "line 1: backward_compute_time should be a number from 0 to 1e.15, found -2.0"),
+        (NODE.replace("3.0", "[3.0; x]"), "line 1: activation_size should be a number, found 'x'"),
+        (NODE.replace("3.0", "[]"), "line 1: activation_size should be a number, found ''"),
+        (NODE.replace("4.0", "1e400"), "line 1: parameter_size should be a number, found '1e400'"),
+        (f"{NODE} -- stage_id=-1", "line 1: the fourth part of a node is stage_id=.., found 'stage_id=-1'"),
+        (f"{NODE}\n\ta -- b\n", "line 2: the edge names 'b', which no line before it defines"),
+        (f"{NODE}\n\ta\n", "line 2: an edge has 2 node ids"),
+        (f"{NODE}\n\ta -- a\n", "line 2: the edges run in a circle through a"),
+        (f"{TEXT}\tnode4 -- node3\n", "line 6: the edges run in a circle through node3"),
+        (TEXT[: TEXT.index("\tnode1")], "line 1: node3 has no edge in or out, is the end of the file missing"),
+        (TEXT[: TEXT.index("\tnode3")], "line 3: node4 has no edge in or out"),
+        (NODE[1:], "line 1: a node has 3 or 4 parts between ' -- ', found 2"),
+    ],
+)
+def test_damage_is_named_with_its_line(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "graph.txt").write_text(text)
+    with pytest.raises(ArtifactError, match=says) as error:
+        GraphText.load(tmp_path / "graph.txt")
+    assert str(tmp_path / "graph.txt") in str(error.value)
+
+
+@given(st.data())
+def test_a_file_that_is_cut_off_is_refused_or_a_number_shorter(data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(TEXT) - 2))
+    try:
+        found = GraphText.parse(TEXT[:cut])
+    except ArtifactError:
+        return
+    assert len(found.nodes) < 3 or len(found.edges) == 2, "it lost an edge unseen"
+
+
+def test_files_that_are_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="cannot read the graph"):
+        GraphText.load(tmp_path / "none.txt")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ArtifactError, match="cannot read the graph"):
+        GraphText.load(tmp_path / "bytes.txt")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "edges", "says"),
+    [
+        ((), (), "at least one node"),
+        (("a", "a"), (), "found a twice"),
+        (("a", "b"), ((0, 2),), "not among the 2"),
+        (("a", "b"), ((0, 1), (1, 0)), "in a circle"),
+    ],
+)
+def test_the_noun_is_well_formed(nodes: tuple[str, ...], edges: tuple[tuple[int, int], ...], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        GraphText(tuple(GraphNode(name, "Add") for name in nodes), edges)
+
+
+@pytest.mark.parametrize("kind", ["a -- b", "a --", " a", "a\nb"])
+def test_a_description_that_would_not_come_back(kind: str) -> None:
+    with pytest.raises(ValueError, match="line break, a border of blanks or a separator"):
+        GraphNode("a", kind)
+
+
+@given(graphs())
+def test_order(graph: GraphText) -> None:
+    order = in_order(len(graph.nodes), graph.edges)
+    assert sorted(order) == list(range(len(graph.nodes)))
+    assert all(order.index(a) < order.index(b) for a, b in graph.edges)
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "edges", "compute_ms", "parameters_mb"),
+    [
+        ("alexnet", 23, 23, 85.321, 244.403),
+        ("vgg16", 41, 41, 672.535, 553.430),
+        ("resnet50", 177, 193, 443.419, 102.228),
+        ("inception_v3", 326, 362, 689.038, 108.645),
+        ("gnmt", 48, 58, 89.416, 775.064),
+        ("gnmt_large", 96, 122, 520.453, 1110.870),
+    ],
+)
+def test_published_profiles(model: str, nodes: int, edges: int, compute_ms: float, parameters_mb: float) -> None:
+    graph = GraphText.load(published(model))
+    assert (len(graph.nodes), len(graph.edges)) == (nodes, edges)
+    assert GraphText.parse(str(graph)) == graph
+    profile = graph.profile(model)
+    assert (profile.forward_s + profile.backward_s) * 1e3 == pytest.approx(compute_ms, abs=6e-4)
+    assert profile.parameter_bytes / 1e6 == pytest.approx(parameters_mb, abs=6e-4)

@@ -1,0 +1,267 @@
+"""The original planner's arithmetic: against a slow reading of its equations, and against its published answers."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from published import published
+
+import pipedream as pd
+from pipedream import api, planner
+from pipedream.core.cluster import Cluster, Level
+from pipedream.core.errors import PlanError
+from pipedream.core.graph import Layer, LayerGraph
+from pipedream.core.graphtxt import GraphNode, GraphText
+from pipedream.core.profile import LayerProfile
+from pipedream.planner import classic_states
+from pipedream.planner.classic_levels import solve
+from pipedream.planner.classic_states import States
+
+Cut = frozenset[int]
+
+
+def slow_cuts(graph: GraphText) -> dict[Cut, Cut]:
+    """Every state of a graph, as what has run -> the nodes whose outputs cross, with sets and from the definitions."""
+    edges = list(graph.edges)
+    nodes = [i for i in range(len(graph.nodes))]
+    sources = [i for i in nodes if graph.nodes[i].is_input and all(b != i for _, b in edges)]
+    nodes = [i for i in nodes if i not in sources]
+    edges = [(a, b) for a, b in edges if a in nodes and b in nodes]
+    sinks = [i for i in nodes if graph.nodes[i].kind.startswith("__getitem__") and all(a != i for a, _ in edges)]
+    nodes = [i for i in nodes if i not in sinks]
+    edges = [(a, b) for a, b in edges if a in nodes and b in nodes]
+
+    @cache
+    def past(node: int) -> Cut:
+        return frozenset({a for a, b in edges if b == node}.union(*(past(a) for a, b in edges if b == node)))
+
+    def augmented(state: Cut) -> Cut:
+        extra = {a for node in state for a, b in edges if a in past(node) and b not in past(node) and b != node}
+        return state | extra
+
+    first = frozenset({next(i for i in nodes if all(b != i for _, b in edges))})
+    found, queue = {first: augmented(first)}, [first]
+    for state in queue:
+        for node in augmented(state):
+            for target in {b for a, b in edges if a == node} - state:
+                if any(target in past(other) for other in augmented(state)):
+                    continue
+                moved = augmented(state) - {node} | {target}
+                after = frozenset(x for x in moved if not any(x in past(y) for y in moved))
+                if after not in found:
+                    found[after] = augmented(after)
+                    queue.append(after)
+    return {state.union(*(past(node) for node in state)): crossing for state, crossing in found.items()}
+
+
+def slow_seconds(graph: GraphText, levels: tuple[Level, ...], order: list[Cut]) -> float:
+    """The recurrence as it stands on paper, over the states in a given order."""
+    cuts = slow_cuts(graph)
+    assert set(order) == set(cuts)
+    count = len(order)
+    total = [sum((graph.nodes[n].forward_ms + graph.nodes[n].backward_ms) / 1000 for n in cut) for cut in order]
+    held = [sum(graph.nodes[n].parameter_bytes for n in cut) for cut in order]
+    sends = [sum(graph.nodes[n].output_bytes for n in cuts[cut]) for cut in order]
+
+    def parameters(i: int, j: int) -> float:
+        return held[j] - (held[i - 1] if i else 0.0)
+
+    cost = {(i, j): total[j] - (total[i - 1] if i else 0.0) for i in range(count) for j in range(i, count)}
+    below, last = 1, count - 1
+    for level in levels:
+        best: dict[tuple[int, int, int], float] = {}
+        rate = level.bandwidth_bytes_per_s
+        for m in range(1, level.width + 1):
+            for i, j in cost:
+                choices = [(cost[i, j] + 4 * (m - 1) * parameters(i, j) / (rate * m) / below) / m]
+                for k in range(i, j):
+                    for q in range(1, m if order[k] < order[j] else 1):
+                        end = (cost[k + 1, j] + 4 * (q - 1) * parameters(k + 1, j) / (rate * q)) / q
+                        waits = [2 * sends[s] / (rate * q) for s in (k, j) if s != last]
+                        choices.append(max(best[i, k, m - q], end, *waits))
+                best[i, j, m] = min(choices)
+        cost = {(i, j): best[i, j, level.width] for i, j in cost}
+        below = level.width
+    return cost[0, last]
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> GraphText:
+    count = draw(st.integers(1, 7))
+    few = st.integers(0, 40).map(lambda n: n / 8)
+    sizes = st.integers(0, 40).map(lambda n: n * 100.0)
+    words = st.sampled_from(["Conv2d", "Add", "hidden", "Input0", "__getitem__(0)"])
+    nodes = [GraphNode(f"n{i}", draw(words), draw(few), draw(few), (draw(sizes),), draw(sizes)) for i in range(count)]
+    nodes[draw(st.integers(0, count - 1))] = GraphNode("layer", "Conv2d", 1.0, 1.0, (100.0,), 100.0)
+    order = draw(st.permutations(range(count)))
+    pairs = [(order[a], order[b]) for a in range(count) for b in range(a + 1, count)]
+    edges = draw(st.lists(st.sampled_from(pairs), max_size=9)) if pairs else []
+    return GraphText(tuple(nodes), tuple(edges))
+
+
+levels = st.lists(st.builds(Level, st.integers(1, 4), st.sampled_from([1e5, 1e6, 1e7])), min_size=1, max_size=3)
+
+
+def runs(states: States) -> list[Cut]:
+    return [frozenset(n for n in range(len(states.graph.nodes)) if done >> n & 1) for done in states.done]
+
+
+@settings(max_examples=150)
+@given(graphs(), levels)
+def test_seconds_are_those_of_the_equations(graph: GraphText, network: list[Level]) -> None:
+    states = States.of(graph)
+    order = runs(states)
+    assert all(list(before) == [i for i in range(j) if order[i] < order[j]] for j, before in enumerate(states.before))
+    wanted = slow_seconds(graph, tuple(network), order)
+    found = solve(states, tuple(network))[-1].seconds(0, len(states) - 1, network[-1].width)
+    assert found == pytest.approx(wanted, rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("block", [1, 2])
+@settings(max_examples=50)
+@given(graph=graphs(), network=levels)
+def test_blocks_leave_nothing_out(block: int, graph: GraphText, network: list[Level]) -> None:
+    """The bounds of small blocks, which a small graph would not have."""
+    states = States.of(graph)
+    whole = solve(states, tuple(network))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipedream.planner.classic_levels._BLOCK", block)
+        patch.setattr("pipedream.planner.classic_levels._LEAST_BLOCK", 1)
+        patch.setattr("pipedream.planner.classic_levels._AT_ONCE", 2)
+        small = solve(states, tuple(network))
+    assert all((a.table == b.table).all() for a, b in zip(whole, small, strict=True))
+
+
+@settings(max_examples=100)
+@given(graphs(), levels)
+def test_the_plan_holds_each_layer_once(graph: GraphText, network: list[Level]) -> None:
+    if solve(States.of(graph), tuple(network))[-1].table[-1, -1, 0] <= 0:
+        with pytest.raises(PlanError, match="layers take no time"):
+            planner.classic(graph, Cluster(tuple(network)))
+        return
+    found = planner.classic(graph, Cluster(tuple(network)))
+    names = [name for stage in found.plan.stages for name in stage.names]
+    layers = graph.profile().graph.layers
+    assert sorted(names) == sorted(layer.name for layer in layers)
+    owner = {name: s for s, stage in enumerate(found.plan.stages) for name in stage.names}
+    for a, b in graph.edges:
+        ends = graph.nodes[a].name, graph.nodes[b].name
+        assert ends[0] not in owner or owner[ends[0]] <= owner[ends[1]]
+    if "seconds are of no plan" not in found.plan.note:
+        assert found.plan.workers == math.prod(level.width for level in network)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=7), levels)
+def test_a_chain_takes_what_its_slowest_stage_takes(rows: list[tuple[int, int, int]], network: list[Level]) -> None:
+    """On one level the plan's own stages, priced by the equations, give the predicted seconds."""
+    costs = tuple(LayerProfile(a / 1e3, 0.0, b * 1000, c * 1000) for a, b, c in rows)
+    level = network[0]
+    found = planner.classic(pd.Profile.of_chain(costs), Cluster((level,)))
+    stages, seconds, rate = found.plan.stages, [], level.bandwidth_bytes_per_s
+    for s, stage in enumerate(stages):
+        r, sends = stage.replicas, [other.output_bytes for other in stages[max(s - 1, 0) : s + 1]]
+        sync = 4 * (r - 1) * stage.parameter_bytes / (rate * r)
+        charged = [] if s == 0 else sends[:-1] if s == len(stages) - 1 else sends  # the first sends for nothing
+        waits = [2 * sent / (rate * r) for sent in charged]
+        seconds.append(max((stage.forward_s + stage.backward_s + sync) / r, *waits, 0.0))
+    assert found.slowest_stage_s == pytest.approx(max(seconds), rel=1e-9)
+    assert found.one_worker_s == pytest.approx(sum(a for a, _, _ in rows) / 1e3)
+    assert found.data_parallel_s >= found.slowest_stage_s * (1 - 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("model", "widths", "rates", "seconds", "config"),
+    [
+        ("vgg16", (4,), (1e9,), 0.205520896, "3-1"),
+        ("vgg16", (16,), (2.5e9,), 0.046320860, "15-1"),
+        ("vgg16", (4, 4), (12e9, 1.25e9), 0.066888752, None),
+        ("resnet50", (4,), (1e9,), 0.162880924, "2-2"),
+        ("resnet50", (8, 2), (30e9, 3.125e9), 0.031988747, None),
+        ("alexnet", (4, 4), (12e9, 1.25e9), 0.015099494, None),
+        # These come from running the published program.
+        ("gnmt", (3, 2, 2), (12e9, 5e9, 1e9), 0.013566999999999996, None),
+        ("resnet18", (4, 2), (12e9, 1.25e9), 0.042310609600000056, None),
+        ("squeezenet1_0", (2, 2), (12e9, 1.25e9), 0.07354704906666668, None),
+        ("gnmt_large", (2,), (1e9,), 0.26335300000000006, None),
+    ],
+)
+def test_published_answers(
+    model: str, widths: tuple[int, ...], rates: tuple[float, ...], seconds: float, config: str | None
+) -> None:
+    graph = GraphText.load(published(model))
+    found = planner.classic(graph, Cluster(tuple(map(Level, widths, rates))))
+    assert found.slowest_stage_s == pytest.approx(seconds, abs=1e-9)
+    assert config in (None, found.plan.config)
+    assert found.plan.workers == math.prod(widths)
+
+
+def test_replicated_pipelines_are_flattened_and_said() -> None:
+    """Inside a machine two stages, and two machines that each hold the pipeline."""
+    layer = LayerProfile(1.0, 1.0, output_bytes=10, parameter_bytes=1000)
+    profile = pd.Profile.of_chain((layer, layer))
+    found = api.classic(profile, Cluster((Level(2, 100.0), Level(2, 1e9))))
+    assert (found.plan.config, found.slowest_stage_s) == ("2-2", pytest.approx(1.000001, abs=1e-9))
+    assert "stages 0 to 1 are 2 pipelines side by side, written as replicas" in found.plan.note
+    alone = api.classic(pd.Profile.of_chain((layer,)), Cluster((Level(2, 100.0), Level(2, 1e9)))).plan
+    assert (alone.config, "side by side" in alone.note) == ("4", False)
+
+
+def test_ties_go_to_one_stage_then_to_the_first_cut() -> None:
+    even = pd.Profile.of_chain((LayerProfile(1.0, 0.0, 0, 0),) * 4)
+    assert planner.classic(even, Cluster.flat(2)).plan.config == "2"
+    heavy = LayerProfile(4.0, 0.0, 0, 4_000)
+    free = LayerProfile(0.0, 0.0, 0, 0)
+    plan = planner.classic(pd.Profile.of_chain((heavy, free, heavy)), Cluster.flat(2, 1e3)).plan
+    assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 1), (1, 3)]
+
+
+def test_a_profile_keeps_what_it_knows() -> None:
+    costs = (LayerProfile(1.0, 1.0, 8, 4000, 100), LayerProfile(1.0, 1.0, 8, 4000, 100))
+    graph = LayerGraph.chain((Layer("a", "Linear", ("a.weight",)), Layer("b", "Linear")))
+    profile = pd.Profile("net", graph, costs, batch=32, update_s=0.5, optimizer="Adam", optimizer_bytes=16_000)
+    plan = pd.plan(profile, Cluster.flat(2, 1e3), cost_model="classic", in_flight="full")
+    assert (plan.model, plan.batch, plan.config, plan.depth) == ("net", 32, "1-1", "full")
+    assert [stage.optimizer_bytes for stage in plan.stages] == [8_000, 8_000]
+    assert all(stage.peak_bytes > 0 for stage in plan.stages)
+
+
+LOADER = GraphNode("n0", "Input")
+IDLE = GraphNode("n1", "Add")
+WORK = GraphNode("n2", "Conv2d", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cluster", "says"),
+    [
+        ((LOADER,), Cluster.flat(2), "no layer beside its inputs"),
+        ((IDLE,), Cluster.flat(2), "layers take no time"),
+        ((WORK,), Cluster.flat(2, memory_bytes=10**9), "leave the limit out"),
+        ((WORK,), Cluster((Level(400, 1e9), Level(400, 1e9))), "160000 workers were asked for, 100000 are the most"),
+        ((WORK,), Cluster.flat(50_000), "its tables would not fit the memory"),
+    ],
+)
+def test_refusals(nodes: tuple[GraphNode, ...], cluster: Cluster, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        planner.classic(GraphText(nodes, ()), cluster)
+
+
+def test_a_graph_of_too_many_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classic_states, "MOST_STATES", 20)
+    nodes = tuple(GraphNode(f"n{i}", "Conv2d", 1.0) for i in range(8))
+    star = tuple((0, i) for i in range(1, 7)) + tuple((i, 7) for i in range(1, 7))
+    with pytest.raises(PlanError, match="the 8 nodes of this graph can be cut in more than 20 ways"):
+        planner.classic(GraphText(nodes, star), Cluster.flat(2))
+
+
+@pytest.mark.parametrize("wrong", [{"shape": "2-1"}, {"cuts": (1,)}, {"lag": 1}, {"microbatches": 2}])
+def test_what_it_does_not_know(wrong: dict[str, object]) -> None:
+    profile = pd.Profile.of_chain((LayerProfile(1.0, 1.0, 1, 1),) * 2)
+    with pytest.raises(PlanError, match="which it does not know"):
+        pd.plan(profile, Cluster.flat(3), cost_model="classic", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="cost model 'new' is not known; write pipedream or classic"):
+        pd.plan(profile, Cluster.flat(3), cost_model="new")
