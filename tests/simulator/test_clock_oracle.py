@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from slow_clock import FIRST_BYTES, NEXT_BYTES, slow_clock
 
 from pipedream.core.cluster import Cluster
-from pipedream.core.cost import all_reduce_s
+from pipedream.core.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, all_reduce_s
 from pipedream.core.plan import Plan, Stage
 from pipedream.core.schedule import Schedule
 from pipedream.core.timeline import Span, Timeline
 from pipedream.lowering import lower
-from pipedream.runtime import reduction
 from pipedream.schedules import build
 from pipedream.simulator import Costs, costs, simulate
 from pipedream.simulator.costs import bucket_costs
@@ -69,8 +68,8 @@ def test_buckets_one_by_one_are_the_closed_form(schedule: Schedule, total: int) 
             assert [t for s in here for t in s[4:]] == pytest.approx([t for s in there for t in s[4:]], abs=1e-9)
 
 
-def test_buckets_are_those_of_the_runtime() -> None:
-    assert (reduction._FIRST_BUCKET_BYTES, reduction._BUCKET_BYTES) == (FIRST_BYTES, NEXT_BYTES)
+def test_buckets_by_hand() -> None:
+    assert (FIRST_BUCKET_BYTES, BUCKET_BYTES) == (FIRST_BYTES, NEXT_BYTES)
     assert bucket_costs(8 << 20, 1, 1.0) == ()
     assert bucket_costs(1 << 20, 2, 1 << 20) == ((1.0, 1.0),)
     # 1, 4, 4, 4 and 3 MiB at 1 MiB/s between two: of the 4 MiB buckets the first and the last may decide.

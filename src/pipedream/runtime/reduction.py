@@ -21,17 +21,12 @@ from typing import Any
 
 import torch
 
+from ..core.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from ..core.op import Kind, Op
 from ..core.program import Program
 from .channel import Group, Pending
 
 __all__ = ["Reduction", "add_up_all", "buckets_of", "last_backwards"]
-
-# As torch's DistributedDataParallel: a small first bucket starts the network early in the backward.
-_FIRST_BUCKET_BYTES = 1 << 20
-# The last bucket is never hidden, so buckets should be small (benchmarks/reduction_overlap); a message has a price. One
-# of 4 MiB takes 34 ms at 1 Gbit/s, 4 ms at 10 Gbit/s, some tenths of a millisecond between GPUs.
-_BUCKET_BYTES = 4 << 20
 
 
 def last_backwards(program: Program, rank: int) -> Callable[[Op], bool]:
@@ -67,7 +62,7 @@ def last_backwards(program: Program, rank: int) -> Callable[[Op], bool]:
 
 
 def buckets_of(
-    handles: Sequence[torch.Tensor], first_bytes: int = _FIRST_BUCKET_BYTES, bucket_bytes: int = _BUCKET_BYTES
+    handles: Sequence[torch.Tensor], first_bytes: int = FIRST_BUCKET_BYTES, bucket_bytes: int = BUCKET_BYTES
 ) -> list[list[int]]:
     """Returns the handles of each bucket, in the order in which the buckets are added up.
 
@@ -118,8 +113,8 @@ class Reduction:
         handles: Sequence[torch.Tensor],
         group: Group,
         *,
-        first_bytes: int = _FIRST_BUCKET_BYTES,
-        bucket_bytes: int = _BUCKET_BYTES,
+        first_bytes: int = FIRST_BUCKET_BYTES,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._handles = list(handles)
         self._group = group

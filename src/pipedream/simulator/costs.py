@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.cost import all_reduce_s, transfer_s
+from ..core.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, all_reduce_s, transfer_s
 from ..core.op import Kind
 from ..core.plan import Plan
 from ..core.program import Channel
 
 __all__ = ["Costs", "bucket_costs", "costs"]
-
-_FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 4 << 20  # those of `runtime.reduction`
 
 
 @dataclass(frozen=True)
@@ -131,16 +129,14 @@ def bucket_costs(
     def seconds(part_bytes: float) -> float:
         return all_reduce_s(part_bytes, replicas, bandwidth_bytes_per_s, latency_s)
 
-    whole, rest = divmod(max(size_bytes - _FIRST_BUCKET_BYTES, 0.0), _BUCKET_BYTES)
+    whole, rest = divmod(max(size_bytes - FIRST_BUCKET_BYTES, 0.0), BUCKET_BYTES)
     behind_s = seconds(rest) if rest else 0.0
     found = [(1.0, behind_s)] if rest else []
     for count in sorted({1.0, whole} if whole else ()):
-        ready = (_FIRST_BUCKET_BYTES + (whole - count + 1) * _BUCKET_BYTES) / size_bytes
-        found.append((ready, count * seconds(_BUCKET_BYTES) + behind_s))
-    first = min(size_bytes, _FIRST_BUCKET_BYTES)
-    found.append(
-        (first / size_bytes if size_bytes else 1.0, seconds(first) + whole * seconds(_BUCKET_BYTES) + behind_s)
-    )
+        ready = (FIRST_BUCKET_BYTES + (whole - count + 1) * BUCKET_BYTES) / size_bytes
+        found.append((ready, count * seconds(BUCKET_BYTES) + behind_s))
+    first = min(size_bytes, FIRST_BUCKET_BYTES)
+    found.append((first / size_bytes if size_bytes else 1.0, seconds(first) + whole * seconds(BUCKET_BYTES) + behind_s))
     return tuple(reversed(found))
 
 
