@@ -13,42 +13,17 @@ all ranks and is part of the state.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .jsonable import base64_of, bytes_of
+from . import generators
 
 __all__ = ["Order", "generators_of", "undisturbed"]
 
 _PLACES = ("generator", "sampler.generator", "batch_sampler.generator", "batch_sampler.sampler.generator")
-
-
-class _Globals(NamedTuple):
-    """States of the process's global generators on the CPU; None for numpy where it is not loaded."""
-
-    torch: torch.Tensor
-    python: Any
-    numpy: Any
-
-
-def _read(only_torch: bool = False) -> _Globals:
-    if only_torch:
-        return _Globals(torch.get_rng_state(), None, None)
-    numpy: Any = sys.modules.get("numpy")
-    return _Globals(torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state())
-
-
-def _write(states: _Globals) -> None:
-    torch.set_rng_state(states.torch)
-    if states.python is not None:
-        random.setstate(states.python)
-    if states.numpy is not None:
-        sys.modules["numpy"].random.set_state(states.numpy)
 
 
 def generators_of(loader: Any) -> dict[str, torch.Generator]:
@@ -66,11 +41,11 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
 @contextmanager
 def undisturbed(loader: Any) -> Iterator[None]:
     """Puts all generators back to where they were: the global ones and those of a loader."""
-    states, own = _read(), [(g, g.get_state()) for g in generators_of(loader).values()]
+    states, own = generators.read(), [(g, g.get_state()) for g in generators_of(loader).values()]
     try:
         yield
     finally:
-        _write(states)
+        generators.write(states)
         for generator, state in own:
             generator.set_state(state)
 
@@ -82,7 +57,7 @@ class Order:
     """
 
     def __init__(self) -> None:
-        self._states: _Globals | None = None
+        self._states: generators.States | None = None
         self._inside = False
 
     @contextmanager
@@ -90,53 +65,37 @@ class Order:
         """Lets the global generators be those of the order.
 
         Args:
-            only_torch: what is drawn comes from torch; python's and numpy's are 100 us slower and left alone.
+            only_torch: what is drawn comes from torch alone.
         """
         if self._inside:
             yield
             return
         mine = self._begun()
-        others = _read(only_torch)
-        _write(_Globals(mine.torch, None, None) if only_torch else mine)
+        others = generators.read(only_torch)
+        generators.write(generators.States(mine.torch, None, None) if only_torch else mine)
         self._inside = True
         try:
             yield
         finally:
             self._inside = False
-            drawn = _read(only_torch)
+            drawn = generators.read(only_torch)
             self._states = mine._replace(torch=drawn.torch) if only_torch else drawn
-            _write(others)
+            generators.write(others)
 
     def snapshot(self, loader: Any) -> dict[str, Any]:
         """Returns the state as JSON has it, the loader's own generators included."""
         states = self._begun()
-        version, words, normal = states.python
-        found: dict[str, Any] = {
-            "torch": base64_of(states.torch.numpy().tobytes()),
-            "python": [version, list(words), normal],
-            "generators": {
-                place: base64_of(g.get_state().numpy().tobytes()) for place, g in generators_of(loader).items()
-            },
-        }
-        if states.numpy is not None:
-            name, keys, *rest = states.numpy
-            found["numpy"] = [name, [int(key) for key in keys], *rest]
-        return found
+        own = {place: generators.text_of(g.get_state()) for place, g in generators_of(loader).items()}
+        return generators.encoded(states) | {"generators": own}
 
     def restore(self, state: Mapping[str, Any], loader: Any) -> None:
         """Goes on from a snapshot; a generator of the loader that it does not know is left as it is."""
-        version, words, normal = state["python"]
-        numpy = state.get("numpy")
-        self._states = _Globals(
-            torch.frombuffer(bytes_of(state["torch"]), dtype=torch.uint8),
-            (version, tuple(words), normal),
-            None if numpy is None or "numpy" not in sys.modules else tuple(numpy),
-        )
+        self._states = generators.decoded(state)
         for place, generator in generators_of(loader).items():
             if place in state["generators"]:
-                generator.set_state(torch.frombuffer(bytes_of(state["generators"][place]), dtype=torch.uint8))
+                generator.set_state(generators.tensor_of(state["generators"][place]))
 
-    def _begun(self) -> _Globals:
+    def _begun(self) -> generators.States:
         if self._states is None:
-            self._states = _read()
+            self._states = generators.read()
         return self._states
