@@ -34,7 +34,8 @@ from .judge import STUCK_AFTER_S
 from .keeping import Keeper, share_with_replicas
 from .reading import Extent
 from .results import Done, Output
-from .supply import Supply, Take
+from .supply import Supply
+from .taking import Taking
 from .talk import agree, gather_texts, join
 from .worker import Worker
 
@@ -155,7 +156,7 @@ class Session:
     def open_feed(
         self,
         loader: Any,
-        take: Take,
+        take: Taking,
         *,
         first_epoch: int = 0,
         epochs: int = 1,
@@ -209,20 +210,20 @@ class Session:
         for door in self._doors.values():
             door.resume()
 
-    def evaluate(self, loader: Iterable[Any], take: Take, ema: bool = False) -> Done:
+    def evaluate(self, loader: Iterable[Any], take: Taking, ema: bool = False) -> Done:
         """Runs forwards over a loader; returns the means over all of it, equal on every rank."""
         with self._looking_at(loader, take) as doors:
             streams = [worker.evaluate(doors.get(worker.rank), ema) for worker in self.workers]
             found = [event for event in self._run(streams) if isinstance(event, Done)]
         return found[-1]
 
-    def predict(self, loader: Iterable[Any], take: Take, ema: bool = False) -> Iterator[Output]:
+    def predict(self, loader: Iterable[Any], take: Taking, ema: bool = False) -> Iterator[Output]:
         """Runs forwards over a loader; yields the outputs, at rank 0 only."""
         with self._looking_at(loader, take) as doors:
             yield from self._run([worker.predict(doors.get(worker.rank), ema) for worker in self.workers])
 
     @contextmanager
-    def _looking_at(self, loader: Any, take: Take) -> Iterator[dict[int, Door]]:
+    def _looking_at(self, loader: Any, take: Taking) -> Iterator[dict[int, Door]]:
         try:
             try:
                 doors = self._supply.look_at(loader, take)

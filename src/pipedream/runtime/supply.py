@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,11 +22,10 @@ from .feed import Feed
 from .intake import Door, HandedDoor, OwnDoor
 from .order import Order, generators_of
 from .reading import Extent, Marked, WholeReading, share
+from .taking import Taking
 from .talk import gather_texts
 
-__all__ = ["Supply", "Take"]
-
-Take = Callable[[Any], tuple[Any, Any]]
+__all__ = ["Supply"]
 
 
 class Supply:
@@ -61,7 +60,7 @@ class Supply:
         self._readings: dict[bool, Marked] = {}
         self._lent: list[tuple[torch.Generator, torch.Tensor]] = []
 
-    def train_on(self, loader: Any, take: Take, extent: Extent, state: Mapping[str, Any] | None) -> dict[int, Door]:
+    def train_on(self, loader: Any, take: Taking, extent: Extent, state: Mapping[str, Any] | None) -> dict[int, Door]:
         """Opens a loader for training: rank -> door, for the workers of the input stage here.
 
         Args:
@@ -72,7 +71,7 @@ class Supply:
         """
         return self._open(loader, take, extent, state, self._order, training=True)
 
-    def look_at(self, loader: Any, take: Take) -> dict[int, Door]:
+    def look_at(self, loader: Any, take: Taking) -> dict[int, Door]:
         """Opens a loader once, for forwards alone; the order of the training does not notice."""
         self._lent = [(generator, generator.get_state()) for generator in generators_of(loader).values()]
         return self._open(loader, take, Extent(), None, Order(), training=False)
@@ -105,7 +104,7 @@ class Supply:
             self._readings.pop(training).close()
 
     def _open(
-        self, loader: Any, take: Take, extent: Extent, state: Mapping[str, Any] | None, order: Order, training: bool
+        self, loader: Any, take: Taking, extent: Extent, state: Mapping[str, Any] | None, order: Order, training: bool
     ) -> dict[int, Door]:
         self._end(training)
         if self._group is not None and len(self._input) > 1:
@@ -117,7 +116,7 @@ class Supply:
         return {rank: OwnDoor(feed) for rank, feed in zip(self._here, feeds, strict=True)}
 
     def _open_apart(
-        self, loader: Any, take: Take, extent: Extent, state: Mapping[str, Any] | None, order: Order, training: bool
+        self, loader: Any, take: Taking, extent: Extent, state: Mapping[str, Any] | None, order: Order, training: bool
     ) -> dict[int, Door]:
         """Opens a loader where the replicas of the input stage are processes; replica 0 says how it is read."""
         replicas = len(self._input)

@@ -8,7 +8,10 @@ from typing import Any
 
 from ..core.errors import PipelineError
 
-__all__ = ["Take"]
+__all__ = ["Take", "Taking"]
+
+Taking = Callable[[Any], tuple[Any, Any]]
+"""From a batch to (input, targets): a `Take`, or what stands for one."""
 
 
 @dataclass(frozen=True)
