@@ -186,11 +186,6 @@ class Writer:
             failure, self._failure = self._failure, None
             raise failure
 
-    @property
-    def saving(self) -> bool:
-        """Something is being written."""
-        return self._thread is not None and self._thread.is_alive()
-
     def loaded(self, path: Path, minibatches: int) -> None:
         """Notes a checkpoint that the run goes on from: it need not be saved again."""
         self._last = (path, minibatches)
