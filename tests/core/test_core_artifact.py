@@ -71,7 +71,10 @@ def plans(draw: st.DrawFn) -> Plan:
         stages.append(Stage(first, last, count, draw(seconds), draw(seconds), draw(seconds), *numbers, names=names))
         first = last
     lag = tuple(draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
-    return Plan(tuple(stages), depth.noam(tuple(replicas), lag), draw(clusters()), lag, draw(words), draw(counts))
+    cluster = draw(
+        clusters().filter(lambda found: found.workers >= sum(replicas)) | st.just(Cluster.flat(sum(replicas)))
+    )
+    return Plan(tuple(stages), depth.noam(tuple(replicas), lag), cluster, lag, draw(words), draw(counts))
 
 
 @st.composite

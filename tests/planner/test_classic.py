@@ -241,7 +241,6 @@ WORK = GraphNode("n2", "Conv2d", 1.0)
         ((LOADER,), Cluster.flat(2), "no layer beside its inputs"),
         ((IDLE,), Cluster.flat(2), "layers take no time"),
         ((WORK,), Cluster.flat(2, memory_bytes=10**9), "leave the limit out"),
-        ((WORK,), Cluster((Level(400, 1e9), Level(400, 1e9))), "160000 workers were asked for, 100000 are the most"),
         ((WORK,), Cluster.flat(50_000), "its tables would not fit the memory"),
     ],
 )

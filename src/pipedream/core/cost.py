@@ -1,13 +1,17 @@
 """Seconds of messages and of gradient sums: the formulas that planner and simulator share.
 
-Legend: b bytes, B bandwidth of one link in one direction (bytes per second), l latency (s), n workers.
+Each takes numbers or numpy arrays of them. Legend: b bytes, B bandwidth of one link in one direction (bytes per
+second), l latency (s), n workers.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from math import ceil, log2
+from typing import Any
 
-__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "all_reduce_s", "pipeline_period_s", "transfer_s"]
+import numpy as np
+
+__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "all_reduce_s", "sum_buckets", "transfer_s", "visible_sum_s"]
 
 # A sum over replicas goes bucket by bucket. As in torch's DistributedDataParallel a small first one starts the network
 # early in the backward. The last one is never hidden, so they should be small (benchmarks/reduction_overlap); a message
@@ -16,34 +20,75 @@ FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
 
 
-def transfer_s(size_bytes: float, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> float:
+def transfer_s(size_bytes: Any, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> Any:
     """Returns the seconds of one message: l + b / B."""
     return latency_s + size_bytes / bandwidth_bytes_per_s
 
 
-def all_reduce_s(size_bytes: float, workers: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> float:
-    """Returns the seconds of a ring all-reduce: 2 (n - 1) (l + b / (n B)).
+def all_reduce_s(
+    size_bytes: Any, workers: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0, *, how: str = "ring"
+) -> Any:
+    """Returns the seconds of an all-reduce.
 
-    Each worker sends, and at the same time receives, 2 (n - 1) / n of the bytes (Patarasuk and Yuan 2009;
-    PipeDream, section 3.1, counts the same bytes per direction).
+    'ring': 2 (n - 1) (l + b / (n B)). Each worker sends, and at the same time receives, 2 (n - 1) / n of the bytes
+    (Patarasuk and Yuan 2009; PipeDream, section 3.1, counts the same bytes per direction).
+
+    'tree': 2 (ceil(log2 n) l + b / B). Two trees, each for half of the bytes, so that every worker sends and
+    receives all of them once on the way up and once on the way down (Sanders, Speck and Traeff 2009; NCCL).
     """
     if workers == 1:
         return 0.0
+    if how == "tree":
+        return 2 * (ceil(log2(workers)) * latency_s + size_bytes / bandwidth_bytes_per_s)
     return 2 * (workers - 1) * (latency_s + size_bytes / (workers * bandwidth_bytes_per_s))
 
 
-def pipeline_period_s(stage_s: tuple[float, ...], replicas: tuple[int, ...], transfers_s: tuple[float, ...]) -> float:
-    """Returns the seconds per minibatch of a full pipeline: its slowest stage or its slowest boundary.
+def sum_buckets(
+    size_bytes: Any, workers: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0, *, how: str = "ring"
+) -> tuple[tuple[Any, Any], ...]:
+    """Returns the buckets of a sum: a first one of 1 MiB, further ones of 4 MiB, and what is left.
 
-    Each worker has one full-duplex link to each neighbouring stage, which the messages of all replicas there share.
-    In round robin minibatch k goes from replica k mod r_s to k mod r_{s+1}, so each link of the stage with fewer
-    replicas carries every min(r_s, r_{s+1})-th message, and both directions run at once.
-
-    Args:
-        stage_s: seconds of one minibatch on one worker of each stage, synchronisation included.
-        replicas: workers of each stage; r_s of them finish r_s minibatches in the time of one.
-        transfers_s: seconds that one message keeps a link busy, across each boundary.
+    Of each the share of the gradients that lies in it and in those before it, and the seconds that it and those
+    behind it take. Between the first and the last of the 4 MiB buckets both numbers change evenly, so that those
+    between them never decide, and are left out.
     """
-    compute = (seconds / count for seconds, count in zip(stage_s, replicas, strict=True))
-    links = (seconds / min(pair) for seconds, pair in zip(transfers_s, pairwise(replicas), strict=True))
-    return max([*compute, *links])
+    if workers == 1:
+        return ()
+
+    def seconds(part_bytes: Any) -> Any:
+        return all_reduce_s(part_bytes, workers, bandwidth_bytes_per_s, latency_s, how=how)
+
+    size = np.asarray(size_bytes, dtype=float)
+    first = np.minimum(size, FIRST_BUCKET_BYTES)
+    whole, rest = np.divmod(size - first, BUCKET_BYTES)
+    behind_s = np.where(rest > 0, seconds(rest), 0.0)
+    below = np.maximum(size, 1.0)
+    start = np.where(size > 0, first / below, 1.0), seconds(first) + whole * seconds(BUCKET_BYTES) + behind_s
+    found = [start]
+    for count in (whole, np.minimum(whole, 1.0)):
+        ready = (FIRST_BUCKET_BYTES + (whole - count + 1) * BUCKET_BYTES) / below
+        tail_s = count * seconds(BUCKET_BYTES) + behind_s
+        found.append((np.where(whole > 0, ready, start[0]), np.where(whole > 0, tail_s, start[1])))
+    return (*found, (np.ones_like(size), behind_s))
+
+
+def visible_sum_s(
+    size_bytes: Any,
+    backward_s: Any,
+    workers: int,
+    bandwidth_bytes_per_s: float,
+    latency_s: float = 0.0,
+    *,
+    how: str = "ring",
+) -> Any:
+    """Returns the seconds of a sum that its last backward does not hide.
+
+    Gradients get ready evenly over the backward, counted in bytes; the all-reduce of a bucket begins when it is ready
+    and the one before it is done. With q_k the share of the bytes in buckets up to k, T_k the seconds of bucket k
+    and all behind it, and D those of the backward, max_k (T_k - (1 - q_k) D) are left behind the backward's end.
+    """
+    tails = sum_buckets(size_bytes, workers, bandwidth_bytes_per_s, latency_s, how=how)
+    visible: Any = 0.0
+    for ready, tail_s in tails:
+        visible = np.maximum(visible, tail_s - (1 - ready) * backward_s)
+    return visible

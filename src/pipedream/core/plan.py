@@ -13,9 +13,10 @@ from typing import Self
 from . import depth
 from .artifact import Artifact
 from .cluster import MOST_WORKERS, Cluster
-from .cost import all_reduce_s, pipeline_period_s, transfer_s
+from .cost import all_reduce_s, transfer_s
 from .errors import PlanError
 from .placement import Placement
+from .site import Site
 from .units import format_bytes, format_seconds
 
 __all__ = ["Plan", "Stage"]
@@ -32,9 +33,11 @@ class Stage:
         update_s: of one optimizer step of the stage.
         output_bytes: of the value it sends on, for the same unit.
         activation_bytes: kept between its forward and its backward, for the same unit.
+        working_bytes: that a pass needs beside what it keeps, at most, for the same unit.
         parameter_bytes, optimizer_bytes: of its weights and of their optimizer state.
         peak_bytes: predicted peak of one worker under the schedule that was planned for; 0 if unknown.
         names: the layers' names, for people.
+        recompute: only its input is kept between forward and backward, which does the forward again.
     """
 
     first: int
@@ -49,20 +52,28 @@ class Stage:
     optimizer_bytes: int = 0
     peak_bytes: int = 0
     names: tuple[str, ...] = ()
+    recompute: bool = False
+    working_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.last:
             raise ValueError(f"a stage needs layers first < last, found {self.first} and {self.last}")
         if not 1 <= self.replicas <= MOST_WORKERS:
             raise ValueError(f"a stage needs between 1 and {MOST_WORKERS} workers, found {self.replicas}")
-        for name in ("forward_s", "backward_s", "update_s", "output_bytes", "activation_bytes", "parameter_bytes"):
+        sizes = ("output_bytes", "activation_bytes", "working_bytes", "parameter_bytes")
+        for name in ("forward_s", "backward_s", "update_s", *sizes):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
 
     @property
+    def redone_s(self) -> float:
+        """Seconds of the backward, the forward that it does again included."""
+        return self.backward_s + (self.forward_s if self.recompute else 0.0)
+
+    @property
     def compute_s(self) -> float:
         """Seconds of forward, backward and update of one unit on one worker."""
-        return self.forward_s + self.backward_s + self.update_s
+        return self.forward_s + self.redone_s + self.update_s
 
 
 @dataclass(frozen=True)
@@ -80,9 +91,13 @@ class Plan(Artifact):
             made by hand and not from a profile.
         depth: 'noam', 'full', 'auto' or 'hand'.
         note: what the planner promises about it.
+        order: the cluster's workers in the order in which the stages take them; () as they stand.
+        bound_s: no plan of the space that the note names is faster, in seconds per unit; 0 where nothing is proved.
+        schedule: the method that it was planned for; '' if none.
+        microbatches: parts of a minibatch that it was planned for.
 
     Raises:
-        ValueError: stages with a gap, or vectors of the wrong length.
+        ValueError: stages with a gap, vectors of the wrong length, or an order of workers that there are not.
     """
 
     FORMAT = 1
@@ -96,6 +111,10 @@ class Plan(Artifact):
     unit: str = "minibatch"
     depth: str = "noam"
     note: str = ""
+    order: tuple[int, ...] = ()
+    bound_s: float = 0.0
+    schedule: str = ""
+    microbatches: int = 1
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -111,6 +130,12 @@ class Plan(Artifact):
             raise ValueError(f"lag needs 0 or 1 for each of {len(self.stages)} stages, found {self.lag}")
         if self.unit not in ("minibatch", "microbatch"):
             raise ValueError(f"unit is minibatch or microbatch, found {self.unit!r}")
+        if self.workers > self.cluster.workers:
+            raise ValueError(f"the stages take {self.workers} workers, the cluster has {self.cluster.workers}")
+        if self.order and (len(set(self.order)) != len(self.order) or len(self.order) != self.workers):
+            raise ValueError(f"the order names each of the {self.workers} workers once, found {self.order}")
+        if self.order and not 0 <= min(self.order) <= max(self.order) < self.cluster.workers:
+            raise ValueError(f"the order names workers below {self.cluster.workers}, found {self.order}")
         for stage, lag in zip(self.stages, self.lag, strict=True):
             if lag and (stage.replicas == 1 or len(self.stages) == 1):
                 raise ValueError("lag is 0 where a stage is not replicated, and in a one-stage plan")
@@ -158,42 +183,67 @@ class Plan(Artifact):
 
     @property
     def placement(self) -> Placement:
-        """One rank a worker, stage by stage."""
-        return Placement.replicated(self.replicas)
+        """One rank a worker: stage by stage, or, where there is an order, in the order of the cluster's workers."""
+        if not self.order:
+            return Placement.replicated(self.replicas)
+        ranks = {worker: rank for rank, worker in enumerate(sorted(self.order))}
+        return Placement(tuple(tuple(ranks[w] for w in self.workers_of(s)) for s in range(len(self.stages))))
 
     @property
     def rate_factors(self) -> tuple[float, ...]:
         """Factor on the learning rate of each stage: r_s / r_0 (PipeDream's released code and paper)."""
         return tuple(count / self.replicas[0] for count in self.replicas)
 
+    def workers_of(self, stage: int) -> tuple[int, ...]:
+        """Returns the cluster's workers that a stage takes."""
+        first = sum(self.replicas[:stage])
+        taken = range(first, first + self.replicas[stage])
+        return tuple(self.order[worker] for worker in taken) if self.order else tuple(taken)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Where each stage lives: what its workers and their ports allow."""
+        taken = [self.workers_of(stage) for stage in range(len(self.stages))]
+        before = [None, *(workers[-1] for workers in taken[:-1])]
+        behind = [*(workers[0] for workers in taken[1:]), None]
+        return tuple(Site.of(self.cluster, *row) for row in zip(taken, before, behind, strict=True))
+
     @property
     def transfers_s(self) -> tuple[float, ...]:
-        """One-way seconds of a message across each boundary."""
-        cluster = self.cluster
+        """One-way seconds of a message across each boundary, over the outermost level that one crosses."""
+        taken = [self.workers_of(stage) for stage in range(len(self.stages))]
         return tuple(
-            transfer_s(stage.output_bytes, cluster.bandwidth_bytes_per_s, cluster.latency_s)
-            for stage in self.stages[:-1]
+            transfer_s(stage.output_bytes, *self.cluster.link(self.cluster.reach(*here, *behind)))
+            for stage, here, behind in zip(self.stages, taken, taken[1:], strict=False)
         )
 
     @property
     def sync_s(self) -> tuple[float, ...]:
-        """Seconds of each stage's all-reduce, for one round of its replicas."""
-        cluster = self.cluster
+        """Seconds of each stage's all-reduce, for one round of its replicas, the hidden part included."""
         return tuple(
-            all_reduce_s(stage.parameter_bytes, stage.replicas, cluster.bandwidth_bytes_per_s, cluster.latency_s)
-            for stage in self.stages
+            all_reduce_s(stage.parameter_bytes, stage.replicas, site.sum_bytes_per_s, site.sum_latency_s, how=site.sums)
+            for stage, site in zip(self.stages, self.sites, strict=True)
+        )
+
+    @property
+    def periods_s(self) -> tuple[float, ...]:
+        """Predicted seconds per unit of each stage in a full pipeline, all its replicas together (`core.site`)."""
+        edges = (0, *(stage.output_bytes for stage in self.stages[:-1]), 0)
+        return tuple(
+            float(
+                site.period_s(
+                    stage.forward_s, stage.redone_s, stage.update_s, stage.parameter_bytes, before_bytes, behind_bytes
+                )
+            )
+            for stage, site, before_bytes, behind_bytes in zip(
+                self.stages, self.sites, edges[:-1], edges[1:], strict=True
+            )
         )
 
     @property
     def slowest_stage_s(self) -> float:
-        """Predicted seconds per unit of the full pipeline: the slowest stage or boundary (`cost.pipeline_period_s`).
-
-        A message occupies its links for bytes / bandwidth; its latency delays it, which depth hides, but lets
-        the next message follow.
-        """
-        occupied = tuple(transfer_s(s.output_bytes, self.cluster.bandwidth_bytes_per_s) for s in self.stages[:-1])
-        seconds = tuple(stage.compute_s + sync for stage, sync in zip(self.stages, self.sync_s, strict=True))
-        return pipeline_period_s(seconds, self.replicas, occupied)
+        """Predicted seconds per unit of the full pipeline, whose messages depth hides: those of its slowest stage."""
+        return max(self.periods_s)
 
     def with_depth(self, wanted: str | tuple[int, ...]) -> Self:
         """Returns the plan with another depth: 'noam', 'full', or in-flight counts by hand.

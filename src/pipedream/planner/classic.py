@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.cluster import MOST_WORKERS, Cluster
+from ..core.cluster import Cluster
 from ..core.errors import PlanError
 from ..core.graphtxt import GraphText, in_order
 from ..core.plan import Plan
@@ -68,8 +68,6 @@ def classic(
             "the classic cost model was asked for with a limit on memory, which the published planner does not keep; "
             "leave the limit out, or plan with --cost-model pipedream"
         )
-    if cluster.workers > MOST_WORKERS:
-        raise PlanError(f"{cluster.workers} workers were asked for, {MOST_WORKERS} are the most; give fewer")
     text = GraphText.of(graph) if isinstance(graph, Profile) else graph
     states = States.of(text)
     tables = solve(states, cluster.levels)

@@ -1,13 +1,13 @@
 """The dynamic program over pipelines whose stages may be replicated.
 
 After PipeDream, SOSP 2019, section 3.1, on one level of bandwidth (of a cluster with several levels the
-slowest counts). The period of a full pipeline is that of its slowest stage, its sum over the replicas
-included, or of its slowest boundary, whose messages overlap with compute (`core.cost.pipeline_period_s`).
+slowest counts). The period of a full pipeline is that of its slowest stage, its sum over the replicas and its
+messages included (`core.site`).
 The paper's recurrence runs over prefixes; here it runs over suffixes, because a stage's memory depends on
 what is in flight, which at the paper's depth follows from its own replicas and from the workers from it to
 the output. With A(a, w, r) for layers a and on, run by w workers of which r are the first stage's:
 
-    A(a, w, r) = min over b of max(cost(a, b, r), min over q of max(link(b) / min(r, q), A(b, w - r, q)))
+    A(a, w, r) = min over b of max(cost(a, b, r), min over q of A(b, w - r, q))
 
 where stage [a, b) fits the memory at (w - 1) // r + 1 in flight. What is searched is a set of such (w, r):
 all of them; r = 1 for straight pipelines; one for each stage where the counts are given. (Where a lag
@@ -31,7 +31,6 @@ from typing import Any
 
 import numpy as np
 
-from ..core.cost import transfer_s
 from ..core.errors import PlanError
 from ..core.plan import Plan
 from ..core.units import format_bytes
@@ -90,7 +89,7 @@ class Pipelines:
     @property
     def least_bytes(self) -> int:
         """The least memory of a worker that would let one plan fit; there must be a plan."""
-        suffixes = self._bottlenecks(self._least, np.zeros(len(self._places)))
+        suffixes = self._bottlenecks(self._least)
         return int(min(suffixes[start][0] for start in self._starts))
 
     @property
@@ -109,15 +108,9 @@ class Pipelines:
         return order
 
     @cached_property
-    def _link(self) -> Any:
-        """Seconds for which the message behind each place keeps a link busy; latency occupies none."""
-        crossing: Any = self.space.crossing[self._places]
-        return transfer_s(crossing, self.space.cluster.bandwidth_bytes_per_s)
-
-    @cached_property
-    def _compute(self) -> Any:
-        seconds = self.space.compute_s(self._places[:, None], self._places[None, :])
-        return np.asarray(seconds, dtype=float)
+    def _passes(self) -> tuple[Any, Any]:
+        forward, backward = self.space.passes_s(self._places[:, None], self._places[None, :])
+        return np.asarray(forward, dtype=float), np.asarray(backward, dtype=float)
 
     @cached_property
     def _costs(self) -> dict[int, Any]:
@@ -130,7 +123,7 @@ class Pipelines:
     def _cost(self, replicas: int) -> Any:
         if replicas not in self._costs:
             ends = self._places[:, None], self._places[None, :]
-            cost = self.space.shared_s(self._compute, *ends, replicas)
+            cost = self.space.period_s(self._passes, *ends, replicas)
             self._costs[replicas] = np.where(self._allowed, cost, np.inf)
         return self._costs[replicas]
 
@@ -164,17 +157,16 @@ class Pipelines:
 
     @cached_property
     def _suffixes(self) -> dict[State, Any]:
-        return self._bottlenecks(self._seconds, self._link)
+        return self._bottlenecks(self._seconds)
 
-    def _bottlenecks(self, cost: Callable[[State], Any], link: Any) -> dict[State, Any]:
+    def _bottlenecks(self, cost: Callable[[State], Any]) -> dict[State, Any]:
         """For each state, the smallest maximum of a cost from each place on."""
-        links = {count: link / count for _, count in self.states}
         suffixes: dict[State, Any] = {}
         for state in self.states:
             workers, count = state
             rest = np.full(len(self._places), np.inf)
             for after in self._behind(state):
-                np.minimum(rest, np.maximum(links[min(count, after[1])], suffixes[after]), out=rest)
+                np.minimum(rest, suffixes[after], out=rest)
             if workers == count:
                 rest[-1] = 0.0  # the model's output stays where it is
             suffixes[state] = np.maximum(cost(state), rest[None, :]).min(axis=1)
@@ -186,7 +178,6 @@ class Pipelines:
         stages = len(self._places) + 1
         # One number for (bytes, stages), the bytes first: exact up to 2^60 / places, a petabyte at a thousand.
         sends = self.space.crossing[self._places].astype(np.int64) * stages
-        slow = {count: np.where(self._link / count <= period, 0, none) for _, count in self.states}
         keys: dict[State, Any] = {}
         rests: dict[State, Any] = {}
         for state in self.states:
@@ -196,7 +187,7 @@ class Pipelines:
             rest = np.full(len(self._places), none)
             for after in self._behind(state):
                 if after in keys:
-                    np.minimum(rest, np.maximum(slow[min(count, after[1])], keys[after] + sends), out=rest)
+                    np.minimum(rest, keys[after] + sends, out=rest)
             if workers == count:
                 rest[-1] = 0
             rests[state] = rest
@@ -222,7 +213,7 @@ class Pipelines:
                 return tuple(cuts), tuple(counts)
             cuts.append(int(self._places[place]))
             wanted -= int(sends[place])
-            choices = [after for after in self._behind(state) if self._link[place] / min(count, after[1]) <= period]
+            choices = self._behind(state)
 
 
 def check_fits(*, min_need_bytes: int, space: Space, what: str) -> None:

@@ -20,11 +20,11 @@ import numpy as np
 
 from ..core import depth as depths
 from ..core.cluster import Cluster
-from ..core.cost import all_reduce_s
 from ..core.errors import PlanError
 from ..core.memory import stage_bytes
 from ..core.plan import Plan, Stage
 from ..core.profile import Profile
+from ..core.site import Site
 from ..core.units import format_bytes
 
 __all__ = ["Index", "Space", "Versions", "stash"]
@@ -126,21 +126,31 @@ class Space:
         return self.profile.update_s * held / max(int(self.parameters[-1]), 1)
 
     def seconds(self, first: Index, last: Index, replicas: int = 1) -> Any:
-        """Returns the seconds per minibatch of a stage on so many workers, its all-reduce included."""
-        return self.shared_s(self.compute_s(first, last), first, last, replicas)
+        """Returns the seconds per minibatch of a stage on so many workers, of a pipeline's stage (`core.site`)."""
+        return self.period_s(self.passes_s(first, last), first, last, replicas)
 
-    def compute_s(self, first: Index, last: Index) -> Any:
-        """Returns the seconds of forward, backward and update of a stage on one worker."""
+    def passes_s(self, first: Index, last: Index) -> tuple[Any, Any]:
+        """Returns the seconds of forward and backward of a stage on one worker."""
         forward = (self.forward[last] - self.forward[first]) / self.scale
         backward = (self.backward[last] - self.backward[first]) / self.scale
-        return forward + backward + self.update_s(first, last)
+        return forward, backward
 
-    def shared_s(self, compute_s: Any, first: Index, last: Index, replicas: int) -> Any:
-        """Returns `seconds` of a stage whose `compute_s` is known: exact sums of a whole table take long."""
+    def period_s(self, passes_s: tuple[Any, Any], first: Index, last: Index, replicas: int) -> Any:
+        """Returns `seconds` of a stage whose `passes_s` are known: exact sums of a whole table take long."""
+        end = len(self.profile.layers)
+        return self.site(replicas).period_s(
+            *passes_s,
+            self.update_s(first, last),
+            self.parameters[last] - self.parameters[first],
+            np.where(np.asarray(first) == 0, 0, self.crossing[first]),
+            np.where(np.asarray(last) == end, 0, self.crossing[last]),
+        )
+
+    def site(self, replicas: int) -> Site:
+        """Returns the site of a stage that has neighbours, all links being like the slowest."""
         cluster = self.cluster
-        held = self.parameters[last] - self.parameters[first]
-        sync = all_reduce_s(held, replicas, cluster.bandwidth_bytes_per_s, cluster.latency_s)
-        return (compute_s + sync) / replicas
+        flat = Cluster.flat(replicas + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s, cluster.memory_bytes)
+        return Site.of(flat, range(1, replicas + 1), 0, replicas + 1)
 
     def need_bytes(self, first: Index, last: Index, in_flight: int, lag: int = 0) -> Any:
         """Returns the peak bytes of one worker of a stage that holds so many microbatches in flight."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, all_reduce_s, transfer_s
+from ..core.cost import sum_buckets
 from ..core.op import Kind
 from ..core.plan import Plan
 from ..core.program import Channel
@@ -106,7 +106,7 @@ class Costs:
 
     def occupied_s(self, channel: Channel) -> float:
         """Returns the seconds for which a message keeps its link busy, so that the next one waits."""
-        return transfer_s(self.channel_bytes(channel), self.bandwidth_bytes_per_s)
+        return self.channel_bytes(channel) / self.bandwidth_bytes_per_s
 
     def transfer_s(self, channel: Channel) -> float:
         """Returns the seconds from the start of a message to its arrival."""
@@ -118,26 +118,9 @@ class Costs:
 def bucket_costs(
     size_bytes: float, replicas: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0
 ) -> tuple[tuple[float, float], ...]:
-    """Returns the buckets of a sum (`Costs.buckets`): a first one of 1 MiB, further ones of 4 MiB, and what is left.
-
-    Between the first and the last of the 4 MiB buckets both numbers change evenly, so that those between them never
-    decide, and are left out.
-    """
-    if replicas == 1:
-        return ()
-
-    def seconds(part_bytes: float) -> float:
-        return all_reduce_s(part_bytes, replicas, bandwidth_bytes_per_s, latency_s)
-
-    whole, rest = divmod(max(size_bytes - FIRST_BUCKET_BYTES, 0.0), BUCKET_BYTES)
-    behind_s = seconds(rest) if rest else 0.0
-    found = [(1.0, behind_s)] if rest else []
-    for count in sorted({1.0, whole} if whole else ()):
-        ready = (FIRST_BUCKET_BYTES + (whole - count + 1) * BUCKET_BYTES) / size_bytes
-        found.append((ready, count * seconds(BUCKET_BYTES) + behind_s))
-    first = min(size_bytes, FIRST_BUCKET_BYTES)
-    found.append((first / size_bytes if size_bytes else 1.0, seconds(first) + whole * seconds(BUCKET_BYTES) + behind_s))
-    return tuple(reversed(found))
+    """Returns the buckets of a sum (`Costs.buckets`, `core.cost.sum_buckets`)."""
+    rows = sum_buckets(size_bytes, replicas, bandwidth_bytes_per_s, latency_s)
+    return tuple((float(ready), float(tail_s)) for ready, tail_s in rows)
 
 
 def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap: bool = True) -> Costs:
