@@ -18,6 +18,7 @@ def stage_bytes(
     input_bytes: int,
     versions: int,
     in_flight: int,
+    recompute: bool = False,
 ) -> int:
     """Returns the peak bytes of one replica of a stage.
 
@@ -28,8 +29,11 @@ def stage_bytes(
         input_bytes: of the stage's input for one microbatch; one more is being received.
         versions: distinct sets of weights alive at once, the newest included.
         in_flight: microbatches forwarded and not yet backwarded, at most.
+        recompute: of those only the input is kept, and the activations of one whose forward is done again.
 
     Gradients count once, in the size of the weights.
     """
     state = parameter_bytes * (versions + 1) + optimizer_bytes
+    if recompute:
+        return state + activation_bytes + (in_flight + 1) * input_bytes
     return state + in_flight * activation_bytes + 2 * input_bytes

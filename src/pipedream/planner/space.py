@@ -152,7 +152,7 @@ class Space:
         flat = Cluster.flat(replicas + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s, cluster.memory_bytes)
         return Site.of(flat, range(1, replicas + 1), 0, replicas + 1)
 
-    def need_bytes(self, first: Index, last: Index, in_flight: int, lag: int = 0) -> Any:
+    def need_bytes(self, first: Index, last: Index, in_flight: int, lag: int = 0, recompute: bool = False) -> Any:
         """Returns the peak bytes of one worker of a stage that holds so many microbatches in flight."""
         return stage_bytes(
             parameter_bytes=self.parameters[last] - self.parameters[first],
@@ -161,6 +161,7 @@ class Space:
             input_bytes=-(-self.crossing[first] // self.microbatches),
             versions=self.versions(in_flight, lag),
             in_flight=in_flight,
+            recompute=recompute,
         )
 
     def stage(self, first: int, last: int, replicas: int = 1, in_flight: int = 1, lag: int = 0) -> Stage:
