@@ -40,8 +40,16 @@ def _lacking(marker: str) -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what the machine cannot run, and says what is missing."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what the machine cannot run, and says what is missing.
+
+    Where tests run side by side, those that start processes stay with one of the runners: they would take each
+    other's time, and some of them measure it.
+    """
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if item.get_closest_marker("processes"):
+                item.add_marker(pytest.mark.xdist_group("processes"))
     for marker in ("gpu", "browser", "network"):
         marked = [item for item in items if item.get_closest_marker(marker)]
         if marked and (reason := _lacking(marker)):

@@ -58,9 +58,12 @@ class Leg:
     scheduler: str = "steps"
     depth: str = "noam"
     microbatches: int | None = None
+    autocast: torch.dtype | None = None
 
     def __str__(self) -> str:
-        return f"{self.animal} {self.schedule} {'-'.join(map(str, self.replicas))} {self.optimizer} {self.scheduler}"
+        plan = "-".join(map(str, self.replicas))
+        low = "" if self.autocast is None else f" {self.autocast}"
+        return f"{self.animal} {self.schedule} {plan} {self.optimizer} {self.scheduler}{low}"
 
 
 @dataclass
@@ -76,7 +79,7 @@ class Outcome:
 
 def go(leg: Leg, folder: Path, resume: Path | None, keep: int | None = None, wait: bool = False) -> Outcome:
     """Trains a leg, from a checkpoint if there is one, and saves every so many minibatches."""
-    animal = zoo.make(leg.animal)
+    animal = zoo.make(leg.animal, torch.float64 if leg.autocast is None else torch.float32)
     plan = zoo.plan_of(zoo.make(leg.animal), len(leg.replicas), leg.replicas, leg.depth)
     losses, rates = {}, {}
     torch.manual_seed(0 if resume is None else 99)
@@ -88,6 +91,7 @@ def go(leg: Leg, folder: Path, resume: Path | None, keep: int | None = None, wai
         optimizer=groups(leg.optimizer),
         microbatches=leg.microbatches,
         scheduler=SCHEDULERS[leg.scheduler],
+        autocast=leg.autocast,
         ema=0.9,
         seed=3,
     ) as pipeline:
@@ -125,6 +129,7 @@ SAME = [
     Leg((2, 1, 1), depth="full", scheduler="one cycle", optimizer="sgd"),
     Leg((2,), animal="cnn", optimizer="sgd", scheduler="none"),
     Leg((1, 1), animal="lstm"),
+    Leg((1, 1), autocast=torch.bfloat16),
     Leg((1, 1, 1), animal="transformer", schedule="1f1b", microbatches=2, scheduler="cosine"),
 ]
 
