@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil, gcd
 
 from hypothesis import strategies as st
 
-from pipedream.core.cluster import Cluster
+from pipedream.core.cluster import Cluster, Level, Workers
 from pipedream.core.plan import Plan, Stage
 from pipedream.core.schedule import Schedule
 from pipedream.schedules import SCHEDULES, build
@@ -47,11 +48,34 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 @st.composite
-def some_costs(draw: st.DrawFn, stages: int) -> Costs:
+def clusters(draw: st.DrawFn, workers: int) -> Cluster:
+    """Draws a cluster of at least so many workers: of one to three levels, even or not, with links and speeds alike or
+    not."""
+    machines = draw(st.lists(st.integers(1, max(1, workers)), min_size=1, max_size=4))
+    machines[0] += max(0, workers - sum(machines))
+    rate = st.sampled_from([1.0, 1.0, 0.5, 3.0])
+    levels = [Level(max(machines), draw(rate), sizes=tuple(machines))]
+    if len(machines) == 1:
+        levels = [Level(machines[0], 1.0)]
+    elif len(machines) == 4 and draw(st.booleans()):
+        levels += [Level(2, draw(rate)), Level(2, draw(rate))]
+    else:
+        levels += [Level(len(machines), draw(rate))]
+    latencies, receiving = st.sampled_from([0.0, 0.0, 0.5]), st.sampled_from([None, None, 0.25, 2.0])
+    levels = [replace(level, latency_s=draw(latencies), receive_bytes_per_s=draw(receiving)) for level in levels]
+    kinds: tuple[Workers, ...] = ()
+    if draw(st.booleans()):
+        kinds = tuple(Workers(1, speed=draw(st.sampled_from([1.0, 0.5, 1.7]))) for _ in range(sum(machines)))
+    return Cluster(tuple(levels), kinds=kinds, sums=draw(st.sampled_from(["ring", "tree"])))
+
+
+@st.composite
+def some_costs(draw: st.DrawFn, stages: int, workers: int) -> Costs:
     def vector() -> tuple[float, ...]:
         return tuple(draw(SECONDS) for _ in range(stages))
 
     backward = vector()
+    cluster = draw(clusters(workers))
     return Costs(
         forward_s=vector(),
         backward_s=backward,
@@ -59,13 +83,14 @@ def some_costs(draw: st.DrawFn, stages: int) -> Costs:
         update_s=vector(),
         sync_s=vector(),
         output_bytes=vector(),
-        bandwidth_bytes_per_s=1.0,
-        latency_s=draw(SECONDS),
+        cluster=cluster,
+        workers=tuple(draw(st.permutations(range(cluster.workers)))[:workers]),
         input_bytes=draw(SECONDS),
+        sum_bytes=vector(),
     )
 
 
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[Schedule, Costs, int]:
     schedule = draw(schedules())
-    return schedule, draw(some_costs(len(schedule.plan.stages))), draw(st.integers(1, 15))
+    return schedule, draw(some_costs(len(schedule.plan.stages), schedule.placement.workers)), draw(st.integers(1, 15))

@@ -180,9 +180,10 @@ class TestPlan:
             build()
 
     def test_depths(self) -> None:
-        plan = Plan.uniform(3, transfer_s=1.5)  # 3 s of work a stage, a round trip of 3 s: one slot a boundary
+        # 3 s of work a stage; a round trip of 3 s, and 1.5 s behind what comes to the middle from its other side.
+        plan = Plan.uniform(3, transfer_s=1.5)
         assert plan.in_flight == (3, 2, 1)
-        assert plan.with_depth("full").in_flight == (5, 3, 1)
+        assert plan.with_depth("full").in_flight == (7, 4, 1)
         assert plan.with_depth("full").with_depth("noam") == plan
         assert plan.with_depth((7, 7, 2)).in_flight == (7, 7, 2)
         with pytest.raises(PlanError, match="depth 'deep' is not known"):

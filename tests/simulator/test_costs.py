@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipedream.core.cluster import Cluster
+from pipedream.core.cluster import Cluster, Level, Workers
 from pipedream.core.op import Kind
 from pipedream.core.plan import Plan, Stage
 from pipedream.core.program import Channel
@@ -37,7 +37,6 @@ def test_both_directions_of_a_boundary_carry_its_value() -> None:
     found = costs(PLAN)
     assert found.transfer_s(Channel(0, 2, "activation", 0, 1)) == 4.25
     assert found.transfer_s(Channel(2, 0, "gradient", 1, 0)) == 4.25
-    assert found.occupied_s(Channel(2, 0, "gradient", 1, 0)) == 4.0
     assert PLAN.transfers_s == (4.25,)
 
 
@@ -59,7 +58,8 @@ def test_split_backward() -> None:
         ({"forward_s": (1.0,)}, "one number a stage, found 1 forward_s, 2 backward_s"),
         ({"sync_s": (0.0, -1.0)}, "sync_s cannot be negative"),
         ({"weight_s": (9.0, 1.0)}, "weight gradient is a share of the backward"),
-        ({"bandwidth_bytes_per_s": 0.0}, "bandwidth must be positive"),
+        ({"input_bytes": -1.0}, "bytes cannot be negative"),
+        ({"sum_bytes": (0.0,)}, "sum_bytes are for 1 stages, the seconds for 2"),
     ],
 )
 def test_nonsense_is_refused(change: dict[str, object], message: str) -> None:
@@ -70,3 +70,26 @@ def test_nonsense_is_refused(change: dict[str, object], message: str) -> None:
 def test_split_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 microbatch, found 0"):
         costs(PLAN, split=0)
+
+
+def test_ranks_are_the_workers_of_the_order() -> None:
+    slow = Cluster((Level(2, 100.0), Level(2, 10.0, 0.5)), kinds=(Workers(1, speed=0.5), Workers(3)))
+    plan = replace(PLAN, cluster=slow, order=(2, 3, 0))
+    found = costs(plan)
+    assert plan.placement.ranks == ((1, 2), (0,))  # in the order of the workers 0, 2 and 3
+    assert [found.worker(rank) for rank in range(3)] == [0, 2, 3]
+    assert [found.speed(rank) for rank in range(3)] == [0.5, 1.0, 1.0]
+    assert found.transfer_s(Channel(1, 0, "activation", 0, 1)) == 40.5
+    assert found.transfer_s(Channel(1, 2, "activation", 0, 1)) == 4.0
+    assert found.sync_s == (10.0, 0.0)  # of the machine's own level
+
+
+def test_a_backward_that_recomputes_does_the_forward_again() -> None:
+    plan = replace(PLAN, stages=(ROWS[0], replace(ROWS[1], recompute=True)))
+    found = costs(plan)
+    assert (found.forward_s, found.backward_s, found.weight_s) == ((4.0, 2.0), (8.0, 8.0), (4.0, 3.0))
+
+
+def test_a_tree_moves_all_bytes_twice() -> None:
+    assert costs(PLAN).sum_bytes == (1000.0, 0.0)
+    assert costs(replace(PLAN, cluster=replace(PLAN.cluster, sums="tree"))).sum_bytes == (2000.0, 0.0)

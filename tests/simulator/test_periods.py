@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedream.core.cluster import Cluster
+from pipedream.core.cluster import Cluster, Level, Workers
 from pipedream.core.depth import full, noam
 from pipedream.core.plan import Plan, Stage
 from pipedream.core.timeline import Timeline
@@ -46,7 +46,7 @@ def test_makespan_of_a_flushing_minibatch(name: str, p: int, m: int, f: float, b
 @settings(max_examples=40)
 @given(st.integers(1, 6), SECONDS, SECONDS, st.floats(0.0, 1.0))
 def test_period_at_the_papers_depth_shows_messages(p: int, f: float, b: float, share: float) -> None:
-    c = share * (f + b)
+    c = share * min(f, b)  # longer ones meet at the ports of the stages between
     timeline = run("pipedream", Plan.uniform(p, f, b, c), None, 20 * p + 60)
     assert period_s(timeline, p, 10 * p) == pytest.approx(f + b + 2 * c * (p - 1) / p)
 
@@ -54,7 +54,8 @@ def test_period_at_the_papers_depth_shows_messages(p: int, f: float, b: float, s
 @settings(max_examples=40)
 @given(st.integers(1, 6), SECONDS, SECONDS, st.floats(0.0, 1.0))
 def test_period_at_full_depth_hides_messages(p: int, f: float, b: float, share: float) -> None:
-    plan = Plan.uniform(p, f, b, share * (f + b)).with_depth("full")
+    # One port carries the messages of both neighbours, so that a message may take half a slot and no more.
+    plan = Plan.uniform(p, f, b, share * (f + b) / 2).with_depth("full")
     timeline = run("pipedream", plan, None, 200)
     assert period_s(timeline, 1, 120) == pytest.approx(f + b)
     assert min(steady(timeline, skip=120).busy_shares) == pytest.approx(1.0)
@@ -116,8 +117,8 @@ def test_full_depth_hides_messages_of_replicated_plans(replicas: tuple[int, ...]
     plan, lags = balanced(replicas), tuple(lag if r > 1 else 0 for r in replicas)
     # Latency alone, as longer messages than a slot would be the bottleneck themselves; sums cost nothing here.
     # Where a lagging sum begins with the backward already, the paper's depth may be enough.
-    seconds = replace(costs(plan, overlap=False), latency_s=slots * 3.0)
-    overlapped = replace(costs(plan), latency_s=slots * 3.0)
+    far = Cluster.flat(plan.workers, latency_s=slots * 3.0)
+    seconds, overlapped = replace(costs(plan, overlap=False), cluster=far), replace(costs(plan), cluster=far)
     round_trips = (2 * slots,) * (len(replicas) - 1)
     shares = []
     for counts in (full(replicas, round_trips, lags), noam(replicas, lags)):
@@ -129,26 +130,26 @@ def test_full_depth_hides_messages_of_replicated_plans(replicas: tuple[int, ...]
 
 
 def test_rings_are_as_deep_as_what_lies_between_replicas() -> None:
-    """2-1-2 with every link full: each replica of stage 0 has up to six minibatches on the way to stage 1."""
+    """2-1-2 with the middle's port full: each replica of stage 0 has up to six minibatches on the way to stage 1."""
     plan, replicas = balanced((2, 1, 2)), (2, 1, 2)
     rows = tuple(replace(stage, output_bytes=3) for stage in plan.stages)
     counts = full(replicas, (7.0, 7.0))
     assert counts == (11, 11, 1)
-    plan = replace(plan, stages=rows, cluster=Cluster.flat(5, 1.0), in_flight=counts)
+    plan = replace(plan, stages=rows, cluster=Cluster.flat(5, 2.0), in_flight=counts)
     assert plan.slowest_stage_s == 3.0
     program = lower(build("pipedream", plan))
     assert {(c.source, c.target): c.depth for c in program.channels if c.carries == "activation"} == {
         (0, 1): 7,
         (1, 2): 6,
     }
-    timeline = simulate(program, replace(costs(plan), latency_s=7.5), 600)
+    timeline = simulate(program, replace(costs(plan), cluster=Cluster.flat(5, 2.0, 7.5)), 600)
     assert min(steady(timeline, skip=400).busy_shares) == pytest.approx(1.0)
 
 
 @st.composite
-def replicated_plans(draw: st.DrawFn) -> Plan:
-    """Unlike stages on replicas, with sums and with messages that may be the bottleneck."""
-    replicas = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+def replicated_plans(draw: st.DrawFn, levels: bool) -> Plan:
+    """Unlike stages on replicas, with sums and with messages that may be the bottleneck, on unlike workers."""
+    replicas = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3 if levels else 4))
     eighths = st.integers(1, 24).map(lambda n: n / 8)
     rows = tuple(
         Stage(
@@ -158,24 +159,71 @@ def replicated_plans(draw: st.DrawFn) -> Plan:
             r * draw(eighths),
             r * draw(eighths),
             draw(st.sampled_from([0.0, 0.5])),
-            output_bytes=draw(st.sampled_from([0, 1, 8, 40])),
+            output_bytes=draw(st.sampled_from([0, 1, 8, 20] if not levels else [1, 8, 20])),
             parameter_bytes=draw(st.sampled_from([0, 6, 24])),
+            recompute=draw(st.booleans()),
         )
         for s, r in enumerate(replicas)
     )
-    bandwidth, latency = draw(st.sampled_from([2.0, 8.0, 100.0])), draw(st.sampled_from([0.0, 0.25]))
-    plan = Plan(rows, noam(tuple(replicas)), Cluster.flat(sum(replicas), bandwidth, latency), unit="microbatch")
-    return plan.with_depth("full")
+    rates = st.sampled_from([2.0, 8.0, 100.0])
+    latency, receiving = draw(st.sampled_from([0.0, 0.25])), draw(st.sampled_from([None, 4.0]))
+    machines = (sum(replicas),)
+    outer: list[Level] = []
+    if levels:
+        machines = tuple(draw(st.lists(st.integers(1, 4), min_size=4, max_size=4)))
+        machines = (max(machines[0], sum(replicas) - sum(machines[1:])), *machines[1:])
+        outer = [Level(4, draw(rates))] if draw(st.booleans()) else [Level(2, draw(rates)), Level(2, draw(rates))]
+    inner = Level(max(machines), draw(rates), latency, receiving, sizes=machines)
+    kinds = tuple(Workers(1, speed=draw(st.sampled_from([1.0, 0.5]))) for _ in range(sum(machines)))
+    cluster = Cluster((inner, *outer), kinds=kinds, sums=draw(st.sampled_from(["ring", "tree"])))
+    return Plan(rows, noam(tuple(replicas)), cluster, unit="microbatch").with_depth("full")
+
+
+def far_down_s(plan: Plan) -> float:
+    """Returns the simulated seconds a minibatch at the last stage, over whole rounds of all stages."""
+    every = lcm(*plan.replicas)
+    skip = max(240, 10 * max(plan.in_flight)) // every * every
+    timeline = run("pipedream", plan, None, 2 * skip + 60)
+    ends = sorted(span.end_s for span in timeline.spans if span.kind == "B" and span.stage == len(plan.stages) - 1)
+    return (ends[2 * skip - 1] - ends[skip - 1]) / skip
 
 
 @settings(max_examples=60)
-@given(replicated_plans())
+@given(replicated_plans(levels=False))
 def test_the_planners_period_is_the_simulated_one(plan: Plan) -> None:
-    timeline = run("pipedream", plan, None, 480, overlap=False)
-    ends = sorted(span.end_s for span in timeline.spans if span.kind == "B" and span.stage == len(plan.stages) - 1)
-    found = (ends[419] - ends[179]) / 240
-    # Stages almost as slow take long to fall into step, and the ends of a round's replicas are not even.
-    assert plan.slowest_stage_s * 0.98 <= found <= plan.slowest_stage_s * 1.02
+    assert plan.period_s == plan.slowest_stage_s
+    # Stages almost as slow take long to fall into step.
+    assert plan.slowest_stage_s * 0.98 <= far_down_s(plan) <= plan.slowest_stage_s * 1.02
+
+
+@settings(max_examples=60)
+@given(replicated_plans(levels=True))
+def test_on_levels_too_with_what_machines_and_racks_carry(plan: Plan) -> None:
+    # What stages know of is a bound from below; with what they share of a port it is all there is.
+    assert plan.slowest_stage_s <= plan.period_s
+    assert plan.period_s * 0.97 <= far_down_s(plan) <= plan.period_s * 1.03
+
+
+def test_stages_of_a_machine_share_its_port() -> None:
+    """Six stages on three machines of two: the middle one sends gradients to the left and activations to the right."""
+    rows = tuple(Stage(s, s + 1, 1, 1.0, 1.0, output_bytes=12 * (s % 2)) for s in range(6))
+    plan = Plan(rows, (6, 5, 4, 3, 2, 1), Cluster((Level(2, 100.0), Level(3, 8.0))), unit="microbatch")
+    assert (plan.slowest_stage_s, plan.period_s) == (2.0, 3.0)
+    assert far_down_s(plan.with_depth("full")) == pytest.approx(3.0)
+    alone = replace(plan, cluster=Cluster((Level(3, 100.0), Level(2, 8.0))))
+    assert (alone.slowest_stage_s, alone.period_s) == (2.0, 2.0)  # the boundary between the machines has no bytes
+
+
+@pytest.mark.parametrize(("sums", "round_s"), [("ring", 4.0 + 8.0), ("tree", 4.0 + 16.0)])
+def test_bytes_of_sums_and_messages_share_a_port(sums: str, round_s: float) -> None:
+    """2-1: in each round the port of a replica carries a message of 4 MiB and the sum of 8 MiB, at 1 MiB/s."""
+    rows = (Stage(0, 1, 2, 1.0, 1.0, output_bytes=4 << 20, parameter_bytes=8 << 20), Stage(1, 2, 1, 0.1, 0.1))
+    plan = Plan(rows, (2, 1), Cluster((Level(3, float(1 << 20)),), sums=sums), unit="microbatch")
+    hidden = replace(costs(plan), buckets=(((1.0, 0.0),), ()))  # no rank waits for the sum, but its bytes are there
+    program = lower(build("pipedream", plan.with_depth("full")))
+    ends = [span.end_s for span in simulate(program, hidden, 400).of_rank(0) if span.kind == "B"]
+    assert (ends[150] - ends[50]) / 100 == pytest.approx(round_s)
+    assert 2 * plan.sites[0].port_s(8 << 20, 0, 4 << 20) == pytest.approx(round_s)
 
 
 def test_replicas_share_each_others_links() -> None:
@@ -197,11 +245,11 @@ def test_replicas_share_each_others_links() -> None:
 def test_full_depth_fills_replicated_plans(replicas: list[int], times: tuple[int, int], quarters: int) -> None:
     base = balanced(tuple(replicas), *map(float, times))
     period = Fraction(sum(times))
-    size = Fraction(quarters, 4) * period
+    size = Fraction(quarters, 8) * period  # the middle's port carries twice as much
     rows = tuple(
-        Stage(s.first, s.last, s.replicas, s.forward_s, s.backward_s, output_bytes=int(size * 4)) for s in base.stages
+        Stage(s.first, s.last, s.replicas, s.forward_s, s.backward_s, output_bytes=int(size * 8)) for s in base.stages
     )
-    plan = Plan(rows, base.in_flight, Cluster.flat(sum(replicas), 4.0), unit="microbatch")
+    plan = Plan(rows, base.in_flight, Cluster.flat(sum(replicas), 8.0), unit="microbatch")
     assert plan.slowest_stage_s == float(period)
     timeline = run("pipedream", plan.with_depth("full"), None, 400)
     assert min(steady(timeline, skip=250).busy_shares) == pytest.approx(1.0)

@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "all_reduce_s", "sum_buckets", "transfer_s", "visible_sum_s"]
+__all__ = [
+    "BUCKET_BYTES",
+    "FIRST_BUCKET_BYTES",
+    "all_reduce_bytes",
+    "all_reduce_s",
+    "sum_buckets",
+    "transfer_s",
+    "visible_sum_s",
+]
 
 # A sum over replicas goes bucket by bucket. As in torch's DistributedDataParallel a small first one starts the network
 # early in the backward. The last one is never hidden, so they should be small (benchmarks/reduction_overlap); a message
@@ -41,6 +49,13 @@ def all_reduce_s(
     if how == "tree":
         return 2 * (ceil(log2(workers)) * latency_s + size_bytes / bandwidth_bytes_per_s)
     return 2 * (workers - 1) * (latency_s + size_bytes / (workers * bandwidth_bytes_per_s))
+
+
+def all_reduce_bytes(size_bytes: Any, workers: int, *, how: str = "ring") -> Any:
+    """Returns the bytes that each of the workers sends, and receives, in an all-reduce (`all_reduce_s`)."""
+    if workers == 1:
+        return 0.0
+    return 2.0 * size_bytes if how == "tree" else 2.0 * size_bytes * (workers - 1) / workers
 
 
 def sum_buckets(

@@ -6,6 +6,7 @@ profile it came from, printed with its reasons, edited by hand and checked.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
@@ -16,6 +17,7 @@ from .cluster import MOST_WORKERS, Cluster
 from .cost import all_reduce_s, transfer_s
 from .errors import PlanError
 from .placement import Placement
+from .ports import outer_ports_s
 from .site import Site
 from .units import format_bytes, format_seconds
 
@@ -218,6 +220,34 @@ class Plan(Artifact):
         )
 
     @property
+    def round_trips_s(self) -> tuple[float, ...]:
+        """Seconds, for each boundary, of an activation and of its gradient on their ways, queues at ports included.
+
+        A worker receives from both sides through one port, so that a gradient may have to wait for the activations
+        of a round that come from the stage in front, and an activation for the gradients of the stage behind. The
+        messages of all replicas in a machine or a rack follow each other through its port.
+        """
+        counts, transfers_s, cluster = self.replicas, self.transfers_s, self.cluster
+        inside = [
+            [max(Counter(cluster.component(level, w) for w in self.workers_of(s)).values()) for s in range(len(counts))]
+            for level in range(1, len(cluster.levels))
+        ]
+        last = len(transfers_s) - 1
+        found = []
+        for s, seconds in enumerate(transfers_s):
+            queue_s = -(-counts[s - 1] // counts[s]) * transfers_s[s - 1] if s else 0.0
+            queue_s += -(-counts[s + 2] // counts[s + 1]) * transfers_s[s + 1] if s < last else 0.0
+            queue_s += max(
+                (
+                    (most[s] + most[s + 1] - 2) * self.stages[s].output_bytes / level.link_bytes_per_s
+                    for most, level in zip(inside, cluster.levels[1:], strict=True)
+                ),
+                default=0.0,
+            )
+            found.append(2 * seconds + queue_s)
+        return tuple(found)
+
+    @property
     def sync_s(self) -> tuple[float, ...]:
         """Seconds of each stage's all-reduce, for one round of its replicas, the hidden part included."""
         return tuple(
@@ -245,6 +275,19 @@ class Plan(Artifact):
         """Predicted seconds per unit of the full pipeline, whose messages depth hides: those of its slowest stage."""
         return max(self.periods_s)
 
+    @property
+    def period_s(self) -> float:
+        """Predicted seconds per unit of the full pipeline: of its slowest stage, or of a machine's or rack's port that
+        several stages share (`core.ports`), which no stage alone knows of."""
+        taken = [self.workers_of(stage) for stage in range(len(self.stages))]
+        shared = outer_ports_s(
+            self.cluster,
+            taken,
+            [stage.output_bytes for stage in self.stages],
+            [stage.parameter_bytes for stage in self.stages],
+        )
+        return max([self.slowest_stage_s, *shared.values()])
+
     def with_depth(self, wanted: str | tuple[int, ...]) -> Self:
         """Returns the plan with another depth: 'noam', 'full', or in-flight counts by hand.
 
@@ -255,7 +298,7 @@ class Plan(Artifact):
             return replace(self, in_flight=depth.noam(self.replicas, self.lag), depth="noam")
         if wanted == "full":
             period = self.slowest_stage_s
-            slots = tuple(2 * seconds / period if period else 0.0 for seconds in self.transfers_s)
+            slots = tuple(seconds / period if period else 0.0 for seconds in self.round_trips_s)
             return replace(self, in_flight=depth.full(self.replicas, slots, self.lag), depth="full")
         if wanted == "auto":
             raise PlanError(

@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 from .cluster import Cluster
-from .cost import visible_sum_s
+from .cost import all_reduce_bytes, visible_sum_s
 
 __all__ = ["Port", "Site"]
 
 
 @dataclass(frozen=True)
 class Port:
-    """The busiest port of a stage at one level: its seconds for each byte of a minibatch.
+    """A port that a stage's messages cross: its seconds for each byte of a minibatch.
 
     Attributes:
         before, behind: of the stage's input, whose gradient goes back, and of its output, whose gradient comes.
@@ -49,7 +49,7 @@ class Site:
         memory_bytes: of the smallest of them; None: not limited.
         sum_bytes_per_s, sum_latency_s: of the links that their sums cross.
         sums: 'ring' or 'tree'.
-        ports: one for each level that their messages may cross.
+        ports: that their messages cross; of those alike one.
     """
 
     replicas: int
@@ -70,25 +70,21 @@ class Site:
             before: last worker of the stage before it; None at the input.
             behind: first worker of the stage behind it; None at the output.
 
-        A boundary counts at a level where that neighbour is in another component than the far end of the stage.
+        A boundary counts at the port of a component where that neighbour is in another component. Of what other stages
+        send through the same port nothing is known here (`core.ports` does).
         """
         count = len(workers)
-        ports = []
+        summed = all_reduce_bytes(1, count, how=cluster.sums) / count  # once in as many minibatches
+        ports: dict[Port, None] = {}
         for number, level in enumerate(cluster.levels):
-            inside = [cluster.component(number, worker) for worker in workers]
-            share = max(Counter(inside).values()) / count  # of the minibatches, at the busiest component
-            # A ring enters and leaves each component once, with 2 (n - 1) / n of the bytes, once in n minibatches.
-            ring = 2 * (count - 1) / count**2 if len(set(inside)) > 1 else 0.0
+            inside = Counter(cluster.component(number, worker) for worker in workers)
+            sides = [None if side is None else cluster.component(number, side) for side in (before, behind)]
             rate = level.link_bytes_per_s
-
-            def crosses(neighbour: int | None, far: int, number: int = number) -> bool:
-                return neighbour is not None and cluster.component(number, neighbour) != cluster.component(number, far)
-
-            port = Port(
-                share * crosses(before, workers[-1]) / rate, share * crosses(behind, workers[0]) / rate, ring / rate
-            )
-            if port != Port(0.0, 0.0, 0.0):
-                ports.append(port)
+            for component, held in inside.items():
+                share = held / count  # of the minibatches
+                first, second = (share / rate if side not in (None, component) else 0.0 for side in sides)
+                ports[Port(first, second, summed / rate if len(inside) > 1 else 0.0)] = None
+        ports.pop(Port(0.0, 0.0, 0.0), None)
         memories = [memory for worker in workers if (memory := cluster.memories[worker]) is not None]
         rate, latency_s = cluster.sum_link(cluster.reach(*workers))
         return cls(

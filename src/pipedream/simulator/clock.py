@@ -1,26 +1,25 @@
 """The clock: runs a Program in simulated time, instruction by instruction, as the runtime would.
 
 - A rank does its instructions in order; an op takes its seconds.
-- Each worker has one full-duplex link to each neighbouring stage, which the messages of all replicas there share
-  (`core.cost`): it sends them in the order of its sends and receives them in the order of its receives, each for
-  bytes / bandwidth. What it sends does not disturb what it receives, nor the link on its other side.
-- A send never blocks its rank. Its message starts when both links are free of the message before and its receive
-  is posted; receive i of a channel of depth d is posted when the consumer of receive i - d, the op behind it, is
-  done. It arrives bytes / bandwidth and one latency later. What no receive is posted for yet does not keep the
-  sender's link busy for longer than its bytes.
+- Messages and sums share the ports of the cluster (`simulator.ports`): each worker has one, whatever it sends and
+  to whom; machines and racks have theirs.
+- A send never blocks its rank. Its message enters the receiver's own port when its receive is posted; receive i of a
+  channel of depth d is posted when the consumer of receive i - d, the op behind it, is done. What no receive is posted
+  for yet keeps the ports in front of it busy for no longer than its bytes. What has no bytes enters no port.
 - A receive blocks its rank until the message is there.
 - A sum over the replicas of a stage begins inside the last backward before it (`costs`), or, of a replica that has no
   backward in it, when it comes to its update; it blocks its ranks there until it is done. A coupled update waits until
   all ranks have reached theirs of the same number.
 
-Each rank runs until it waits for another; nothing needs a queue of events, for a message's arrival follows from
-the past of its two ends alone, and is worked out when it is received.
+Each rank runs ahead until it waits for another. When all wait, the earliest message that is about to enter a port does:
+nothing that a rank does later can come before it, so ports see their messages in the order of time. Of those that
+reach a port at the same time the one that has entered fewer goes first, then that of the lower channel; a rank's own
+port takes them in the order of its sends.
 """
 
 from __future__ import annotations
 
 import gc
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from ..core.program import Channel, Instruction, Move, Program, Transfer, moved
 from ..core.timeline import Span, Timeline
 from .costs import Costs
 from .flat import GIVE, OP, RECEIVE, SEND, STOP, SYNC, TURN, FlatInstruction, FlatRank, flatten
+from .messages import Messages, Wire, described
 from .stragglers import Stragglers
 from .versions import follow
 
@@ -99,39 +99,19 @@ class _Rank:
     ended: bool = False
     spans: list[Span] = field(default_factory=list)
     sends: list[Span] = field(default_factory=list)
-    received: list[_Wire] = field(default_factory=list)
+    received: list[Wire] = field(default_factory=list)
     brought: dict[int, int] = field(default_factory=dict)
     coupled: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class _Link:
-    """One direction of a worker's link to a neighbouring stage: until when its last message keeps it busy."""
-
-    free_s: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Wire:
-    """A channel at work: messages sent and not yet received, and the times at which receives were posted."""
-
-    channel: Channel
-    out: _Link
-    into: _Link
-    transfer_s: float
-    occupied_s: float
-    posted: deque[float]
-    sends: list[Span]
-    sent: deque[tuple[int, float]] = field(default_factory=deque)
-    waiting: _Rank | None = None
-
-
-@dataclass(slots=True, eq=False)
 class _Meeting:
-    """Ranks that wait until all have come: how many have not yet, and have not yet gone; and when it is over."""
+    """Ranks that wait until all have come: how many have not yet, and have not yet gone; when the last has come,
+    and when it is over."""
 
     missing: int
     staying: int
+    come_s: float = 0.0
     over_s: float = 0.0
     waiting: list[_Rank] = field(default_factory=list)
 
@@ -146,25 +126,14 @@ class _Clock:
         gives = range(placement.stages) if costs.buckets else ()
         texts = [flatten(program, number, total, gives=gives) for number in range(placement.workers)]
         self.ranks = [_Rank(number, text, [], stragglers.draws(number), text.ops) for number, text in enumerate(texts)]
-        out: defaultdict[tuple[int, int, str], _Link] = defaultdict(_Link)
-        into: defaultdict[tuple[int, int, str], _Link] = defaultdict(_Link)
-        self.wires = [
-            _Wire(
-                channel,
-                out[channel.sender, channel.source, channel.carries],
-                into[channel.receiver, channel.target, channel.carries],
-                costs.transfer_s(channel),
-                costs.occupied_s(channel),
-                deque([0.0] * channel.depth),
-                self.ranks[channel.sender].sends,
-            )
-            for channel in program.channels
-        ]
+        self.ready: list[_Rank] = []
+        self.messages = Messages(program, costs, [rank.sends for rank in self.ranks], self.ready)
         for rank in self.ranks:
             instructions = list(rank.text.instructions) if rank.missing else rank.text.behind(0, 0)
-            rank.instructions = self._worked_out(instructions, stragglers.slowness(rank.number))
+            rank.instructions = self._worked_out(
+                instructions, stragglers.slowness(rank.number) / costs.speed(rank.number)
+            )
         self.meetings: dict[tuple[int, int], _Meeting] = {}
-        self.ready: list[_Rank] = []
         self.last_updates = [
             max(program.updates.updates(stage, total) for stage, _ in placement.seats(rank.number))
             for rank in self.ranks
@@ -175,21 +144,22 @@ class _Clock:
         done = []
         for code, what, first, stride, limit, letter, _ in instructions:
             seconds = self.costs.op_s(Kind(letter), what) * slowness if code == OP else 0.0
-            place = self.wires[what] if code in (SEND, RECEIVE) else what
+            place = self.messages.wires[what] if code in (SEND, RECEIVE) else what
             done.append((code, place, first, stride, limit, letter, seconds))
         return done
 
     def run(self) -> Timeline:
-        self.ready = self.ranks[::-1]
+        self.ready += self.ranks[::-1]
         while self.ready:
-            self._advance(self.ready.pop())
+            while self.ready:
+                self._advance(self.ready.pop())
+            self.messages.go_on()
         waiting = [rank for rank in self.ranks if not rank.ended]
         if waiting:
             raise DeadlockError(self._who_waits(waiting))
-        lost = [wire for wire in self.wires if wire.sent]
-        if lost:
+        for lost in self.messages.left():
             raise ScheduleError(
-                f"program {self.program.schedule!r}: {_described(lost[0].channel, lost[0].sent[0][0])} is sent and "
+                f"program {self.program.schedule!r}: {described(*lost)} is sent and "
                 "never received; lower the schedule again"
             )
         return self._timeline()
@@ -203,6 +173,7 @@ class _Clock:
             rank.received,
             rank.draw,
         )
+        send, post = self.messages.send, self.messages.post
         position, turn, missing, now = rank.position, rank.turn, rank.missing, rank.now
         while True:
             code, what, first, stride, limit, letter, seconds = instructions[position]
@@ -225,7 +196,7 @@ class _Clock:
                 now = end
                 if received:
                     for wire in received:
-                        wire.posted.append(now)
+                        post(wire, now)
                     received.clear()
                 missing -= 1
                 if not missing:
@@ -233,41 +204,22 @@ class _Clock:
                     position = turn = 0
                     continue
             elif code == RECEIVE:
-                sent, posted = what.sent, what.posted
-                if not sent or not posted:
+                if not what.arrived:
                     what.waiting = rank
                     break
-                sent_index, start = sent.popleft()
+                sent_index, arrival = what.arrived.popleft()
                 if sent_index != index:
                     self._out_of_turn(what.channel, index, sent_index)
-                # A message starts when both links are free of the one before and its receive is posted.
-                into = what.into
-                if into.free_s > start:
-                    start = into.free_s
-                ready = posted.popleft()
-                if ready > start:
-                    start = ready
-                into.free_s = start + what.occupied_s
-                arrival = start + what.transfer_s
-                channel = what.channel
-                if arrival > start:
-                    what.sends.append(_new(Span, (channel.sender, "send", channel.source, index, start, arrival)))
                 if arrival > now:
-                    spans.append(_new(Span, (number, "wait", channel.target, index, now, arrival)))
+                    spans.append(_new(Span, (number, "wait", what.channel.target, index, now, arrival)))
                     now = arrival
                 received.append(what)
             elif code == SEND:
-                out = what.out
-                leaves = now if now > out.free_s else out.free_s
-                out.free_s = leaves + what.occupied_s
-                what.sent.append((index, leaves))
-                if what.waiting is not None:
-                    self.ready.append(what.waiting)
-                    what.waiting = None
+                send(what, index, now)
             elif code == GIVE:
                 stage, update, updates = what
                 backward_s = now - spans[-1].start_s
-                self._come(rank, stage, update + turn * updates, now + self.costs.sum_s(stage, backward_s))
+                self._come(rank, stage, update + turn * updates, now, self.costs.sum_s(stage, backward_s))
             else:
                 stage = what if code == SYNC else _ALL
                 over_s = self._met(rank, stage, index, now)
@@ -279,8 +231,8 @@ class _Clock:
             position += 1
         rank.position, rank.turn, rank.missing, rank.now = position, turn, missing, now
 
-    def _come(self, rank: _Rank, stage: int, update: int, over_s: float) -> None:
-        """Notes that a rank has come to a meeting, which is not over before a time."""
+    def _come(self, rank: _Rank, stage: int, update: int, now: float, lasts_s: float) -> None:
+        """Notes that a rank has come to a meeting, which is not over before some seconds from then on."""
         key = stage, update
         meeting = self.meetings.get(key)
         if meeting is None:
@@ -291,9 +243,12 @@ class _Clock:
             )
             meeting = self.meetings[key] = _Meeting(members, members)
         rank.brought[stage] = update
-        meeting.over_s = max(meeting.over_s, over_s)
+        meeting.come_s = max(meeting.come_s, now)
+        meeting.over_s = max(meeting.over_s, now + lasts_s)
         meeting.missing -= 1
         if not meeting.missing:
+            if stage != _ALL:
+                self.messages.sum_up(stage, update, meeting.come_s)
             self.ready.extend(meeting.waiting)
             meeting.waiting.clear()
 
@@ -302,7 +257,7 @@ class _Clock:
         if stage == _ALL and update <= rank.coupled:
             return now  # another stage of this rank has met
         if rank.brought.get(stage, 0) < update:
-            self._come(rank, stage, update, now if stage == _ALL else now + self.costs.sum_s(stage))
+            self._come(rank, stage, update, now, 0.0 if stage == _ALL else self.costs.sum_s(stage))
         meeting = self.meetings[stage, update]
         if meeting.missing:
             meeting.waiting.append(rank)
@@ -342,7 +297,7 @@ class _Clock:
 
     def _out_of_turn(self, channel: Channel, wanted: int, found: int) -> NoReturn:
         raise ScheduleError(
-            f"program {self.program.schedule!r}: rank {channel.receiver} wants {_described(channel, wanted)}, but the "
+            f"program {self.program.schedule!r}: rank {channel.receiver} wants {described(channel, wanted)}, but the "
             f"next on its channel is that of microbatch {found}; receive in the order of sending"
         )
 
@@ -352,7 +307,7 @@ class _Clock:
             at = self._instruction(rank)
             what = f"{at}"
             if isinstance(at, Transfer) and at.kind is Move.RECEIVE:
-                what += f": {_described(self.wires[at.channel].channel, at.index)}"
+                what += f": {described(self.messages.wires[at.channel].channel, at.index)}"
             elif isinstance(at, Transfer):
                 what += f": the other replicas of stage {at.channel}"
             else:
@@ -370,7 +325,3 @@ class _Clock:
         source = rank.text.instructions[rank.position].source
         assert source is not None
         return moved(source, rank.turn * self.program.cycle, self.program.updates)
-
-
-def _described(channel: Channel, index: int) -> str:
-    return f"the {channel.carries} of microbatch {index} from rank {channel.sender} to rank {channel.receiver}"

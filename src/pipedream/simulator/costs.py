@@ -3,17 +3,19 @@
 **A sum over replicas begins inside the backward.** The runtime adds up gradients in buckets, in reverse order of the
 parameters, each as soon as it is full (`runtime.reduction`). The model: gradients get ready evenly over the last
 backward before the update, counted in bytes; the all-reduce of a bucket begins when it is ready on all replicas and
-the bucket before it is done, and takes 2 (r - 1) (l + b / (r B)); what the sums put on the links does not disturb the
-pipeline's messages. With q_k the share of the bytes that lies in buckets up to k, T_k the seconds of bucket k and all
-behind it, and D those of the backward, a sum is over max_k (T_k - (1 - q_k) D) after the end of the slowest replica's
-backward: at least the last bucket's seconds. That shows, unless the update lags: then the next forward hides it too.
+the bucket before it is done, and takes what `core.cost.all_reduce_s` says at the stage's own link (`core.site`). With
+q_k the share of the bytes that lies in buckets up to k, T_k the seconds of bucket k and all behind it, and D those of
+the backward, a sum is over max_k (T_k - (1 - q_k) D) after the end of the slowest replica's backward: at least the
+last bucket's seconds. That shows, unless the update lags: then the next forward hides it too. What it puts on the
+ports the pipeline's messages do without (`simulator.ports`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.cost import sum_buckets
+from ..core.cluster import Cluster
+from ..core.cost import all_reduce_bytes, sum_buckets
 from ..core.op import Kind
 from ..core.plan import Plan
 from ..core.program import Channel
@@ -30,11 +32,13 @@ class Costs:
         weight_s: share of the backward that is the weight gradient, where the backward is split.
         update_s, sync_s: of one optimizer step, and of one sum over the replicas.
         output_bytes: of the value that each stage sends on, for one microbatch; its gradient is as large.
-        bandwidth_bytes_per_s, latency_s: of a link, in one direction.
+        cluster: whose ports the messages cross, and whose workers have speeds.
+        workers: the cluster's worker that each rank is; () where they are the first ones, in their order.
         input_bytes: of what goes straight from the input stage to the output stage; 0 costs no time.
         buckets: of each stage's sum: the share of the last backward after which a bucket is ready, and the seconds
             that it and those behind it take. None at all (the classic model): sums begin when all replicas
             have come to their update, nothing hides them, and they take `sync_s`.
+        sum_bytes: that each stage's sum moves through a port, one way; () none.
 
     Raises:
         ValueError: vectors of different lengths, negative seconds, or a weight gradient longer than its backward.
@@ -46,10 +50,11 @@ class Costs:
     update_s: tuple[float, ...]
     sync_s: tuple[float, ...]
     output_bytes: tuple[float, ...]
-    bandwidth_bytes_per_s: float
-    latency_s: float = 0.0
+    cluster: Cluster
+    workers: tuple[int, ...] = ()
     input_bytes: float = 0.0
     buckets: tuple[tuple[tuple[float, float], ...], ...] = ()
+    sum_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         vectors = {
@@ -65,18 +70,25 @@ class Costs:
                 raise ValueError(f"{name} cannot be negative, found {vector}")
         if self.buckets and len(self.buckets) != len(self.forward_s):
             raise ValueError(f"buckets are for {len(self.buckets)} stages, the seconds for {len(self.forward_s)}")
-        if self.bandwidth_bytes_per_s <= 0 or self.latency_s < 0 or self.input_bytes < 0:
-            raise ValueError(
-                "bandwidth must be positive, latency and input bytes not negative, found "
-                f"{self.bandwidth_bytes_per_s}, {self.latency_s} and {self.input_bytes}"
-            )
+        if self.sum_bytes and len(self.sum_bytes) != len(self.forward_s):
+            raise ValueError(f"sum_bytes are for {len(self.sum_bytes)} stages, the seconds for {len(self.forward_s)}")
+        if self.input_bytes < 0 or min(self.sum_bytes, default=0.0) < 0:
+            raise ValueError(f"bytes cannot be negative, found {self.input_bytes} and {self.sum_bytes}")
         if any(weight > backward for weight, backward in zip(self.weight_s, self.backward_s, strict=True)):
             raise ValueError(
                 f"the weight gradient is a share of the backward, found {self.weight_s} of {self.backward_s} seconds"
             )
 
+    def worker(self, rank: int) -> int:
+        """Returns the cluster's worker that a rank is."""
+        return self.workers[rank] if self.workers else rank
+
+    def speed(self, rank: int) -> float:
+        """Returns how much faster than the profile's device a rank computes."""
+        return self.cluster.speeds[self.worker(rank)]
+
     def op_s(self, kind: Kind, stage: int) -> float:
-        """Returns the seconds of an op."""
+        """Returns the seconds of an op, on a worker of speed 1."""
         if kind is Kind.INPUT_GRADIENT:
             return self.backward_s[stage] - self.weight_s[stage]
         by_kind = {
@@ -104,23 +116,30 @@ class Costs:
             return self.input_bytes
         return self.output_bytes[channel.source if channel.carries == "activation" else channel.target]
 
-    def occupied_s(self, channel: Channel) -> float:
-        """Returns the seconds for which a message keeps its link busy, so that the next one waits."""
-        return self.channel_bytes(channel) / self.bandwidth_bytes_per_s
+    def link(self, channel: Channel) -> tuple[float, float]:
+        """Returns bandwidth (bytes/s) and latency (s) between the two ends of a channel."""
+        ends = self.worker(channel.sender), self.worker(channel.receiver)
+        return self.cluster.link(self.cluster.reach(*ends))
 
-    def transfer_s(self, channel: Channel) -> float:
-        """Returns the seconds from the start of a message to its arrival."""
+    def latency_s(self, channel: Channel) -> float:
+        """Returns the seconds from a message's last byte to its arrival; what costs nothing is there at once."""
         if channel.carries == "input" and not self.input_bytes:
             return 0.0
-        return self.occupied_s(channel) + self.latency_s
+        return self.link(channel)[1]
+
+    def transfer_s(self, channel: Channel) -> float:
+        """Returns the seconds from the start of a message to its arrival, where no other is in its way."""
+        return self.channel_bytes(channel) / self.link(channel)[0] + self.latency_s(channel)
 
 
 def bucket_costs(
-    size_bytes: float, replicas: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0
+    size_bytes: float, replicas: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0, *, how: str = "ring"
 ) -> tuple[tuple[float, float], ...]:
     """Returns the buckets of a sum (`Costs.buckets`, `core.cost.sum_buckets`)."""
-    rows = sum_buckets(size_bytes, replicas, bandwidth_bytes_per_s, latency_s)
-    return tuple((float(ready), float(tail_s)) for ready, tail_s in rows)
+    found: dict[float, float] = {}
+    for ready, tail_s in sum_buckets(size_bytes, replicas, bandwidth_bytes_per_s, latency_s, how=how):
+        found[float(ready)] = max(float(tail_s), found.get(float(ready), 0.0))
+    return tuple(found.items())
 
 
 def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap: bool = True) -> Costs:
@@ -141,15 +160,21 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
         raise ValueError(f"a minibatch is split into at least 1 microbatch, found {split}")
     parts = split if plan.unit == "minibatch" else 1
     stages, cluster = plan.stages, plan.cluster
-    link = (cluster.bandwidth_bytes_per_s, cluster.latency_s)
+    links = [(site.sum_bytes_per_s, site.sum_latency_s) for site in plan.sites]
     return Costs(
         forward_s=tuple(stage.forward_s / parts for stage in stages),
-        backward_s=tuple(stage.backward_s / parts for stage in stages),
+        backward_s=tuple(stage.redone_s / parts for stage in stages),
         weight_s=tuple((stage.backward_s / 2 if weight_s is None else weight_s) / parts for stage in stages),
         update_s=tuple(stage.update_s for stage in stages),
         sync_s=plan.sync_s,
         output_bytes=tuple(stage.output_bytes / parts for stage in stages),
-        bandwidth_bytes_per_s=cluster.bandwidth_bytes_per_s,
-        latency_s=cluster.latency_s,
-        buckets=tuple(bucket_costs(s.parameter_bytes, s.replicas, *link) for s in stages) if overlap else (),
+        cluster=cluster,
+        workers=tuple(sorted(plan.order)),
+        buckets=tuple(
+            bucket_costs(stage.parameter_bytes, stage.replicas, *link, how=cluster.sums)
+            for stage, link in zip(stages, links, strict=True)
+        )
+        if overlap
+        else (),
+        sum_bytes=tuple(all_reduce_bytes(s.parameter_bytes, s.replicas, how=cluster.sums) for s in stages),
     )
