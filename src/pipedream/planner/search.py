@@ -14,6 +14,7 @@ from ..core.errors import PlanError
 from ..core.plan import Plan
 from ..core.profile import Profile
 from ..core.units import format_seconds
+from .bound import with_bound
 from .dynamic import Pipelines, check_fits, of_counts, replicated, straights
 from .space import Space, Versions, stash
 
@@ -63,7 +64,7 @@ def plan(
         found = _of_counts(space, (1,) * cluster.workers)
     else:
         found = _of_counts(space, counts_of(shape))
-    return space.at_depth(found, depth)
+    return space.at_depth(with_bound(found, space), depth)
 
 
 def counts_of(shape: str | tuple[int, ...]) -> tuple[int, ...]:
