@@ -30,6 +30,7 @@ from ..core.profile import Profile
 from ..core.site import Site
 from ..core.units import format_bytes
 from .lattice import Lattice, bits, rows
+from .places import places
 
 __all__ = ["Index", "Space", "Versions", "stash"]
 
@@ -38,9 +39,6 @@ Versions = Callable[[int, int], int]
 
 Index = Any
 """A place, or a numpy array of them: each cost is one formula, for one stage or for all at once."""
-
-MOST_PLACES = 1500
-"""Of a graph with more downsets than this some are chosen (`candidates`)."""
 
 
 def stash(in_flight: int, lag: int) -> int:
@@ -278,31 +276,6 @@ class Space:
         while limit is not None and held > 1 and self.need_bytes(*ends, held, plan.lag[s]) > limit:
             held -= 1
         return held
-
-
-def places(lattice: Lattice, profile: Profile, cluster: Cluster) -> tuple[list[int], bool]:
-    """Returns the downsets to search, and whether no plan on any others is faster.
-
-    A chain, and whatever has only the downsets of one order, is searched at all of them. Elsewhere layers that are
-    free (`Lattice.free`) are run as soon as they can be; where memory is limited, what they keep may matter, and all
-    downsets are searched unless they are too many.
-    """
-    if lattice.is_chain:
-        return lattice.downsets(len(lattice.groups) + 1) or [], True
-    if cluster.memory_bytes is not None and (found := lattice.downsets(MOST_PLACES)) is not None:
-        return found, True
-    loss_at = len(profile.layers) - 1 if profile.loss_s else -1
-    costs = [bool(layer.forward_s + layer.backward_s + layer.parameter_bytes) for layer in profile.layers]
-    costs[loss_at] |= loss_at >= 0
-    found = lattice.downsets(MOST_PLACES, lattice.free(costs, [layer.output_bytes for layer in profile.layers]))
-    if found is not None:
-        return found, cluster.memory_bytes is None
-    return candidates(lattice, profile), False
-
-
-def candidates(lattice: Lattice, profile: Profile) -> list[int]:
-    """Returns good downsets of a graph that has too many: those of some orders in which it can run."""
-    return lattice.prefixes(lambda g: g)
 
 
 def _rank(found: int) -> tuple[int, int]:
