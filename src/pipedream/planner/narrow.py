@@ -27,22 +27,29 @@ _MOST_WORKERS = 64
 _SLACK = 1e-9  # relative; seconds are summed in floating point here, exactly there
 
 
-def narrowed(pipelines: Pipelines) -> Pipelines:
-    """Returns the same search on fewer places, with the same best plan; on those given where they are few."""
+def narrowed(pipelines: Pipelines, *, enough: int = _ENOUGH, first: int = _FIRST) -> Pipelines:
+    """Returns the same search on fewer places, with the same best plan.
+
+    Args:
+        pipelines: the search; returned as it is where it has few places, or many workers or levels of them.
+        enough: places that are few.
+        first: places that a first plan is looked for on.
+    """
     space = pipelines.space
     workers = max(w for w, _ in pipelines.states)
-    if len(space.positions) <= _ENOUGH or workers > _MOST_WORKERS or not space.cluster.is_flat:
+    if len(space.positions) <= enough or workers > _MOST_WORKERS or not space.cluster.is_flat:
         return pipelines
-    first = replace(pipelines, space=replace(space, positions=_thinned(space, _FIRST))).best()
-    if first is None:
+    found = replace(pipelines, space=replace(space, positions=_thinned(space, first))).best()
+    if found is None:
         return pipelines
     counts = sorted({count for _, count in pipelines.states})
-    low, high = 0.0, first.slowest_stage_s
+    low, high = 0.0, found.slowest_stage_s
     ahead, behind = fewest_workers(space, high, counts, workers)
     kept = ahead + behind <= workers
     # Halving finds faster plans, as long as memory cannot forbid them and a plan may be any that was counted.
-    may_halve = space.cluster.memory_bytes is None and pipelines.starts is None
-    while may_halve and kept.sum() > _ENOUGH and high - low > 1e-4 * high:
+    every = {(w, count) for w in range(1, workers + 1) for count in counts if count <= w}
+    may_halve = space.cluster.memory_bytes is None and pipelines.starts is None and set(pipelines.states) == every
+    while may_halve and kept.sum() > enough and high - low > 1e-4 * high:
         low = low or float(sum(space.passes_s(0, len(space.profile.layers)))) / workers
         middle = (low + high) / 2
         ahead, behind = fewest_workers(space, middle, counts, workers, whole=pipelines.whole)
@@ -88,20 +95,24 @@ def _least_replicas(space: Space, period_s: float, counts: Iterable[int], worker
     done_s = forward + backward
     ahead = np.ceil(done_s / period_s * (1 - _SLACK))
     behind = np.ceil((done_s[-1] - done_s) / period_s * (1 - _SLACK))
-    left = workers - ahead[:, None] - behind[None, :]
     rate = space.cluster.bandwidth_bytes_per_s
     sends = space.crossing[places].astype(float)
     sends[[0, -1]] = 0.0
     # Both bounds on the replicas: those of its compute, and those of its messages.
-    needs = np.maximum(done_s[None, :] - done_s[:, None], (sends[:, None] + sends[None, :]) / rate) / period_s
-    needs = np.where(space.precede & (needs <= left), needs, np.inf)
-    least = np.full(needs.shape, workers + 1)
+    done, sends = done_s / period_s, sends / (rate * period_s)
+    i, j = np.nonzero(space.precede & (done[None, :] - done[:, None] <= (workers - ahead)[:, None] - behind[None, :]))
+    left = workers - ahead[i] - behind[j]
+    needs = np.maximum(done[j] - done[i], sends[i] + sends[j])
+    least = np.full((len(places), len(places)), workers + 1, dtype=np.int16)
     for count in counts:
-        i, j = np.nonzero((needs <= count) & (left >= count))
-        passes_s = np.maximum(forward[j] - forward[i], 0.0), np.maximum(backward[j] - backward[i], 0.0)
-        fits = space.period_s(passes_s, places[i], places[j], count) <= period_s
-        least[i[fits], j[fits]] = count
-        needs[i[fits], j[fits]] = np.inf
+        open_now = (needs <= left) & (left >= count)
+        i, j, left, needs = i[open_now], j[open_now], left[open_now], needs[open_now]
+        tried = np.flatnonzero(needs <= count)
+        a, b = i[tried], j[tried]
+        passes_s = np.maximum(forward[b] - forward[a], 0.0), np.maximum(backward[b] - backward[a], 0.0)
+        fits = space.period_s(passes_s, places[a], places[b], count) <= period_s
+        least[a[fits], b[fits]] = count
+        needs[tried[fits]] = np.inf
     return least
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..core.cluster import Cluster
 from ..core.profile import Profile
-from .lattice import Lattice
+from .lattice import Lattice, bits
 
 __all__ = ["MOST_PLACES", "candidates", "places"]
 
@@ -33,5 +33,19 @@ def places(lattice: Lattice, profile: Profile, cluster: Cluster) -> tuple[list[i
 
 
 def candidates(lattice: Lattice, profile: Profile) -> list[int]:
-    """Returns good downsets of a graph that has too many: those of some orders in which it can run."""
-    return lattice.prefixes(lambda g: g)
+    """Returns good downsets of a graph that has too many: those of an order in which branches run side by side.
+
+    Of the layers that can run the one comes first that the least compute must come before, on the longest way to it:
+    a cut then finds all branches about as far, and they join behind few of the next layers.
+    """
+    before = [0.0] * len(profile.layers)
+    for source, target in sorted(profile.graph.edges):
+        layer = profile.layers[source]
+        before[target] = max(before[target], before[source] + layer.forward_s + layer.backward_s)
+    names = [layer.name for layer in profile.graph.layers]
+
+    def key(g: int) -> tuple[float, str]:
+        first = next(bits(lattice.groups[g]))
+        return before[first], names[first]
+
+    return lattice.prefixes(key)

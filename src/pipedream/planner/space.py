@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from math import prod
 from typing import Any
 
@@ -116,13 +116,16 @@ class Space:
         known = prefixes | {found: i for i, found in enumerate(others, count + 1)}
         positions = tuple(known[found] for found in sorted({0, *downsets, lattice.everything}, key=_rank))
 
+        steps = [
+            (list(bits(found & ~before)), list(bits(before & ~found))) for before, found in pairwise([0, *others])
+        ]
         forward = [layer.forward_s.as_integer_ratio() for layer in layers]
         backward = [layer.backward_s.as_integer_ratio() for layer in layers]
         loss = profile.loss_s.as_integer_ratio()
         scale = max(below for _, below in (*forward, *backward, loss))
         backward_parts = _exact(backward, scale)
         backward_parts[-1] += loss[0] * (scale // loss[1])
-        parameters = _sums([layer.parameter_bytes for layer in layers], others)
+        parameters = _sums([layer.parameter_bytes for layer in layers], steps)
         crossing = lattice.crossing_bytes(tuple(known), [layer.output_bytes for layer in layers])
         crossing[0] = _input_bytes(profile)
         crossing[count] = sum(layers[i].output_bytes for i in range(count) if not lattice.consumers[i])
@@ -133,12 +136,12 @@ class Space:
             lag,
             microbatches,
             scale,
-            np.array(_sums(_exact(forward, scale), others), dtype=object),
-            np.array(_sums(backward_parts, others), dtype=object),
+            np.array(_sums(_exact(forward, scale), steps), dtype=object),
+            np.array(_sums(backward_parts, steps), dtype=object),
             np.array(parameters),
             # Rounding the running share, and not each layer's, makes any cut's stages add up to the whole.
             np.array([profile.optimizer_bytes * held // max(parameters[count], 1) for held in parameters]),
-            np.array(_sums([layer.activation_bytes for layer in layers], others)),
+            np.array(_sums([layer.activation_bytes for layer in layers], steps)),
             crossing,
             tuple(known),
             positions,
@@ -286,9 +289,10 @@ def _exact(ratios: Iterable[tuple[int, int]], scale: int) -> list[int]:
     return [above * (scale // below) for above, below in ratios]
 
 
-def _sums(values: list[int], others: Sequence[int]) -> list[int]:
-    """Sums over the layers before each index, and over those of the other downsets."""
-    return [0, *accumulate(values), *(sum(values[i] for i in bits(found)) for found in others)]
+def _sums(values: list[int], steps: Sequence[tuple[list[int], list[int]]]) -> list[int]:
+    """Sums over the layers before each index, and over those of the other downsets, step by step."""
+    sums = (sum(values[i] for i in more) - sum(values[i] for i in less) for more, less in steps)
+    return [0, *accumulate(values), *islice(accumulate(sums, initial=0), 1, None)]
 
 
 def _input_bytes(profile: Profile) -> int:
