@@ -116,9 +116,7 @@ class Space:
         known = prefixes | {found: i for i, found in enumerate(others, count + 1)}
         positions = tuple(known[found] for found in sorted({0, *downsets, lattice.everything}, key=_rank))
 
-        steps = [
-            (list(bits(found & ~before)), list(bits(before & ~found))) for before, found in pairwise([0, *others])
-        ]
+        steps = [(list(bits(found & ~before)), list(bits(before & ~found))) for before, found in pairwise([0, *others])]
         forward = [layer.forward_s.as_integer_ratio() for layer in layers]
         backward = [layer.backward_s.as_integer_ratio() for layer in layers]
         loss = profile.loss_s.as_integer_ratio()
