@@ -259,6 +259,13 @@ def layers_of(model: Any, plan: Plan, sample: Any) -> Captured:
             "sample=... (an input of the model) so that it can find them"
         )
     plan.check_layers(len(captured.layers))
+    own = [layer.name for layer in captured.graph.layers]
+    if names != own and sorted(names) == sorted(own):
+        here = next(i for i, name in enumerate(names) if name != own[i])
+        raise PlanError(
+            f"the plan runs layer {names[here]!r} where the model runs {own[here]!r}: it was made for a graph whose "
+            "branches it takes one after the other, and a pipeline runs chains; plan again from a profile of the model"
+        )
     for stage in plan.stages[1:]:
         if stage.first not in captured.graph.cuts():
             raise PlanError(

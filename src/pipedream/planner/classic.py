@@ -144,7 +144,7 @@ def _plan(
     counts = Counter(numbers[layer.name] for layer in profile.graph.layers)
     stages = [stage for s, stage in enumerate(stages) if counts[s]]  # those that ran already hold no layer
     cuts = tuple(accumulate(counts[s] for s in sorted(counts)))[:-1]
-    space = Space.of(profile, cluster, versions=versions)
+    space = Space.of(profile, cluster, versions=versions, downsets=())
     crossing: Any = np.array(space.crossing)
     for cut, stage in zip(cuts, stages, strict=False):
         crossing[cut] = round(states.output_bytes[stage.last])

@@ -23,6 +23,7 @@ import numpy as np
 
 from ..core.errors import PlanError
 from ..core.graphtxt import GraphText, in_order
+from .lattice import bits, rows
 
 __all__ = ["MOST_STATES", "States"]
 
@@ -66,14 +67,14 @@ class States:
         parameters = np.array([node.parameter_bytes for node in graph.nodes])
         outputs = np.array([node.output_bytes for node in graph.nodes])
         done = tuple(cuts.done(state) for state in order)
-        ran = _rows(done, len(graph.nodes))
+        ran = rows(done, len(graph.nodes))
         return cls(
             graph,
             done,
-            tuple(np.flatnonzero(row) for row in _rows(before, len(order))),
+            tuple(np.flatnonzero(row) for row in rows(before, len(order))),
             _sums(ran, seconds),
             _sums(ran, parameters),
-            _sums(_rows([cuts.augmented(state) for state in order], len(graph.nodes)), outputs),
+            _sums(rows([cuts.augmented(state) for state in order], len(graph.nodes)), outputs),
         )
 
     def __len__(self) -> int:
@@ -105,7 +106,7 @@ class _Cuts:
         """For each node those before it whose output somebody outside of its past needs."""
         reads = {node: sum(1 << target for target in set(self._consumers[node])) for node in self._nodes}
         return {
-            node: sum(1 << p for p in _bits(self._past[node]) if reads[p] & ~(self._past[node] | 1 << node))
+            node: sum(1 << p for p in bits(self._past[node]) if reads[p] & ~(self._past[node] | 1 << node))
             for node in self._nodes
         }
 
@@ -125,7 +126,7 @@ class _Cuts:
 
     def _next(self, state: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         held, wide = sum(1 << node for node in state), self.augmented(state)
-        crossing = [*_bits(wide & ~held), *state]
+        crossing = [*bits(wide & ~held), *state]
         for node in crossing:
             for target in self._consumers[node]:
                 if held >> target & 1 or self._future[target] & wide:
@@ -194,20 +195,6 @@ def _depth_first(followers: list[list[int]]) -> list[int]:
 
 def _key(state: tuple[int, ...]) -> int:
     return sum(1 << node for node in state)
-
-
-def _bits(held: int) -> Iterator[int]:
-    while held:
-        lowest = held & -held
-        yield lowest.bit_length() - 1
-        held ^= lowest
-
-
-def _rows(sets: list[int] | tuple[int, ...], width: int) -> Any:
-    """Sets of indices below `width` as rows of booleans."""
-    size = (width + 7) // 8
-    raw = np.frombuffer(b"".join(held.to_bytes(size, "little") for held in sets), dtype=np.uint8)
-    return np.unpackbits(raw.reshape(len(sets), size), axis=1, count=width, bitorder="little").astype(bool)
 
 
 def _sums(rows: Any, values: Any) -> Any:

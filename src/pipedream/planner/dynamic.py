@@ -103,7 +103,7 @@ class Pipelines:
     @cached_property
     def _allowed(self) -> Any:
         """Which places make a stage, from one to the other."""
-        order = self._places[:, None] < self._places[None, :]
+        order = self.space.precede.copy()
         order[0, -1] &= self.whole
         return order
 

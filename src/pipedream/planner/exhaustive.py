@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import combinations, product
+from itertools import pairwise, product
 
 from ..core.depth import noam
 from ..core.errors import PlanError
@@ -14,13 +14,23 @@ __all__ = ["every_plan", "exhaustive", "peak_bytes"]
 
 
 def every_plan(space: Space) -> Iterator[Plan]:
-    """Yields every plan on at most all workers, at the paper's depth, whether it fits the memory or not."""
-    places, workers = space.profile.graph.cuts(), space.cluster.workers
-    for stages in range(1, min(len(places) + 1, workers) + 1):
+    """Yields every plan of the space on at most all workers, at the paper's depth, also what the memory does not fit.
+
+    All chains of its places are tried, by what is in them and not by what the space says of their order.
+    """
+    workers = space.cluster.workers
+    chains: list[tuple[int, ...]] = [()]
+    for stages in range(1, workers + 1):
         for replicas in product(range(1, workers + 1), repeat=stages):
             if sum(replicas) <= workers:
-                for cuts in combinations(places, stages - 1):
+                for cuts in chains:
                     yield space.plan(cuts, replicas)
+        chains = [(*cuts, cut) for cuts in chains for cut in space.positions[1:-1] if _rises(space, (*cuts, cut))]
+
+
+def _rises(space: Space, cuts: tuple[int, ...]) -> bool:
+    held = [space.downsets[cut] for cut in cuts]
+    return all(before != behind and not before & ~behind for before, behind in pairwise(held))
 
 
 def exhaustive(space: Space, among: Callable[[Plan], bool] = lambda plan: True) -> Plan:

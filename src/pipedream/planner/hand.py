@@ -41,7 +41,7 @@ def by_hand(
     depth: str | tuple[int, ...] = "noam",
     lag: int = 0,
 ) -> Plan:
-    """Returns the plan that is cut before each of the given layers.
+    """Returns the plan that is cut before each of the given layers, in the order of the model's graph.
 
     Args:
         cuts: indices or names of layers.
@@ -66,7 +66,7 @@ def by_hand(
             f"replicas {counts} take {sum(counts)} workers, the cluster has {cluster.workers}; ask for fewer or give "
             "more workers"
         )
-    space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches)
+    space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches, downsets=())
     return space.at_depth(space.plan(places, counts, note="cut by hand"), depth)
 
 
@@ -80,7 +80,8 @@ def _place(graph: LayerGraph, cut: int | str) -> int:
 
 
 def _check_cuts(graph: LayerGraph, cuts: tuple[int, ...]) -> None:
-    count, allowed = len(graph.layers), graph.cuts()
+    count = len(graph.layers)
+    allowed = [i for i in range(1, count) if not any(min(group) < i <= max(group) for group in graph.ties)]
     if any(after <= before for before, after in pairwise(cuts)):
         raise PlanError(f"cuts {cuts} were asked; give layer indices that rise, each once")
     for cut in cuts:
@@ -90,16 +91,10 @@ def _check_cuts(graph: LayerGraph, cuts: tuple[int, ...]) -> None:
             reason = f"the model has {count} layers, a cut lies between 1 and {count - 1}"
         else:
             reason = _reason(graph, cut)
-        raise PlanError(f"a cut before layer {cut} was asked: {reason}; cut at one of {list(allowed)}")
+        raise PlanError(f"a cut before layer {cut} was asked: {reason}; cut at one of {allowed}")
 
 
 def _reason(graph: LayerGraph, cut: int) -> str:
-    for group in graph.ties:
-        if min(group) < cut <= max(group):
-            names = ", ".join(graph.layers[i].name for i in sorted(group))
-            return f"it would part layers that share a parameter ({names})"
-    source, target = next(edge for edge in graph.edges if edge[0] < cut <= edge[1] and edge[0] != cut - 1)
-    return (
-        f"layer {graph.layers[target].name} behind it also reads the output of {graph.layers[source].name}, and only "
-        f"the output of {graph.layers[cut - 1].name} can be sent across"
-    )
+    group = next(group for group in graph.ties if min(group) < cut <= max(group))
+    names = ", ".join(graph.layers[i].name for i in sorted(group))
+    return f"it would part layers that share a parameter ({names})"

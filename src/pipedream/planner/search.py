@@ -14,7 +14,9 @@ from ..core.errors import PlanError
 from ..core.plan import Plan
 from ..core.profile import Profile
 from ..core.units import format_seconds
+from .bound import with_bound
 from .dynamic import Pipelines, check_fits, of_counts, replicated, straights
+from .narrow import narrowed
 from .space import Space, Versions, stash
 
 __all__ = ["SHAPES", "counts_of", "plan"]
@@ -63,7 +65,7 @@ def plan(
         found = _of_counts(space, (1,) * cluster.workers)
     else:
         found = _of_counts(space, counts_of(shape))
-    return space.at_depth(found, depth)
+    return space.at_depth(with_bound(found, space), depth)
 
 
 def counts_of(shape: str | tuple[int, ...]) -> tuple[int, ...]:
@@ -90,7 +92,7 @@ def _of_counts(space: Space, counts: tuple[int, ...]) -> Plan:
     is_straight = max(counts) == 1
     kind, sizes = ("straight pipeline", f" of {len(counts)} stages") if is_straight else ("plan", f" {_config(counts)}")
     _check_counts(space, counts, f"a {kind}{sizes}")
-    pipelines = Pipelines(space, of_counts(counts), ((sum(counts), counts[0]),))
+    pipelines = narrowed(Pipelines(space, of_counts(counts), ((sum(counts), counts[0]),)))
     found = _or_refuse(pipelines.best(), space, lambda: pipelines.least_bytes, f"{kind}s{sizes}")
     rivals = [] if is_straight else [_straight(space)]
     return replace(found, note=f"optimal among {kind}s{sizes}{_beside(found, space, (space.cluster.workers,), rivals)}")
@@ -111,7 +113,7 @@ def _fastest(space: Space, as_pipeline: bool, all_workers: bool) -> Plan:
 
     states = replicated(workers)
     starts = tuple(state for state in states if state[0] == workers) if all_workers else None
-    pipelines = Pipelines(space, states, starts, whole=False)
+    pipelines = narrowed(Pipelines(space, states, starts, whole=False))
     pipeline, straight = pipelines.best(), _straight(space)
     sizes = "2" if longest == 2 else f"2 to {longest}"
     kinds = f"pipelines of {sizes} stages{f' on {workers} workers' if all_workers else ''}"
@@ -150,7 +152,7 @@ def _or_refuse(found: Plan | None, space: Space, least_bytes: Callable[[], int],
 def _straight(space: Space) -> Plan | None:
     """The fastest straight pipeline of at least two stages; None where there is none, or none fits."""
     longest = min(len(space.positions) - 1, space.cluster.workers)
-    return Pipelines(space, straights(longest), whole=False).best() if longest > 1 else None
+    return narrowed(Pipelines(space, straights(longest), whole=False)).best() if longest > 1 else None
 
 
 def _whole(space: Space, workers: int) -> Plan | None:

@@ -1,7 +1,9 @@
-"""What is searched: any run of layers as a stage, with its seconds and its bytes, from prefix sums.
+"""What is searched: places where a graph may be cut, and what lies between two of them as a stage, from sums.
 
-The cost of a stage is a function of (first, last, replicas) and its memory one of (first, last, in_flight, lag);
-a search needs nothing else.
+A place is a downset of the graph (`lattice`). Places 0 to n are the layers before each index, in the graph's order;
+behind them come those downsets that this order does not pass. The cost of a stage is a function of (first place, last
+place, replicas) and its memory one of (first, last, in_flight, lag); a search needs nothing else but `positions`, the
+places that it may use, and `precede`, which pairs of them make a stage.
 
 Seconds are added exactly (as integers over a common power of two) and rounded once. So stages that cost
 the same compare equal, wherever they stand in the model, and ties are broken by rule, not by rounding.
@@ -10,9 +12,10 @@ the same compare equal, wherever they stand in the model, and ties are broken by
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from functools import cached_property
+from itertools import accumulate, islice, pairwise
 from math import prod
 from typing import Any
 
@@ -26,6 +29,8 @@ from ..core.plan import Plan, Stage
 from ..core.profile import Profile
 from ..core.site import Site
 from ..core.units import format_bytes
+from .lattice import Lattice, bits, rows
+from .places import places
 
 __all__ = ["Index", "Space", "Versions", "stash"]
 
@@ -33,7 +38,7 @@ Versions = Callable[[int, int], int]
 """From the minibatches in flight at a stage, and its lag, to the versions of its weights alive at once."""
 
 Index = Any
-"""A layer index, or a numpy array of them: each cost is one formula, for one stage or for all at once."""
+"""A place, or a numpy array of them: each cost is one formula, for one stage or for all at once."""
 
 
 def stash(in_flight: int, lag: int) -> int:
@@ -43,7 +48,7 @@ def stash(in_flight: int, lag: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """A profile, a cluster and a way to train: what every run of layers would cost as a stage.
+    """A profile, a cluster and a way to train: what everything between two places would cost as a stage.
 
     Attributes:
         profile, cluster: as given.
@@ -51,11 +56,14 @@ class Space:
         lag: of the replicated stages of a pipeline; others have none (`Plan.lag`).
         microbatches: parts of a minibatch; activations in flight and inputs are those of one part.
         scale: seconds are integers over this power of two.
-        forward, backward: seconds of all layers before index i, times `scale`; the loss is part of the last
+        forward, backward: seconds of all layers before a place, times `scale`; the loss is part of the last
             layer's backward.
-        parameters, optimizer, activations: bytes of all layers before index i; the optimizer's state is
+        parameters, optimizer, activations: bytes of all layers before a place; the optimizer's state is
             shared out by parameter bytes.
-        crossing: bytes that cross a cut at index i; at 0 the model's input, at the end its output.
+        crossing: bytes that cross a cut at a place; at 0 the model's input, at n its output.
+        downsets: the layers before each place, as sets of bits.
+        positions: the places where a stage may begin or end, those of fewer layers first; 0 and n among them.
+        is_whole: no plan on any places is faster than the best on these.
     """
 
     profile: Profile
@@ -70,6 +78,9 @@ class Space:
     optimizer: Any
     activations: Any
     crossing: Any
+    downsets: tuple[int, ...]
+    positions: tuple[int, ...]
+    is_whole: bool = True
 
     @classmethod
     def of(
@@ -80,8 +91,12 @@ class Space:
         versions: Versions = stash,
         lag: int = 0,
         microbatches: int = 1,
+        downsets: Iterable[int] | None = None,
     ) -> Space:
         """Returns the space of a profile on a cluster.
+
+        Args:
+            downsets: to cut at; all that a best plan may need, or good ones where there are too many of them.
 
         Raises:
             PlanError: fewer than one microbatch, or a lag that is neither 0 nor 1.
@@ -91,15 +106,27 @@ class Space:
         if microbatches < 1:
             raise PlanError(f"a minibatch is split into at least 1 microbatch, found {microbatches}; give 1 or more")
         layers = profile.layers
+        count = len(layers)
+        lattice = Lattice.of(profile.graph)
+        is_whole = False
+        if downsets is None:
+            downsets, is_whole = places(lattice, profile, cluster)
+        prefixes = {(1 << i) - 1: i for i in range(count + 1)}
+        others = [found for found in sorted(downsets, key=_rank) if found not in prefixes]
+        known = prefixes | {found: i for i, found in enumerate(others, count + 1)}
+        positions = tuple(known[found] for found in sorted({0, *downsets, lattice.everything}, key=_rank))
+
+        steps = [(list(bits(found & ~before)), list(bits(before & ~found))) for before, found in pairwise([0, *others])]
         forward = [layer.forward_s.as_integer_ratio() for layer in layers]
         backward = [layer.backward_s.as_integer_ratio() for layer in layers]
         loss = profile.loss_s.as_integer_ratio()
         scale = max(below for _, below in (*forward, *backward, loss))
-        backward_sums = _exact(backward, scale)
-        backward_sums[-1] += loss[0] * (scale // loss[1])
-        parameters = [0, *accumulate(layer.parameter_bytes for layer in layers)]
-        # Rounding the running share, and not each layer's, makes any cut's stages add up to the whole.
-        optimizer = [profile.optimizer_bytes * held // max(parameters[-1], 1) for held in parameters]
+        backward_parts = _exact(backward, scale)
+        backward_parts[-1] += loss[0] * (scale // loss[1])
+        parameters = _sums([layer.parameter_bytes for layer in layers], steps)
+        crossing = lattice.crossing_bytes(tuple(known), [layer.output_bytes for layer in layers])
+        crossing[0] = _input_bytes(profile)
+        crossing[count] = sum(layers[i].output_bytes for i in range(count) if not lattice.consumers[i])
         return cls(
             profile,
             cluster,
@@ -107,23 +134,32 @@ class Space:
             lag,
             microbatches,
             scale,
-            _exact(forward, scale),
-            backward_sums,
+            np.array(_sums(_exact(forward, scale), steps), dtype=object),
+            np.array(_sums(backward_parts, steps), dtype=object),
             np.array(parameters),
-            np.array(optimizer),
-            np.array([0, *accumulate(layer.activation_bytes for layer in layers)]),
-            np.array([_input_bytes(profile), *(layer.output_bytes for layer in layers)]),
+            # Rounding the running share, and not each layer's, makes any cut's stages add up to the whole.
+            np.array([profile.optimizer_bytes * held // max(parameters[count], 1) for held in parameters]),
+            np.array(_sums([layer.activation_bytes for layer in layers], steps)),
+            crossing,
+            tuple(known),
+            positions,
+            is_whole,
         )
 
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """The indices where a stage may begin or end."""
-        return (0, *self.profile.graph.cuts(), len(self.profile.layers))
+    @cached_property
+    def precede(self) -> Any:
+        """Which positions make a stage, as precede[from, to]: what is before the one is before the other too."""
+        if max(self.positions) <= len(self.profile.layers):
+            places = np.array(self.positions)
+            return places[:, None] < places[None, :]
+        inside = rows([self.downsets[place] for place in self.positions], len(self.profile.layers)).astype(np.float32)
+        sizes = inside.sum(axis=1)
+        return (inside @ inside.T >= sizes[:, None]) & (sizes[:, None] < sizes[None, :])
 
     def update_s(self, first: Index, last: Index) -> Any:
         """Returns the seconds of one optimizer step of a stage: its share, by parameter bytes."""
         held = self.parameters[last] - self.parameters[first]
-        return self.profile.update_s * held / max(int(self.parameters[-1]), 1)
+        return self.profile.update_s * held / max(int(self.parameters[len(self.profile.layers)]), 1)
 
     def seconds(self, first: Index, last: Index, replicas: int = 1) -> Any:
         """Returns the seconds per minibatch of a stage on so many workers, of a pipeline's stage (`core.site`)."""
@@ -165,10 +201,11 @@ class Space:
         )
 
     def stage(self, first: int, last: int, replicas: int = 1, in_flight: int = 1, lag: int = 0) -> Stage:
-        """Returns the stage of the layers first <= i < last, all its fields filled in."""
+        """Returns the stage between two places, all its fields filled in."""
+        before, behind = self.downsets[first], self.downsets[last]
         return Stage(
-            first,
-            last,
+            before.bit_count(),
+            behind.bit_count(),
             replicas,
             forward_s=(self.forward[last] - self.forward[first]) / self.scale,
             backward_s=(self.backward[last] - self.backward[first]) / self.scale,
@@ -178,11 +215,14 @@ class Space:
             parameter_bytes=int(self.parameters[last] - self.parameters[first]),
             optimizer_bytes=int(self.optimizer[last] - self.optimizer[first]),
             peak_bytes=int(self.need_bytes(first, last, in_flight, lag)),
-            names=tuple(layer.name for layer in self.profile.graph.layers[first:last]),
+            names=tuple(self.profile.graph.layers[i].name for i in bits(behind & ~before)),
         )
 
     def plan(self, cuts: tuple[int, ...], replicas: tuple[int, ...] | None = None, note: str = "") -> Plan:
-        """Returns the plan of these cuts at the paper's depth; neither cuts nor memory are checked."""
+        """Returns the plan of cuts at these places, at the paper's depth; neither cuts nor memory are checked.
+
+        Its layers stand stage by stage, in a stage as in the graph: an order in which they can run.
+        """
         counts = replicas or (1,) * (len(cuts) + 1)
         lags = tuple(self.lag if count > 1 and cuts else 0 for count in counts)
         in_flight = depths.noam(counts, lags)
@@ -208,8 +248,8 @@ class Space:
             return replace(self.at_depth(plan, found), depth="auto")
         deep = plan.with_depth(depth)
         stages = tuple(
-            replace(stage, peak_bytes=int(self.need_bytes(stage.first, stage.last, held, lag)))
-            for stage, held, lag in zip(deep.stages, deep.in_flight, deep.lag, strict=True)
+            replace(stage, peak_bytes=int(self.need_bytes(*ends, held, lag)))
+            for stage, ends, held, lag in zip(deep.stages, self.ends(deep), deep.in_flight, deep.lag, strict=True)
         )
         limit = self.cluster.memory_bytes
         for s, (stage, held) in enumerate(zip(stages, deep.in_flight, strict=True)):
@@ -223,17 +263,34 @@ class Space:
                 )
         return replace(deep, stages=stages)
 
+    def ends(self, plan: Plan) -> list[tuple[int, int]]:
+        """Returns the first and the last place of each stage of a plan of this space."""
+        known = {found: place for place, found in enumerate(self.downsets)}
+        numbers = {layer.name: i for i, layer in enumerate(self.profile.graph.layers)}
+        stages = (sum(1 << numbers[name] for name in stage.names) for stage in plan.stages)
+        return list(pairwise(known[found] for found in (0, *accumulate(stages))))
+
     def _most_in_flight(self, plan: Plan, s: int) -> int:
         """Returns what a stage's memory has room for, up to what the plan has in flight."""
-        stage, limit = plan.stages[s], self.cluster.memory_bytes
+        ends, limit = self.ends(plan)[s], self.cluster.memory_bytes
         held = plan.in_flight[s]
-        while limit is not None and held > 1 and self.need_bytes(stage.first, stage.last, held, plan.lag[s]) > limit:
+        while limit is not None and held > 1 and self.need_bytes(*ends, held, plan.lag[s]) > limit:
             held -= 1
         return held
 
 
-def _exact(ratios: Iterable[tuple[int, int]], scale: int) -> Any:
-    return np.array([0, *accumulate(above * (scale // below) for above, below in ratios)], dtype=object)
+def _rank(found: int) -> tuple[int, int]:
+    return found.bit_count(), found
+
+
+def _exact(ratios: Iterable[tuple[int, int]], scale: int) -> list[int]:
+    return [above * (scale // below) for above, below in ratios]
+
+
+def _sums(values: list[int], steps: Sequence[tuple[list[int], list[int]]]) -> list[int]:
+    """Sums over the layers before each index, and over those of the other downsets, step by step."""
+    sums = (sum(values[i] for i in more) - sum(values[i] for i in less) for more, less in steps)
+    return [0, *accumulate(values), *islice(accumulate(sums, initial=0), 1, None)]
 
 
 def _input_bytes(profile: Profile) -> int:

@@ -1,0 +1,64 @@
+"""The search on the places that are left finds what the search on all of them finds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from pipedream.core.cluster import Cluster
+from pipedream.core.graph import LayerGraph
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.planner import Pipelines, Space
+from pipedream.planner.dynamic import of_counts, replicated, straights
+from pipedream.planner.narrow import fewest_workers, narrowed
+
+
+def random_profile(draw: random.Random) -> Profile:
+    count = draw.randint(8, 16)
+    layers = tuple(
+        LayerProfile(draw.random(), draw.random(), draw.randrange(9), draw.choice([0, draw.randrange(9)]), 3)
+        for _ in range(count)
+    )
+    chain = Profile.of_chain(layers, loss_s=draw.choice([0.0, 0.5]), update_s=draw.choice([0.0, 1.0]))
+    if draw.random() < 0.3:
+        return chain
+    edges = {(max(0, j - draw.randint(1, 3)), j) for j in range(1, count) for _ in range(2)}
+    return replace(chain, graph=LayerGraph(chain.graph.layers, tuple(sorted(edges))))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_best_plan_stays(seed: int) -> None:
+    """Of 200 graphs and chains, the plan and not only its period, at any family of plans and any memory."""
+    draw = random.Random(seed)
+    fewer = 0
+    for _ in range(20):
+        memory = draw.choice([None, None, 60, 100])
+        cluster = Cluster.flat(draw.randint(2, 5), draw.choice([1.0, 5.0, 1e9]), draw.choice([0.0, 0.1]), memory)
+        space = Space.of(random_profile(draw), cluster, lag=draw.choice([0, 0, 1]))
+        workers = cluster.workers
+        states = draw.choice([replicated(workers), straights(workers), of_counts((2, 1)[: workers - 1])])
+        starts = None if draw.random() < 0.5 else tuple(state for state in states if state[0] == states[-1][0])
+        full = Pipelines(space, states, starts, whole=draw.random() < 0.5)
+        left = narrowed(full, enough=4, first=draw.choice([4, 30]))
+        assert left.best() == full.best()
+        fewer += len(left.space.positions) < len(space.positions)
+    assert fewer > 5
+
+
+def test_counts_the_fewest_workers() -> None:
+    """Layers of 3, 1, 1 and 3 s, at most 2 s a stage: two workers for 3 s, one for both of 1 s."""
+    profile = Profile.of_chain(tuple(LayerProfile(seconds, 0.0, 0, 0) for seconds in (3.0, 1.0, 1.0, 3.0)))
+    space = Space.of(profile, Cluster.flat(8))
+    ahead, behind = fewest_workers(space, 2.0, range(1, 9), 8)
+    assert ahead.tolist() == [0, 2, 2, 3, 4]  # 3 + 1 s take two workers, as 3 s do; all 8 s take four
+    assert behind.tolist() == [4, 3, 2, 2, 0]
+    assert fewest_workers(space, 0.5, range(1, 9), 8)[0].tolist() == [0, 9, 9, 9, 9]
+
+
+def test_many_places_go() -> None:
+    draw = random.Random(1)
+    layers = [LayerProfile(1 + draw.random(), 1.0, draw.randrange(10**6), draw.randrange(10**7)) for _ in range(300)]
+    space = Space.of(Profile.of_chain(tuple(layers)), Cluster.flat(8, 1e9))
+    assert len(narrowed(Pipelines(space, replicated(8))).space.positions) < 160

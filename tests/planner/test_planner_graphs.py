@@ -1,0 +1,114 @@
+"""Plans of graphs whose cuts carry several values, against every chain of downsets."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import numpy as np
+import pytest
+
+from pipedream.core.cluster import Cluster
+from pipedream.core.graph import Layer, LayerGraph
+from pipedream.core.plan import Plan
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.core.site import Site
+from pipedream.planner import plan
+
+
+def random_graph(draw: random.Random, most: int = 7) -> Profile:
+    """A graph of a few layers; costs are whole numbers, so that sums are exact in any order."""
+    count = draw.randint(1, most)
+    width = draw.choice([1, 2, 3])
+    edges = {(max(0, j - draw.randint(1, width)), j) for j in range(1, count) for _ in range(2) if draw.random() < 0.8}
+    layers = tuple(
+        LayerProfile(
+            float(draw.choice([0, 0, 1, 2, 5])),
+            float(draw.choice([0, 0, 1, 3, 9])),
+            draw.choice([0, 1, 3, 10]),
+            draw.choice([0, 0, 2, 8]),
+            draw.choice([0, 1, 3]),
+        )
+        for _ in range(count)
+    )
+    ties = (tuple(draw.sample(range(count), 2)),) if count > 2 and draw.random() < 0.2 else ()
+    graph = LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(count)), tuple(sorted(edges)), ties)
+    return Profile("graph", graph, layers, batch=1, loss_s=draw.choice([0.0, 1.0]))
+
+
+def least_period(profile: Profile, cluster: Cluster) -> float:
+    """The best of all chains of downsets, with any replicas: by definition, without the planner's sums."""
+    graph, layers = profile.graph, profile.layers
+    count = len(layers)
+    downsets = [
+        row
+        for row in product([False, True], repeat=count)
+        if all(row[a] or not row[b] for a, b in graph.edges)
+        and all(len({row[i] for i in group}) == 1 for group in graph.ties)
+    ]
+    downsets.sort(key=sum)
+    losses = [0.0] * (count - 1) + [profile.loss_s]
+    crossing = [
+        sum(
+            layer.output_bytes
+            for i, layer in enumerate(layers)
+            if any(a == i and row[a] > row[b] for a, b in graph.edges)
+        )
+        for row in downsets
+    ]
+    inside = np.array(downsets)
+    best = np.full((cluster.workers + 1, len(downsets)), np.inf)
+    best[:, -1] = 0.0
+    i, j = (one.ravel() for one in np.indices((len(downsets),) * 2))
+    forms = (~inside[i] | inside[j]).all(axis=1) & (i != j)
+    i, j = i[forms], j[forms]
+    between = inside[j] & ~inside[i]
+    costs = [
+        Site.of(
+            Cluster.flat(r + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s), range(1, r + 1), 0, r + 1
+        ).period_s(
+            between @ np.array([layer.forward_s for layer in layers]),
+            between @ np.array([layer.backward_s + loss for layer, loss in zip(layers, losses, strict=True)]),
+            0.0,
+            between @ np.array([layer.parameter_bytes for layer in layers]),
+            np.where(i == 0, 0, np.array(crossing)[i]),
+            np.where(j == len(downsets) - 1, 0, np.array(crossing)[j]),
+        )
+        for r in range(1, cluster.workers + 1)
+    ]
+    for workers in range(1, cluster.workers + 1):
+        for replicas in range(1, workers + 1):
+            np.minimum.at(best[workers], i, np.maximum(costs[replicas - 1], best[workers - replicas][j]))
+    return float(best[-1][0])
+
+
+def check_stages(found: Plan, profile: Profile) -> None:
+    """Stages hold each layer once, and nothing reads what runs in a later one."""
+    names = [name for stage in found.stages for name in stage.names]
+    assert sorted(names) == sorted(layer.name for layer in profile.graph.layers)
+    owner = {name: s for s, stage in enumerate(found.stages) for name in stage.names}
+    place = {name: i for i, name in enumerate(names)}
+    layers = profile.graph.layers
+    for a, b in profile.graph.edges:
+        assert owner[layers[a].name] <= owner[layers[b].name]
+        assert place[layers[a].name] < place[layers[b].name]
+    for group in profile.graph.ties:
+        assert len({owner[layers[i].name] for i in group}) == 1
+    for stage in found.stages:
+        assert tuple(names[stage.first : stage.last]) == stage.names
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equals_every_chain_of_downsets(seed: int) -> None:
+    """2,000 graphs: the value, its bound, and that it is the plan's own."""
+    draw = random.Random(seed)
+    wide = 0
+    for _ in range(100):
+        profile = random_graph(draw)
+        cluster = Cluster.flat(draw.randint(1, 4), draw.choice([0.3, 1.0, 4.0, 1e9]), draw.choice([0.0, 0.5]))
+        found = plan(profile, cluster)
+        assert found.slowest_stage_s == least_period(profile, cluster)
+        assert found.bound_s == found.slowest_stage_s
+        check_stages(found, profile)
+        wide += not {stage.first for stage in found.stages[1:]} <= set(profile.graph.cuts())
+    assert wide > 5
