@@ -19,6 +19,7 @@ from ..core.errors import CaptureError
 from ..core.graph import Layer, LayerGraph
 from .captured import Captured
 from .check import check_equal_to_model
+from .stand_ins import is_stand_in
 from .trace import Call, trace, why_not_a_chain
 from .untouched import untouched
 
@@ -59,7 +60,7 @@ def capture_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
             "it should run the same in both, so put what differs into one module"
         )
     captured = Captured(LayerGraph.chain(_describe(model, layers, names), tied_layers(layers)), tuple(layers))
-    if not any(leaf.is_meta for leaf in tree_leaves(sample) if isinstance(leaf, torch.Tensor)):
+    if not any(map(is_stand_in, tree_leaves(sample))):
         check_equal_to_model(model, captured, sample, devices)
     return captured
 

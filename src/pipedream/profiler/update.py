@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ..core.errors import ProfileError
 from ..core.graph import LayerGraph
 from .sizes import storage_bytes
-from .stopwatch import Stopwatch
+from .stopwatch import Watch
 
 __all__ = ["NamedParameters", "OptimizerFactory", "UpdateCost", "measure_update", "named_parameters"]
 
@@ -37,7 +37,7 @@ class UpdateCost:
 
 
 def measure_update(
-    optimizer: OptimizerFactory, parameters: NamedParameters, watch: Stopwatch, *, warmup: int, runs: int
+    optimizer: OptimizerFactory, parameters: NamedParameters, watch: Watch, *, warmup: int, runs: int
 ) -> UpdateCost:
     """Times an optimizer on copies of the parameters that take gradients; these must not be empty.
 
