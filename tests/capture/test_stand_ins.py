@@ -89,6 +89,6 @@ def test_a_forward_that_needs_values_says_so() -> None:
     model = nn.Sequential(Branch())
     with (
         stand_ins(model, (torch.ones(2),)) as inputs,
-        pytest.raises(CaptureError, match=r"DataDependent.*device"),
+        pytest.raises(CaptureError, match=r"DataDependent.*a device that computes"),
     ):
         capture(model, inputs)

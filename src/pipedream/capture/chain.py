@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.errors import CaptureError
@@ -145,9 +146,14 @@ def _trace_in_mode(model: nn.Module, sample: tuple[Any, ...], training: bool, de
         try:
             return trace(model, tree_map(lambda leaf: _copy(leaf, copies), sample))
         except Exception as error:
+            advice = (
+                "it goes on by the value of a tensor, and here there are none: profile it on a device that computes"
+                if isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+                else "give a sample of the shape, dtype and device that it takes"
+            )
             raise CaptureError(
                 f"the forward of {type(model).__name__} should run on the sample, but in {mode} mode it raised "
-                f"{type(error).__name__}: {error}; give a sample of the shape, dtype and device that it takes"
+                f"{type(error).__name__}: {error}; {advice}"
             ) from error
 
 
