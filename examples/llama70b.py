@@ -41,7 +41,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 class AdamW(torch.optim.Optimizer):  # torch's own keeps both moments in the weights' bfloat16, this one in float32
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        for p in self.param_groups[0]["params"]:
+        for p in (p for p in self.param_groups[0]["params"] if p.grad is not None):
             m, v = self.state[p].setdefault("moments", [torch.zeros_like(p, dtype=torch.float32) for _ in range(2)])
             m.lerp_(p.grad.float(), 0.1)
             v.lerp_(p.grad.float().square(), 0.05)

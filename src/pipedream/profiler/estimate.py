@@ -22,7 +22,7 @@ from .measure import Untouched, check_chain, choose_mode, dtype_name
 from .op_costs import OpCosts, Work, opaque_bytes
 from .passes import Loss, Passes, shapes_of
 from .sizes import kept_and_output_bytes, parameter_bytes
-from .update import OptimizerFactory, UpdateCost, measure_update, named_parameters
+from .update import OptimizerFactory, UpdateCost, estimate_update, named_parameters
 
 __all__ = ["estimate"]
 
@@ -58,7 +58,7 @@ def estimate(
         parameters = named_parameters(layers, graph)
         update = UpdateCost()
         if optimizer is not None and parameters:
-            update = measure_update(optimizer, parameters, costs, warmup=1, runs=1)
+            update = estimate_update(optimizer, parameters, costs)
     found = tuple(
         LayerProfile(
             forward_s=forward.seconds,
@@ -121,7 +121,7 @@ def _notes(
         "not compared: that the layers, run one after the other, give the values of the model",
     ]
     if update.name:
-        notes.append(f"the state of {update.name} is that of a step on tensors without numbers")
+        notes.append(f"the state of {update.name} is that of steps on tensors without numbers, one of each shape")
     names = [layer.name for layer, more in zip(graph.layers, hidden, strict=True) if more]
     if names:
         kinds = sorted({kind for forward, _ in work for kind in forward.opaque})
