@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -43,6 +44,18 @@ def test_roofline_by_hand() -> None:
     assert TOY.op_s(0, 8e10) == pytest.approx(1e-5 + 1.0)
     assert TOY.op_s(1e12, 8e10) == TOY.op_s(1e12, 0), "the slower of the two hides the other"
     assert TOY.op_s(0, 0, launches=3) == pytest.approx(3e-5)
+
+
+def test_caches_and_random_numbers() -> None:
+    small = ((1000, 4e11), (10**6, 2e11))
+    cached = replace(TOY, small_bytes_per_s=small, draw_s=1e-9)
+    assert cached.op_s(0, 1000) == pytest.approx(1e-5 + 1000 / 3.2e11)
+    assert cached.op_s(0, 1001) == pytest.approx(1e-5 + 1001 / 1.6e11)
+    assert cached.op_s(0, 10**7) == TOY.op_s(0, 10**7)
+    assert cached.op_s(0, 0, draws=10**6) == pytest.approx(1e-5 + 1e-3)
+    for wrong in (small[::-1], ((1000, 1e10),)):
+        with pytest.raises(ValueError, match="the slower"):
+            replace(TOY, small_bytes_per_s=wrong)
 
 
 @given(flops=st.floats(0, 1e18), moved=st.floats(0, 1e15), factor=st.floats(1, 100))

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .artifact import Artifact
 from .cluster import Workers
@@ -48,6 +49,9 @@ class Device(Artifact):
         bytes_per_s: bandwidth of its memory, reads and writes together.
         launch_s: of an operation, however small.
         flop_share, byte_share: of the peaks that operations reach.
+        small_bytes_per_s: (bytes, bandwidth) of operations that move so many bytes at most and find them in caches, the
+            smallest first; () where all go to the memory.
+        draw_s: of one random number.
     """
 
     name: str
@@ -57,6 +61,8 @@ class Device(Artifact):
     launch_s: float = 5e-6
     flop_share: float = 0.75
     byte_share: float = 0.85
+    small_bytes_per_s: tuple[tuple[int, float], ...] = ()
+    draw_s: float = 0.0
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops_per_s:
@@ -65,8 +71,13 @@ class Device(Artifact):
             raise ValueError(f"peaks, bandwidth and memory of device {self.name} must be positive")
         if not (0 < self.flop_share <= 1 and 0 < self.byte_share <= 1):
             raise ValueError(f"shares must lie in (0, 1], found {self.flop_share} and {self.byte_share}")
+        for (size, rate), (larger, slower) in pairwise((*self.small_bytes_per_s, (1 << 62, self.bytes_per_s))):
+            if not (size < larger and rate >= slower):
+                raise ValueError(f"the more bytes, the slower, but {rate} for {size} and {slower} for {larger}")
 
-    def op_s(self, flops: float, moved_bytes: float, dtype: str = "float32", *, launches: int = 1) -> float:
+    def op_s(
+        self, flops: float, moved_bytes: float, dtype: str = "float32", *, launches: int = 1, draws: int = 0
+    ) -> float:
         """Returns the seconds of an operation, or of several that are alike taken together.
 
         Args:
@@ -74,11 +85,12 @@ class Device(Artifact):
             moved_bytes: read and written.
             dtype: computed with.
             launches: how many operations.
+            draws: random numbers.
         """
         peak = self.flops_per_s.get(dtype, self.flops_per_s["float32"])
-        return launches * self.launch_s + max(
-            flops / (peak * self.flop_share), moved_bytes / (self.bytes_per_s * self.byte_share)
-        )
+        rate = next((rate for size, rate in self.small_bytes_per_s if moved_bytes <= size), self.bytes_per_s)
+        busy_s = max(flops / (peak * self.flop_share), moved_bytes / (rate * self.byte_share))
+        return launches * self.launch_s + draws * self.draw_s + busy_s
 
     def speed_against(
         self, other: Device, dtype: str = "float32", *, flops: float = 1.0, moved_bytes: float = 0.0

@@ -131,7 +131,8 @@ def _work_of(func: Any, args: Any, kwargs: Any, out: Any, device: Device) -> Wor
     moved = _bytes(read) + _bytes(outputs)
     flops = _flops(func, name, args, kwargs, out)
     dtypes = [str(t.dtype).removeprefix("torch.") for t in (*inputs, *outputs) if t.is_floating_point()]
-    seconds = device.op_s(flops, moved, dtypes[0] if dtypes else "float32")
+    draws = outputs[0].numel() if torch.Tag.nondeterministic_seeded in func.tags else 0
+    seconds = device.op_s(flops, moved, dtypes[0] if dtypes else "float32", draws=draws)
     return Work(flops, moved, seconds, 1, frozenset({name} if name.removesuffix("_backward") in OPAQUE else ()))
 
 
