@@ -13,9 +13,10 @@ from typing import Any
 from . import planner, schedules
 from . import profiler as profiling
 from . import simulator as clock
-from .capture import Captured, capture, find_layers, untouched
+from .capture import Captured, capture, find_layers, stand_ins, untouched
 from .core.cluster import Cluster
-from .core.errors import PlanError
+from .core.devices import Device
+from .core.errors import PlanError, ProfileError
 from .core.graphtxt import GraphText
 from .core.plan import Plan
 from .core.profile import Profile
@@ -37,6 +38,8 @@ def profile(
     loss: Callable[[Any], Any] | None = None,
     optimizer: Callable[[list[tuple[str, Any]]], Any] | None = None,
     device: str = "cpu",
+    as_device: str | Device | None = None,
+    dtype: Any = None,
     warmup: int = 3,
     runs: int = 10,
     autocast: Any = None,
@@ -44,12 +47,19 @@ def profile(
 ) -> Profile:
     """Measures seconds and bytes of each layer of a model on a sample minibatch.
 
+    On the device 'meta' nothing is computed and nothing allocated, so that the model may be larger than the machine and
+    be on the meta device itself: bytes are those of stand-ins without numbers, seconds follow from flops and bytes by
+    the roofline of `as_device`. The notes of the profile say what was assumed.
+
     Args:
         model: a chain of modules, see `pipedream.capture`.
         sample: the model's input for one minibatch; a tuple for several inputs.
         loss: from the model's output to a scalar; its time is charged to the last stage.
         optimizer: factory from named parameters to an optimizer; its update time and state are measured.
-        device: where to measure: 'cpu', 'cuda' or 'cuda:N'.
+        device: where to measure: 'cpu', 'cuda' or 'cuda:N'; 'meta': nowhere.
+        as_device: with 'meta', the device whose seconds are predicted: a Device, the name of one in
+            `pipedream.core.devices` ('A100-80GB'), or 'here', what this machine was measured to do (the default).
+        dtype: with 'meta', of all floating-point tensors; None: their own.
         warmup, runs: runs that are not counted, and runs behind each median.
         autocast: low-precision dtype of the forwards.
         seed: of the random numbers that layers draw.
@@ -58,6 +68,26 @@ def profile(
         CaptureError: the model cannot be taken apart.
         ProfileError: a layer fails on the sample.
     """
+
+    if device != "meta" and (as_device is not None or dtype is not None):
+        raise ProfileError(
+            f"as_device and dtype are for a profile that is not run, found device={device!r}; write device='meta'"
+        )
+
+    def estimated() -> Profile:
+        with stand_ins(model, sample if isinstance(sample, tuple) else (sample,), profiling.dtype_of(dtype)) as inputs:
+            captured = capture(model, inputs)
+            return profiling.estimate(
+                captured.layers,
+                captured.graph,
+                inputs,
+                model_name=type(model).__name__,
+                untouched=untouched,
+                device=datasheet,
+                loss=loss,
+                optimizer=optimizer,
+                autocast=autocast,
+            )
 
     def measured() -> str:
         inputs = to_device(sample if isinstance(sample, tuple) else (sample,), talk.device_of(device))
@@ -79,6 +109,10 @@ def profile(
             seed=seed,
         ).to_json()
 
+    if device == "meta":
+        # The same on every rank: it depends on no clock, unless this machine is measured.
+        datasheet = as_device if isinstance(as_device, Device) else profiling.device_of(as_device or "here")
+        return estimated()
     return Profile.from_json(_from_rank_0(measured, device), "rank 0's profile")
 
 

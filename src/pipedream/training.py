@@ -210,7 +210,15 @@ def train_recipe(
     return summary
 
 
-def profile_recipe(recipe: Recipe, *, device: str = "cpu", seed: int = 0, runs: int = 10) -> Profile:
+def profile_recipe(
+    recipe: Recipe,
+    *,
+    device: str = "cpu",
+    as_device: str | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
+    runs: int = 10,
+) -> Profile:
     """Profiles a recipe's model on its first training batch, with its loss and its optimizer."""
     batch = recipe.first_batch()
     loss = Loss(recipe.loss, recipe.weight)
@@ -218,9 +226,11 @@ def profile_recipe(recipe: Recipe, *, device: str = "cpu", seed: int = 0, runs: 
     return api.profile(
         recipe.model,
         _model_input(recipe, batch),
-        loss=lambda output: loss(output, targets, 1, 1.0)[0],
+        loss=lambda output: loss.value(output, targets),
         optimizer=recipe.optimizer,
         device=device,
+        as_device=as_device,
+        dtype=dtype,
         autocast=recipe.autocast,
         seed=seed,
         runs=runs,

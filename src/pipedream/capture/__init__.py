@@ -11,9 +11,10 @@ from torch import nn
 
 from .captured import Captured
 from .chain import capture_chain, find_layers
+from .stand_ins import stand_ins
 from .untouched import untouched
 
-__all__ = ["Captured", "capture", "find_layers", "untouched"]
+__all__ = ["Captured", "capture", "find_layers", "stand_ins", "untouched"]
 
 
 def capture(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
@@ -21,7 +22,7 @@ def capture(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
 
     The model is left as it was: parameters, buffers, training flags, plain attributes and the random
     generators. Where its parameters are on the meta device the sample is taken there too; then the chain
-    is found as always, but its values cannot be compared with the model's.
+    is found as always, but its values cannot be compared with the model's; so it is within `stand_ins`.
 
     Args:
         model: the user's module; its submodules become the layers, they are not copied.

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.errors import CaptureError
 from ..core.graph import Layer, LayerGraph
 from .captured import Captured
 from .check import check_equal_to_model
+from .stand_ins import is_stand_in
 from .trace import Call, trace, why_not_a_chain
 from .untouched import untouched
 
@@ -59,7 +61,7 @@ def capture_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
             "it should run the same in both, so put what differs into one module"
         )
     captured = Captured(LayerGraph.chain(_describe(model, layers, names), tied_layers(layers)), tuple(layers))
-    if not any(leaf.is_meta for leaf in tree_leaves(sample) if isinstance(leaf, torch.Tensor)):
+    if not any(map(is_stand_in, tree_leaves(sample))):
         check_equal_to_model(model, captured, sample, devices)
     return captured
 
@@ -144,9 +146,14 @@ def _trace_in_mode(model: nn.Module, sample: tuple[Any, ...], training: bool, de
         try:
             return trace(model, tree_map(lambda leaf: _copy(leaf, copies), sample))
         except Exception as error:
+            advice = (
+                "it goes on by the value of a tensor, and here there are none: profile it on a device that computes"
+                if isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+                else "give a sample of the shape, dtype and device that it takes"
+            )
             raise CaptureError(
                 f"the forward of {type(model).__name__} should run on the sample, but in {mode} mode it raised "
-                f"{type(error).__name__}: {error}; give a sample of the shape, dtype and device that it takes"
+                f"{type(error).__name__}: {error}; {advice}"
             ) from error
 
 

@@ -135,19 +135,32 @@ def train(
 
 def profile(
     recipe: RecipeFile,
-    device: Device = "cpu",
+    device: Annotated[
+        str, typer.Option("--device", help="cpu or cuda; meta: nothing is run, seconds are those of --as.")
+    ] = "cpu",
+    as_device: Annotated[
+        str | None,
+        typer.Option(
+            "--as", metavar="DEVICE", help="With meta: A100-80GB, H100, RTX-4090, ..., a device's file, or here."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="With meta: of all floating-point tensors: bfloat16; their own unless said.")
+    ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Runs behind each median.")] = 10,
     seed: Annotated[int, typer.Option(help="Of the recipe.")] = 0,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write the profile to.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure seconds and bytes of each layer of a recipe's model."""
+    """Measure seconds and bytes of each layer of a recipe's model; with --device meta, predict them."""
     from ..recipe import load_recipe
     from ..training import profile_recipe
 
-    if device not in ("cpu", "cuda") and not device.startswith("cuda:"):
-        raise ProfileError(f"device {device!r} cannot be measured; choose cpu or cuda")
-    _answer(profile_recipe(load_recipe(recipe, seed=seed), device=device, seed=seed, runs=runs), output, as_json)
+    if device not in ("cpu", "cuda", "meta") and not device.startswith("cuda:"):
+        raise ProfileError(f"device {device!r} cannot be measured; choose cpu, cuda or meta")
+    made = load_recipe(recipe, seed=seed)
+    found = profile_recipe(made, device=device, as_device=as_device, dtype=dtype, seed=seed, runs=runs)
+    _answer(found, output, as_json)
 
 
 def compare(

@@ -27,6 +27,8 @@ class LayerProfile:
         activation_bytes: bytes that autograd keeps from its forward until its backward, parameters not
             counted.
         parameter_bytes: bytes of its own parameters; a shared parameter counts where it is first used.
+        forward_flops, backward_flops: floating-point operations; 0 where they were not counted.
+        moved_bytes: that its operations read and write, forward and backward; 0 where they were not counted.
     """
 
     forward_s: float
@@ -36,6 +38,9 @@ class LayerProfile:
     activation_bytes: int = 0
     forward_spread_s: float = 0.0
     backward_spread_s: float = 0.0
+    forward_flops: int = 0
+    backward_flops: int = 0
+    moved_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -54,12 +59,13 @@ class Profile(Artifact):
         batch: samples in the profiled minibatch.
         input_shapes: shapes of the model's input tensors in that minibatch.
         dtype, device: what was computed with, and on (``cpu: EPYC``).
-        runs: measured runs behind each median.
+        runs: measured runs behind each median; 0 where nothing was run.
         update_s: one optimizer step over all parameters.
         optimizer: class of the optimizer that was timed, or ''.
         optimizer_bytes: bytes of its state after a step.
         loss_s: forward and backward of the loss.
         versions: of python, torch and this library.
+        notes: what was assumed or not checked.
     """
 
     FORMAT = 1
@@ -77,6 +83,7 @@ class Profile(Artifact):
     optimizer_bytes: int = 0
     loss_s: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.layers) != len(self.graph.layers):
@@ -95,6 +102,16 @@ class Profile(Artifact):
         return sum(layer.backward_s for layer in self.layers)
 
     @property
+    def flops(self) -> int:
+        """Floating-point operations of all forwards and backwards; 0 where they were not counted."""
+        return sum(layer.forward_flops + layer.backward_flops for layer in self.layers)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that all operations read and write; 0 where they were not counted."""
+        return sum(layer.moved_bytes for layer in self.layers)
+
+    @property
     def parameter_bytes(self) -> int:
         """Bytes of all parameters."""
         return sum(layer.parameter_bytes for layer in self.layers)
@@ -108,7 +125,8 @@ class Profile(Artifact):
         return cls("chain", graph, layers, batch, **rest)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        head = f"Profile of {self.model}: batch {self.batch}, {self.dtype}, {self.device}, median of {self.runs} runs\n"
+        how = f"median of {self.runs} runs" if self.runs else "not run"
+        head = f"Profile of {self.model}: batch {self.batch}, {self.dtype}, {self.device}, {how}\n"
         width = max([5, *(len(layer.name) for layer in self.graph.layers)])
         kinds = max([4, *(len(layer.kind) for layer in self.graph.layers)])
         rows = [
@@ -134,4 +152,7 @@ class Profile(Artifact):
                 f"update ({self.optimizer}): {format_seconds(self.update_s)}, state "
                 f"{format_bytes(self.optimizer_bytes)}; loss: {format_seconds(self.loss_s)}"
             )
+        if self.flops:
+            rows.append(f"{self.flops * 1e-12:.4g} Tflop, {format_bytes(self.moved_bytes)} read and written")
+        rows += [f"note: {note}" for note in self.notes]
         return head + "\n".join(rows)

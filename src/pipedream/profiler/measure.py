@@ -24,7 +24,7 @@ from .sizes import kept_and_output_bytes, parameter_bytes
 from .stopwatch import Stopwatch
 from .update import OptimizerFactory, UpdateCost, measure_update, named_parameters
 
-__all__ = ["Untouched", "measure"]
+__all__ = ["Untouched", "check_chain", "choose_mode", "dtype_name", "measure"]
 
 Untouched = Callable[[Sequence[nn.Module], list[int], int], AbstractContextManager[None]]
 
@@ -69,13 +69,16 @@ def measure(
         ProfileError: a layer, the loss or the optimizer fails, or the model is not where it should be.
     """
     place = torch.device(device)
-    _check(layers, graph, sample, place, warmup, runs)
+    if runs < 1 or warmup < 0:
+        raise ProfileError(f"at least one run and no negative warm-up are needed, found runs={runs}, warmup={warmup}")
+    check_chain(layers, graph, sample)
+    _check_places(layers, graph, place)
     sample = tree_map(lambda leaf: leaf.detach().to(place) if isinstance(leaf, torch.Tensor) else leaf, sample)
     indices = [_cuda_index(place)] if place.type == "cuda" else []
     watch = Stopwatch(place)
     passes = Passes(layers, graph, loss, watch, place, autocast)
     with untouched(layers, indices, seed):
-        _choose_mode(layers)
+        choose_mode(layers)
         fresh = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
         kept_bytes, output_bytes = kept_and_output_bytes(layers, fresh, passes.run_layer)
         laps_s = []
@@ -115,7 +118,7 @@ def measure(
         layers=costs,
         batch=shapes[0][0],
         input_shapes=shapes,
-        dtype=_dtype(layers, autocast),
+        dtype=dtype_name(layers, autocast),
         device=device_text(place),
         runs=runs,
         update_s=update.update_s,
@@ -126,16 +129,12 @@ def measure(
     )
 
 
-def _check(
-    layers: Sequence[nn.Module],
-    graph: LayerGraph,
-    sample: tuple[Any, ...],
-    device: torch.device,
-    warmup: int,
-    runs: int,
-) -> None:
-    if runs < 1 or warmup < 0:
-        raise ProfileError(f"at least one run and no negative warm-up are needed, found runs={runs}, warmup={warmup}")
+def check_chain(layers: Sequence[nn.Module], graph: LayerGraph, sample: tuple[Any, ...]) -> None:
+    """Refuses what is no chain with a minibatch.
+
+    Raises:
+        ProfileError: modules and layers differ in number, the graph branches, or the sample is no minibatch.
+    """
     if len(layers) != len(graph.layers) or graph.edges != LayerGraph.chain(graph.layers).edges:
         raise ProfileError(
             f"a chain of as many modules as layers can be measured, found {len(layers)} modules, "
@@ -147,12 +146,16 @@ def _check(
             "the sample should be a tuple whose first tensor has the minibatch along dimension 0; for one "
             f"input x write (x,); found {type(sample).__name__} with tensors of shapes {list(map(list, shapes))}"
         )
+
+
+def _check_places(layers: Sequence[nn.Module], graph: LayerGraph, device: torch.device) -> None:
     for layer, module in zip(graph.layers, layers, strict=True):
         for tensor in [*module.parameters(), *module.buffers()]:
             if tensor.is_meta:
                 raise ProfileError(
                     f"layer {layer.name!r} should hold numbers to be measured, but is on the meta device; materialise "
-                    f"the model first: model.to_empty(device={str(device)!r}), then initialise it"
+                    f"the model first: model.to_empty(device={str(device)!r}), then initialise it; or profile it with "
+                    "device='meta'"
                 )
             if tensor.device.type != device.type or (device.index is not None and tensor.device.index != device.index):
                 raise ProfileError(
@@ -165,7 +168,8 @@ def _cuda_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _choose_mode(layers: Sequence[nn.Module]) -> None:
+def choose_mode(layers: Sequence[nn.Module]) -> None:
+    """Puts the layers into training mode, unless some are in it already."""
     modules = [module for layer in layers for module in layer.modules()]
     if not any(module.training for module in modules):
         for module in modules:
@@ -179,7 +183,8 @@ def _spread(values: Sequence[float]) -> float:
     return third - first
 
 
-def _dtype(layers: Sequence[nn.Module], autocast: torch.dtype | None) -> str:
+def dtype_name(layers: Sequence[nn.Module], autocast: torch.dtype | None) -> str:
+    """Returns what the layers compute with: autocast's dtype, or that of the first parameter."""
     if autocast is not None:
         return str(autocast).removeprefix("torch.")
     floats = [p.dtype for layer in layers for p in layer.parameters() if p.is_floating_point()]

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.errors import ProfileError
 from ..core.graph import LayerGraph
-from .stopwatch import Stopwatch
+from .stopwatch import Watch
 
 __all__ = ["Passes", "shapes_of"]
 
@@ -33,7 +33,7 @@ class Passes:
         layers: Sequence[nn.Module],
         graph: LayerGraph,
         loss: Loss | None,
-        watch: Stopwatch,
+        watch: Watch,
         device: torch.device,
         autocast: torch.dtype | None,
     ) -> None:
@@ -52,11 +52,26 @@ class Passes:
             ProfileError: a layer or the loss fails; names it, its input shapes and the cause.
         """
         arguments = sample
-        for index, parameters in enumerate(self._parameters):
-            value = self._timed_call(f"the {self._named(index)}", self._layers[index], arguments, parameters)
-            arguments = (value,)
+        for index in range(len(self._layers)):
+            arguments = (self.timed_layer(index, arguments),)
         if self._loss is not None:
-            self._timed_call("the loss", self._loss_of, arguments, [])
+            self.timed_loss(arguments)
+
+    def timed_layer(self, index: int, arguments: tuple[Any, ...]) -> Any:
+        """Takes two laps, the forward and the backward of one layer, and returns its output.
+
+        Raises:
+            ProfileError: the layer fails.
+        """
+        return self._timed_call(f"the {self._named(index)}", self._layers[index], arguments, self._parameters[index])
+
+    def timed_loss(self, arguments: tuple[Any, ...]) -> None:
+        """Takes two laps, the forward and the backward of the loss.
+
+        Raises:
+            ProfileError: the loss fails.
+        """
+        self._timed_call("the loss", self._loss_of, arguments, [])
 
     def run_layer(self, index: int, arguments: tuple[Any, ...]) -> Any:
         """Runs one layer forward, and takes no time.

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Stopwatch"]
+__all__ = ["Stopwatch", "Watch"]
+
+
+class Watch(Protocol):
+    """What takes laps: a stopwatch, or one that counts operations."""
+
+    def start(self) -> None:
+        """Begins a lap."""
+
+    def stop(self) -> None:
+        """Ends the lap."""
+
+    def laps_s(self) -> list[float]:
+        """Returns the seconds of the laps since the last reading, and forgets them."""
 
 
 class Stopwatch:

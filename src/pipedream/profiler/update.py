@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from ..core.errors import ProfileError
 from ..core.graph import LayerGraph
 from .sizes import storage_bytes
-from .stopwatch import Stopwatch
+from .stopwatch import Watch
 
-__all__ = ["NamedParameters", "OptimizerFactory", "UpdateCost", "measure_update", "named_parameters"]
+__all__ = ["NamedParameters", "OptimizerFactory", "UpdateCost", "estimate_update", "measure_update", "named_parameters"]
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
@@ -37,7 +39,7 @@ class UpdateCost:
 
 
 def measure_update(
-    optimizer: OptimizerFactory, parameters: NamedParameters, watch: Stopwatch, *, warmup: int, runs: int
+    optimizer: OptimizerFactory, parameters: NamedParameters, watch: Watch, *, warmup: int, runs: int
 ) -> UpdateCost:
     """Times an optimizer on copies of the parameters that take gradients; these must not be empty.
 
@@ -45,24 +47,61 @@ def measure_update(
         ProfileError: the optimizer cannot be made or does not step.
     """
     copies = [(name, nn.Parameter(tensor.detach().clone())) for name, tensor in parameters]
-    try:
+    with _blaming(len(copies)):
         stepper = optimizer(copies)
         for run in range(warmup + runs):
-            for _, copy in copies:
-                # Small, so that weights stay finite; set anew, as some optimizers write into it.
-                copy.grad = torch.full_like(copy, 1e-4)
             if run == warmup:
                 watch.laps_s()
-            watch.start()
-            stepper.step()
-            watch.stop()
+            _step(stepper, [copy for _, copy in copies], watch)
+    return UpdateCost(type(stepper).__name__, median(watch.laps_s()), _state_bytes(dict(stepper.state)))
+
+
+def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, watch: Watch) -> UpdateCost:
+    """Adds up the steps of the parameters, each stepped alone, those of the same shape and dtype once for all.
+
+    A parameter without a gradient is left alone by an optimizer, so that the factory gets all of them as ever.
+
+    Raises:
+        ProfileError: the optimizer cannot be made or does not step.
+    """
+    copies = [(name, nn.Parameter(tensor.detach().clone())) for name, tensor in parameters]
+    alike: dict[Any, list[nn.Parameter]] = {}
+    for _, copy in copies:
+        alike.setdefault((copy.shape, copy.stride(), copy.dtype), []).append(copy)
+    update_s, state_bytes = 0.0, 0
+    with _blaming(len(copies)):
+        stepper = optimizer(copies)
+        for same in alike.values():
+            _step(stepper, same[:1], watch)  # which makes its state
+            _step(stepper, same[:1], watch)
+            same[0].grad = None
+            update_s += len(same) * watch.laps_s()[-1]
+            state_bytes += len(same) * _state_bytes(stepper.state[same[0]])
+    return UpdateCost(type(stepper).__name__, update_s, state_bytes)
+
+
+def _step(stepper: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], watch: Watch) -> None:
+    for parameter in parameters:
+        # Small, so that weights stay finite; set anew, as some optimizers write into it.
+        parameter.grad = torch.full_like(parameter, 1e-4)
+    watch.start()
+    stepper.step()
+    watch.stop()
+
+
+def _state_bytes(state: Any) -> int:
+    return storage_bytes(leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
+
+
+@contextmanager
+def _blaming(count: int) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:
         raise ProfileError(
-            f"one optimizer step over {len(copies)} parameters should be timed, but it raised {type(error).__name__}: "
+            f"one optimizer step over {count} parameters should be timed, but it raised {type(error).__name__}: "
             f"{error}; give a factory that takes a list of (name, parameter) and returns a torch optimizer"
         ) from error
-    state = [leaf for leaf in tree_leaves(dict(stepper.state)) if isinstance(leaf, torch.Tensor)]
-    return UpdateCost(type(stepper).__name__, median(watch.laps_s()), storage_bytes(state))
 
 
 def named_parameters(layers: Sequence[nn.Module], graph: LayerGraph) -> NamedParameters:

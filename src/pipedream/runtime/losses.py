@@ -73,16 +73,11 @@ class Loss:
         Raises:
             TypeError: the loss gave neither a scalar tensor nor a pair.
         """
-        found = _own_loss(output) if self._loss is None else self._loss(output, batch)
+        found = self._found(output, batch)
         if isinstance(found, tuple):
             total, weight = found
             return total, float(weight), True
-        if not isinstance(found, torch.Tensor) or found.numel() != 1:
-            what = (
-                f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
-            )
-            raise TypeError(f"the loss gave {what}; let it return a scalar tensor, or (sum, weight)")
-        found = found.reshape(())
+        found = self._scalar(found)
         if self._weight is not None:
             return found, float(self._weight(batch)), False
         reduction = self._option("reduction", "mean")
@@ -91,6 +86,27 @@ class Loss:
             return found, share, True
         weight = self._torch_weight(output, batch, reduction)
         return found, float(samples if weight is None else weight), False
+
+    def value(self, output: Any, batch: Any) -> torch.Tensor:
+        """Returns the mean or the sum without its weight, which takes reading the targets.
+
+        Raises:
+            TypeError: the loss gave neither a scalar tensor nor a pair.
+        """
+        found = self._found(output, batch)
+        return found[0] if isinstance(found, tuple) else self._scalar(found)
+
+    def _found(self, output: Any, batch: Any) -> Any:
+        return _own_loss(output) if self._loss is None else self._loss(output, batch)
+
+    @staticmethod
+    def _scalar(found: Any) -> torch.Tensor:
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            what = (
+                f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+            )
+            raise TypeError(f"the loss gave {what}; let it return a scalar tensor, or (sum, weight)")
+        return found.reshape(())
 
     def _torch_weight(self, output: Any, targets: Any, reduction: str) -> float | None:
         function = self._function

@@ -1,0 +1,87 @@
+"""Puts tensors without numbers in the place of a model's own, so that a model of any size runs in no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["is_stand_in", "stand_ins"]
+
+
+@contextmanager
+def stand_ins(model: nn.Module, sample: tuple[Any, ...], dtype: torch.dtype | None = None) -> Iterator[tuple[Any, ...]]:
+    """Within it the model holds stand-ins, nothing is computed, and the sample that is yielded is of stand-ins too.
+
+    A stand-in (torch's FakeTensor) has shape, strides, dtype and a storage, but no numbers. It says that it is on the
+    CPU, wherever the tensor in its place is: torch then chooses kernels that keep what those of a GPU keep (attention
+    that holds no matrix of scores), which it does not do on the meta device. Tensors that share a storage have
+    stand-ins that share one. A plain attribute that is a tensor, or a list or dict of tensors, is replaced as well.
+
+    Args:
+        model: on any device, the meta device included; as it was afterwards.
+        sample: of its inputs.
+        dtype: of all floating-point tensors; None: their own.
+    """
+    made: dict[Any, torch.Tensor] = {}
+
+    def replaced(leaf: Any) -> Any:
+        return _stand_in(leaf, dtype, made) if isinstance(leaf, torch.Tensor) else leaf
+
+    modules = {id(module): module for module in model.modules()}.values()
+    saved = [(m, dict(m._parameters), dict(m._buffers), _tensor_attributes(m)) for m in modules]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        try:
+            for module, parameters, buffers, attributes in saved:
+                module._parameters.update({name: replaced(p) for name, p in parameters.items()})
+                module._buffers.update({name: replaced(b) for name, b in buffers.items()})
+                module.__dict__.update({name: tree_map(replaced, value) for name, value in attributes.items()})
+            yield tree_map(replaced, sample)
+        finally:
+            for module, parameters, buffers, attributes in saved:
+                module._parameters.clear()
+                module._parameters.update(parameters)
+                module._buffers.clear()
+                module._buffers.update(buffers)
+                module.__dict__.update(attributes)
+
+
+def is_stand_in(leaf: Any) -> bool:
+    """Tells whether a value is a tensor without numbers: a stand-in, or one on the meta device."""
+    return isinstance(leaf, torch.Tensor) and (leaf.is_meta or isinstance(leaf, FakeTensor))
+
+
+def _tensor_attributes(module: nn.Module) -> dict[str, Any]:
+    """Returns the plain attributes that are tensors or hold some: a recurrent module's list of its weights."""
+    return {
+        name: value
+        for name, value in module.__dict__.items()
+        if name not in ("_parameters", "_buffers", "_modules")
+        and type(value) in (torch.Tensor, nn.Parameter, list, tuple, dict)
+        and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
+    }
+
+
+def _stand_in(tensor: torch.Tensor, dtype: torch.dtype | None, made: dict[Any, torch.Tensor]) -> torch.Tensor:
+    if id(tensor) in made:
+        return made[id(tensor)]
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if tensor.layout is not torch.strided:
+        found = torch.empty(tensor.shape, dtype=kind)
+    else:
+        storage = tensor.untyped_storage()
+        key = ("storage", storage._cdata, tensor.dtype)
+        if key not in made:
+            made[key] = torch.empty(storage.nbytes() // tensor.itemsize, dtype=kind)
+        found = made[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
+    if isinstance(tensor, nn.Parameter):
+        found = nn.Parameter(found, requires_grad=tensor.requires_grad)
+    elif tensor.requires_grad and kind.is_floating_point:
+        found.requires_grad_()
+    made[id(tensor)] = found
+    return found

@@ -1,0 +1,142 @@
+"""Measures what a device can do: its own row in the table of `pipedream.core.devices`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from ..core.devices import Device, device_named
+from ..core.errors import ProfileError
+from .about import device_text
+
+__all__ = ["device_of", "dtype_of", "measure_device"]
+
+_PRODUCT = 512  # rows and columns of the matrices that are multiplied
+_CUDA_PRODUCT = 8192
+_SUMS_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)  # of a tensor; the largest does not fit into caches
+_CUDA_SUMS_BYTES = (1 << 30,)
+_COLD_BYTES = 1 << 26
+_CHAIN = 20
+
+
+def device_of(name: str) -> Device:
+    """Returns a device by its name: one of the table, a file's, or 'here', which is measured.
+
+    Raises:
+        ProfileError: there is none of this name.
+        ArtifactError: the file holds no device.
+    """
+    if name == "here":
+        return measure_device("cuda" if torch.cuda.is_available() else "cpu")
+    return Device.load(name) if name.endswith(".json") or Path(name).is_file() else device_named(name)
+
+
+def dtype_of(name: str | torch.dtype | None) -> torch.dtype | None:
+    """Returns a floating-point dtype by its name, as in ``bfloat16``.
+
+    Raises:
+        ProfileError: torch has none of this name.
+    """
+    if name is None or isinstance(name, torch.dtype):
+        return name
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ProfileError(f"dtype {name!r} is not known; write bfloat16, float16, float32 or float64")
+    return found
+
+
+def measure_device(device: str | torch.device = "cpu", *, seconds: float = 1.5) -> Device:
+    """Measures what the roofline needs, with the threads that torch is set to.
+
+    Peaks are those of products of large matrices, bandwidths those of sums, of small tensors and of large ones, all as
+    cold as those of a model are; the overhead is that of an operation on a few numbers, forward and backward.
+
+    Args:
+        device: where.
+        seconds: to take for it, about.
+    """
+    place = torch.device(device)
+    cuda = place.type == "cuda"
+    sums_bytes = _CUDA_SUMS_BYTES if cuda else _SUMS_BYTES
+    share_s = seconds / (6 + len(sums_bytes))
+    peaks = {}
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        size = _CUDA_PRODUCT if cuda else _PRODUCT // (1 if dtype in (torch.float32, torch.float64) else 4)
+        factors = _many((size, size), dtype, place)
+        product_s = _op_s(_turns(factors, lambda one: torch.addmm(one[0], one, one.t())), place, share_s)
+        peaks[str(dtype).removeprefix("torch.")] = 2 * size**3 / product_s
+    rates: list[tuple[int, float]] = []
+    for size in sums_bytes:
+        terms = _many((size // 4,), torch.float32, place)
+        rate = 2 * size / _op_s(_turns(terms, lambda one: one + 1.0), place, share_s)
+        rates.append((2 * size, min([rate, *(known for _, known in rates)])))  # larger ones are never faster
+    memory = (
+        torch.cuda.get_device_properties(place).total_memory
+        if cuda
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
+    few = torch.ones(8, device=place, requires_grad=True)
+    drawn = torch.empty(1 << 16, device=place)
+    return Device(
+        f"{device_text(place)} (roofline)",
+        memory,
+        peaks,
+        rates[-1][1],
+        launch_s=_op_s(lambda: _chain(few), place, share_s) / (2 * _CHAIN),
+        flop_share=1.0,
+        byte_share=1.0,
+        small_bytes_per_s=tuple(rates[:-1]),
+        draw_s=_op_s(lambda: drawn.bernoulli_(0.5), place, share_s) / drawn.numel(),
+    )
+
+
+def _many(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Returns so many tensors that caches do not hold them: those of a layer are cold when its turn comes again."""
+    one = torch.ones(shape, dtype=dtype, device=device)
+    return [one, *(one.clone() for _ in range(_COLD_BYTES // one.nbytes))]
+
+
+def _turns(tensors: list[torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
+    """Returns work on one tensor after the other; each result is kept for one turn, as activations are."""
+    results: list[torch.Tensor | None] = [None] * len(tensors)
+    turn = cycle(range(len(tensors)))
+
+    def one_turn() -> None:
+        index = next(turn)
+        results[index] = work(tensors[index])
+
+    return one_turn
+
+
+def _chain(few: torch.Tensor) -> None:
+    """Some operations on a few numbers, and as many in the backward."""
+    value = few
+    for _ in range(_CHAIN):
+        value = value.relu()
+    torch.autograd.grad(value, few, few.detach())
+
+
+def _op_s(work: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Returns the median seconds of one operation of a few batches of them, within a time."""
+
+    def batch_s(count: int) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(count):
+            work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) / count
+
+    first_s = min(batch_s(1), batch_s(1))  # the first may load a library
+    if first_s > seconds:
+        return first_s  # a dtype that this device only emulates
+    count = max(1, int(seconds / 6 / max(batch_s(2), 1e-9)))
+    return median(batch_s(count) for _ in range(5))

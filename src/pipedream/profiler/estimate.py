@@ -1,0 +1,132 @@
+"""Profiles a chain of layers without computing it: bytes from stand-ins, seconds from the roofline of a device.
+
+The counterpart of `measure` for a model or a device that is not here. All tensors should be stand-ins, without numbers
+(`pipedream.capture.stand_ins`): then nothing is allocated, and a layer costs some milliseconds, however large it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from ..core.devices import Device
+from ..core.graph import LayerGraph
+from ..core.profile import LayerProfile, Profile
+from .about import versions
+from .alike import structure_of, value_shape
+from .measure import Untouched, check_chain, choose_mode, dtype_name
+from .op_costs import OpCosts, Work, opaque_bytes
+from .passes import Loss, Passes, shapes_of
+from .sizes import kept_and_output_bytes, parameter_bytes
+from .update import OptimizerFactory, UpdateCost, estimate_update, named_parameters
+
+__all__ = ["estimate"]
+
+
+def estimate(
+    layers: Sequence[nn.Module],
+    graph: LayerGraph,
+    sample: tuple[Any, ...],
+    *,
+    model_name: str,
+    untouched: Untouched,
+    device: Device,
+    loss: Loss | None = None,
+    optimizer: OptimizerFactory | None = None,
+    autocast: torch.dtype | None = None,
+) -> Profile:
+    """Predicts what `measure` would find on a device, see there; layers that are alike are looked at once.
+
+    Raises:
+        ProfileError: a layer, the loss or the optimizer fails, or needs a tensor's value to go on.
+    """
+    check_chain(layers, graph, sample)
+    costs = OpCosts(device)
+    passes = Passes(layers, graph, loss, costs, torch.device("cpu"), autocast)
+    fresh = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
+    with untouched(layers, [], 0), costs:
+        choose_mode(layers)
+        work, arguments, hidden = _work_of_layers(layers, passes, costs, fresh)
+        if loss is not None:
+            passes.timed_loss(arguments)
+        loss_s = sum(costs.laps_s())
+        kept_bytes, output_bytes = kept_and_output_bytes(layers, fresh, passes.run_layer)
+        parameters = named_parameters(layers, graph)
+        update = UpdateCost()
+        if optimizer is not None and parameters:
+            update = estimate_update(optimizer, parameters, costs)
+    found = tuple(
+        LayerProfile(
+            forward_s=forward.seconds,
+            backward_s=backward.seconds,
+            output_bytes=output,
+            parameter_bytes=own,
+            activation_bytes=kept + more,
+            forward_flops=forward.flops,
+            backward_flops=backward.flops,
+            moved_bytes=forward.moved_bytes + backward.moved_bytes,
+        )
+        for (forward, backward), output, own, kept, more in zip(
+            work, output_bytes, parameter_bytes(layers), kept_bytes, hidden, strict=True
+        )
+    )
+    shapes = shapes_of(sample)
+    return Profile(
+        model=model_name,
+        graph=graph,
+        layers=found,
+        batch=shapes[0][0],
+        input_shapes=shapes,
+        dtype=dtype_name(layers, autocast),
+        device=device.name,
+        update_s=update.update_s,
+        optimizer=update.name,
+        optimizer_bytes=update.state_bytes,
+        loss_s=loss_s,
+        versions=versions(),
+        notes=tuple(_notes(device, work, hidden, graph, update)),
+    )
+
+
+def _work_of_layers(
+    layers: Sequence[nn.Module], passes: Passes, costs: OpCosts, sample: tuple[Any, ...]
+) -> tuple[list[tuple[Work, Work]], tuple[Any, ...], list[int]]:
+    """Returns the work of forward and backward of each layer, the last one's output, and bytes that do not show."""
+    known: dict[Any, tuple[Work, Work, Any]] = {}
+    work, hidden = [], []
+    arguments = sample
+    for index, layer in enumerate(layers):
+        key = structure_of(layer), value_shape(arguments)
+        if key not in known:
+            value = passes.timed_layer(index, arguments)
+            forward, backward = costs.laps()
+            known[key] = forward, backward, value
+        forward, backward, value = known[key]
+        work.append((forward, backward))
+        hidden.append(opaque_bytes(layer, arguments) if forward.opaque else 0)
+        arguments = (value,)
+    return work, arguments, hidden
+
+
+def _notes(
+    device: Device, work: Sequence[tuple[Work, Work]], hidden: Sequence[int], graph: LayerGraph, update: UpdateCost
+) -> list[str]:
+    notes = [
+        f"computed from flops and bytes, not measured, for {device}",
+        "the operations are those that torch chooses on a CPU; some that a GPU has as one kernel are several here",
+        "not compared: that the layers, run one after the other, give the values of the model",
+    ]
+    if update.name:
+        notes.append(f"the state of {update.name} is that of steps on tensors without numbers, one of each shape")
+    names = [layer.name for layer, more in zip(graph.layers, hidden, strict=True) if more]
+    if names:
+        kinds = sorted({kind for forward, _ in work for kind in forward.opaque})
+        notes.append(
+            f"what {', '.join(kinds)} keeps for its backward does not show and is counted by rule, in "
+            f"{', '.join(names)}: measure such layers where their bytes matter"
+        )
+    return notes

@@ -1,0 +1,94 @@
+"""Stand-ins look like the tensors in whose place they are, and leave no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipedream.capture import capture, stand_ins
+from pipedream.core.errors import CaptureError
+
+
+def kept(model: nn.Module) -> list[Any]:
+    return [(name, id(t)) for m in model.modules() for name, t in (*m._parameters.items(), *m._buffers.items())]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_nothing_is_computed_and_the_model_is_as_it_was(device: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.LSTM(3, 2)).to(device)
+    before, flat = kept(model), list(map(id, model[2]._flat_weights))
+    x = torch.randn(5, 4, device=device)
+    with stand_ins(model, (x, [x])) as (a, (b,)):
+        assert a is b
+        output, _ = model(a)
+        assert (tuple(output.shape), output.device.type) == ((5, 2), "cpu")
+        assert not {identity for _, identity in kept(model)} & {identity for _, identity in before}
+        assert model[2]._flat_weights[0] is model[2].weight_ih_l0
+    assert kept(model) == before
+    assert list(map(id, model[2]._flat_weights)) == flat
+    assert set(model[2].__dict__) == set(nn.LSTM(3, 2).__dict__)
+
+
+def test_a_model_larger_than_any_machine() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(10**6, 10**6), nn.ReLU())
+    with stand_ins(model, (torch.zeros(1, 10**6),)) as inputs:
+        captured = capture(model, inputs)
+    assert [layer.kind for layer in captured.graph.layers] == ["Linear", "ReLU"]
+
+
+def test_shared_storages_stay_shared() -> None:
+    first, last = nn.Linear(4, 3, bias=False), nn.Linear(3, 4, bias=False)
+    last.weight = nn.Parameter(first.weight.detach().t())
+    for device in ("cpu", "meta"):
+        model = nn.Sequential(first, last, nn.Linear(4, 4))
+        if device == "meta":
+            first.weight = nn.Parameter(torch.empty(3, 4, device="meta"))
+            last.weight = nn.Parameter(first.weight.detach().t())
+        with stand_ins(model, (torch.randn(2, 4, device=device),)) as inputs:
+            assert last.weight.stride() == (1, 4)
+            assert first.weight.untyped_storage()._cdata == last.weight.untyped_storage()._cdata
+            assert capture(model, inputs).graph.ties == ((0, 1),)
+
+
+def test_dtype_of_floating_point_tensors_only() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
+    model[1].requires_grad_(False)
+    with stand_ins(model, (torch.zeros(3, dtype=torch.long),), torch.bfloat16) as (tokens,):
+        assert tokens.dtype is torch.long
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert [p.requires_grad for p in model.parameters()] == [True, False, False]
+        assert model(tokens).dtype is torch.bfloat16
+
+
+def test_plain_attributes_that_are_tensors() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask = torch.ones(4, device="meta")
+            self.scales = {"all": torch.ones(4, device="meta")}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.mask * self.scales["all"]
+
+    model = Masked()
+    mask = model.mask
+    with stand_ins(model, (torch.ones(2, 4),)) as (x,):
+        assert model(x).device.type == "cpu"
+    assert model.mask is mask
+
+
+def test_a_forward_that_needs_values_says_so() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+    model = nn.Sequential(Branch())
+    with (
+        stand_ins(model, (torch.ones(2),)) as inputs,
+        pytest.raises(CaptureError, match=r"DataDependent.*a device that computes"),
+    ):
+        capture(model, inputs)

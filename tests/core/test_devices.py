@@ -1,0 +1,116 @@
+"""The table of devices is its own docstring, the roofline has its two slopes and its floor, names are read kindly."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.core import devices
+from pipedream.core.devices import DEVICES, Device, device_named, workers_of
+from pipedream.core.errors import ArtifactError, ProfileError
+
+TOY = Device("toy", 10**9, {"float32": 1e12, "bfloat16": 4e12}, 1e11, launch_s=1e-5, flop_share=0.5, byte_share=0.8)
+A100, V100 = DEVICES["A100-80GB"], DEVICES["V100-16GB"]
+
+
+def rows() -> list[list[str]]:
+    """Returns the cells of the table in the module's docstring."""
+    text = devices.__doc__ or ""
+    return [re.split(r" {2,}", line.strip()) for line in text.splitlines() if re.match(r" {4}(?!name|launch)\S", line)]
+
+
+def test_table_says_what_the_code_says() -> None:
+    assert [row[0] for row in rows()] == list(DEVICES)
+    for name, memory, rate, *peaks, source in rows():
+        device = DEVICES[name]
+        number, unit = rate.replace(",", "").split()
+        assert device.memory_bytes == float(memory.split()[0]) * 1e9
+        assert device.bytes_per_s == pytest.approx(float(number) * {"GB/s": 1e9, "TB/s": 1e12}[unit])
+        told = dict(zip(("float64", "float32", "tf32", "float16", "bfloat16"), peaks, strict=True))
+        wanted = {dtype: float(peak) * 1e12 for dtype, peak in told.items() if peak != "-"}
+        assert device.flops_per_s == pytest.approx(wanted)
+        assert "sheet" in source or "whitepaper" in source
+
+
+def test_roofline_by_hand() -> None:
+    assert TOY.op_s(0, 0) == 1e-5
+    assert TOY.op_s(1e12, 0) == pytest.approx(1e-5 + 2.0)
+    assert TOY.op_s(1e12, 0, "bfloat16") == pytest.approx(1e-5 + 0.5)
+    assert TOY.op_s(1e12, 0, "float16") == TOY.op_s(1e12, 0), "a dtype without a peak runs as float32"
+    assert TOY.op_s(0, 8e10) == pytest.approx(1e-5 + 1.0)
+    assert TOY.op_s(1e12, 8e10) == TOY.op_s(1e12, 0), "the slower of the two hides the other"
+    assert TOY.op_s(0, 0, launches=3) == pytest.approx(3e-5)
+
+
+def test_caches_and_random_numbers() -> None:
+    small = ((1000, 4e11), (10**6, 2e11))
+    cached = replace(TOY, small_bytes_per_s=small, draw_s=1e-9)
+    assert cached.op_s(0, 1000) == pytest.approx(1e-5 + 1000 / 3.2e11)
+    assert cached.op_s(0, 1001) == pytest.approx(1e-5 + 1001 / 1.6e11)
+    assert cached.op_s(0, 10**7) == TOY.op_s(0, 10**7)
+    assert cached.op_s(0, 0, draws=10**6) == pytest.approx(1e-5 + 1e-3)
+    for wrong in (small[::-1], ((1000, 1e10),)):
+        with pytest.raises(ValueError, match="the slower"):
+            replace(TOY, small_bytes_per_s=wrong)
+
+
+@given(flops=st.floats(0, 1e18), moved=st.floats(0, 1e15), factor=st.floats(1, 100))
+def test_more_work_is_never_faster(flops: float, moved: float, factor: float) -> None:
+    for device in DEVICES.values():
+        first = device.op_s(flops, moved, "bfloat16")
+        assert device.launch_s <= first <= device.op_s(flops * factor, moved, "bfloat16")
+        assert first <= device.op_s(flops, moved * factor, "bfloat16")
+
+
+def test_a_faster_device_is_faster() -> None:
+    assert A100.speed_against(A100) == 1.0
+    assert A100.speed_against(V100, "float16") == pytest.approx(312 / 125)
+    assert A100.speed_against(V100, flops=0, moved_bytes=1) == pytest.approx(2039 / 900)
+    assert A100.speed_against(V100, "float16") * V100.speed_against(A100, "float16") == pytest.approx(1.0)
+    assert A100.workers(4, V100, "float16").speed == pytest.approx(312 / 125)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        *((name, name) for name in DEVICES),
+        ("h100", "H100-SXM"),
+        ("a100_80gb", "A100-80GB"),
+        ("A100", "A100-40GB"),
+        ("rtx4090", "RTX-4090"),
+        ("V100", "V100-16GB"),
+    ],
+)
+def test_names_are_read_kindly(text: str, name: str) -> None:
+    assert device_named(text) is DEVICES[name]
+
+
+def test_workers_of_several_kinds() -> None:
+    kinds = workers_of("4xV100, 2 x RTX-4090", V100, "float16")
+    assert [(kind.count, kind.device, kind.memory_bytes) for kind in kinds] == [
+        (4, "V100-16GB", 16 * 10**9),
+        (2, "RTX-4090", 24 * 10**9),
+    ]
+    assert kinds[0].speed == 1.0
+    assert kinds[1].speed == pytest.approx(165.2 / 125)
+
+
+@pytest.mark.parametrize("text", ["", "V100", "0xV100", "4xP100", "4xV100,,2xV100"])
+def test_devices_that_there_are_not(text: str) -> None:
+    with pytest.raises(ProfileError, match="not known"):
+        workers_of(text, V100)
+
+
+def test_survives_a_file_and_refuses_nonsense() -> None:
+    assert Device.from_json(TOY.to_json()) == TOY
+    for wrong in ('"float32": 1000000000000.0', '"bytes_per_s": 100000000000.0', '"flop_share": 0.5'):
+        assert wrong in TOY.to_json()
+        with pytest.raises(ArtifactError):
+            Device.from_json(TOY.to_json().replace(wrong, wrong.split(":")[0] + ": -1.0"))
+    with pytest.raises(ValueError, match="float32"):
+        Device("x", 1, {"float16": 1.0}, 1.0)
+    assert "75% reached" in str(A100)

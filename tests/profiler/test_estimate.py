@@ -1,0 +1,217 @@
+"""What is computed without running equals what is counted when it runs; flops and seconds have closed forms."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pipedream
+from pipedream.capture import capture, stand_ins, untouched
+from pipedream.core.devices import DEVICES, Device
+from pipedream.core.errors import ProfileError
+from pipedream.core.profile import Profile
+from pipedream.profiler import estimate, measure
+
+TOY = Device("toy", 10**9, {"float32": 1e12, "float64": 1e11}, 1e11, launch_s=1e-6, flop_share=1.0, byte_share=1.0)
+
+
+def estimated(model: nn.Module, *sample: Any, device: Device = TOY, **options: Any) -> Profile:
+    with stand_ins(model, sample) as inputs:
+        captured = capture(model, inputs)
+        return estimate(
+            captured.layers, captured.graph, inputs, model_name="Test", untouched=untouched, device=device, **options
+        )
+
+
+def measured(model: nn.Module, *sample: Any, **options: Any) -> Profile:
+    captured = capture(model, sample)
+    options |= {"warmup": 0, "runs": 1}
+    return measure(captured.layers, captured.graph, sample, model_name="Test", untouched=untouched, **options)
+
+
+def sizes(profile: Profile) -> list[tuple[int, ...]]:
+    rows = [(c.output_bytes, c.parameter_bytes, c.activation_bytes) for c in profile.layers]
+    return [*rows, (profile.optimizer_bytes, profile.batch), *profile.input_shapes]
+
+
+class Attend(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def convolutions() -> nn.Module:
+    body = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Dropout(0.3)]
+    return nn.Sequential(*body, nn.Flatten(), nn.Linear(128, 5))
+
+
+def attention() -> nn.Module:
+    return nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), Attend(), nn.GELU(), nn.Linear(8, 11))
+
+
+@pytest.mark.parametrize(
+    ("make", "sample"),
+    [
+        (convolutions, torch.randn(4, 3, 8, 8)),
+        (attention, torch.zeros(2, 6, dtype=torch.long)),
+        (
+            lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 2)),
+            torch.randn(3, 5, 8),
+        ),
+    ],
+    ids=["convolutions", "attention", "transformer"],
+)
+@pytest.mark.parametrize(
+    "factory", [partial(torch.optim.AdamW, lr=0.1), partial(torch.optim.SGD, lr=0.1, momentum=0.9)]
+)
+def test_bytes_are_those_of_a_run(make: Any, sample: Tensor, factory: Any) -> None:
+    model = make()
+    wanted = sizes(measured(model, sample, optimizer=factory))
+    assert sizes(estimated(model, sample, optimizer=factory)) == wanted
+    assert sizes(estimated(model.to("meta"), sample, optimizer=factory)) == wanted
+
+
+@settings(max_examples=15)
+@given(batch=st.integers(1, 5), widths=st.lists(st.integers(1, 9), min_size=2, max_size=4), frozen=st.booleans())
+def test_work_of_dense_layers_by_hand(batch: int, widths: list[int], frozen: bool) -> None:
+    model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(widths)))
+    model[0].requires_grad_(not frozen)
+    profile = estimated(model, torch.randn(batch, widths[0]))
+    for index, (a, b) in enumerate(pairwise(widths)):
+        cost, product = profile.layers[index], 2 * batch * a * b
+        # The gradient of the weight, and of the input where what came before took one.
+        backwards = (index > 0 or not frozen) * (1 + (index > 1 or (index == 1 and not frozen)))
+        assert (cost.forward_flops, cost.backward_flops) == (product, backwards * product)
+        moved = 4 * (batch * a + a * b + batch * b)
+        assert cost.forward_s == pytest.approx(1e-6 + max(product / 1e12, moved / 1e11))
+        assert cost.backward_s == pytest.approx(backwards * cost.forward_s)
+        assert cost.moved_bytes == (1 + backwards) * moved
+
+
+def test_views_cost_nothing_and_gathers_read_what_they_give() -> None:
+    class Views(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.transpose(1, 2)[:, :2].unsqueeze(1).flatten(0, 1).expand(4, -1, -1)
+
+    profile = estimated(nn.Sequential(nn.Embedding(1000, 8), Views()), torch.zeros(4, 5, dtype=torch.long))
+    table, views = profile.layers
+    assert views.forward_s == 0.0
+    rows, tokens = 4 * 5 * 8 * 4, 4 * 5 * 8
+    assert table.forward_s == pytest.approx(1e-6 + (2 * rows + tokens) / 1e11)
+    assert table.forward_flops == 0
+
+
+def test_attention_by_hand() -> None:
+    batch, length, width = 3, 64, 32
+    profile = estimated(nn.Sequential(nn.LayerNorm(width), Attend()), torch.randn(batch, length, width))
+    product = 2 * batch * length * length * width  # of both heads
+    # Two products forward, five backward, half of each above the diagonal.
+    assert profile.layers[1].forward_flops == 2 * product // 2
+    assert profile.layers[1].backward_flops == 5 * product // 2
+
+
+def test_a_slower_dtype_is_slower() -> None:
+    model, x = nn.Sequential(nn.Linear(512, 512)), torch.randn(512, 512)
+    single, double = estimated(model, x), estimated(model.double(), x.double())
+    assert (single.dtype, double.dtype) == ("float32", "float64")
+    assert double.forward_s > 5 * single.forward_s
+
+
+def test_recurrent_kernels_are_told_and_counted_by_rule() -> None:
+    class Out(nn.Module):
+        def forward(self, value: Any) -> Tensor:
+            return value[0]
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Embedding(50, 32), nn.LSTM(32, 64, 2, batch_first=True), Out(), nn.Linear(64, 50))
+
+    tokens = torch.zeros(4, 16, dtype=torch.long)
+    profile = estimated(model(), tokens)
+    steps = 4 * 16
+    weights = 4 * 64 * (32 + 64) + 4 * 64 * (64 + 64)
+    assert profile.layers[1].forward_flops == 2 * steps * weights
+    assert profile.layers[1].backward_flops == 2 * profile.layers[1].forward_flops
+    assert any("mkldnn_rnn_layer" in note and " 1:" in note for note in profile.notes)
+    run = measured(model(), tokens).layers[1].activation_bytes
+    assert 0.8 < profile.layers[1].activation_bytes / run < 1.2, "near to what is kept, and not a tenth of it"
+    assert not any("mkldnn" in note for note in estimated(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)).notes)
+
+
+def test_layers_that_are_alike_are_looked_at_once() -> None:
+    calls: list[int] = []
+
+    class Counted(nn.Linear):
+        def __init__(self, scale: float) -> None:
+            super().__init__(8, 8)
+            self.scale = scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            return super().forward(x) * self.scale
+
+    def looks(*scales: float) -> int:
+        model = nn.Sequential(*(Counted(scale) for scale in scales))
+        with stand_ins(model, (torch.randn(2, 8),)) as inputs:
+            captured = capture(model, inputs)
+            calls.clear()
+            estimate(captured.layers, captured.graph, inputs, model_name="T", untouched=untouched, device=TOY)
+        return len(calls) - len(scales)  # all run once more for what they keep
+
+    assert looks(1.0) == 1
+    assert looks(1.0, 1.0, 1.0, 1.0) == 2, "the first takes no gradient for the data"
+    assert looks(1.0, 2.0, 1.0, 2.0) == 3, "another setting, another layer"
+
+
+def test_alike_layers_cost_the_same() -> None:
+    blocks = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)]
+    profile = estimated(nn.Sequential(nn.Linear(8, 8), *blocks), torch.randn(3, 5, 8))
+    assert len({(c.forward_s, c.backward_s, c.moved_bytes, c.activation_bytes) for c in profile.layers[1:]}) == 1
+    assert profile.layers[1].forward_flops > 0
+
+
+def test_loss_and_update_are_seconds_of_the_roofline() -> None:
+    profile = estimated(
+        nn.Sequential(nn.Linear(4, 3)),
+        torch.randn(2, 4),
+        loss=lambda output: F.cross_entropy(output, torch.tensor([0, 2])),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+    )
+    assert profile.loss_s >= 4e-6
+    # In place, weight and bias: two reads and a write each, and a launch.
+    assert profile.update_s == pytest.approx(2e-6 + 3 * 4 * 15 / 1e11)
+
+
+def test_failures_name_their_place() -> None:
+    with pytest.raises(ProfileError, match=r"optimizer step over 2 parameters.*DataDependent"):
+        estimated(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), optimizer=torch.optim.Adafactor)
+    with pytest.raises(ProfileError, match=r"the loss.*one number"):
+        estimated(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), loss=lambda output: output)
+
+
+def test_door() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(10**5, 10**5), nn.ReLU())
+    x = torch.randn(8, 10**5)
+    profile = pipedream.profile(model, x, device="meta", as_device="a100-80gb", dtype="bfloat16")
+    assert (profile.device, profile.dtype, profile.runs) == ("A100-80GB", "bfloat16", 0)
+    assert profile.parameter_bytes == 2 * (10**10 + 10**5)
+    assert profile.flops == 2 * 2 * 8 * 10**10
+    assert "not measured" in str(profile)
+    assert Profile.from_json(profile.to_json()) == profile
+    own = Device("own", 10**9, {"float32": 1e9}, 1e9)
+    assert pipedream.profile(model, x, device="meta", as_device=own).forward_s > 100
+    assert DEVICES["A100-80GB"].name in profile.notes[0]
+    with pytest.raises(ProfileError, match="device='meta'"):
+        pipedream.profile(model, x, as_device="A100")
+    with pytest.raises(ProfileError, match="P100"):
+        pipedream.profile(model, x, device="meta", as_device="P100")
+    with pytest.raises(ProfileError, match="float13"):
+        pipedream.profile(model, x, device="meta", as_device=own, dtype="float13")

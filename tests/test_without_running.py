@@ -1,0 +1,117 @@
+"""Models larger than the machine: profiled on the meta device and planned, by the door and by the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipedream
+from pipedream import cli
+from pipedream.core.profile import Profile
+from pipedream.recipe import load_recipe
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+LLAMA = EXAMPLES / "llama70b.py"
+PARAMETERS = 70_553_706_496  # as published for Llama 3 70B
+# In one process, so that its peak is that of all: profile, plan without and with enough memory.
+PROGRAM = """
+import json, resource, sys
+from pipedream import cli
+status = cli.main(["profile", sys.argv[1], "--device", "meta", "--as", "H100", "-o", "llama.json"])
+plan = ["plan", "llama.json", "--workers", "8", "8", "--bandwidth", "450e9", "50e9", "--memory", "80GB"]
+statuses = [status, cli.main(plan), cli.main([*plan, "--schedule", "1f1b", "-o", "plan.json"])]
+usage = resource.getrusage(resource.RUSAGE_SELF)
+print(json.dumps({"statuses": statuses, "cpu_s": usage.ru_utime + usage.ru_stime, "peak_kib": usage.ru_maxrss}))
+"""
+
+
+def few_blocks(count: int, **options: str) -> Profile:
+    """Returns the profile of the example with so many blocks."""
+    made = load_recipe(str(LLAMA))
+    model = made.model[: 1 + count].append(made.model[-2]).append(made.model[-1])
+    return pipedream.profile(model, made.train[0][0], device="meta", as_device="H100", **options)
+
+
+def test_blocks_of_the_llama_by_hand() -> None:
+    profile = few_blocks(2)
+    rows = {layer.kind: cost for layer, cost in zip(profile.graph.layers, profile.layers, strict=True)}
+    assert [layer.kind for layer in profile.graph.layers] == ["Embedding", "Block", "Block", "RMSNorm", "Linear"]
+    dense = 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)
+    block = rows["Block"]
+    assert block.parameter_bytes == 2 * (dense + 2 * 8192)
+    scores = 2 * 8192 * 4096**2 // 2  # flops of one product with the scores, below the diagonal
+    assert block.forward_flops == 2 * dense * 4096 + 2 * scores
+    assert block.backward_flops == 4 * dense * 4096 + 5 * scores
+    assert block.output_bytes == 2 * 4096 * 8192
+    assert 1.5e9 < block.activation_bytes < 2.1e9, "and no matrix of scores, which alone has 2.1 GB"
+    # An H100 reaches 70% of 989 Tflop/s where all is products; norms and rotations take some more.
+    assert block.forward_flops / 989.4e12 / 0.7 < block.forward_s < 1.3 * block.forward_flops / 989.4e12 / 0.7
+    whole = 80 * block.parameter_bytes + sum(rows[kind].parameter_bytes for kind in ("Embedding", "RMSNorm", "Linear"))
+    assert whole == 2 * PARAMETERS
+    flops = 80 * (block.forward_flops + block.backward_flops) + 3 * rows["Linear"].forward_flops
+    assert flops == pytest.approx(6 * PARAMETERS * 4096, rel=0.04)
+
+
+@pytest.mark.slow
+def test_llama_is_profiled_and_planned_within_a_minute_and_4_gib(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(LLAMA)], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["statuses"] == [0, 2, 0]
+    assert found["cpu_s"] < 60
+    assert found["peak_kib"] < 4 * 2**20
+    # Versions of the weights for all that is in flight: too much, and the planner says by how much.
+    assert "fits" in done.stderr
+    assert "a worker has 80.0 GB" in done.stderr
+    profile = Profile.load(tmp_path / "llama.json")
+    assert profile.parameter_bytes == 2 * PARAMETERS
+    assert profile.optimizer_bytes == 2 * 4 * PARAMETERS, "two moments in float32"
+    assert profile.flops == pytest.approx(6 * PARAMETERS * 4096, rel=0.04)
+    plan = pipedream.Plan.load(tmp_path / "plan.json")
+    assert all(stage.peak_bytes <= 80e9 for stage in plan.stages)
+    assert sum(stage.parameter_bytes for stage in plan.stages) == profile.parameter_bytes
+
+
+def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A recipe of real tensors is profiled too, as another device, and its model is not run."""
+    path = tmp_path / "profile.json"
+    recipe = str(EXAMPLES / "char_gpt.py")
+    assert cli.main(["profile", recipe, "--device", "meta", "--as", "V100", "--dtype", "float16", "-o", str(path)]) == 0
+    out, _ = capfd.readouterr()
+    assert "V100-16GB, not run" in out
+    assert "note: computed from flops and bytes" in out
+    profile = Profile.load(path)
+    assert (profile.dtype, profile.optimizer) == ("float16", "AdamW")
+    assert profile.loss_s > 0
+    assert cli.main(["plan", str(path), "--workers", "2"]) == 0
+
+
+def test_command_with_a_device_from_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    device = tmp_path / "slow.json"
+    pipedream.core.devices.Device("slow", 10**9, {"float32": 1e6}, 1e6).save(device)
+    command = ["profile", str(EXAMPLES / "digits.py"), "--device", "meta", "--json"]
+    assert cli.main([*command, "--as", str(device)]) == 0
+    slow = Profile.from_json(capfd.readouterr().out)
+    assert slow.device == "slow"
+    assert cli.main([*command, "--as", "H200"]) == 0
+    assert slow.forward_s > 1000 * Profile.from_json(capfd.readouterr().out).forward_s
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--as", "A100"], "device='meta'"),
+        (["--device", "meta", "--as", "abacus"], "RTX-4090"),
+        (["--device", "meta", "--as", "A100", "--dtype", "int8"], "bfloat16"),
+        (["--device", "moon"], "meta"),
+    ],
+)
+def test_command_refuses(options: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["profile", str(EXAMPLES / "digits.py"), *options]) == 2
+    assert said in capfd.readouterr().err
