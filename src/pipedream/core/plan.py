@@ -288,6 +288,17 @@ class Plan(Artifact):
         )
         return max([self.slowest_stage_s, *shared.values()])
 
+    def on(self, cluster: Cluster) -> Self:
+        """Returns the same stages on the workers of another cluster; what was proved about the plan is not of it.
+
+        Raises:
+            PlanError: it has too few workers.
+        """
+        try:
+            return replace(self, cluster=cluster, bound_s=0.0, note="")
+        except ValueError as error:
+            raise PlanError(f"the plan was put on another cluster, but {error}; plan again for that one") from None
+
     def with_depth(self, wanted: str | tuple[int, ...]) -> Self:
         """Returns the plan with another depth: 'noam', 'full', or in-flight counts by hand.
 
@@ -325,7 +336,7 @@ class Plan(Artifact):
     def __str__(self) -> str:
         head = (
             f"Plan {self.config}{f' of {self.model}' if self.model else ''}: {self.workers} workers, depth "
-            f"{self.depth}, {format_seconds(self.slowest_stage_s)} per {self.unit} predicted"
+            f"{self.depth}, {format_seconds(self.period_s)} per {self.unit} predicted"
         )
         columns: list[tuple[str, int, Callable[[int, Stage], str]]] = [
             ("workers", 7, lambda s, stage: str(stage.replicas)),
