@@ -159,14 +159,15 @@ def replicated_plans(draw: st.DrawFn, levels: bool) -> Plan:
             r * draw(eighths),
             r * draw(eighths),
             draw(st.sampled_from([0.0, 0.5])),
-            output_bytes=draw(st.sampled_from([0, 1, 8, 20] if not levels else [1, 8, 20])),
-            parameter_bytes=draw(st.sampled_from([0, 6, 24])),
+            output_bytes=draw(st.sampled_from([0, 1, 8, 20] if not levels else [1, 8, 20])) << 20,
+            parameter_bytes=draw(st.sampled_from([0, 1, 6, 24])) << 20,
             recompute=draw(st.booleans()),
         )
         for s, r in enumerate(replicas)
     )
-    rates = st.sampled_from([2.0, 8.0, 100.0])
-    latency, receiving = draw(st.sampled_from([0.0, 0.25])), draw(st.sampled_from([None, 4.0]))
+    mebibyte = 1 << 20
+    rates = st.sampled_from([2.0 * mebibyte, 8.0 * mebibyte, 100.0 * mebibyte])
+    latency, receiving = draw(st.sampled_from([0.0, 0.25])), draw(st.sampled_from([None, 4.0 * mebibyte]))
     machines = (sum(replicas),)
     outer: list[Level] = []
     if levels:
@@ -176,7 +177,10 @@ def replicated_plans(draw: st.DrawFn, levels: bool) -> Plan:
     inner = Level(max(machines), draw(rates), latency, receiving, sizes=machines)
     kinds = tuple(Workers(1, speed=draw(st.sampled_from([1.0, 0.5]))) for _ in range(sum(machines)))
     cluster = Cluster((inner, *outer), kinds=kinds, sums=draw(st.sampled_from(["ring", "tree"])))
-    return Plan(rows, noam(tuple(replicas)), cluster, unit="microbatch").with_depth("full")
+    order: tuple[int, ...] = ()
+    if levels and draw(st.booleans()):
+        order = tuple(draw(st.permutations(range(cluster.workers)))[: sum(replicas)])
+    return Plan(rows, noam(tuple(replicas)), cluster, unit="microbatch", order=order).with_depth("full")
 
 
 def far_down_s(plan: Plan) -> float:
@@ -199,8 +203,8 @@ def test_the_planners_period_is_the_simulated_one(plan: Plan) -> None:
 @settings(max_examples=60)
 @given(replicated_plans(levels=True))
 def test_on_levels_too_with_what_machines_and_racks_carry(plan: Plan) -> None:
-    # What stages know of is a bound from below; with what they share of a port it is all there is.
-    assert plan.slowest_stage_s <= plan.period_s
+    if not plan.order:  # what stages know of a port is a bound from below, where they lie one beside the other
+        assert plan.slowest_stage_s <= plan.period_s * (1 + 1e-9)
     assert plan.period_s * 0.97 <= far_down_s(plan) <= plan.period_s * 1.03
 
 

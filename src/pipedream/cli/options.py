@@ -10,11 +10,12 @@ from typing import Annotated, Any, ClassVar
 import typer
 from typer.core import TyperCommand
 
-from ..core import units
+from ..core import presets, units
 from ..core.cluster import Cluster, Level
 from ..core.errors import PlanError
 
 __all__ = [
+    "ClusterName",
     "Config",
     "DataParallel",
     "Depth",
@@ -44,6 +45,14 @@ Straight = Annotated[bool, typer.Option("--straight", help="One stage for each w
 DataParallel = Annotated[bool, typer.Option("--data-parallel", help="One stage on all workers.")]
 Config = Annotated[str | None, typer.Option("--config", metavar="R0-R1-...", help="Workers of each stage: 2-1.")]
 Lag = Annotated[int, typer.Option("--lag", min=0, max=1, help="1: replicated stages update behind their next forward.")]
+ClusterName = Annotated[
+    Path | None,
+    typer.Option(
+        "--cluster",
+        metavar="FILE|NAME[:MACHINES]",
+        help=f"A cluster's file, or one of the papers': {', '.join(presets.PRESETS)}; as in pipedream-a:4.",
+    ),
+]
 ScheduleName = Annotated[str, typer.Option("--schedule", help="A method: see 'pipedream schedules'.")]
 Microbatches = Annotated[
     int | None, typer.Option("--microbatches", min=1, help="Parts of a minibatch, for methods that split it.")
@@ -91,7 +100,7 @@ class SeveralValues(TyperCommand):
     """
 
     _LISTS: ClassVar = {
-        "--workers": r"\d+(,\d+)*",
+        "--workers": r"[\d+]+(,[\d+]+)*",
         "--bandwidth": r"[0-9.]+([eE][-+]?\d+)?([kKmMgGtT]?(bit|[bB])(/s|ps)?)?",
     }
 
@@ -117,21 +126,38 @@ def cluster_of(
 ) -> Cluster:
     """Reads --cluster, or --workers, --bandwidth, --latency and --memory, a level a value. Raises PlanError."""
     if path is not None:
-        return Cluster.load(path)
+        return _named_cluster(path)
     widths = [word for text in workers for word in text.split(",")]
     rates = [word for text in bandwidths for word in text.split(",")] or ["1.25e9"]
     if not widths:
-        raise PlanError("say how many workers: --workers N, or give --cluster FILE")
+        raise PlanError("say how many workers: --workers N, or give --cluster FILE or NAME")
     if len(widths) != len(rates):
         raise PlanError(
             f"--workers gives {len(widths)} levels of the network and --bandwidth {len(rates)}; give one of each a "
             "level, innermost first"
         )
-    if not all(width.isdecimal() and int(width) > 0 for width in widths):
-        raise PlanError(f"--workers {' '.join(widths)} was asked for; give a whole number from 1 on for each level")
+    if not all(re.fullmatch(r"0*[1-9]\d*(\+0*[1-9]\d*)*", width) for width in widths):
+        raise PlanError(
+            f"--workers {' '.join(widths)} was asked for; give a whole number from 1 on for each level, or of unequal "
+            "machines one for each, as in 4+4+2 3"
+        )
     try:
         size = None if memory is None else units.parse_bytes(memory)
-        levels = [Level(int(w), units.parse_rate(rate), latency_s) for w, rate in zip(widths, rates, strict=True)]
+        levels = []
+        for width, rate in zip(widths, rates, strict=True):
+            sizes = tuple(map(int, width.split("+")))
+            uneven = sizes if len(sizes) > 1 else ()
+            levels.append(Level(max(sizes), units.parse_rate(rate), latency_s, sizes=uneven))
         return Cluster(tuple(levels), size)
     except ValueError as error:
         raise PlanError(str(error)) from None
+
+
+def _named_cluster(path: Path) -> Cluster:
+    """A cluster's file, or one of the papers' by name: pipedream-a:4."""
+    name, _, count = path.name.partition(":")
+    if path.exists() or path.name != str(path) or "." in name:
+        return Cluster.load(path)  # which says what is wrong with it
+    if count and not count.isdecimal():
+        raise PlanError(f"--cluster {path} was asked for; write NAME:MACHINES with a whole number of machines")
+    return presets.cluster(name, int(count) if count else None)

@@ -24,6 +24,7 @@ from ..report.svg import timeline_svg
 from ..report.text import grid, grid_rich
 from ..verifier import verify
 from .options import (
+    ClusterName,
     Config,
     DataParallel,
     Depth,
@@ -47,7 +48,10 @@ def plan(
     ],
     workers: Annotated[
         list[str] | None,
-        typer.Option(metavar="M1 [M2 ...]", help="Workers; of a network of several levels, innermost first: 4 4."),
+        typer.Option(
+            metavar="M1 [M2 ...]",
+            help="Workers; of a network of several levels, innermost first: 4 4; of unequal machines: 4+4+2 3.",
+        ),
     ] = None,
     bandwidth: Annotated[
         list[str] | None,
@@ -57,7 +61,7 @@ def plan(
         ),
     ] = None,
     latency: Annotated[float, typer.Option(min=0.0, help="Seconds of a message.")] = 0.0,
-    cluster: Annotated[Path | None, typer.Option(help="A cluster's file, instead of the three above.")] = None,
+    cluster: ClusterName = None,
     memory: Annotated[str | None, typer.Option(help="Of one worker: 16e9, 16GB.")] = None,
     cost_model: Annotated[
         str,
@@ -171,14 +175,18 @@ def simulate(
     overlap: Annotated[
         bool, typer.Option(help="Sums over replicas begin inside the backward, or are charged whole before the update.")
     ] = True,
+    cluster: ClusterName = None,
     picture: Annotated[bool, typer.Option("--grid", help="Draw it too.")] = False,
     as_json: Json = False,
 ) -> None:
     """Predict a run: makespan, bubble, throughput, and each rank's busy time, versions and staleness."""
     if (plan is None) == (uniform is None):
         raise PlanError("give either a plan's file or --uniform P")
+    if cluster is not None and plan is None:
+        raise PlanError("--cluster puts a plan on other machines; give a plan's file with it, not --uniform")
     if plan is not None:
         chosen = Plan.load(plan)
+        chosen = chosen if cluster is None else chosen.on(cluster_of(cluster, [], [], 0.0, None))
         chosen = chosen if in_flight == "noam" and chosen.depth != "noam" else chosen.with_depth(depth_of(in_flight))
     else:
         chosen = Plan.uniform(uniform or 1, forward_s, backward_s, transfer_s).with_depth(depth_of(in_flight))

@@ -17,7 +17,7 @@ from .cluster import MOST_WORKERS, Cluster
 from .cost import all_reduce_s, transfer_s
 from .errors import PlanError
 from .placement import Placement
-from .ports import outer_ports_s
+from .ports import ports_s
 from .site import Site
 from .units import format_bytes, format_seconds
 
@@ -277,16 +277,31 @@ class Plan(Artifact):
 
     @property
     def period_s(self) -> float:
-        """Predicted seconds per unit of the full pipeline: of its slowest stage, or of a machine's or rack's port that
-        several stages share (`core.ports`), which no stage alone knows of."""
+        """Predicted seconds per unit of the full pipeline: of its slowest stage's compute, or of its busiest port.
+
+        `slowest_stage_s` is what the planner minimises, stage by stage; where stages share the port of a machine or
+        a rack, this is longer.
+        """
+        if len(self.cluster.levels) == 1:
+            return self.slowest_stage_s
         taken = [self.workers_of(stage) for stage in range(len(self.stages))]
-        shared = outer_ports_s(
-            self.cluster,
-            taken,
-            [stage.output_bytes for stage in self.stages],
-            [stage.parameter_bytes for stage in self.stages],
+        compute_s = (
+            float(site.compute_s(stage.forward_s, stage.redone_s, stage.update_s, stage.parameter_bytes))
+            for site, stage in zip(self.sites, self.stages, strict=True)
         )
-        return max([self.slowest_stage_s, *shared.values()])
+        sent, summed = zip(*((stage.output_bytes, stage.parameter_bytes) for stage in self.stages), strict=True)
+        return max(*compute_s, *ports_s(self.cluster, taken, sent, summed).values())
+
+    def on(self, cluster: Cluster) -> Self:
+        """Returns the same stages on the workers of another cluster; what was proved about the plan is not of it.
+
+        Raises:
+            PlanError: it has too few workers.
+        """
+        try:
+            return replace(self, cluster=cluster, bound_s=0.0, note="")
+        except ValueError as error:
+            raise PlanError(f"the plan was put on another cluster, but {error}; plan again for that one") from None
 
     def with_depth(self, wanted: str | tuple[int, ...]) -> Self:
         """Returns the plan with another depth: 'noam', 'full', or in-flight counts by hand.
@@ -325,7 +340,7 @@ class Plan(Artifact):
     def __str__(self) -> str:
         head = (
             f"Plan {self.config}{f' of {self.model}' if self.model else ''}: {self.workers} workers, depth "
-            f"{self.depth}, {format_seconds(self.slowest_stage_s)} per {self.unit} predicted"
+            f"{self.depth}, {format_seconds(self.period_s)} per {self.unit} predicted"
         )
         columns: list[tuple[str, int, Callable[[int, Stage], str]]] = [
             ("workers", 7, lambda s, stage: str(stage.replicas)),

@@ -1,7 +1,7 @@
-"""What the ports of outer levels carry, over all stages of a plan.
+"""What each port of a cluster carries, over all stages of a plan.
 
-A worker has one stage, so that `core.site` knows all that its port carries. A machine or a rack may have workers of
-several stages, whose messages and sums all cross its port: here they are added up.
+A machine or a rack may have workers of several stages, whose messages and sums all cross its port: here they are added
+up, wherever these workers are. `core.site` counts one stage, and takes its neighbours to be beside it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from math import gcd, lcm
 from .cluster import Cluster
 from .cost import all_reduce_bytes
 
-__all__ = ["outer_ports_s"]
+__all__ = ["ports_s"]
 
 
-def outer_ports_s(
+def ports_s(
     cluster: Cluster,
     taken: Sequence[Sequence[int]],
     output_bytes: Sequence[float],
     parameter_bytes: Sequence[float],
 ) -> dict[tuple[int, int], float]:
-    """Returns the seconds per minibatch of each component's port, from level 1 on: (level, component) -> seconds.
+    """Returns the seconds per minibatch of each port that has something to carry: (level, component) -> seconds.
 
     Minibatch k goes from replica k mod r of a stage to replica k mod r' of the next, so that each pair of replicas
     with the same remainder by gcd(r, r') exchanges one in lcm(r, r') minibatches: an activation, and a gradient as
@@ -34,6 +34,11 @@ def outer_ports_s(
         output_bytes, parameter_bytes: of each stage, for one minibatch.
     """
     found: defaultdict[tuple[int, int], float] = defaultdict(float)
+    edges = (0.0, *output_bytes[: len(taken) - 1], 0.0)
+    for workers, received_bytes, sent_bytes, size in zip(taken, edges, edges[1:], parameter_bytes, strict=False):
+        carried = received_bytes + sent_bytes + all_reduce_bytes(size, len(workers), how=cluster.sums)
+        for worker in workers:
+            found[0, worker] += carried / len(workers) / cluster.levels[0].link_bytes_per_s
     for number, level in enumerate(cluster.levels[1:], 1):
         inside = [[cluster.component(number, worker) for worker in workers] for workers in taken]
         rate = level.link_bytes_per_s

@@ -1,0 +1,81 @@
+"""What ports carry: against counting minibatch by minibatch, and of a stage alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import lcm
+
+import pytest
+from drawn import clusters
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedream.core.cluster import Cluster, Level
+from pipedream.core.ports import ports_s
+from pipedream.core.site import Site
+
+SIZES = st.lists(st.integers(0, 9), min_size=3, max_size=3)
+
+
+@st.composite
+def stages_somewhere(draw: st.DrawFn) -> tuple[Cluster, list[tuple[int, ...]]]:
+    """Draws one to three stages on workers of a cluster, in any order."""
+    counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    cluster = draw(clusters(sum(counts)))
+    order = iter(draw(st.permutations(range(cluster.workers))))
+    return cluster, [tuple(next(order) for _ in range(count)) for count in counts]
+
+
+def counted(
+    cluster: Cluster, taken: list[tuple[int, ...]], sent: list[int], summed: list[int]
+) -> dict[tuple[int, int], float]:
+    """Sends each minibatch of a cycle from replica to replica, and each direction of each port its bytes."""
+    cycle = lcm(*map(len, taken))
+    out: defaultdict[tuple[int, int], float] = defaultdict(float)
+    into: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for k in range(cycle):
+        for here, behind, size in zip(taken, taken[1:], sent, strict=False):
+            for a, b in (
+                (here[k % len(here)], behind[k % len(behind)]),
+                (behind[k % len(behind)], here[k % len(here)]),
+            ):
+                for level in range(cluster.reach(a, b) + 1):
+                    out[level, cluster.component(level, a)] += size / cycle
+                    into[level, cluster.component(level, b)] += size / cycle
+    for workers, size in zip(taken, summed, strict=False):
+        factor = 2.0 if cluster.sums == "tree" else 2 * (len(workers) - 1) / len(workers)
+        for level in range(len(cluster.levels)):
+            inside = {cluster.component(level, worker) for worker in workers}
+            for component in inside if len(inside) > 1 else ():
+                for way in (out, into):
+                    way[level, component] += factor * size / len(workers)
+    found = {}
+    for place in {*out, *into}:
+        row = cluster.levels[place[0]]
+        receives = row.receive_bytes_per_s or row.bandwidth_bytes_per_s
+        found[place] = max(out[place] / row.bandwidth_bytes_per_s, into[place] / receives)
+    return found
+
+
+@settings(max_examples=200)
+@given(stages_somewhere(), SIZES, SIZES)
+def test_equals_counting_minibatch_by_minibatch(
+    drawn: tuple[Cluster, list[tuple[int, ...]]], sent: list[int], summed: list[int]
+) -> None:
+    cluster, taken = drawn
+    found = ports_s(cluster, taken, sent[: len(taken)], summed[: len(taken)])
+    expected = counted(cluster, taken, sent, summed)
+    assert {place: s for place, s in found.items() if s} == pytest.approx({p: s for p, s in expected.items() if s})
+
+
+def test_a_stage_between_two_machines_by_hand() -> None:
+    """Workers 2 to 4 of machines 0 to 3 and 4 to 7, with neighbours in one machine each."""
+    cluster = Cluster((Level(4, 6.0), Level(2, 3.0, receive_bytes_per_s=1.0)))
+    site = Site.of(cluster, (2, 3, 4), before=1, behind=5)
+    # Level 0: a third of both boundaries; level 1: machine 0 sends two thirds of the outputs on, machine 1 gets a third
+    # of the inputs; the ring of three carries 4/3 of the parameters once in three minibatches.
+    assert site.port_s(0, 18, 0) == pytest.approx(6.0)
+    assert site.port_s(0, 0, 18) == pytest.approx(12.0)
+    assert site.port_s(0, 18, 18) == pytest.approx(12.0)
+    assert site.port_s(9, 18, 18) == pytest.approx(12.0 + 4.0)
+    assert ports_s(cluster, [(0, 1), (2, 3, 4), (5, 6, 7)], [0, 18, 0], [0, 9, 0])[1, 0] == pytest.approx(4.0 + 12.0)

@@ -1,0 +1,88 @@
+"""How the command line says a cluster: a file, a paper's name, workers of unequal machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipedream import cli
+from pipedream.cli.options import cluster_of
+from pipedream.core import presets
+from pipedream.core.cluster import Cluster, Level
+from pipedream.core.errors import PlanError
+from pipedream.core.plan import Plan, Stage
+from pipedream.core.profile import LayerProfile, Profile
+
+
+def said(*workers: str, bandwidth: tuple[str, ...] = ()) -> Cluster:
+    return cluster_of(None, list(workers), list(bandwidth), 0.0, None)
+
+
+def test_unequal_machines_are_joined_by_plus() -> None:
+    found = said("4+4+2", "3", bandwidth=("12e9", "10Gbit/s"))
+    assert found.levels == (Level(4, 12e9, sizes=(4, 4, 2)), Level(3, 1.25e9))
+    assert (found.workers, found.starts(1)) == (10, (0, 4, 8, 10))
+    assert said("2,2", bandwidth=("2,1",)).levels == (Level(2, 2.0), Level(2, 1.0))
+    assert said("1+2,1+1,2", bandwidth=("3", "2", "1")).workers == 3
+
+
+@pytest.mark.parametrize(
+    ("workers", "message"),
+    [
+        (("4+4", "3"), "level 0 has 3 groups, but sizes of 2"),
+        (("4+4+2",), "level 0 has 1 groups, but sizes of 3"),
+        (("4+", "2"), r"--workers 4\+ 2 was asked for; give a whole number"),
+        (("4+0", "2"), r"one for each, as in 4\+4\+2 3"),
+        (("0",), "--workers 0 was asked for"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(workers: tuple[str, ...], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        said(*workers, bandwidth=("1",) * len(workers))
+
+
+def test_a_name_is_a_papers_cluster_unless_it_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(text: str) -> Cluster:
+        return cluster_of(Path(text), [], [], 0.0, None)
+
+    assert named("pipedream-b") == presets.cluster("pipedream-b")
+    assert named("pipedream-a:2") == presets.cluster("pipedream-a", 2)
+    with pytest.raises(PlanError, match="cluster 'nowhere' is neither a file nor known by that name"):
+        named("nowhere")
+    with pytest.raises(PlanError, match="write NAME:MACHINES with a whole number"):
+        named("pipedream-a:two")
+    with pytest.raises(Exception, match=r"absent\.json"):
+        named("absent.json")
+    monkeypatch.chdir(tmp_path)
+    Cluster.flat(3).save(tmp_path / "pipedream-a")
+    assert named("pipedream-a") == Cluster.flat(3)
+
+
+def test_a_plan_is_simulated_on_another_cluster(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = tuple(Stage(s, s + 1, 1, 1.0, 1.0, output_bytes=1_250_000_000) for s in range(2))
+    path = str(Plan(rows, (2, 1), Cluster.flat(2), note="the fastest", bound_s=1.0).save(tmp_path / "plan.json"))
+
+    def makespan_s(*arguments: str) -> float:
+        assert cli.main(["simulate", path, "--microbatches", "1", "--json", *arguments]) == 0
+        return float(json.loads(capfd.readouterr().out)["makespan_s"])
+
+    assert makespan_s() == pytest.approx(4.0 + 2 * 1.0)
+    assert makespan_s("--cluster", "pipedream-b:1") == pytest.approx(4.0 + 2 * 1.25 / 150)
+    assert (Plan.load(Path(path)).on(Cluster.flat(2, 1.0)).note, Plan.load(Path(path)).on(Cluster.flat(2)).bound_s) == (
+        "",
+        0.0,
+    )
+    assert cli.main(["simulate", path, "--cluster", "pipedream-c:1"]) == 2
+    assert "the stages take 2 workers, the cluster has 1; plan again for that one" in capfd.readouterr().err
+    assert cli.main(["simulate", "--uniform", "2", "--cluster", "pipedream-c"]) == 2
+    assert "give a plan's file with it" in capfd.readouterr().err
+
+
+def test_a_plan_for_a_papers_cluster(tmp_path: Path) -> None:
+    layer = LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=100)
+    profile, out = str(Profile.of_chain((layer,) * 6).save(tmp_path / "profile.json")), tmp_path / "plan.json"
+    for cluster in (("--cluster", "pipedream-c:3"), ("--workers", "2+1", "2", "--bandwidth", "1e9", "1e8")):
+        assert cli.main(["plan", profile, *cluster, "-o", str(out)]) == 0
+        assert Plan.load(out).cluster.workers == 3
