@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from pipedream.core.cluster import Cluster
+from pipedream.core.errors import PlanError
 from pipedream.core.graph import Layer, LayerGraph
 from pipedream.core.plan import Plan
 from pipedream.core.profile import LayerProfile, Profile
 from pipedream.core.site import Site
-from pipedream.planner import plan
+from pipedream.planner import Space, exhaustive, places, plan
 
 
 def random_graph(draw: random.Random, most: int = 7) -> Profile:
@@ -112,3 +113,41 @@ def test_equals_every_chain_of_downsets(seed: int) -> None:
         check_stages(found, profile)
         wide += not {stage.first for stage in found.stages[1:]} <= set(profile.graph.cuts())
     assert wide > 5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_with_too_many_cuts_the_bound_holds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """500 graphs of which only one order is searched: never better than the best, which is never below the bound."""
+    monkeypatch.setattr(places, "MOST_PLACES", 3)
+    draw = random.Random(seed)
+    several = best = 0
+    for _ in range(100):
+        profile = random_graph(draw)
+        cluster = Cluster.flat(draw.randint(1, 4), draw.choice([0.3, 1.0, 4.0, 1e9]))
+        found = plan(profile, cluster)
+        least = least_period(profile, cluster)
+        assert found.bound_s <= least <= found.slowest_stage_s
+        check_stages(found, profile)
+        assert ("proven bound" in found.note) == (found.bound_s < found.slowest_stage_s)
+        several += len(found.stages) > 1
+        best += found.slowest_stage_s == least
+    assert several > 20
+    assert best > 60
+
+
+def test_memory_is_kept() -> None:
+    """With a limit no stage needs more, and none of the plans that keep it is faster than the bound."""
+    draw = random.Random(3)
+    limited = 0
+    for _ in range(60):
+        profile = random_graph(draw, most=5)
+        space = Space.of(profile, Cluster.flat(3, 4.0, memory_bytes=draw.choice([15, 25, 40])))
+        try:
+            best = exhaustive(space)
+        except PlanError:
+            continue
+        found = plan(profile, space.cluster)
+        assert max(stage.peak_bytes for stage in found.stages) <= (space.cluster.memory_bytes or 0)
+        assert found.slowest_stage_s == best.slowest_stage_s
+        limited += found.slowest_stage_s > plan(profile, Cluster.flat(3, 4.0)).slowest_stage_s
+    assert limited > 5
