@@ -139,6 +139,19 @@ def test_with_too_many_cuts_the_bound_holds(seed: int, monkeypatch: pytest.Monke
     assert told > 20
 
 
+def test_where_memory_counts_free_layers_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view that costs nothing may still keep bytes, so that the cuts without it are not all that matter."""
+    layers = (LayerProfile(1.0, 1.0, 4, 0, 1), *[LayerProfile(0.0, 0.0, 1, 0, 9)] * 4, LayerProfile(1.0, 1.0, 1, 0, 1))
+    edges = tuple((0, i) for i in range(1, 6))
+    profile = Profile("views", LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(6)), edges), layers, batch=1)
+    limited = Cluster.flat(2, 1e9, memory_bytes=100)
+    assert len(Space.of(profile, limited).positions) == 33  # nothing, the first, and then any of five
+    monkeypatch.setattr(places, "MOST_PLACES", 10)
+    few = Space.of(profile, limited)
+    assert (len(few.positions), few.is_whole) == (3, False)  # the views, read by nobody, run at once
+    assert Space.of(profile, Cluster.flat(2, 1e9)).is_whole
+
+
 def test_memory_is_kept() -> None:
     """With a limit no stage needs more, and none of the plans that keep it is faster than the bound."""
     draw = random.Random(3)

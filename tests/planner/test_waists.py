@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from functools import reduce
 from itertools import pairwise, product
 from operator import and_, or_
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,18 +26,30 @@ def graphs(draw: st.DrawFn) -> LayerGraph:
     return LayerGraph(layers, tuple(sorted(set(edges))), tuple(map(tuple, ties)))
 
 
-@given(graphs(), st.data())
-def test_none_between_is_crossed_by_fewer_bytes(graph: LayerGraph, data: st.DataObject) -> None:
-    count = len(graph.layers)
-    sizes = data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
-    lattice = Lattice.of(graph)
-    downsets = lattice.downsets(1 << count) or []
-    low, high = data.draw(st.sampled_from([(a, b) for a, b in product(downsets, downsets) if not a & ~b]))
-    between = [held for held in downsets if not low & ~held and not held & ~high]
-    crossing = dict(zip(between, lattice.crossing_bytes(between, sizes).tolist(), strict=True))
-    found = least_crossing(lattice, low, high, sizes)
-    assert crossing[found] == min(crossing.values())
-    assert all(not found & ~held for held in between if crossing[held] == crossing[found])  # the smallest of them
+@pytest.mark.parametrize("seed", range(10))
+def test_none_between_is_crossed_by_fewer_bytes(seed: int) -> None:
+    """Between all pairs of downsets of 100 graphs: the bytes are the fewest, and of equal cuts it is the smallest."""
+    draw = random.Random(seed)
+    several = 0
+    for _ in range(10):
+        count = draw.randint(3, 6)
+        edges = {(a, b) for b in range(count) for a in range(b) if draw.random() < 0.4}
+        ties = (tuple(draw.sample(range(count), 2)),) if draw.random() < 0.2 else ()
+        graph = LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(count)), tuple(sorted(edges)), ties)
+        sizes = [draw.randint(0, 5) for _ in range(count)]
+        lattice = Lattice.of(graph)
+        downsets = lattice.downsets(1 << count) or []
+        crossing = dict(zip(downsets, lattice.crossing_bytes(downsets, sizes).tolist(), strict=True))
+        for low, high in product(downsets, downsets):
+            if low & ~high:
+                continue
+            between = [held for held in downsets if not low & ~held and not held & ~high]
+            found = least_crossing(lattice, low, high, sizes)
+            least = min(crossing[held] for held in between)
+            assert crossing[found] == least
+            assert all(not found & ~held for held in between if crossing[held] == least)
+            several += least > 0 and len({crossing[held] for held in between}) > 2
+    assert several
 
 
 @given(graphs(), st.data(), st.integers(1, 9))
