@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from pipedream.core.cluster import Cluster
+from pipedream.core.errors import PlanError
 from pipedream.core.graph import Layer, LayerGraph
 from pipedream.core.plan import Plan
 from pipedream.core.profile import LayerProfile, Profile
 from pipedream.core.site import Site
-from pipedream.planner import plan
+from pipedream.planner import Space, exhaustive, places, plan
 
 
 def random_graph(draw: random.Random, most: int = 7) -> Profile:
@@ -112,3 +113,58 @@ def test_equals_every_chain_of_downsets(seed: int) -> None:
         check_stages(found, profile)
         wide += not {stage.first for stage in found.stages[1:]} <= set(profile.graph.cuts())
     assert wide > 5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_with_too_many_cuts_the_bound_holds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """500 graphs of which only one order is searched: never better than the best, which is never below the bound."""
+    monkeypatch.setattr(places, "MOST_PLACES", 3)
+    draw = random.Random(seed)
+    several = best = told = 0
+    for _ in range(100):
+        profile = random_graph(draw)
+        cluster = Cluster.flat(draw.randint(1, 4), draw.choice([0.3, 1.0, 4.0, 1e9]))
+        found = plan(profile, cluster)
+        least = least_period(profile, cluster)
+        assert found.bound_s <= least <= found.slowest_stage_s
+        check_stages(found, profile)
+        words = "optimal" if found.bound_s == found.slowest_stage_s else "of a proven bound"
+        if "cuts were tried" in found.note:
+            assert words in found.note
+            told += 1
+        several += len(found.stages) > 1
+        best += found.slowest_stage_s == least
+    assert several > 20
+    assert best > 60
+    assert told > 20
+
+
+def test_where_memory_counts_free_layers_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view that costs nothing may still keep bytes, so that the cuts without it are not all that matter."""
+    layers = (LayerProfile(1.0, 1.0, 4, 0, 1), *[LayerProfile(0.0, 0.0, 1, 0, 9)] * 4, LayerProfile(1.0, 1.0, 1, 0, 1))
+    edges = tuple((0, i) for i in range(1, 6))
+    profile = Profile("views", LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(6)), edges), layers, batch=1)
+    limited = Cluster.flat(2, 1e9, memory_bytes=100)
+    assert len(Space.of(profile, limited).positions) == 33  # nothing, the first, and then any of five
+    monkeypatch.setattr(places, "MOST_PLACES", 10)
+    few = Space.of(profile, limited)
+    assert (len(few.positions), few.is_whole) == (3, False)  # the views, read by nobody, run at once
+    assert Space.of(profile, Cluster.flat(2, 1e9)).is_whole
+
+
+def test_memory_is_kept() -> None:
+    """With a limit no stage needs more, and none of the plans that keep it is faster than the bound."""
+    draw = random.Random(3)
+    limited = 0
+    for _ in range(60):
+        profile = random_graph(draw, most=5)
+        space = Space.of(profile, Cluster.flat(3, 4.0, memory_bytes=draw.choice([15, 25, 40])))
+        try:
+            best = exhaustive(space)
+        except PlanError:
+            continue
+        found = plan(profile, space.cluster)
+        assert max(stage.peak_bytes for stage in found.stages) <= (space.cluster.memory_bytes or 0)
+        assert found.slowest_stage_s == best.slowest_stage_s
+        limited += found.slowest_stage_s > plan(profile, Cluster.flat(3, 4.0)).slowest_stage_s
+    assert limited > 2

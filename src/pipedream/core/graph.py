@@ -2,8 +2,7 @@
 
 A layer is the unit that the planner may not split. Layers stand in an order in which they can run; an
 edge ``(i, j)`` says that layer j reads the output of layer i. A chain, all that capture gives today, has
-the edges ``(0, 1), (1, 2), ...``; the planner and the profile ask only this noun, so a general graph
-changes neither.
+the edges ``(0, 1), (1, 2), ...``; the planner takes any graph (`planner.lattice`), the runtime chains.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class LayerGraph(Artifact):
         return cls(layers, tuple((i, i + 1) for i in range(len(layers) - 1)), ties)
 
     def cuts(self) -> tuple[int, ...]:
-        """Returns the places where the model may be cut: i means between layer i - 1 and layer i.
+        """Returns the places where one value crosses, so that the runtime can cut: i means between layer i - 1 and i.
 
         A place is allowed where every edge across it starts at layer i - 1 (one value crosses) and no
         tied group has members on both sides.

@@ -20,18 +20,21 @@ def with_bound(plan: Plan, space: Space) -> Plan:
     if not space.cluster.is_flat:
         return plan
     graph, cuts = space.profile.graph, len(space.positions) - 2
-    period = plan.slowest_stage_s
+    period_s = plan.slowest_stage_s
     if space.is_whole:
         is_chain = graph.edges == LayerGraph.chain(graph.layers).edges
         note = "" if is_chain else f"; optimal: the {cuts} cuts of the graph that can matter were all tried"
-        return replace(plan, bound_s=period, note=plan.note + note)
-    bound = least_period_s(space)
-    note = f"; {cuts} of the graph's cuts were tried: within {100 * (period / bound - 1):.2g} % of a proven bound"
-    return replace(plan, bound_s=bound, note=plan.note + (note if bound else ""))
+        return replace(plan, bound_s=period_s, note=plan.note + note)
+    bound_s = min(least_period_s(space), period_s)
+    if bound_s == period_s:
+        proved = "optimal, for no plan can be faster"
+    else:
+        proved = f"within {100 * (period_s / bound_s - 1):.2g} % of a proven bound" if bound_s else "nothing is proved"
+    return replace(plan, bound_s=bound_s, note=f"{plan.note}; {cuts} of the graph's cuts were tried: {proved}")
 
 
 def least_period_s(space: Space) -> float:
-    """Returns seconds per minibatch that no plan on this cluster can beat: all compute, shared out evenly."""
+    """Returns seconds per minibatch that no plan on workers that are alike can beat: all compute, shared out evenly."""
     end = len(space.profile.layers)
     seconds = (*space.passes_s(0, end), float(space.update_s(0, end)))
     return float(sum(seconds)) / space.cluster.workers

@@ -71,7 +71,7 @@ class Lattice:
         """The layers outside of each group that it reads from."""
         found = [0] * len(self.groups)
         for source, target in self.graph.edges:
-            found[self._owner[target]] |= 1 << source
+            found[self.owner[target]] |= 1 << source
         return tuple(read & ~group for read, group in zip(found, self.groups, strict=True))
 
     @cached_property
@@ -80,7 +80,7 @@ class Lattice:
         found: list[int] = []
         for read in self.reads:
             past = read
-            for g in {self._owner[i] for i in bits(read)}:
+            for g in {self.owner[i] for i in bits(read)}:
                 past |= found[g] | self.groups[g]
             found.append(past)
         return tuple(found)
@@ -127,17 +127,22 @@ class Lattice:
     @cached_property
     def _meets(self) -> list[bool]:
         """Whether a group is before or behind every other one."""
-        owner = self._owner
-        behind = [0] * len(self.groups)
-        for g in reversed(range(len(self.groups))):
-            whole = behind[g] | self.groups[g]
-            for before in {owner[i] for i in bits(self.reads[g])}:
-                behind[before] |= whole
-        rows = zip(self.past, self.groups, behind, strict=True)
-        return [past | group | after == self.everything for past, group, after in rows]
+        around = zip(self.past, self.groups, self.future, strict=True)
+        return [past | group | future == self.everything for past, group, future in around]
 
     @cached_property
-    def _owner(self) -> dict[int, int]:
+    def future(self) -> tuple[int, ...]:
+        """The layers that run only after each group."""
+        found = [0] * len(self.groups)
+        for g in reversed(range(len(self.groups))):
+            whole = found[g] | self.groups[g]
+            for before in {self.owner[i] for i in bits(self.reads[g])}:
+                found[before] |= whole
+        return tuple(found)
+
+    @cached_property
+    def owner(self) -> dict[int, int]:
+        """The group of each layer."""
         return {i: g for g, group in enumerate(self.groups) for i in bits(group)}
 
     def free(self, costs: Sequence[bool], output_bytes: Sequence[int]) -> set[int]:
@@ -163,7 +168,7 @@ class Lattice:
 
     def prefixes(self, key: Callable[[int], Any]) -> list[int]:
         """Returns the downsets of an order in which the groups can run: of those that can, the smallest key first."""
-        owner = self._owner
+        owner = self.owner
         edges = {(owner[a], owner[b]) for a, b in self.graph.edges if owner[a] != owner[b]}
         order = in_order(len(self.groups), sorted(edges), key=key)
         return [0, *accumulate((self.groups[g] for g in order), lambda done, group: done | group)]

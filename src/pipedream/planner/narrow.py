@@ -16,19 +16,22 @@ from typing import Any
 
 import numpy as np
 
+from ..core.cost import all_reduce_s
 from .dynamic import Pipelines
 from .space import Space
 
 __all__ = ["fewest_workers", "narrowed"]
 
 _ENOUGH = 160  # places that the dynamic program takes a fraction of a second for
+_MOST = 400  # that are left, of a graph whose places are not all searched
 _FIRST = 64  # places that a first plan is looked for on
 _MOST_WORKERS = 64
+_CLOSE = 1e-3  # relative; the fastest plan is not looked for more closely here
 _SLACK = 1e-9  # relative; seconds are summed in floating point here, exactly there
 
 
 def narrowed(pipelines: Pipelines, *, enough: int = _ENOUGH, first: int = _FIRST) -> Pipelines:
-    """Returns the same search on fewer places, with the same best plan.
+    """Returns the same search on fewer places, with the same best plan; with a good one, where `Space.is_whole` is not.
 
     Args:
         pipelines: the search; returned as it is where it has few places, or many workers or levels of them.
@@ -49,7 +52,7 @@ def narrowed(pipelines: Pipelines, *, enough: int = _ENOUGH, first: int = _FIRST
     # Halving finds faster plans, as long as memory cannot forbid them and a plan may be any that was counted.
     every = {(w, count) for w in range(1, workers + 1) for count in counts if count <= w}
     may_halve = space.cluster.memory_bytes is None and pipelines.starts is None and set(pipelines.states) == every
-    while may_halve and kept.sum() > enough and high - low > 1e-4 * high:
+    while may_halve and kept.sum() > enough and high - low > _CLOSE * high:
         low = low or float(sum(space.passes_s(0, len(space.profile.layers)))) / workers
         middle = (low + high) / 2
         ahead, behind = fewest_workers(space, middle, counts, workers, whole=pipelines.whole)
@@ -59,7 +62,13 @@ def narrowed(pipelines: Pipelines, *, enough: int = _ENOUGH, first: int = _FIRST
             low = middle
     kept[[0, -1]] = True
     positions = tuple(place for place, keep in zip(space.positions, kept, strict=True) if keep)
-    return replace(pipelines, space=replace(space, positions=positions))
+    left = replace(pipelines, space=replace(space, positions=positions))
+    if not space.is_whole and len(positions) > _MOST:
+        # These are some of all places anyway: still fewer will do, if there is as good a plan on them.
+        few = replace(pipelines, space=replace(space, positions=_thinned(left.space, _MOST)))
+        if min(few.periods.values()) <= high * (1 + _CLOSE):
+            return few
+    return left
 
 
 def fewest_workers(
@@ -91,7 +100,7 @@ def _least_replicas(space: Space, period_s: float, counts: Iterable[int], worker
     """The fewest replicas of the stage from one position to the other; `workers` + 1 where no count will do."""
     places = np.array(space.positions)
     forward, backward = (np.asarray(part, dtype=float) for part in (space.forward[places], space.backward[places]))
-    forward, backward = forward / space.scale, backward / space.scale
+    forward, backward, parameters = forward / space.scale, backward / space.scale, space.parameters[places]
     done_s = forward + backward
     ahead = np.ceil(done_s / period_s * (1 - _SLACK))
     behind = np.ceil((done_s[-1] - done_s) / period_s * (1 - _SLACK))
@@ -108,6 +117,10 @@ def _least_replicas(space: Space, period_s: float, counts: Iterable[int], worker
         open_now = (needs <= left) & (left >= count)
         i, j, left, needs = i[open_now], j[open_now], left[open_now], needs[open_now]
         tried = np.flatnonzero(needs <= count)
+        # A sum over replicas never hides behind forwards: most pairs that it is too long for go without more ado.
+        site, held = space.site(count), parameters[j[tried]] - parameters[i[tried]]
+        seen_s = all_reduce_s(held, count, site.sum_bytes_per_s, how=site.sums) + forward[j[tried]] - forward[i[tried]]
+        tried = tried[seen_s <= count * period_s]
         a, b = i[tried], j[tried]
         passes_s = np.maximum(forward[b] - forward[a], 0.0), np.maximum(backward[b] - backward[a], 0.0)
         fits = space.period_s(passes_s, places[a], places[b], count) <= period_s

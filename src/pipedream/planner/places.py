@@ -5,11 +5,14 @@ from __future__ import annotations
 from ..core.cluster import Cluster
 from ..core.profile import Profile
 from .lattice import Lattice, bits
+from .waists import waists
 
 __all__ = ["MOST_PLACES", "candidates", "places"]
 
 MOST_PLACES = 1500
 """Of a graph with more downsets than this some are chosen (`candidates`)."""
+
+_WAISTS = 64
 
 
 def places(lattice: Lattice, profile: Profile, cluster: Cluster) -> tuple[list[int], bool]:
@@ -33,19 +36,20 @@ def places(lattice: Lattice, profile: Profile, cluster: Cluster) -> tuple[list[i
 
 
 def candidates(lattice: Lattice, profile: Profile) -> list[int]:
-    """Returns good downsets of a graph that has too many: those of an order in which branches run side by side.
+    """Returns good downsets of a graph that has too many: those of one order, through its waists (`waists`).
 
-    Of the layers that can run the one comes first that the least compute must come before, on the longest way to it:
-    a cut then finds all branches about as far, and they join behind few of the next layers.
+    Between two of them branches run side by side: of the layers that can run the one comes first that the least
+    compute must come before, on the longest way to it.
     """
+    costs_s = [layer.forward_s + layer.backward_s for layer in profile.layers]
+    narrow = waists(lattice, costs_s, [layer.output_bytes for layer in profile.layers], _WAISTS)
     before = [0.0] * len(profile.layers)
     for source, target in sorted(profile.graph.edges):
-        layer = profile.layers[source]
-        before[target] = max(before[target], before[source] + layer.forward_s + layer.backward_s)
+        before[target] = max(before[target], before[source] + costs_s[source])
     names = [layer.name for layer in profile.graph.layers]
 
-    def key(g: int) -> tuple[float, str]:
+    def key(g: int) -> tuple[int, float, str]:
         first = next(bits(lattice.groups[g]))
-        return before[first], names[first]
+        return sum(not waist >> first & 1 for waist in narrow), before[first], names[first]
 
     return lattice.prefixes(key)

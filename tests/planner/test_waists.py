@@ -1,0 +1,74 @@
+"""The narrowest cuts against all cuts."""
+
+from __future__ import annotations
+
+import random
+from functools import reduce
+from itertools import pairwise, product
+from operator import and_, or_
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.core.graph import Layer, LayerGraph
+from pipedream.planner.lattice import Lattice, bits
+from pipedream.planner.waists import least_crossing, waists
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> LayerGraph:
+    count = draw(st.integers(1, 7))
+    pairs = [(i, j) for j in range(count) for i in range(j)]
+    edges = draw(st.lists(st.sampled_from(pairs), max_size=12)) if pairs else []
+    ties = draw(st.lists(st.lists(st.integers(0, count - 1), min_size=1, max_size=2, unique=True), max_size=1))
+    layers = tuple(Layer(f"l{i}", "Layer") for i in range(count))
+    return LayerGraph(layers, tuple(sorted(set(edges))), tuple(map(tuple, ties)))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_none_between_is_crossed_by_fewer_bytes(seed: int) -> None:
+    """Between all pairs of downsets of 100 graphs: the bytes are the fewest, and of equal cuts it is the smallest."""
+    draw = random.Random(seed)
+    several = 0
+    for _ in range(10):
+        count = draw.randint(3, 6)
+        edges = {(a, b) for b in range(count) for a in range(b) if draw.random() < 0.4}
+        ties = (tuple(draw.sample(range(count), 2)),) if draw.random() < 0.2 else ()
+        graph = LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(count)), tuple(sorted(edges)), ties)
+        sizes = [draw.randint(0, 5) for _ in range(count)]
+        lattice = Lattice.of(graph)
+        downsets = lattice.downsets(1 << count) or []
+        crossing = dict(zip(downsets, lattice.crossing_bytes(downsets, sizes).tolist(), strict=True))
+        for low, high in product(downsets, downsets):
+            if low & ~high:
+                continue
+            between = [held for held in downsets if not low & ~held and not held & ~high]
+            found = least_crossing(lattice, low, high, sizes)
+            least = min(crossing[held] for held in between)
+            assert crossing[found] == least
+            assert all(not found & ~held for held in between if crossing[held] == least)
+            several += least > 0 and len({crossing[held] for held in between}) > 2
+    assert several
+
+
+@given(graphs(), st.data(), st.integers(1, 9))
+def test_waists_lie_one_in_the_next(graph: LayerGraph, data: st.DataObject, count: int) -> None:
+    layers = len(graph.layers)
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=layers, max_size=layers))
+    costs = data.draw(st.lists(st.integers(1, 9).map(float), min_size=layers, max_size=layers))
+    lattice = Lattice.of(graph)
+    downsets = lattice.downsets(1 << layers) or []
+    found = waists(lattice, costs, sizes, count)
+    assert set(found) <= set(downsets)
+    assert all(not before & ~behind for before, behind in pairwise(found))
+    if count == 1:
+        assert found == [0]  # nothing crosses before the first layer
+    done = {held: sum(costs[i] for i in bits(held)) / sum(costs) * count for held in downsets}
+    expected = set()
+    for share in range(count):
+        low = reduce(and_, (held for held in downsets if done[held] >= share - 1e-9))
+        high = reduce(or_, (held for held in downsets if done[held] <= share + 1 + 1e-9))
+        if not low & ~high:
+            expected.add(least_crossing(lattice, low, high, sizes))
+    assert set(found) == expected
