@@ -34,16 +34,24 @@ from typing import Any
 
 import numpy as np
 
+from ..core.errors import PlanError
 from ..core.plan import Plan
 from ..core.site import Port, Site
 from .line import Line
 from .shortage import Shortage
 from .space import Space
 
-__all__ = ["RECOMPUTE", "Pipelines", "State", "of_counts", "rank", "replicated", "straights"]
+__all__ = ["RECOMPUTE", "Pipelines", "State", "check_recompute", "of_counts", "rank", "replicated", "straights"]
 
 RECOMPUTE = ("never", "auto", "always")
 """Which stages keep only their input between forward and backward: none, those that do not fit otherwise, all."""
+
+
+def check_recompute(recompute: str) -> None:
+    """Checks that a word is one of `RECOMPUTE`. Raises PlanError."""
+    if recompute not in RECOMPUTE:
+        raise PlanError(f"recompute {recompute!r} is not known; write {', '.join(RECOMPUTE)}")
+
 
 _CACHE_BYTES = 2**29  # of costs that are kept for states to come
 

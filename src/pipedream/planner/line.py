@@ -33,6 +33,13 @@ class Sites:
     behind: Any
     weights: Any
 
+    def __getitem__(self, chosen: Any) -> Sites:
+        """Returns some of them."""
+        fields = [getattr(self, name) for name in self.__dataclass_fields__]
+        return Sites(
+            *([row[chosen] for row in field] if isinstance(field, list) else field[chosen] for field in fields)
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Line:
@@ -114,6 +121,11 @@ class Line:
             behind,
             weights,
         )
+
+    def start(self, level: int, worker: Any) -> Any:
+        """Returns where on the line the component of a level begins that these workers of it belong to."""
+        runs = self._runs[level]
+        return runs.starts[runs.of[worker]]
 
     @cached_property
     def memory_bytes(self) -> int | None:

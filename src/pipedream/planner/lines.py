@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..core.plan import Plan
+from .bisection import Bisection
 from .dynamic import Pipelines, State, of_counts, rank, replicated, straights
 from .line import Line
 from .orders import Orders
@@ -22,6 +23,9 @@ _MOST_WORK = 4e9
 """Comparisons of costs in all searches of one plan: tens of seconds."""
 
 _MOST_ORDERS = 5_000
+
+_MOST_STATES = 3e9
+"""Comparisons of one dynamic program; a larger one gives way to bisection."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +47,7 @@ class Lines:
     @classmethod
     def of(cls, space: Space, recompute: str = "never") -> Lines:
         """Returns the lines of a space's cluster."""
-        work = space.cluster.workers**2 / 2 * len(space.positions) ** 2
-        orders = Orders.of(space.cluster, int(min(max(_MOST_WORK // work, 1), _MOST_ORDERS)))
+        orders = Orders.of(space.cluster, int(min(max(_MOST_WORK // _work(space), 1), _MOST_ORDERS)))
         return cls(space, recompute, tuple(Line.of(space.cluster, order) for order in orders.orders), orders.kind)
 
     @property
@@ -53,9 +56,14 @@ class Lines:
         return self.space.cluster.workers
 
     @property
+    def is_large(self) -> bool:
+        """There are too many states for the dynamic program over replicated pipelines."""
+        return _work(self.space) > _MOST_STATES
+
+    @property
     def best(self) -> str:
         """What a pipeline found is."""
-        return "optimal"
+        return "best found" if self.is_large else "optimal"
 
     @property
     def where(self) -> str:
@@ -87,20 +95,28 @@ class Lines:
         return replace(self.space.plan((), (count,), order=line.taken(count), recompute=(again,)), bound_s=seconds)
 
     def pipeline(self, all_workers: bool) -> Plan | None:
-        """Returns the best pipeline of at least two stages; None where none fits."""
+        """Returns the best pipeline of at least two stages, or the best that bisection finds; None where none fits."""
+        if self.is_large:
+            tried = (Bisection(self.space, line, self.recompute, all_workers).best() for line in self.lines)
+            found = [plan for plan in tried if plan is not None]
+            best = min(found, key=rank, default=None)
+            return None if best is None else replace(best, bound_s=min(plan.bound_s for plan in found))
         return self._best(*self._states(all_workers), whole=False)
 
     def straight(self) -> Plan | None:
-        """Returns the fastest straight pipeline of at least two stages; None where there is none, or none fits."""
+        """Returns the fastest straight pipeline of at least two stages; None where there is none, or none fits, and
+        in large searches, where it would take longer than all else."""
         longest = min(len(self.space.positions) - 1, self.workers)
-        return self._best(straights(longest), None, whole=False) if longest > 1 else None
+        return self._best(straights(longest), None, whole=False) if longest > 1 and not self.is_large else None
 
     def of_counts(self, counts: tuple[int, ...]) -> Plan | None:
         """Returns the best plan with these replicas of its stages; None where none fits."""
         return self._best(of_counts(counts), ((sum(counts), counts[0]),), whole=True)
 
     def shortage_of_pipelines(self, all_workers: bool) -> Shortage:
-        """Returns what is in the way of `pipeline`, where there is none."""
+        """Returns what is in the way of `pipeline`, where there is none; in large searches of a straight one."""
+        if self.is_large:
+            return self._shortage(straights(min(len(self.space.positions) - 1, self.workers)), None, whole=False)
         return self._shortage(*self._states(all_workers), whole=False)
 
     def shortage_of_counts(self, counts: tuple[int, ...]) -> Shortage:
@@ -121,3 +137,7 @@ class Lines:
 
     def _shortage(self, states: tuple[State, ...], starts: tuple[State, ...] | None, *, whole: bool) -> Shortage:
         return min((one.shortage for one in self._each(states, starts, whole)), key=lambda short: short.missing_bytes)
+
+
+def _work(space: Space) -> float:
+    return space.cluster.workers**2 / 2 * len(space.positions) ** 2

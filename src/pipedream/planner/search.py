@@ -14,7 +14,7 @@ from ..core.errors import PlanError
 from ..core.plan import Plan
 from ..core.profile import Profile
 from ..core.units import format_seconds
-from .dynamic import RECOMPUTE
+from .dynamic import check_recompute
 from .lines import Lines
 from .shortage import refuse
 from .space import Space, Versions, stash
@@ -63,8 +63,7 @@ def plan(
         PlanError: an unknown shape, more stages than the model can be cut into, more workers than there are, or
             nothing fits the memory at this depth.
     """
-    if recompute not in RECOMPUTE:
-        raise PlanError(f"recompute {recompute!r} is not known; write {', '.join(RECOMPUTE)}")
+    check_recompute(recompute)
     space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches)
     lines = Lines.of(space, recompute)
     if shape in ("any", "pipeline"):
