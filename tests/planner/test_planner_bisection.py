@@ -15,6 +15,7 @@ from pipedream.core.profile import LayerProfile, Profile
 from pipedream.planner import Pipelines, Space, lines, plan, stash
 from pipedream.planner.bisection import TOLERANCE, Bisection
 from pipedream.planner.dynamic import RECOMPUTE, replicated
+from pipedream.planner.exhaustive import fits
 from pipedream.planner.line import Line
 from pipedream.planner.needs import Needs
 from pipedream.planner.relaxed import Relaxed, period_s
@@ -44,13 +45,13 @@ def random_space(draw: random.Random, cluster: Cluster) -> Space:
     return Space.of(profile, cluster, versions=versions, microbatches=draw.choice([1, 2]), lag=draw.choice([0, 1]))
 
 
-def both(draw: random.Random, cluster: Cluster) -> tuple[float, Any]:
+def both(draw: random.Random, cluster: Cluster, whole: bool) -> tuple[float, Any, Space]:
     """The best period by the dynamic program, infinite where nothing fits, and what bisection finds."""
-    space, recompute, whole = random_space(draw, cluster), draw.choice(RECOMPUTE), draw.random() < 0.3
+    space, recompute = random_space(draw, cluster), draw.choice(RECOMPUTE)
     states, line = replicated(cluster.workers), Line.of(cluster)
     starts = tuple(state for state in states if state[0] == cluster.workers) if whole else None
     exact = Pipelines(space, states, starts, whole=False, line=line, recompute=recompute)
-    return min(exact.periods.values()), Bisection(space, line, recompute, whole).best()
+    return min(exact.periods.values()), Bisection(space, line, recompute, whole).best(), space
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -60,18 +61,14 @@ def test_is_optimal_on_one_level_without_latency(seed: int) -> None:
     for _ in range(25):
         memory = draw.choice([None, None, 10**8, 3 * 10**8, 10**9])
         cluster = Cluster.flat(draw.randint(2, 12), draw.choice([1e8, 1e9, 1e10]), 0.0, memory)
-        draw_again = random.Random(draw.random())
-        best, got = both(draw_again, cluster)
+        best, got, _ = both(draw, cluster, whole=False)
         if np.isinf(best):
             refused += 1
             assert got is None
             continue
         found += 1
         limited += memory is not None
-        if got is None:  # plans that leave no worker idle may be missed
-            continue
-        assert best <= got.slowest_stage_s <= best * (1 + 2 * TOLERANCE) or got.gap > TOLERANCE
-        assert got.bound_s <= best
+        assert got.bound_s <= best <= got.slowest_stage_s <= best * (1 + 2 * TOLERANCE)
     assert found > 10
     assert min(refused, limited) > 0
 
@@ -94,17 +91,15 @@ def test_its_bound_is_one_on_any_cluster(seed: int) -> None:
         cluster = Cluster(
             levels, memory, kinds=kinds if draw.random() < 0.4 else (), sums=draw.choice(["ring", "tree"])
         )
-        best, got = both(draw, cluster)
+        best, got, space = both(draw, cluster, whole=draw.random() < 0.3)
         if got is None:
             continue
         assert got.bound_s <= best * (1 + 1e-12)
         assert got.slowest_stage_s >= best * (1 - 1e-12)
-        assert all(
-            stage.peak_bytes <= (site.memory_bytes or 1e30) for stage, site in zip(got.stages, got.sites, strict=True)
-        )
+        assert fits(space, got)
         gaps.append(got.slowest_stage_s / best - 1)
     assert len(gaps) > 5
-    assert sorted(gaps)[len(gaps) // 2] < 0.15  # the plan is good, not only its bound
+    assert min(gaps) < 2 * TOLERANCE  # it finds good plans, not bounds alone
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -147,17 +142,22 @@ def test_large_models_are_planned_by_it(monkeypatch: pytest.MonkeyPatch) -> None
         plan(profile, Cluster.flat(8, 1e9, memory_bytes=10), shape="pipeline")
 
 
-def test_a_thousand_layers_on_three_levels_in_seconds() -> None:
+@pytest.mark.parametrize(
+    ("count", "widths", "limit_s"),
+    [(300, (8, 4, 8), 30), pytest.param(1000, (8, 16, 8), 60, marks=pytest.mark.slow)],
+)
+def test_many_layers_on_three_levels_in_seconds(count: int, widths: tuple[int, ...], limit_s: float) -> None:
     """Several times what it needs, for machines differ."""
     draw = random.Random(0)
     layers = tuple(
         LayerProfile(draw.random() * 1e-2, draw.random() * 2e-2, draw.randrange(10**7), draw.randrange(10**8))
-        for _ in range(1000)
+        for _ in range(count)
     )
-    cluster = Cluster((Level(8, 1e11), Level(16, 1e10), Level(8, 2.5e9)))
+    rates = (1e11, 1e10, 2.5e9)
+    cluster = Cluster(tuple(Level(width, rate) for width, rate in zip(widths, rates, strict=True)))
     start = time.process_time()
     found = plan(Profile.of_chain(layers), cluster)
-    assert time.process_time() - start < 60
-    assert found.workers <= 1024
+    assert time.process_time() - start < limit_s
+    assert found.workers <= cluster.workers
     assert found.gap is not None
     assert found.gap < 0.02

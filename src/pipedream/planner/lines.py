@@ -19,12 +19,12 @@ from .space import Space
 
 __all__ = ["Lines"]
 
-_MOST_WORK = 4e9
-"""Comparisons of costs in all searches of one plan: tens of seconds."""
+_MOST_WORK = 5e8
+"""Comparisons of costs in all searches of one plan: about ten seconds."""
 
 _MOST_ORDERS = 5_000
 
-_MOST_STATES = 3e9
+_MOST_STATES = 3e8
 """Comparisons of one dynamic program; a larger one gives way to bisection."""
 
 
