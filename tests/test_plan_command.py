@@ -218,3 +218,31 @@ def test_a_damaged_graph(graph: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert "net.txt, line 2: backward_compute_time" in refused(capfd, "plan", graph, "--workers", "2")
     Path(graph).write_text("")
     assert "net.txt should hold a graph.txt, but has no node" in refused(capfd, "plan", graph, "--workers", "2")
+
+
+def test_refusals_of_clusters_and_memory(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each is one message that says what was asked, what was found and what to do."""
+    said = refused(capfd, "plan", profile, "--workers", "3", "--memory", "1000")
+    assert "none of the plans" in said
+    assert "on its fullest worker, for layer" in said
+    assert "a worker has 1.00 kB; give more memory or workers" in said
+    said = refused(capfd, "plan", profile, "--workers", "9", "--config", "1-1-1-1-1-1-1")
+    assert "6 layers can be cut at 5 places; ask for at most 6 stages" in said
+    said = refused(capfd, "plan", profile, "--workers", "2", "--config", "2-1")
+    assert "it takes 3 workers, the cluster has 2" in said
+    assert "bandwidth" in refused(capfd, "plan", profile, "--workers", "2", "--bandwidth", "0")
+    said = refused(capfd, "plan", profile, "--workers", "2", "--recompute", "often")
+    assert "recompute 'often' is not known; write never, auto, always" in said
+
+
+def test_levels_recomputation_and_the_bound(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
+    found = asked(capfd, profile, "--workers", "2", "2", "--bandwidth", "1e9", "100")
+    assert (found["bound_s"], found["gap"]) == (found["slowest_stage_s"], 0.0)
+    assert "on consecutive workers" in found["note"]
+    # Three layers at the input, two minibatches in flight: 9,600 bytes, or 9,300 if one of them keeps its activations.
+    tight = ["--workers", "2", "--bandwidth", "1e9", "--straight", "--memory", "9400"]
+    assert "none of the straight pipelines" in refused(capfd, "plan", profile, *tight)
+    found = asked(capfd, profile, *tight, "--recompute", "auto")
+    assert any(row["recompute"] for row in found["stages"])
+    by_hand = asked(capfd, profile, *tight[:4], "--cuts", "2", "--recompute", "always")
+    assert [row["recompute"] for row in by_hand["stages"]] == [True, True]

@@ -127,6 +127,7 @@ def plan(
     cuts: tuple[int | str, ...] | None = None,
     lag: int = 0,
     all_workers: bool = False,
+    recompute: str = "never",
     cost_model: str = "pipedream",
 ) -> Plan:
     """Cuts a profiled model into stages, so that the slowest is as fast as can be and the memory holds.
@@ -144,16 +145,18 @@ def plan(
             shape each stage has one worker.
         lag: 1 puts the updates of a pipeline's replicated stages behind their next forward.
         all_workers: 'any' and 'pipeline' leave no worker without work.
+        recompute: which stages keep only their input between forward and backward, and do the forward again: 'never'
+            any, 'auto' those that do not fit the memory otherwise, 'always' all.
         cost_model: 'pipedream', or 'classic' for the original planner's answer, see `classic`.
 
     Raises:
         PlanError: nothing fits, or the model or the cluster does not allow the shape.
     """
     if cost_model == "classic":
-        if shape != "any" or cuts is not None or lag or microbatches:
+        if shape != "any" or cuts is not None or lag or microbatches or recompute != "never":
             raise PlanError(
-                "the classic cost model was asked for, with a shape, cuts, a lag or microbatches, which it does not "
-                "know; leave them out, or plan with the cost model pipedream"
+                "the classic cost model was asked for, with a shape, cuts, a lag, recomputation or microbatches, which "
+                "it does not know; leave them out, or plan with the cost model pipedream"
             )
         return classic(profile, cluster, schedule=schedule, in_flight=in_flight).plan
     if cost_model != "pipedream":
@@ -164,7 +167,15 @@ def plan(
     if cuts is not None:
         counts = None if isinstance(shape, str) and shape in planner.SHAPES else planner.counts_of(shape)
         return planner.by_hand(
-            profile, cluster, cuts, counts, versions=versions, microbatches=parts, depth=in_flight, lag=lag
+            profile,
+            cluster,
+            cuts,
+            counts,
+            versions=versions,
+            microbatches=parts,
+            depth=in_flight,
+            lag=lag,
+            recompute=recompute,
         )
     return planner.plan(
         profile,
@@ -175,6 +186,7 @@ def plan(
         shape=shape,
         lag=lag,
         all_workers=all_workers,
+        recompute=recompute,
     )
 
 

@@ -129,7 +129,7 @@ def test_counts_can_be_forced(shape: Any) -> None:
 
 @pytest.mark.parametrize("shape", ["any", "pipeline"])
 def test_no_worker_is_left_without_work_if_asked(shape: str) -> None:
-    thin = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 10**6),) * 2)  # sums cost more than replicas save
+    thin = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 3 * 10**6),) * 2)  # sums cost more than replicas save
     cluster = Cluster.flat(3, 1e6)
     assert plan(thin, cluster, shape=shape).workers == 2
     assert plan(thin, cluster, shape=shape, all_workers=True).workers == 3

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from .. import api, metrics, schedules
 from ..core.artifact import encode
-from ..core.cluster import Cluster
 from ..core.errors import PlanError
 from ..core.graphtxt import GraphText
 from ..core.plan import Plan
@@ -79,6 +78,12 @@ def plan(
     cuts: Annotated[
         str | None, typer.Option(help="By hand: the layers that begin a stage, by index or name: 3,7.")
     ] = None,
+    recompute: Annotated[
+        str,
+        typer.Option(
+            metavar="never|auto|always", help="Stages that keep only their input: none, those that must, or all."
+        ),
+    ] = "never",
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="File to write the plan to; name.txt: a graph.txt.")
     ] = None,
@@ -92,9 +97,9 @@ def plan(
         raise PlanError("--cuts already says the stages; give it alone or with --config, the workers of each")
     began = time.perf_counter()
     if cost_model == "classic":
-        if shape != "any" or cuts is not None or lag or microbatches:
+        if shape != "any" or cuts is not None or lag or microbatches or recompute != "never":
             raise PlanError(
-                "--cost-model classic knows no --straight, --data-parallel, --config, --cuts, --lag and "
+                "--cost-model classic knows no --straight, --data-parallel, --config, --cuts, --lag, --recompute and "
                 "--microbatches; leave them out, or plan with --cost-model pipedream"
             )
         answer = api.classic(measured, joined, schedule=schedule, in_flight=depth_of(in_flight))
@@ -114,10 +119,12 @@ def plan(
             if cuts is None
             else tuple(int(cut) if cut.isdecimal() else cut for cut in cuts.split(",") if cut),
             lag=lag,
+            recompute=recompute,
             cost_model=cost_model,
         )
         seconds = time.perf_counter() - began
-        unlimited = Cluster.flat(joined.workers, joined.bandwidth_bytes_per_s, joined.latency_s)
+        kinds = tuple(replace(kind, memory_bytes=None) for kind in joined.kinds)
+        unlimited = replace(joined, memory_bytes=None, kinds=kinds)
         slowest_s = found.slowest_stage_s
         alone_s = known.forward_s + known.backward_s + known.update_s + known.loss_s
         parallel_s = api.plan(known, unlimited, shape="data-parallel").slowest_stage_s
@@ -139,12 +146,16 @@ def plan(
             "in_flight": list(found.in_flight),
             "lag": list(found.lag),
             "note": found.note,
+            "bound_s": found.bound_s,
+            "gap": found.gap,
+            "order": list(found.order),
             "stages": [
                 {
                     "layers": list(stage.names),
                     "first": stage.first,
                     "last": stage.last,
                     "replicas": stage.replicas,
+                    "recompute": stage.recompute,
                     "compute_s": stage.compute_s,
                     "peak_bytes": stage.peak_bytes,
                 }

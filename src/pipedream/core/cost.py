@@ -6,7 +6,6 @@ second), l latency (s), n workers.
 
 from __future__ import annotations
 
-from math import ceil, log2
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ def transfer_s(size_bytes: Any, bandwidth_bytes_per_s: float, latency_s: float =
 
 
 def all_reduce_s(
-    size_bytes: Any, workers: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0, *, how: str = "ring"
+    size_bytes: Any, workers: Any, bandwidth_bytes_per_s: Any, latency_s: Any = 0.0, *, how: str = "ring"
 ) -> Any:
     """Returns the seconds of an all-reduce.
 
@@ -44,22 +43,23 @@ def all_reduce_s(
     'tree': 2 (ceil(log2 n) l + b / B). Two trees, each for half of the bytes, so that every worker sends and
     receives all of them once on the way up and once on the way down (Sanders, Speck and Traeff 2009; NCCL).
     """
-    if workers == 1:
+    if np.ndim(workers) == 0 and workers == 1:
         return 0.0
     if how == "tree":
-        return 2 * (ceil(log2(workers)) * latency_s + size_bytes / bandwidth_bytes_per_s)
+        ups = np.ceil(np.log2(workers))
+        return (workers > 1) * 2 * (ups * latency_s + size_bytes / bandwidth_bytes_per_s)
     return 2 * (workers - 1) * (latency_s + size_bytes / (workers * bandwidth_bytes_per_s))
 
 
-def all_reduce_bytes(size_bytes: Any, workers: int, *, how: str = "ring") -> Any:
+def all_reduce_bytes(size_bytes: Any, workers: Any, *, how: str = "ring") -> Any:
     """Returns the bytes that each of the workers sends, and receives, in an all-reduce (`all_reduce_s`)."""
-    if workers == 1:
+    if np.ndim(workers) == 0 and workers == 1:
         return 0.0
     return 2.0 * size_bytes if how == "tree" else 2.0 * size_bytes * (workers - 1) / workers
 
 
 def sum_buckets(
-    size_bytes: Any, workers: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0, *, how: str = "ring"
+    size_bytes: Any, workers: Any, bandwidth_bytes_per_s: Any, latency_s: Any = 0.0, *, how: str = "ring"
 ) -> tuple[tuple[Any, Any], ...]:
     """Returns the buckets of a sum: a first one of 1 MiB, further ones of 4 MiB, and what is left.
 
@@ -67,7 +67,7 @@ def sum_buckets(
     behind it take. Between the first and the last of the 4 MiB buckets both numbers change evenly, so that those
     between them never decide, and are left out.
     """
-    if workers == 1:
+    if np.ndim(workers) == 0 and workers == 1:
         return ()
 
     def seconds(part_bytes: Any) -> Any:
@@ -90,9 +90,9 @@ def sum_buckets(
 def visible_sum_s(
     size_bytes: Any,
     backward_s: Any,
-    workers: int,
-    bandwidth_bytes_per_s: float,
-    latency_s: float = 0.0,
+    workers: Any,
+    bandwidth_bytes_per_s: Any,
+    latency_s: Any = 0.0,
     *,
     how: str = "ring",
 ) -> Any:

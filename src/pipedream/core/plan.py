@@ -303,6 +303,11 @@ class Plan(Artifact):
         except ValueError as error:
             raise PlanError(f"the plan was put on another cluster, but {error}; plan again for that one") from None
 
+    @property
+    def gap(self) -> float | None:
+        """By what share the period may be above that of the best plan; None where nothing is proved."""
+        return self.slowest_stage_s / self.bound_s - 1 if self.bound_s > 0 else None
+
     def with_depth(self, wanted: str | tuple[int, ...]) -> Self:
         """Returns the plan with another depth: 'noam', 'full', or in-flight counts by hand.
 
@@ -366,4 +371,9 @@ class Plan(Artifact):
             if stage.names:
                 span = stage.names[0] if len(stage.names) == 1 else f"{stage.names[0]} .. {stage.names[-1]}"
             rows.append("  ".join([f"{s:>5}", f"{span:<24}", *(f"{cell(s, stage):>{w}}" for _, w, cell in columns)]))
-        return "\n".join([head, *rows, *([self.note] if self.note else [])])
+        return "\n".join([head, *rows, *([self.note] if self.note else []), *([self._proof()] if self.bound_s else [])])
+
+    def _proof(self) -> str:
+        gap = self.gap or 0.0
+        how = "optimal" if gap < 2e-6 else f"within {100 * gap:.2g} %"
+        return f"proven bound {format_seconds(self.bound_s)} per {self.unit}: {how}"

@@ -13,7 +13,7 @@ Activations go one way and their gradients, as large, the other way, so that a p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 from .cluster import Cluster
 from .cost import all_reduce_bytes, visible_sum_s
 
-__all__ = ["Port", "Site"]
+__all__ = ["Port", "Site", "telling"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,20 @@ class Port:
     weights: float
 
 
+def telling(ports: Iterable[Port]) -> tuple[Port, ...]:
+    """Returns the ports that may be the busiest, in a fixed order.
+
+    None that is idle, and none of which another carries at least as much of all three kinds.
+    """
+    kept: list[Port] = []
+    for port in sorted(set(ports), key=lambda port: (port.before, port.behind, port.weights), reverse=True):
+        mine = (port.before, port.behind, port.weights)
+        others = ((other.before, other.behind, other.weights) for other in kept)
+        if any(mine) and not any(all(a <= b for a, b in zip(mine, other, strict=True)) for other in others):
+            kept.append(port)
+    return tuple(kept)
+
+
 @dataclass(frozen=True)
 class Site:
     """What the workers of a stage and their ports allow.
@@ -49,7 +63,7 @@ class Site:
         memory_bytes: of the smallest of them; None: not limited.
         sum_bytes_per_s, sum_latency_s: of the links that their sums cross.
         sums: 'ring' or 'tree'.
-        ports: that their messages cross; of those alike one.
+        ports: that their messages cross; those that may be the busiest (`telling`).
     """
 
     replicas: int
@@ -84,7 +98,6 @@ class Site:
                 share = held / count  # of the minibatches
                 first, second = (share / rate if side not in (None, component) else 0.0 for side in sides)
                 ports[Port(first, second, summed / rate if len(inside) > 1 else 0.0)] = None
-        ports.pop(Port(0.0, 0.0, 0.0), None)
         memories = [memory for worker in workers if (memory := cluster.memories[worker]) is not None]
         rate, latency_s = cluster.sum_link(cluster.reach(*workers))
         return cls(
@@ -94,7 +107,7 @@ class Site:
             rate,
             latency_s,
             cluster.sums,
-            tuple(ports),
+            telling(ports),
         )
 
     def sum_s(self, parameter_bytes: Any, backward_s: Any) -> Any:

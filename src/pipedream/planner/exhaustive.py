@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise, product
 
 from ..core.depth import noam
 from ..core.errors import PlanError
 from ..core.plan import Plan
+from .dynamic import rank
 from .space import Space
 
-__all__ = ["every_plan", "exhaustive", "peak_bytes"]
+__all__ = ["every_plan", "exhaustive", "fits", "peak_bytes"]
 
 
-def every_plan(space: Space) -> Iterator[Plan]:
+def every_plan(space: Space, *, orders: Iterable[tuple[int, ...]] = (), recompute: str = "never") -> Iterator[Plan]:
     """Yields every plan of the space on at most all workers, at the paper's depth, also what the memory does not fit.
 
     All chains of its places are tried, by what is in them and not by what the space says of their order.
+
+    Args:
+        space: whose profile and cluster.
+        orders: of all workers, whose last ones a plan takes; unless given the cluster's own.
+        recompute: 'auto' yields a plan once for each choice of stages that do, 'always' with all of them.
     """
     workers = space.cluster.workers
+    lines = [*orders] or [tuple(range(workers))]
+    choices = {"never": (False,), "auto": (False, True), "always": (True,)}[recompute]
     chains: list[tuple[int, ...]] = [()]
     for stages in range(1, workers + 1):
         for replicas in product(range(1, workers + 1), repeat=stages):
-            if sum(replicas) <= workers:
-                for cuts in chains:
-                    yield space.plan(cuts, replicas)
+            if sum(replicas) > workers:
+                continue
+            for cuts in chains:
+                for again in product(choices, repeat=stages):
+                    for line in lines:
+                        order = line[workers - sum(replicas) :]
+                        taken = () if space.cluster.is_flat or order == tuple(range(len(order))) else order
+                        yield space.plan(cuts, replicas, order=taken, recompute=again)
         chains = [(*cuts, cut) for cuts in chains for cut in space.positions[1:-1] if _rises(space, (*cuts, cut))]
 
 
@@ -33,28 +46,39 @@ def _rises(space: Space, cuts: tuple[int, ...]) -> bool:
     return all(before != behind and not before & ~behind for before, behind in pairwise(held))
 
 
-def exhaustive(space: Space, among: Callable[[Plan], bool] = lambda plan: True) -> Plan:
+def exhaustive(
+    space: Space,
+    among: Callable[[Plan], bool] = lambda plan: True,
+    *,
+    orders: Iterable[tuple[int, ...]] = (),
+    recompute: str = "never",
+) -> Plan:
     """Finds what `Pipelines` finds, with the same ties, by trying every plan of those that `among` keeps.
 
     Raises:
         PlanError: none fits.
     """
-    limit = space.cluster.memory_bytes
-    fitting = [
-        plan for plan in every_plan(space) if among(plan) and (limit is None or peak_bytes(space, plan) <= limit)
-    ]
+    every = every_plan(space, orders=orders, recompute=recompute)
+    fitting = [plan for plan in every if among(plan) and fits(space, plan)]
     if not fitting:
         raise PlanError("none of the plans fits the memory; give more of it, or more workers")
-    return min(fitting, key=_rank)
+    return min(fitting, key=rank)
+
+
+def fits(space: Space, plan: Plan) -> bool:
+    """Tells whether each stage fits the smallest of its workers, where a lag does not yet ask for more depth."""
+    for s, need in enumerate(_needs(space, plan)):
+        memories = [memory for w in plan.workers_of(s) if (memory := space.cluster.memories[w]) is not None]
+        if memories and need > min(memories):
+            return False
+    return True
 
 
 def peak_bytes(space: Space, plan: Plan) -> int:
     """Returns the need of a plan's fullest worker at the paper's depth, where a lag does not yet ask for more."""
-    rows = zip(plan.stages, noam(plan.replicas), plan.lag, strict=True)
-    return max(int(space.need_bytes(stage.first, stage.last, held, lag)) for stage, held, lag in rows)
+    return max(_needs(space, plan))
 
 
-def _rank(plan: Plan) -> tuple[float, int, int, int, tuple[tuple[int, int], ...]]:
-    sent = sum(stage.output_bytes for stage in plan.stages[:-1])
-    order = tuple((stage.last, stage.replicas) for stage in plan.stages)
-    return plan.slowest_stage_s, sent, len(plan.stages), plan.workers, order
+def _needs(space: Space, plan: Plan) -> list[int]:
+    rows = zip(space.ends(plan), plan.stages, noam(plan.replicas), plan.lag, strict=True)
+    return [int(space.need_bytes(*ends, held, lag, stage.recompute)) for ends, stage, held, lag in rows]

@@ -9,6 +9,7 @@ from ..core.errors import PlanError
 from ..core.graph import LayerGraph
 from ..core.plan import Plan
 from ..core.profile import Profile
+from .dynamic import check_recompute
 from .space import Space, Versions, stash
 
 __all__ = ["by_hand", "whole"]
@@ -40,6 +41,7 @@ def by_hand(
     microbatches: int = 1,
     depth: str | tuple[int, ...] = "noam",
     lag: int = 0,
+    recompute: str = "never",
 ) -> Plan:
     """Returns the plan that is cut before each of the given layers, in the order of the model's graph.
 
@@ -47,6 +49,8 @@ def by_hand(
         cuts: indices or names of layers.
         replicas: workers of each stage; one each unless given.
         lag: of the replicated stages of a pipeline.
+        recompute: which stages keep only their input: 'never' any, 'auto' those that do not fit the memory at the
+            paper's depth otherwise, 'always' all.
 
     Raises:
         PlanError: a cut that the model does not allow (says why), counts that match neither stages nor
@@ -67,7 +71,15 @@ def by_hand(
             "more workers"
         )
     space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches, downsets=())
-    return space.at_depth(space.plan(places, counts, note="cut by hand"), depth)
+    check_recompute(recompute)
+    found = space.plan(places, counts, note="cut by hand", recompute=(recompute == "always",) * len(counts))
+    if recompute == "auto":
+        limits = [site.memory_bytes for site in found.sites]
+        must = (
+            limit is not None and stage.peak_bytes > limit for stage, limit in zip(found.stages, limits, strict=True)
+        )
+        found = space.plan(places, counts, note="cut by hand", recompute=tuple(must))
+    return space.at_depth(found, depth)
 
 
 def _place(graph: LayerGraph, cut: int | str) -> int:

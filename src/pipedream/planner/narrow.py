@@ -52,6 +52,7 @@ def narrowed(pipelines: Pipelines, *, enough: int = _ENOUGH, first: int = _FIRST
     # Halving finds faster plans, as long as memory cannot forbid them and a plan may be any that was counted.
     every = {(w, count) for w in range(1, workers + 1) for count in counts if count <= w}
     may_halve = space.cluster.memory_bytes is None and pipelines.starts is None and set(pipelines.states) == every
+    may_halve &= pipelines.recompute != "always"  # what a stage does again is not counted here
     while may_halve and kept.sum() > enough and high - low > _CLOSE * high:
         low = low or float(sum(space.passes_s(0, len(space.profile.layers)))) / workers
         middle = (low + high) / 2
@@ -123,7 +124,7 @@ def _least_replicas(space: Space, period_s: float, counts: Iterable[int], worker
         tried = tried[seen_s <= count * period_s]
         a, b = i[tried], j[tried]
         passes_s = np.maximum(forward[b] - forward[a], 0.0), np.maximum(backward[b] - backward[a], 0.0)
-        fits = space.period_s(passes_s, places[a], places[b], count) <= period_s
+        fits = space.period_s(passes_s, places[a], places[b], site) <= period_s
         least[a[fits], b[fits]] = count
         needs[tried[fits]] = np.inf
     return least

@@ -6,7 +6,7 @@ the depth ``full``; at the paper's depth more may show (`core.depth`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ..core.cluster import Cluster
@@ -15,8 +15,9 @@ from ..core.plan import Plan
 from ..core.profile import Profile
 from ..core.units import format_seconds
 from .bound import with_bound
-from .dynamic import Pipelines, check_fits, of_counts, replicated, straights
-from .narrow import narrowed
+from .dynamic import check_recompute
+from .lines import Lines
+from .shortage import refuse
 from .space import Space, Versions, stash
 
 __all__ = ["SHAPES", "counts_of", "plan"]
@@ -35,11 +36,16 @@ def plan(
     shape: str | tuple[int, ...] = "any",
     lag: int = 0,
     all_workers: bool = False,
+    recompute: str = "never",
 ) -> Plan:
     """Finds the plan with the smallest predicted seconds per minibatch.
 
     Equal seconds go to fewer bytes sent over boundaries, then fewer stages, then fewer workers, then the plan
     that is smallest, stage by stage, in (last layer, replicas).
+
+    Stages take consecutive workers of the cluster, idle ones in front of them. Where workers or machines are unlike,
+    several orders of them are tried, and the note says which. A model of many layers on many workers is planned by
+    bisection (`planner.bisection`); the plan's bound then says how far from the best it may be.
 
     Args:
         versions: versions of the weights that a stage holds, from its count in flight and its lag.
@@ -51,20 +57,24 @@ def plan(
             or (2, 1), stages of these.
         lag: of the replicated stages of a pipeline: 1 puts their updates behind the next forward.
         all_workers: 'any' and 'pipeline' leave no worker without work.
+        recompute: which stages keep only their input between forward and backward, and do the forward again:
+            'never' any, 'auto' those that do not fit the memory otherwise, 'always' all.
 
     Raises:
         PlanError: an unknown shape, more stages than the model can be cut into, more workers than there are, or
             nothing fits the memory at this depth.
     """
+    check_recompute(recompute)
     space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches)
+    lines = Lines.of(space, recompute)
     if shape in ("any", "pipeline"):
-        found = _fastest(space, shape == "pipeline", all_workers)
+        found = _fastest(lines, shape == "pipeline", all_workers)
     elif shape == "data-parallel":
-        found = _parallel(space)
+        found = _parallel(lines)
     elif shape == "straight":
-        found = _of_counts(space, (1,) * cluster.workers)
+        found = _of_counts(lines, (1,) * cluster.workers)
     else:
-        found = _of_counts(space, counts_of(shape))
+        found = _of_counts(lines, counts_of(shape))
     return space.at_depth(with_bound(found, space), depth)
 
 
@@ -81,51 +91,56 @@ def counts_of(shape: str | tuple[int, ...]) -> tuple[int, ...]:
     return counts
 
 
-def _parallel(space: Space) -> Plan:
-    workers = space.cluster.workers
-    found = _or_refuse(_whole(space, workers), space, lambda: _whole_bytes(space), "data-parallel plans")
-    return replace(found, note=f"data parallelism was asked{_beside(found, space, (1,))}")
+def _parallel(lines: Lines) -> Plan:
+    workers = lines.workers
+    found = lines.whole((workers,)) or refuse(lines.shortage_of_counts((workers,)), "data-parallel plans")
+    return replace(found, note=f"data parallelism was asked{_beside(found, lines, (1,))}")
 
 
-def _of_counts(space: Space, counts: tuple[int, ...]) -> Plan:
+def _of_counts(lines: Lines, counts: tuple[int, ...]) -> Plan:
     """The best plan with these replicas of its stages."""
     is_straight = max(counts) == 1
     kind, sizes = ("straight pipeline", f" of {len(counts)} stages") if is_straight else ("plan", f" {_config(counts)}")
-    _check_counts(space, counts, f"a {kind}{sizes}")
-    pipelines = narrowed(Pipelines(space, of_counts(counts), ((sum(counts), counts[0]),)))
-    found = _or_refuse(pipelines.best(), space, lambda: pipelines.least_bytes, f"{kind}s{sizes}")
-    rivals = [] if is_straight else [_straight(space)]
-    return replace(found, note=f"optimal among {kind}s{sizes}{_beside(found, space, (space.cluster.workers,), rivals)}")
+    _check_counts(lines.space, counts, f"a {kind}{sizes}")
+    found = lines.of_counts(counts) or refuse(lines.shortage_of_counts(counts), f"{kind}s{sizes}")
+    rivals = [] if is_straight else [lines.straight()]
+    kinds = f"{kind}s{sizes}{lines.where}"
+    return replace(found, note=f"optimal among {kinds}{_beside(found, lines, (lines.workers,), rivals)}")
 
 
-def _fastest(space: Space, as_pipeline: bool, all_workers: bool) -> Plan:
+def _fastest(lines: Lines, as_pipeline: bool, all_workers: bool) -> Plan:
     """The fastest plan of all, or of those with several stages where there can be any."""
-    workers = space.cluster.workers
-    ones = [_whole(space, count) for count in ((workers,) if all_workers else range(1, workers + 1))]
-    one = min((found for found in ones if found is not None), key=_seconds, default=None)  # of equals the first
-    longest = min(len(space.positions) - 1, workers)
+    workers = lines.workers
+    one = lines.whole((workers,) if all_workers else range(1, workers + 1))
+    longest = min(len(lines.space.positions) - 1, workers)
     if longest < 2:
-        found = _or_refuse(one, space, lambda: _whole_bytes(space), "plans of one stage")
+        found = one or refuse(lines.shortage_of_counts((workers,)), "plans of one stage")
         if workers == 1:
             return replace(found, note="one worker")
-        note = f"the model cannot be cut; fastest of its plans of one stage{_beside(found, space, (workers, 1))}"
+        note = f"the model cannot be cut; fastest of its plans of one stage{_beside(found, lines, (workers, 1))}"
         return replace(found, note=note)
 
-    states = replicated(workers)
-    starts = tuple(state for state in states if state[0] == workers) if all_workers else None
-    pipelines = narrowed(Pipelines(space, states, starts, whole=False))
-    pipeline, straight = pipelines.best(), _straight(space)
+    pipeline, straight = lines.pipeline(all_workers), lines.straight()
     sizes = "2" if longest == 2 else f"2 to {longest}"
     kinds = f"pipelines of {sizes} stages{f' on {workers} workers' if all_workers else ''}"
     if as_pipeline:
-        found = _or_refuse(pipeline, space, lambda: pipelines.least_bytes, kinds)
-        return replace(found, note=f"optimal among {kinds}{_beside(found, space, (workers,), [straight])}")
+        found = pipeline or refuse(lines.shortage_of_pipelines(all_workers), kinds)
+        best = f"{lines.best} among {kinds}{lines.where}"
+        return replace(found, note=f"{best}{_beside(found, lines, (workers,), [straight])}")
     # One stage sends nothing over boundaries, so it comes first and wins ties.
-    best = min((found for found in (one, pipeline) if found is not None), key=_seconds, default=None)
+    best_of_all = min((found for found in (one, pipeline) if found is not None), key=_seconds, default=None)
     kinds = f"{'' if all_workers else 'one worker, '}data parallelism and {kinds}"
-    found = _or_refuse(best, space, lambda: min(_whole_bytes(space), pipelines.least_bytes), f"plans ({kinds})")
-    beside = _beside(found, space, (workers, 1), [pipeline, straight])
-    return replace(found, note=f"fastest predicted among {kinds}{beside}")
+    if best_of_all is None:
+        short = min(
+            lines.shortage_of_counts((workers,)),
+            lines.shortage_of_pipelines(all_workers),
+            key=lambda shortage: shortage.missing_bytes,
+        )
+        refuse(short, f"plans ({kinds})")
+    bounds = [found.bound_s for found in (one, pipeline) if found is not None]
+    found = replace(best_of_all, bound_s=min(bounds))
+    beside = _beside(found, lines, (workers, 1), [pipeline, straight])
+    return replace(found, note=f"fastest predicted among {kinds}{lines.where}{beside}")
 
 
 def _check_counts(space: Space, counts: tuple[int, ...], what: str) -> None:
@@ -142,28 +157,6 @@ def _check_counts(space: Space, counts: tuple[int, ...], what: str) -> None:
         )
 
 
-def _or_refuse(found: Plan | None, space: Space, least_bytes: Callable[[], int], what: str) -> Plan:
-    if found is None:
-        check_fits(min_need_bytes=least_bytes(), space=space, what=what)
-    assert found is not None
-    return found
-
-
-def _straight(space: Space) -> Plan | None:
-    """The fastest straight pipeline of at least two stages; None where there is none, or none fits."""
-    longest = min(len(space.positions) - 1, space.cluster.workers)
-    return narrowed(Pipelines(space, straights(longest), whole=False)).best() if longest > 1 else None
-
-
-def _whole(space: Space, workers: int) -> Plan | None:
-    limit = space.cluster.memory_bytes
-    return None if limit is not None and _whole_bytes(space) > limit else space.plan((), (workers,))
-
-
-def _whole_bytes(space: Space) -> int:
-    return int(space.need_bytes(0, len(space.profile.layers), 1))
-
-
 def _seconds(plan: Plan) -> float:
     return plan.slowest_stage_s
 
@@ -172,20 +165,24 @@ def _config(counts: tuple[int, ...]) -> str:
     return "-".join(map(str, counts))
 
 
-def _beside(best: Plan, space: Space, ones: Iterable[int], pipelines: Iterable[Plan | None] = ()) -> str:
+def _beside(best: Plan, lines: Lines, ones: Iterable[int], pipelines: Iterable[Plan | None] = ()) -> str:
     """What the next best kinds would take: one stage on so many workers, and pipelines that were found."""
-    rivals = {str(count): _whole(space, count) for count in ones}
+    rivals = {str(count): lines.whole((count,)) for count in ones}
     rivals |= {plan.config: plan for plan in pipelines if plan is not None}
-    lines = [""]
+    told = [""]
     for config, plan in rivals.items():
         if config == best.config:
             continue
         counts = config.split("-")
-        what = f"data parallelism on {config} workers" if len(counts) == 1 else f"the pipeline {config}"
+        what = f"data parallelism on {config} workers" if len(counts) == 1 else f"the pipeline {_short(config)}"
         if set(counts) == {"1"}:
             what = "one worker" if len(counts) == 1 else f"a straight pipeline of {len(counts)} stages"
         if plan is None:
-            lines.append(f"{what} does not fit the memory")
+            told.append(f"{what} does not fit the memory")
         else:
-            lines.append(f"{what} is predicted at {format_seconds(plan.slowest_stage_s)} per minibatch")
-    return "; ".join(lines)
+            told.append(f"{what} is predicted at {format_seconds(plan.slowest_stage_s)} per minibatch")
+    return "; ".join(told)
+
+
+def _short(config: str) -> str:
+    return config if len(config) <= 60 else f"{config[:57]}..."

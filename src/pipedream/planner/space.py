@@ -163,7 +163,7 @@ class Space:
 
     def seconds(self, first: Index, last: Index, replicas: int = 1) -> Any:
         """Returns the seconds per minibatch of a stage on so many workers, of a pipeline's stage (`core.site`)."""
-        return self.period_s(self.passes_s(first, last), first, last, replicas)
+        return self.period_s(self.passes_s(first, last), first, last, self.site(replicas))
 
     def passes_s(self, first: Index, last: Index) -> tuple[Any, Any]:
         """Returns the seconds of forward and backward of a stage on one worker."""
@@ -171,12 +171,14 @@ class Space:
         backward = (self.backward[last] - self.backward[first]) / self.scale
         return forward, backward
 
-    def period_s(self, passes_s: tuple[Any, Any], first: Index, last: Index, replicas: int) -> Any:
-        """Returns `seconds` of a stage whose `passes_s` are known: exact sums of a whole table take long."""
+    def period_s(self, passes_s: tuple[Any, Any], first: Index, last: Index, site: Site) -> Any:
+        """Returns the seconds per minibatch of a stage on a site, its `passes_s` being known."""
+        return site.period_s(*passes_s, self.update_s(first, last), *self.bytes_of(first, last))
+
+    def bytes_of(self, first: Index, last: Index) -> tuple[Any, Any, Any]:
+        """Returns the bytes of a stage's weights, and those of a pipeline's stage that cross before and behind it."""
         end = len(self.profile.layers)
-        return self.site(replicas).period_s(
-            *passes_s,
-            self.update_s(first, last),
+        return (
             self.parameters[last] - self.parameters[first],
             np.where(np.asarray(first) == 0, 0, self.crossing[first]),
             np.where(np.asarray(last) == end, 0, self.crossing[last]),
@@ -200,7 +202,9 @@ class Space:
             recompute=recompute,
         )
 
-    def stage(self, first: int, last: int, replicas: int = 1, in_flight: int = 1, lag: int = 0) -> Stage:
+    def stage(
+        self, first: int, last: int, replicas: int = 1, in_flight: int = 1, lag: int = 0, recompute: bool = False
+    ) -> Stage:
         """Returns the stage between two places, all its fields filled in."""
         before, behind = self.downsets[first], self.downsets[last]
         return Stage(
@@ -214,24 +218,43 @@ class Space:
             activation_bytes=int(self.activations[last] - self.activations[first]),
             parameter_bytes=int(self.parameters[last] - self.parameters[first]),
             optimizer_bytes=int(self.optimizer[last] - self.optimizer[first]),
-            peak_bytes=int(self.need_bytes(first, last, in_flight, lag)),
+            peak_bytes=int(self.need_bytes(first, last, in_flight, lag, recompute)),
+            recompute=recompute,
             names=tuple(self.profile.graph.layers[i].name for i in bits(behind & ~before)),
         )
 
-    def plan(self, cuts: tuple[int, ...], replicas: tuple[int, ...] | None = None, note: str = "") -> Plan:
+    def plan(
+        self,
+        cuts: tuple[int, ...],
+        replicas: tuple[int, ...] | None = None,
+        note: str = "",
+        *,
+        order: tuple[int, ...] = (),
+        recompute: tuple[bool, ...] = (),
+    ) -> Plan:
         """Returns the plan of cuts at these places, at the paper's depth; neither cuts nor memory are checked.
 
         Its layers stand stage by stage, in a stage as in the graph: an order in which they can run.
+
+        Args:
+            cuts: the places between the stages.
+            replicas: workers of each stage; one each unless given.
+            note: `Plan.note`.
+            order: `Plan.order`.
+            recompute: which stages keep their input alone; none unless given.
         """
         counts = replicas or (1,) * (len(cuts) + 1)
         lags = tuple(self.lag if count > 1 and cuts else 0 for count in counts)
         in_flight = depths.noam(counts, lags)
         spans = pairwise((0, *cuts, len(self.profile.layers)))
         stages = tuple(
-            self.stage(first, last, *how) for (first, last), *how in zip(spans, counts, in_flight, lags, strict=True)
+            self.stage(first, last, count, held, lag, again)
+            for (first, last), count, held, lag, again in zip(
+                spans, counts, in_flight, lags, recompute or (False,) * len(counts), strict=True
+            )
         )
         profile = self.profile
-        return Plan(stages, in_flight, self.cluster, lags, profile.model, profile.batch, note=note)
+        return Plan(stages, in_flight, self.cluster, lags, profile.model, profile.batch, note=note, order=order)
 
     def at_depth(self, plan: Plan, depth: str | tuple[int, ...]) -> Plan:
         """Returns the plan at a depth, its peak bytes renewed and within the memory of a worker.
@@ -248,11 +271,11 @@ class Space:
             return replace(self.at_depth(plan, found), depth="auto")
         deep = plan.with_depth(depth)
         stages = tuple(
-            replace(stage, peak_bytes=int(self.need_bytes(*ends, held, lag)))
+            replace(stage, peak_bytes=int(self.need_bytes(*ends, held, lag, stage.recompute)))
             for stage, ends, held, lag in zip(deep.stages, self.ends(deep), deep.in_flight, deep.lag, strict=True)
         )
-        limit = self.cluster.memory_bytes
         for s, (stage, held) in enumerate(zip(stages, deep.in_flight, strict=True)):
+            limit = self._memory_bytes(deep, s)
             if limit is not None and stage.peak_bytes > limit:
                 less = "--in-flight auto for the deepest that fits" if deep.depth == "full" else "a smaller depth"
                 raise PlanError(
@@ -272,11 +295,18 @@ class Space:
 
     def _most_in_flight(self, plan: Plan, s: int) -> int:
         """Returns what a stage's memory has room for, up to what the plan has in flight."""
-        ends, limit = self.ends(plan)[s], self.cluster.memory_bytes
-        held = plan.in_flight[s]
-        while limit is not None and held > 1 and self.need_bytes(*ends, held, plan.lag[s]) > limit:
+        again, limit = plan.stages[s].recompute, self._memory_bytes(plan, s)
+        ends, held = self.ends(plan)[s], plan.in_flight[s]
+        while limit is not None and held > 1:
+            if self.need_bytes(*ends, held, plan.lag[s], again) <= limit:
+                break
             held -= 1
         return held
+
+    def _memory_bytes(self, plan: Plan, s: int) -> int | None:
+        """Returns the memory of the smallest worker of a stage."""
+        memories = [self.cluster.memories[worker] for worker in plan.workers_of(s)]
+        return min((memory for memory in memories if memory is not None), default=None)
 
 
 def _rank(found: int) -> tuple[int, int]:

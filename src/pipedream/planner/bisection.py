@@ -1,0 +1,102 @@
+"""Pipelines of many layers on many workers: bisection over the period, where the dynamic program has too many states.
+
+Two questions about a period, both answered from the output backwards:
+
+- **lower bound**: with the fewest workers that a stage needs wherever it stands (`planner.relaxed`), how few run the
+  layers from each place on? Fewer behind a stage are never worse for it, for then it holds less in flight. If the
+  model takes more than there are, no pipeline on consecutive workers of the line is as fast; that is the proof.
+- **plan**: with the true seconds of where each stage stands (`planner.latest`), what is the last worker that a suffix
+  can begin at?
+
+On one level of like workers without latency the two agree, and the plan is optimal to the tolerance. On several levels
+a suffix that begins earlier may stand better, which is hardly tried: the gap between the two is printed with the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..core.plan import Plan
+from .latest import latest
+from .line import Line
+from .needs import Needs, Period
+from .space import Space
+
+__all__ = ["TOLERANCE", "Bisection"]
+
+TOLERANCE = 1e-6
+"""Of the lower bound, relative."""
+
+_FIRST_EXCESS, _LAST_EXCESS = 1 / 256, 1e9  # over the bound, where the plan does not reach it; doubled each time
+_STEPS = 3  # of the plan's own bisection then
+
+
+@dataclass(frozen=True, eq=False)
+class Bisection:
+    """Pipelines of two stages or more on a line, replicated as they may be.
+
+    Attributes:
+        space: what each stage costs.
+        line: of the workers.
+        recompute: one of `planner.dynamic.RECOMPUTE`.
+        all_workers: none is left without work.
+    """
+
+    space: Space
+    line: Line
+    recompute: str = "never"
+    all_workers: bool = False
+
+    def best(self) -> Plan | None:
+        """Returns the fastest plan found, with its bound; None where none fits the memory."""
+        needs = Needs.of(self.space, self.line, self.recompute)
+        if needs.at(np.inf).fewest()[0] > needs.workers:
+            return None
+        least_s = needs.work_s / sum(self.line.cluster.speeds) * (1 - 1e-12)
+        low, high, factor = needs.at(least_s), None, 1.02
+        while high is None or high.period - low.period > TOLERANCE * high.period:
+            if high is None:
+                period = max(low.period * factor, needs.smallest_s)
+                factor = min(factor**2, 4.0)
+            else:
+                period = (low.period + high.period) / 2
+            middle = needs.at(period, low, high)
+            if middle.fewest()[0] <= needs.workers:
+                high = middle
+            else:
+                low = middle
+        found = self._plan(high) or self._nearest(high)
+        return None if found is None else replace(found, bound_s=min(low.period, found.slowest_stage_s))
+
+    def _nearest(self, bound: Period) -> Plan | None:
+        """The fastest plan that bisection above the bound finds."""
+        needs = bound.needs
+        low, excess, best = bound, _FIRST_EXCESS, None
+        while best is None:
+            if excess > _LAST_EXCESS:
+                return self._plan(needs.at(np.inf))
+            high = needs.at(bound.period * (1 + excess), low)
+            best, excess = self._plan(high), 2 * excess
+            low = low if best is not None else high
+        for _ in range(_STEPS):
+            middle = needs.at((low.period + best.slowest_stage_s) / 2, low, high)
+            found = self._plan(middle)
+            if found is None:
+                low = middle
+            else:
+                high, best = middle, min(best, found, key=lambda plan: plan.slowest_stage_s)
+        return best
+
+    def _plan(self, period: Period) -> Plan | None:
+        stages = latest(period, self.all_workers)
+        if stages is None:
+            return None
+        places, counts = period.needs.places, tuple(stage.replicas for stage in stages)
+        return self.space.plan(
+            tuple(int(places[stage.first]) for stage in stages[1:]),
+            counts,
+            order=self.line.taken(sum(counts)),
+            recompute=tuple(stage.recompute for stage in stages),
+        )

@@ -1,0 +1,163 @@
+"""Bisection against the dynamic program, its bound against every plan, and its time."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipedream.core.cluster import Cluster, Level, Workers
+from pipedream.core.errors import PlanError
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.planner import Pipelines, Space, lines, plan, stash
+from pipedream.planner.bisection import TOLERANCE, Bisection
+from pipedream.planner.dynamic import RECOMPUTE, replicated
+from pipedream.planner.exhaustive import fits
+from pipedream.planner.line import Line
+from pipedream.planner.needs import Needs
+from pipedream.planner.relaxed import Relaxed, period_s
+
+
+def random_chain(draw: random.Random, layers: int) -> Profile:
+    return Profile.of_chain(
+        tuple(
+            LayerProfile(
+                draw.choice([0.0, 1e-3, 1e-2]) * draw.random(),
+                draw.random() * 2e-2,
+                draw.choice([0, 10**6, 10**7]) * draw.randrange(1, 5),
+                draw.choice([0, 10**6, 10**8]),
+                draw.randrange(10**8),
+            )
+            for _ in range(layers)
+        ),
+        input_shapes=((draw.choice([0, 1000]),),),
+        update_s=draw.choice([0.0, 0.01]),
+        optimizer_bytes=draw.choice([0, 10**8]),
+    )
+
+
+def random_space(draw: random.Random, cluster: Cluster) -> Space:
+    versions: Any = draw.choice([stash, lambda held, lag: 2, lambda held, lag: 1])
+    profile = random_chain(draw, draw.randint(2, 14))
+    return Space.of(profile, cluster, versions=versions, microbatches=draw.choice([1, 2]), lag=draw.choice([0, 1]))
+
+
+def both(draw: random.Random, cluster: Cluster, whole: bool) -> tuple[float, Any, Space]:
+    """The best period by the dynamic program, infinite where nothing fits, and what bisection finds."""
+    space, recompute = random_space(draw, cluster), draw.choice(RECOMPUTE)
+    states, line = replicated(cluster.workers), Line.of(cluster)
+    starts = tuple(state for state in states if state[0] == cluster.workers) if whole else None
+    exact = Pipelines(space, states, starts, whole=False, line=line, recompute=recompute)
+    return min(exact.periods.values()), Bisection(space, line, recompute, whole).best(), space
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_is_optimal_on_one_level_without_latency(seed: int) -> None:
+    draw = random.Random(seed)
+    found = refused = limited = 0
+    for _ in range(25):
+        memory = draw.choice([None, None, 10**8, 3 * 10**8, 10**9])
+        cluster = Cluster.flat(draw.randint(2, 12), draw.choice([1e8, 1e9, 1e10]), 0.0, memory)
+        best, got, _ = both(draw, cluster, whole=False)
+        if np.isinf(best):
+            refused += 1
+            assert got is None
+            continue
+        found += 1
+        limited += memory is not None
+        assert got.bound_s <= best <= got.slowest_stage_s <= best * (1 + 2 * TOLERANCE)
+    assert found > 10
+    assert min(refused, limited) > 0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_its_bound_is_one_on_any_cluster(seed: int) -> None:
+    """On levels, uneven machines and unlike workers: never above the best, and the plan never below."""
+    draw = random.Random(seed)
+    gaps = []
+    for _ in range(15):
+        sizes = draw.choice([(), (4, 2, 3)])
+        latency_s = draw.choice([0.0, 1e-5, 1e-3])
+        levels = (
+            Level(4, draw.choice([1e9, 1e10]), latency_s, sizes=sizes),
+            Level(3, draw.choice([1e8, 1e9, 1e10]), draw.choice([0.0, 1e-4]), sum_bytes_per_s=draw.choice([None, 2e9])),
+        )
+        memory = draw.choice([None, 3 * 10**8, 10**9])
+        workers = Cluster(levels).workers
+        kinds = (Workers(4, "a", 2.0, memory), Workers(workers - 4, "b", 1.0, memory and memory // 2))
+        cluster = Cluster(
+            levels, memory, kinds=kinds if draw.random() < 0.4 else (), sums=draw.choice(["ring", "tree"])
+        )
+        best, got, space = both(draw, cluster, whole=draw.random() < 0.3)
+        if got is None:
+            continue
+        assert got.bound_s <= best * (1 + 1e-12)
+        assert got.slowest_stage_s >= best * (1 - 1e-12)
+        assert fits(space, got)
+        gaps.append(got.slowest_stage_s / best - 1)
+    assert len(gaps) > 5
+    assert min(gaps) < 2 * TOLERANCE  # it finds good plans, not bounds alone
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_relaxed_seconds_are_below_the_true_ones_and_fall(seed: int) -> None:
+    draw = random.Random(seed)
+    cluster = Cluster((Level(4, 1e10, 1e-4), Level(3, 1e9, 1e-3), Level(2, 2e8)), sums=draw.choice(["ring", "tree"]))
+    space, line = random_space(draw, cluster), Line.of(cluster)
+    relaxed = Relaxed(line)
+    needs = Needs.of(space, line, "never")
+    pairs = needs.pairs[False]
+    count = len(pairs.first)
+    for low, high in relaxed.spans:
+        before = np.full(count, np.inf)
+        for replicas in range(low, high + 1):
+            seconds = period_s(pairs, relaxed.at(np.full(count, replicas)), cluster.sums)
+            assert (seconds <= before * (1 + 1e-12)).all()
+            before = seconds
+            for first in range(cluster.workers - replicas + 1):
+                sites = line.sites(np.full(count, first), np.full(count, replicas))
+                true = period_s(pairs, sites, cluster.sums)
+                site = line.site(first, replicas)
+                ends = needs.places[pairs.first], needs.places[pairs.last]
+                assert true == pytest.approx(space.period_s(space.passes_s(*ends), *ends, site), rel=1e-12)
+                assert (seconds <= true * (1 + 1e-12)).all()
+
+
+def test_large_models_are_planned_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, cluster = random_chain(random.Random(3), 12), Cluster.flat(8, 1e9)
+    small = plan(profile, cluster, shape="pipeline")
+    assert small.note.startswith("optimal among pipelines of 2 to 8 stages")
+    monkeypatch.setattr(lines, "_MOST_STATES", 0)
+    large = plan(profile, cluster, shape="pipeline")
+    assert large.note.startswith("best found among pipelines of 2 to 8 stages")
+    assert large.slowest_stage_s == pytest.approx(small.slowest_stage_s, rel=2 * TOLERANCE)
+    assert large.gap is not None
+    assert 0 <= large.gap < 2 * TOLERANCE
+    assert str(large).splitlines()[-1].startswith("proven bound ")
+    assert plan(profile, cluster, shape="pipeline", all_workers=True).workers == 8
+    with pytest.raises(PlanError, match="none of the pipelines of 2 to 8 stages fits"):
+        plan(profile, Cluster.flat(8, 1e9, memory_bytes=10), shape="pipeline")
+
+
+@pytest.mark.parametrize(
+    ("count", "widths", "limit_s"),
+    [(300, (8, 4, 8), 30), pytest.param(1000, (8, 16, 8), 60, marks=pytest.mark.slow)],
+)
+def test_many_layers_on_three_levels_in_seconds(count: int, widths: tuple[int, ...], limit_s: float) -> None:
+    """Several times what it needs, for machines differ."""
+    draw = random.Random(0)
+    layers = tuple(
+        LayerProfile(draw.random() * 1e-2, draw.random() * 2e-2, draw.randrange(10**7), draw.randrange(10**8))
+        for _ in range(count)
+    )
+    rates = (1e11, 1e10, 2.5e9)
+    cluster = Cluster(tuple(Level(width, rate) for width, rate in zip(widths, rates, strict=True)))
+    start = time.process_time()
+    found = plan(Profile.of_chain(layers), cluster)
+    assert time.process_time() - start < limit_s
+    assert found.workers <= cluster.workers
+    assert found.gap is not None
+    assert found.gap < 0.02

@@ -1,0 +1,252 @@
+"""Plans over levels, uneven machines and unlike workers, against every plan there is."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise, permutations
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipedream.core.cluster import Cluster, Level, Workers
+from pipedream.core.errors import PlanError
+from pipedream.core.plan import Plan
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.core.site import Site
+from pipedream.planner import Space, exhaustive, plan, stash
+from pipedream.planner.line import Line
+from pipedream.planner.orders import Orders
+
+SHAPES: list[tuple[tuple[int, ...] | tuple[int, tuple[int, ...]], ...]] = [
+    ((4, ()),),
+    ((5, ()),),
+    ((2, ()), (2, ())),
+    ((3, ()), (2, ())),
+    ((2, ()), (1, ()), (2, ())),
+    ((2, ()), (2, (1, 2)), (2, ())),
+    ((3, (3, 1)), (2, ())),
+    ((2, (1, 2, 2)), (3, ())),
+]
+
+
+def random_tree(draw: random.Random) -> Cluster:
+    """One to three levels, slower outward and sometimes not, at times uneven machines, unlike workers, or both."""
+    shape = draw.choice(SHAPES)
+    levels = tuple(
+        Level(
+            width,
+            draw.choice([0.25, 0.5, 1.0, 4.0, 1e9]),
+            draw.choice([0.0, 0.0, 0.25]),
+            draw.choice([None, None, 0.5]),
+            draw.choice([None, None, 2.0]),
+            sizes,
+        )
+        for width, sizes in shape  # type: ignore[misc]
+    )
+    limit = draw.choice([None, None, 20, 40, 60, 90])
+    bare = Cluster(levels, limit, sums=draw.choice(["ring", "ring", "tree"]))
+    if draw.random() < 0.5:
+        return bare
+    first = draw.randint(1, bare.workers - 1)
+    kinds = (
+        Workers(first, "slow", draw.choice([1.0, 0.5]), limit),
+        Workers(bare.workers - first, "fast", draw.choice([1.0, 2.0]), limit and 2 * limit),
+    )
+    return Cluster(levels, kinds=kinds, sums=bare.sums)
+
+
+def random_chain(draw: random.Random, most: int = 5) -> Profile:
+    """Seconds and bytes whose sums are exact, so that equal plans compare equal."""
+    layers = tuple(
+        LayerProfile(
+            draw.choice([0.0, 1.0, 1.0, 2.0, 3.0]),
+            draw.choice([0.0, 1.0, 2.0, 4.0]),
+            draw.choice([0, 1, 1, 2, 5]),
+            draw.choice([0, 0, 1, 4, 9]),
+            draw.choice([0, 1, 3, 8, 20]),
+        )
+        for _ in range(draw.randint(1, most))
+    )
+    return Profile.of_chain(
+        layers,
+        input_shapes=((draw.choice([0, 1]),),),
+        update_s=draw.choice([0.0, 1.0]),
+        optimizer_bytes=draw.choice([0, 7]),
+        loss_s=draw.choice([0.0, 1.0]),
+    )
+
+
+def through_the_tree(cluster: Cluster) -> list[tuple[int, ...]]:
+    """All orders, found by trying: those that leave no component and come back to it."""
+    found = []
+    for order in permutations(range(cluster.workers)):
+        for level in range(1, len(cluster.levels)):
+            row = [cluster.component(level, worker) for worker in order]
+            if sum(a != b for a, b in pairwise(row)) != len(set(row)) - 1:
+                break
+        else:
+            found.append(order)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_equals_exhaustive_search_over_levels(seed: int) -> None:
+    """In value and in plan, ties broken: on trees of up to three levels."""
+    check_against_every_plan(random.Random(seed), 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_equals_exhaustive_search_over_levels_often(seed: int) -> None:
+    """The same over 2,000 chains more."""
+    check_against_every_plan(random.Random(seed), 100)
+
+
+def check_against_every_plan(draw: random.Random, chains: int) -> None:
+    found = refused = several = unlike = redone = 0
+    for _ in range(chains):
+        profile, cluster = random_chain(draw, most=4), random_tree(draw)
+        versions: Any = draw.choice([stash, lambda held, lag: 2, lambda held, lag: 1])
+        options: dict[str, Any] = {
+            "microbatches": draw.choice([1, 2]),
+            "versions": versions,
+            "lag": draw.choice([0, 1]),
+        }
+        recompute = draw.choice(["never", "auto", "always"])
+        space = Space.of(profile, cluster, **options)
+        orders = Orders.of(cluster, 50).orders
+        if len(orders) > 6:
+            continue
+        try:
+            best = exhaustive(space, orders=orders, recompute=recompute)
+        except PlanError:
+            refused += 1
+            with pytest.raises(PlanError, match="the least that any of them needs"):
+                plan(profile, cluster, recompute=recompute, **options)
+            continue
+        try:
+            got = plan(profile, cluster, recompute=recompute, **options)
+        except PlanError as error:  # what a lag adds is not known to the search
+            if options["lag"] and "depth noam was asked" in str(error):
+                continue
+            raise
+        assert (got.stages, got.order, got.slowest_stage_s) == (best.stages, best.order, best.slowest_stage_s)
+        assert got.bound_s == got.slowest_stage_s
+        assert Plan.from_json(got.to_json()) == got
+        found += 1
+        several += max(got.replicas) > 1 and len(got.stages) > 1
+        unlike += bool(cluster.kinds)
+        redone += recompute == "auto" and any(stage.recompute for stage in got.stages)
+    assert found > chains // 4
+    assert refused + several + unlike + redone > chains // 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_order_of_unlike_workers_is_better(seed: int) -> None:
+    """The classes of orders that are tried hold the best of all orders through the tree."""
+    draw = random.Random(seed)
+    tried = 0
+    while tried < 12:
+        profile, cluster = random_chain(draw, most=4), random_tree(draw)
+        if cluster.workers > 4 or not (cluster.kinds or any(level.sizes for level in cluster.levels)):
+            continue
+        space = Space.of(profile, cluster)
+        try:
+            best = exhaustive(space, orders=through_the_tree(cluster))
+        except PlanError:
+            continue
+        tried += 1
+        assert plan(profile, cluster).slowest_stage_s == best.slowest_stage_s
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_sites_of_a_line_are_those_of_its_workers(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(10):
+        cluster = random_tree(draw)
+        order = draw.choice(Orders.of(cluster, 100).orders)
+        line = Line.of(cluster, order)
+        pairs = [(a, r) for a in range(cluster.workers) for r in range(1, cluster.workers - a + 1)]
+        for (a, r), site in zip(pairs, line.each(*np.array(pairs).T), strict=True):
+            before = order[a - 1] if a else None
+            behind = order[a + r] if a + r < cluster.workers else None
+            direct = Site.of(cluster, order[a : a + r], before, behind)
+            sizes = (3.0, 5.0, 1.0, 7, 2 * (before is not None), 3 * (behind is not None))
+            assert site.period_s(*sizes) == direct.period_s(*sizes)
+            assert (site.speed, site.memory_bytes) == (direct.speed, direct.memory_bytes)
+
+
+def test_orders_are_told_up_to_symmetry() -> None:
+    def count(cluster: Cluster, most: int = 1000) -> tuple[int, str]:
+        found = Orders.of(cluster, most)
+        assert found.orders[0] == tuple(range(cluster.workers))
+        assert len(set(found.orders)) == len(found.orders)
+        assert all(sorted(order) == list(range(cluster.workers)) for order in found.orders)
+        return len(found.orders), found.kind
+
+    fast, slow = Workers(2, "fast", 2.0), Workers(2, "slow")
+    assert count(Cluster((Level(4, 1.0), Level(4, 1.0)))) == (1, "")
+    assert count(Cluster((Level(4, 1.0),), kinds=(fast, slow))) == (6, "in any of 6 orders of the unlike")
+    assert count(Cluster((Level(2, 1.0), Level(2, 1.0)), kinds=(fast, slow)))[0] == 2
+    assert count(Cluster((Level(2, 1.0, sizes=(2, 1, 1)), Level(3, 1.0))))[0] == 3
+    mixed = (Workers(1, "a", 2.0), Workers(1, "b"), Workers(1, "a", 2.0), Workers(1, "b"))
+    assert count(Cluster((Level(2, 1.0), Level(2, 1.0)), kinds=mixed))[0] == 4
+    many = Cluster((Level(20, 1.0),), kinds=(Workers(10, "a"), Workers(10, "b", 2.0)))
+    assert count(many) == (2, "in the cluster's order or any of 2 with like ones side by side")
+    assert count(many, 1) == (1, "in the cluster's order alone")
+
+
+def test_a_large_worker_takes_what_needs_memory() -> None:
+    """Stage 0 holds the most in flight, so the one large worker goes there, wherever it stands in the cluster."""
+    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 10, 1000, 1000),) * 3)
+    cluster = Cluster((Level(3, 1e9),), kinds=(Workers(2, "small", memory_bytes=5_500), Workers(1, "large")))
+    found = plan(profile, cluster, shape="straight")
+    assert found.order == (2, 0, 1)
+    assert found.slowest_stage_s == 3.0
+    assert "in any of 3 orders of the unlike" in found.note
+
+
+def test_a_fast_worker_takes_more_layers() -> None:
+    profile = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 1),) * 6)
+    cluster = Cluster((Level(2, 1e9),), kinds=(Workers(1, "slow"), Workers(1, "fast", 2.0)))
+    found = plan(profile, cluster, shape="straight")
+    assert sorted(stage.last - stage.first for stage in found.stages) == [2, 4]
+    assert found.slowest_stage_s == 4.0
+
+
+def test_weights_are_summed_inside_machines() -> None:
+    """Four workers on two machines whose link is slow: one stage each, and its sum does not leave it."""
+    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 1, 10**6),) * 2)
+    cluster = Cluster((Level(2, 1e9), Level(2, 1e5)))
+    found = plan(profile, cluster)
+    assert found.config == "2-2"
+    assert found.slowest_stage_s == pytest.approx(1.5, rel=0.01)
+
+
+def test_recomputation_where_memory_is_short() -> None:
+    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 1, 0, 1000),) * 4)
+    tight = Cluster.flat(2, 1e9, memory_bytes=3_000)
+    with pytest.raises(PlanError, match="none of the straight pipelines of 2 stages fits"):
+        plan(profile, tight, shape="straight")
+    found = plan(profile, tight, shape="straight", recompute="auto")
+    assert [stage.recompute for stage in found.stages] == [True, False]
+    assert [stage.peak_bytes for stage in found.stages] == [2000, 2002]  # of 2 in flight one's activations, inputs none
+    assert found.slowest_stage_s == 8.0  # 2 + 4, and the forward's 2 again
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_recomputing_never_helps_what_fits(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(20):
+        profile, cluster = random_chain(draw), random_tree(draw)
+        roomy = Cluster(cluster.levels, kinds=tuple(Workers(k.count, k.device, k.speed) for k in cluster.kinds))
+        without, auto, always = (plan(profile, roomy, recompute=how) for how in ("never", "auto", "always"))
+        assert auto == without
+        assert always.slowest_stage_s >= without.slowest_stage_s
+        assert all(stage.recompute for stage in always.stages)
+
+
+def test_refuses_an_unknown_recomputation() -> None:
+    with pytest.raises(PlanError, match="recompute 'often' is not known; write never, auto, always"):
+        plan(random_chain(random.Random(0)), Cluster.flat(1), recompute="often")
