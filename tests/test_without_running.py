@@ -115,3 +115,24 @@ def test_command_with_a_device_from_a_file(tmp_path: Path, capfd: pytest.Capture
 def test_command_refuses(options: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["profile", str(EXAMPLES / "digits.py"), *options]) == 2
     assert said in capfd.readouterr().err
+
+
+def test_command_plans_for_unlike_devices(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    profile, out = str(tmp_path / "profile.json"), tmp_path / "plan.json"
+    recipe = str(EXAMPLES / "char_gpt.py")
+    assert cli.main(["profile", recipe, "--device", "meta", "--as", "V100", "-o", profile]) == 0
+    command = ["plan", profile, "--devices", "2xV100,1xRTX-4090", "-o", str(out)]
+    assert cli.main([*command, "--memory", "20GB"]) == 0
+    first, second = pipedream.Plan.load(out).cluster.kinds
+    assert (first.count, first.device, first.speed, first.memory_bytes) == (2, "V100-16GB", 1.0, 16 * 10**9)
+    assert (second.count, second.device, second.memory_bytes) == (1, "RTX-4090", 20 * 10**9)
+    assert 1008 / 900 < second.speed < 82.6 / 15.7, "between the ratios of bandwidths and of peaks"
+    capfd.readouterr()
+    assert cli.main([*command, "--workers", "4"]) == 2
+    assert "joins 4" in capfd.readouterr().err
+    assert cli.main(["plan", profile, "--devices", "2xabacus"]) == 2
+    assert "RTX-4090" in capfd.readouterr().err
+    own = Profile.load(profile)
+    own.__class__(**{**own.__dict__, "device": "cpu: EPYC"}).save(profile)
+    assert cli.main(["plan", profile, "--devices", "2xV100"]) == 2
+    assert "datasheet" in capfd.readouterr().err
