@@ -118,11 +118,11 @@ def opaque_bytes(module: torch.nn.Module, arguments: Any) -> int:
 
 def _work_of(func: Any, args: Any, kwargs: Any, out: Any, device: Device) -> Work:
     name = func._schema.name.partition("::")[2]
-    if name in _FREE or func.is_view:
+    if name in _FREE:
         return Work()
     inputs, outputs = _tensors((args, kwargs)), _tensors(out)
     if not outputs or (not func._schema.is_mutable and _places(outputs) <= _places(inputs)):
-        return Work()  # such as _unsafe_view: the same storage under another shape
+        return Work()  # a view: the same storage under another shape
     read = inputs
     if name in _GATHERS:
         read = inputs[1:] + outputs
