@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import pipedream
 from pipedream import cli
+from pipedream.core.cluster import Cluster
 from pipedream.core.profile import Profile
+from pipedream.planner.space import Space
 from pipedream.recipe import load_recipe
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -76,6 +79,14 @@ def test_llama_is_profiled_and_planned_within_a_minute_and_4_gib(tmp_path: Path)
     plan = pipedream.Plan.load(tmp_path / "plan.json")
     assert all(stage.peak_bytes <= 80e9 for stage in plan.stages)
     assert sum(stage.parameter_bytes for stage in plan.stages) == profile.parameter_bytes
+    # On 16 workers one after the other, under a flush: too much, unless each stage keeps its inputs alone.
+    space = Space.of(profile, Cluster.flat(16), versions=lambda in_flight, lag: 1)
+    stages = list(pairwise((0, *range(6, 81, 5), 83)))
+    needs = {
+        recompute: max(int(space.need_bytes(*stage, 16 - s, 0, recompute)) for s, stage in enumerate(stages))
+        for recompute in (False, True)
+    }
+    assert needs[True] <= 80e9 < needs[False]
 
 
 def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -115,3 +126,24 @@ def test_command_with_a_device_from_a_file(tmp_path: Path, capfd: pytest.Capture
 def test_command_refuses(options: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["profile", str(EXAMPLES / "digits.py"), *options]) == 2
     assert said in capfd.readouterr().err
+
+
+def test_command_plans_for_unlike_devices(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    profile, out = str(tmp_path / "profile.json"), tmp_path / "plan.json"
+    recipe = str(EXAMPLES / "char_gpt.py")
+    assert cli.main(["profile", recipe, "--device", "meta", "--as", "V100", "-o", profile]) == 0
+    command = ["plan", profile, "--devices", "2xV100,1xRTX-4090", "-o", str(out)]
+    assert cli.main([*command, "--memory", "20GB"]) == 0
+    first, second = pipedream.Plan.load(out).cluster.kinds
+    assert (first.count, first.device, first.speed, first.memory_bytes) == (2, "V100-16GB", 1.0, 16 * 10**9)
+    assert (second.count, second.device, second.memory_bytes) == (1, "RTX-4090", 20 * 10**9)
+    assert 1008 / 900 < second.speed < 82.6 / 15.7, "between the ratios of bandwidths and of peaks"
+    capfd.readouterr()
+    assert cli.main([*command, "--workers", "4"]) == 2
+    assert "joins 4" in capfd.readouterr().err
+    assert cli.main(["plan", profile, "--devices", "2xabacus"]) == 2
+    assert "RTX-4090" in capfd.readouterr().err
+    own = Profile.load(profile)
+    own.__class__(**{**own.__dict__, "device": "cpu: EPYC"}).save(profile)
+    assert cli.main(["plan", profile, "--devices", "2xV100"]) == 2
+    assert "datasheet" in capfd.readouterr().err

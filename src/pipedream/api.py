@@ -74,7 +74,8 @@ def profile(
             f"as_device and dtype are for a profile that is not run, found device={device!r}; write device='meta'"
         )
 
-    def estimated() -> Profile:
+    def estimated() -> str:
+        datasheet = as_device if isinstance(as_device, Device) else profiling.device_of(as_device or "here")
         with stand_ins(model, sample if isinstance(sample, tuple) else (sample,), profiling.dtype_of(dtype)) as inputs:
             captured = capture(model, inputs)
             return profiling.estimate(
@@ -87,7 +88,7 @@ def profile(
                 loss=loss,
                 optimizer=optimizer,
                 autocast=autocast,
-            )
+            ).to_json()
 
     def measured() -> str:
         inputs = to_device(sample if isinstance(sample, tuple) else (sample,), talk.device_of(device))
@@ -110,9 +111,7 @@ def profile(
         ).to_json()
 
     if device == "meta":
-        # The same on every rank: it depends on no clock, unless this machine is measured.
-        datasheet = as_device if isinstance(as_device, Device) else profiling.device_of(as_device or "here")
-        return estimated()
+        return Profile.from_json(_from_rank_0(estimated, profiling.here()), "rank 0's profile")
     return Profile.from_json(_from_rank_0(measured, device), "rank 0's profile")
 
 

@@ -69,9 +69,10 @@ def test_more_work_is_never_faster(flops: float, moved: float, factor: float) ->
 def test_a_faster_device_is_faster() -> None:
     assert A100.speed_against(A100) == 1.0
     assert A100.speed_against(V100, "float16") == pytest.approx(312 / 125)
-    assert A100.speed_against(V100, flops=0, moved_bytes=1) == pytest.approx(2039 / 900)
+    assert A100.speed_against(V100, work=((0, 1),)) == pytest.approx(2039 / 900)
+    mixed = A100.speed_against(V100, "float16", ((1e15, 0), (0, 1e12)))
+    assert 2039 / 900 < mixed < 312 / 125
     assert A100.speed_against(V100, "float16") * V100.speed_against(A100, "float16") == pytest.approx(1.0)
-    assert A100.workers(4, V100, "float16").speed == pytest.approx(312 / 125)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,10 @@ def test_a_faster_device_is_faster() -> None:
         ("A100", "A100-40GB"),
         ("rtx4090", "RTX-4090"),
         ("V100", "V100-16GB"),
+        ("cuda: NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("cuda: Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("cuda: NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("cuda: NVIDIA GeForce RTX 4090", "RTX-4090"),
     ],
 )
 def test_names_are_read_kindly(text: str, name: str) -> None:
@@ -99,7 +104,7 @@ def test_workers_of_several_kinds() -> None:
     assert kinds[1].speed == pytest.approx(165.2 / 125)
 
 
-@pytest.mark.parametrize("text", ["", "V100", "0xV100", "4xP100", "4xV100,,2xV100"])
+@pytest.mark.parametrize("text", ["", "V100", "0xV100", "4xP100", "4xV100,,2xV100", "1xcuda: NVIDIA H100 PCIe"])
 def test_devices_that_there_are_not(text: str) -> None:
     with pytest.raises(ProfileError, match="not known"):
         workers_of(text, V100)

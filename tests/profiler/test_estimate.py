@@ -179,14 +179,14 @@ def test_alike_layers_cost_the_same() -> None:
 
 def test_loss_and_update_are_seconds_of_the_roofline() -> None:
     profile = estimated(
-        nn.Sequential(nn.Linear(4, 3)),
+        nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 3)),
         torch.randn(2, 4),
         loss=lambda output: F.cross_entropy(output, torch.tensor([0, 2])),
         optimizer=partial(torch.optim.SGD, lr=0.1),
     )
     assert profile.loss_s >= 4e-6
-    # In place, weight and bias: two reads and a write each, and a launch.
-    assert profile.update_s == pytest.approx(2e-6 + 3 * 4 * 15 / 1e11)
+    # In place, three weights and biases: two reads and a write each, and a launch.
+    assert profile.update_s == pytest.approx(6e-6 + 3 * 4 * (12 + 3 + 2 * (9 + 3)) / 1e11)
 
 
 def test_failures_name_their_place() -> None:

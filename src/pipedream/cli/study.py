@@ -22,6 +22,7 @@ from ..report.listing import schedule_table
 from ..report.svg import timeline_svg
 from ..report.text import grid, grid_rich
 from ..verifier import verify
+from .mixed import Devices, kinds_of, with_kinds
 from .options import (
     ClusterName,
     Config,
@@ -62,6 +63,7 @@ def plan(
     latency: Annotated[float, typer.Option(min=0.0, help="Seconds of a message.")] = 0.0,
     cluster: ClusterName = None,
     memory: Annotated[str | None, typer.Option(help="Of one worker: 16e9, 16GB.")] = None,
+    devices: Devices = None,
     cost_model: Annotated[
         str,
         typer.Option(
@@ -91,7 +93,9 @@ def plan(
 ) -> None:
     """Cut a profiled model into stages, as fast as can be within the memory."""
     measured = _measured(profile)
-    joined = cluster_of(cluster, workers or [], bandwidth or [], latency, memory)
+    kinds = kinds_of(devices, measured)
+    widths = workers or ([str(sum(kind.count for kind in kinds))] if kinds and cluster is None else [])
+    joined = with_kinds(cluster_of(cluster, widths, bandwidth or [], latency, memory), kinds)
     shape = shape_of(straight=straight, data_parallel=data_parallel, config=config, usual="any")
     if cuts is not None and (straight or data_parallel):
         raise PlanError("--cuts already says the stages; give it alone or with --config, the workers of each")

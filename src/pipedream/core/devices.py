@@ -28,6 +28,7 @@ The memory is the data sheet's in powers of ten: what a card has above that is l
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -35,7 +36,10 @@ from .artifact import Artifact
 from .cluster import Workers
 from .errors import ProfileError
 
-__all__ = ["DEVICES", "Device", "device_named", "workers_of"]
+__all__ = ["DEVICES", "Device", "Work", "device_named", "workers_of"]
+
+Work = Sequence[tuple[float, float]]
+"""(flops, bytes read and written) of each layer."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +96,16 @@ class Device(Artifact):
         busy_s = max(flops / (peak * self.flop_share), moved_bytes / (rate * self.byte_share))
         return launches * self.launch_s + draws * self.draw_s + busy_s
 
-    def speed_against(
-        self, other: Device, dtype: str = "float32", *, flops: float = 1.0, moved_bytes: float = 0.0
-    ) -> float:
-        """Returns how many times as fast as another device this one computes work of so many flops and bytes."""
-        work = (flops, moved_bytes, dtype)
-        return other.op_s(*work, launches=0) / self.op_s(*work, launches=0)
+    def speed_against(self, other: Device, dtype: str = "float32", work: Work = ((1.0, 0.0),)) -> float:
+        """Returns how many times as fast as another device this one computes.
 
-    def workers(
-        self, count: int, other: Device, dtype: str = "float32", *, flops: float = 1.0, moved_bytes: float = 0.0
-    ) -> Workers:
-        """Returns so many workers of this device, for a cluster planned with a profile of the other."""
-        speed = self.speed_against(other, dtype, flops=flops, moved_bytes=moved_bytes)
-        return Workers(count, self.name, speed, self.memory_bytes)
+        Args:
+            other: device.
+            dtype: computed with.
+            work: (flops, moved bytes) of the layers; where it is not known, products of matrices alone.
+        """
+        mine, others = (sum(one.op_s(*part, dtype, launches=0) for part in work) for one in (self, other))
+        return others / mine
 
     def __str__(self) -> str:
         peaks = ", ".join(f"{dtype} {peak * 1e-12:.4g}" for dtype, peak in self.flops_per_s.items())
@@ -139,27 +140,43 @@ DEVICES = {
 """Name -> device, from the table above."""
 
 _SHORT = {"v100": "V100-16GB", "a100": "A100-40GB", "h100": "H100-SXM"}
+_CUDA_NAMES = {
+    r"V100-SXM2-16GB": "V100-16GB",
+    r"V100-SXM2-32GB": "V100-32GB",
+    r"A100-SXM\d?-40GB": "A100-40GB",
+    r"A100-SXM\d?-80GB": "A100-80GB",
+    r"H100 80GB HBM3": "H100-SXM",
+    r"H200$": "H200",
+    r"RTX 4090$": "RTX-4090",
+}
 
 
 def device_named(name: str) -> Device:
     """Returns a device by its name, however it is spelled: ``A100-80GB``, ``a100_80gb``, ``rtx4090``.
 
-    A family's name alone means its smallest: V100 the V100-16GB, A100 the A100-40GB.
+    A family's name alone means its smallest: V100 the V100-16GB, A100 the A100-40GB. CUDA's names are understood, as
+    a profile has them: ``cuda: NVIDIA A100-SXM4-80GB``.
 
     Raises:
         ProfileError: there is none of this name.
     """
     asked = _plain(name)
-    found = [device for known, device in DEVICES.items() if _plain(known) == _plain(_SHORT.get(asked, name))]
+    asked = _plain(_SHORT.get(asked, asked))
+    found = [device for known, device in DEVICES.items() if _plain(known) == asked]
+    if name.startswith("cuda: "):
+        found = [DEVICES[known] for pattern, known in _CUDA_NAMES.items() if re.search(pattern, name)]
     if not found:
         raise ProfileError(f"device {name!r} is not known; choose one of {', '.join(DEVICES)}, or give a device's file")
     return found[0]
 
 
-def workers_of(
-    text: str, other: Device, dtype: str = "float32", *, flops: float = 1.0, moved_bytes: float = 0.0
-) -> tuple[Workers, ...]:
+def workers_of(text: str, other: Device, dtype: str = "float32", work: Work = ((1.0, 0.0),)) -> tuple[Workers, ...]:
     """Reads ``4xV100,2xRTX-4090`` as workers, in this order; their speed is relative to the other device's.
+
+    Args:
+        text: counts and names.
+        other: device that the profile is of.
+        dtype, work: see `Device.speed_against`.
 
     Raises:
         ProfileError: an unknown device, or a count that is none.
@@ -169,7 +186,9 @@ def workers_of(
         match = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*(\S.*?)\s*", part)
         if match is None or not int(match[1]):
             raise ProfileError(f"devices {text!r} are not known; write COUNTxNAME, as in 4xV100,2xRTX-4090")
-        kinds.append(device_named(match[2]).workers(int(match[1]), other, dtype, flops=flops, moved_bytes=moved_bytes))
+        device = device_named(match[2])
+        speed = device.speed_against(other, dtype, work)
+        kinds.append(Workers(int(match[1]), device.name, speed, device.memory_bytes))
     return tuple(kinds)
 
 

@@ -102,6 +102,12 @@ class Profile(Artifact):
         return sum(layer.backward_s for layer in self.layers)
 
     @property
+    def work(self) -> tuple[tuple[int, int], ...]:
+        """Flops, and bytes read and written, of each layer; of products alone where they were not counted."""
+        counted = tuple((c.forward_flops + c.backward_flops, c.moved_bytes) for c in self.layers)
+        return counted if self.flops else ((1, 0),)
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of all forwards and backwards; 0 where they were not counted."""
         return sum(layer.forward_flops + layer.backward_flops for layer in self.layers)

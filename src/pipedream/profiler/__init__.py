@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .device import device_of, dtype_of, measure_device
+from .device import device_of, dtype_of, here, measure_device
 from .estimate import estimate
 from .measure import measure
 from .stopwatch import Stopwatch
 
-__all__ = ["Stopwatch", "device_of", "dtype_of", "estimate", "measure", "measure_device"]
+__all__ = ["Stopwatch", "device_of", "dtype_of", "estimate", "here", "measure", "measure_device"]

@@ -15,7 +15,7 @@ from ..core.devices import Device, device_named
 from ..core.errors import ProfileError
 from .about import device_text
 
-__all__ = ["device_of", "dtype_of", "measure_device"]
+__all__ = ["device_of", "dtype_of", "here", "measure_device"]
 
 _PRODUCT = 512  # rows and columns of the matrices that are multiplied
 _CUDA_PRODUCT = 8192
@@ -33,8 +33,13 @@ def device_of(name: str) -> Device:
         ArtifactError: the file holds no device.
     """
     if name == "here":
-        return measure_device("cuda" if torch.cuda.is_available() else "cpu")
+        return measure_device(here())
     return Device.load(name) if name.endswith(".json") or Path(name).is_file() else device_named(name)
+
+
+def here() -> str:
+    """Returns the kind of device that there is: 'cuda', else 'cpu'."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def dtype_of(name: str | torch.dtype | None) -> torch.dtype | None:

@@ -19,7 +19,7 @@ from ..core.profile import LayerProfile, Profile
 from .about import versions
 from .alike import structure_of, value_shape
 from .measure import Untouched, check_chain, choose_mode, dtype_name
-from .op_costs import OpCosts, Work, opaque_bytes
+from .op_costs import Lap, OpCosts, opaque_bytes
 from .passes import Loss, Passes, shapes_of
 from .sizes import kept_and_output_bytes, parameter_bytes
 from .update import OptimizerFactory, UpdateCost, estimate_update, named_parameters
@@ -50,7 +50,7 @@ def estimate(
     fresh = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
     with untouched(layers, [], 0), costs:
         choose_mode(layers)
-        work, arguments, hidden = _work_of_layers(layers, passes, costs, fresh)
+        laps, arguments, hidden = _laps_of_layers(layers, passes, costs, fresh)
         if loss is not None:
             passes.timed_loss(arguments)
         loss_s = sum(costs.laps_s())
@@ -71,7 +71,7 @@ def estimate(
             moved_bytes=forward.moved_bytes + backward.moved_bytes,
         )
         for (forward, backward), output, own, kept, more in zip(
-            work, output_bytes, parameter_bytes(layers), kept_bytes, hidden, strict=True
+            laps, output_bytes, parameter_bytes(layers), kept_bytes, hidden, strict=True
         )
     )
     shapes = shapes_of(sample)
@@ -88,16 +88,16 @@ def estimate(
         optimizer_bytes=update.state_bytes,
         loss_s=loss_s,
         versions=versions(),
-        notes=tuple(_notes(device, work, hidden, graph, update)),
+        notes=tuple(_notes(device, laps, hidden, graph, update)),
     )
 
 
-def _work_of_layers(
+def _laps_of_layers(
     layers: Sequence[nn.Module], passes: Passes, costs: OpCosts, sample: tuple[Any, ...]
-) -> tuple[list[tuple[Work, Work]], tuple[Any, ...], list[int]]:
-    """Returns the work of forward and backward of each layer, the last one's output, and bytes that do not show."""
-    known: dict[Any, tuple[Work, Work, Any]] = {}
-    work, hidden = [], []
+) -> tuple[list[tuple[Lap, Lap]], tuple[Any, ...], list[int]]:
+    """Returns the laps of forward and backward of each layer, the last one's output, and bytes that do not show."""
+    known: dict[Any, tuple[Lap, Lap, Any]] = {}
+    laps, hidden = [], []
     arguments = sample
     for index, layer in enumerate(layers):
         key = structure_of(layer), value_shape(arguments)
@@ -106,14 +106,14 @@ def _work_of_layers(
             forward, backward = costs.laps()
             known[key] = forward, backward, value
         forward, backward, value = known[key]
-        work.append((forward, backward))
+        laps.append((forward, backward))
         hidden.append(opaque_bytes(layer, arguments) if forward.opaque else 0)
         arguments = (value,)
-    return work, arguments, hidden
+    return laps, arguments, hidden
 
 
 def _notes(
-    device: Device, work: Sequence[tuple[Work, Work]], hidden: Sequence[int], graph: LayerGraph, update: UpdateCost
+    device: Device, laps: Sequence[tuple[Lap, Lap]], hidden: Sequence[int], graph: LayerGraph, update: UpdateCost
 ) -> list[str]:
     notes = [
         f"computed from flops and bytes, not measured, for {device}",
@@ -124,7 +124,7 @@ def _notes(
         notes.append(f"the state of {update.name} is that of steps on tensors without numbers, one of each shape")
     names = [layer.name for layer, more in zip(graph.layers, hidden, strict=True) if more]
     if names:
-        kinds = sorted({kind for forward, _ in work for kind in forward.opaque})
+        kinds = sorted({kind for forward, _ in laps for kind in forward.opaque})
         notes.append(
             f"what {', '.join(kinds)} keeps for its backward does not show and is counted by rule, in "
             f"{', '.join(names)}: measure such layers where their bytes matter"

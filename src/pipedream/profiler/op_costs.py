@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..core.devices import Device
 
-__all__ = ["OPAQUE", "OpCosts", "Work", "opaque_bytes"]
+__all__ = ["OPAQUE", "Lap", "OpCosts", "opaque_bytes"]
 
 _FREE = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "device", "lift_fresh"),
@@ -35,35 +35,32 @@ OPAQUE = {"mkldnn_rnn_layer"}
 
 
 @dataclass(frozen=True)
-class Work:
-    """What some operations do.
+class Lap:
+    """What the operations of a lap do.
 
     Attributes:
         flops: floating-point operations.
         moved_bytes: read and written.
         seconds: by the roofline of a device.
-        ops: how many operations.
-        opaque: of these, the names of the ones whose kept bytes do not show.
+        opaque: names of those operations whose kept bytes do not show.
     """
 
     flops: int = 0
     moved_bytes: int = 0
     seconds: float = 0.0
-    ops: int = 0
     opaque: frozenset[str] = frozenset()
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: Lap) -> Lap:
+        return Lap(
             self.flops + other.flops,
             self.moved_bytes + other.moved_bytes,
             self.seconds + other.seconds,
-            self.ops + other.ops,
             self.opaque | other.opaque,
         )
 
 
 class OpCosts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the work of all operations between `start` and `stop`: a stopwatch that asks the roofline.
+    """Adds up what all operations do between `start` and `stop`: a stopwatch that asks the roofline.
 
     Life: entered as a context, inside the mode of the stand-ins; then as many laps as wanted.
     """
@@ -72,32 +69,32 @@ class OpCosts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._open = False
-        self._work = Work()
-        self._laps: list[Work] = []
+        self._lap = Lap()
+        self._laps: list[Lap] = []
 
     def start(self) -> None:
         """Begins a lap."""
-        self._open, self._work = True, Work()
+        self._open, self._lap = True, Lap()
 
     def stop(self) -> None:
         """Ends the lap."""
-        self._laps.append(self._work)
+        self._laps.append(self._lap)
         self._open = False
 
-    def laps(self) -> list[Work]:
-        """Returns the work of the laps since the last reading, and forgets them."""
+    def laps(self) -> list[Lap]:
+        """Returns the laps since the last reading, and forgets them."""
         found, self._laps = self._laps, []
         return found
 
     def laps_s(self) -> list[float]:
         """Returns the seconds of the laps since the last reading, and forgets them."""
-        return [work.seconds for work in self.laps()]
+        return [lap.seconds for lap in self.laps()]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation, and adds its work to the lap."""
+        """Runs an operation, and adds what it does to the lap."""
         out = func(*args, **(kwargs or {}))
         if self._open:
-            self._work += _work_of(func, args, kwargs or {}, out, self._device)
+            self._lap += _lap_of(func, args, kwargs or {}, out, self._device)
         return out
 
 
@@ -116,13 +113,13 @@ def opaque_bytes(module: torch.nn.Module, arguments: Any) -> int:
     return total
 
 
-def _work_of(func: Any, args: Any, kwargs: Any, out: Any, device: Device) -> Work:
+def _lap_of(func: Any, args: Any, kwargs: Any, out: Any, device: Device) -> Lap:
     name = func._schema.name.partition("::")[2]
-    if name in _FREE or func.is_view:
-        return Work()
+    if name in _FREE:
+        return Lap()
     inputs, outputs = _tensors((args, kwargs)), _tensors(out)
     if not outputs or (not func._schema.is_mutable and _places(outputs) <= _places(inputs)):
-        return Work()  # such as _unsafe_view: the same storage under another shape
+        return Lap()  # a view: the same storage under another shape
     read = inputs
     if name in _GATHERS:
         read = inputs[1:] + outputs
@@ -133,7 +130,7 @@ def _work_of(func: Any, args: Any, kwargs: Any, out: Any, device: Device) -> Wor
     dtypes = [str(t.dtype).removeprefix("torch.") for t in (*inputs, *outputs) if t.is_floating_point()]
     draws = outputs[0].numel() if torch.Tag.nondeterministic_seeded in func.tags else 0
     seconds = device.op_s(flops, moved, dtypes[0] if dtypes else "float32", draws=draws)
-    return Work(flops, moved, seconds, 1, frozenset({name} if name.removesuffix("_backward") in OPAQUE else ()))
+    return Lap(flops, moved, seconds, frozenset({name} if name.removesuffix("_backward") in OPAQUE else ()))
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
