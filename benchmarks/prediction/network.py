@@ -38,9 +38,7 @@ class Network:
     def shape(self, rate: str | None) -> None:
         """Limits what each port sends and what it receives, as tc writes it ('100mbit'); None takes the limit away."""
         for name, device in (*((name, LINK) for name in self.names), *((self.hub, port) for port in self.ports)):
-            subprocess.run(
-                ("tc", "-n", name, "qdisc", "del", "dev", device, "root"), check=False, capture_output=True
-            )
+            subprocess.run(("tc", "-n", name, "qdisc", "del", "dev", device, "root"), check=False, capture_output=True)
             if rate is not None:
                 _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", _BURST,
                      "limit", _QUEUE)  # fmt: skip

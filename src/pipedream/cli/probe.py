@@ -34,8 +34,10 @@ def probe(
 
         raise typer.Exit(launch(workers, ["-m", "pipedream.cli", *sys.argv[1:]]))
     from ..probing import probe as probed
+    from ..runtime.talk import leave
 
     survey = probed(device=device, most_s=seconds)
+    leave()
     cluster = survey.cluster()
     if int(os.environ.get("RANK", "0")) != 0:
         return

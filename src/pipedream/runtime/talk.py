@@ -117,9 +117,14 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
     return group
 
 
-def leave(group: dist.ProcessGroup) -> None:
-    """Ends a group of `group_of`; each of its ranks calls it."""
-    dist.destroy_process_group(group)
+def leave(group: dist.ProcessGroup | None = None) -> None:
+    """Ends a group of `group_of`, or the one that `join` made; each of its ranks calls it.
+
+    A process whose last act is a collective should: a thread of gloo may still let go of its tensors while the
+    interpreter ends, and the process then dies by SIGABRT.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
 
 
 def agree(what: str, text: str, group: dist.ProcessGroup | None) -> None:
