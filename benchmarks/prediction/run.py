@@ -81,10 +81,17 @@ class Row:
 
 @dataclass
 class _Patience:
-    """How long each plan is run, and how many seconds are left for running disturbed ones again."""
+    """How long each plan is run.
+
+    Attributes:
+        rounds: segments.
+        left_s: seconds for running again what other processes disturbed.
+        end_s: by the monotonic clock: no further plan of this number of workers begins behind it.
+    """
 
     rounds: int
     left_s: float
+    end_s: float = float("inf")
 
 
 def main() -> int:
@@ -98,11 +105,15 @@ def main() -> int:
     wanted = [plan for plan in PLANS if not options.plans or plan[0] in options.plans]
     patience, links = _Patience(options.rounds, options.patience), options.rates or list(RATES)
     rows: list[Row] = []
-    with namespaces(max(_workers(config) for config, _ in PLANS)) as network:
+    counts = [_workers(config) for config, _ in wanted]
+    with namespaces(max(counts)) as network:
         with _crew(network, _REAL) as crew:
             profiles = {name: crew.profile(name) for name in options.models or MODELS}
+            patience.end_s = began + 60 * options.minutes * sum(count <= _REAL for count in counts) / len(counts)
             rows += _all(crew, network, wanted, profiles, patience, links)
-        for count in sorted({_workers(config) for config, _ in wanted} - {_REAL}):
+        for count in sorted(set(counts) - {_REAL}):
+            # Each number of workers has its share of the time, so that none is left out alone.
+            patience.end_s = began + 60 * options.minutes * sum(other <= count for other in counts) / len(counts)
             with _crew(network, count) as crew:
                 rows += _all(crew, network, wanted, profiles, patience, links)
     if options.out:
@@ -120,6 +131,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="segments of each plan, of which the median counts")
     parser.add_argument("--patience", type=float, default=90, help="seconds for running again what other processes "
                         "disturb")  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=11.5, help="behind which no further plan begins")
     parser.add_argument("--plans", nargs="+", choices=sorted({config for config, _ in PLANS}), help="all unless given")
     parser.add_argument("--rates", nargs="+", choices=list(RATES), help="all unless given")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="all unless given")
@@ -216,16 +228,20 @@ def _all(
     for link in links:
         for model, profile in profiles.items():
             for config, depth in wanted:
-                if _workers(config) == len(crew.workers):
-                    row = _least_disturbed(crew, network, link, model, profile, (config, depth), patience)
-                    off = row.measured_s / row.predicted_s - 1
-                    print(
-                        f"  {model}, {link}, {config}, {depth}: predicted {row.predicted_s * 1e3:.1f} ms, measured "
-                        f"{row.measured_s * 1e3:.1f} ms ({off:+.1%}), others {row.others:.0%}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    yield row
+                if _workers(config) != len(crew.workers):
+                    continue
+                if time.monotonic() > patience.end_s:
+                    print(f"  {model}, {link}, {config}, {depth}: left out, no time is left", file=sys.stderr)
+                    continue
+                row = _least_disturbed(crew, network, link, model, profile, (config, depth), patience)
+                off = row.measured_s / row.predicted_s - 1
+                print(
+                    f"  {model}, {link}, {config}, {depth}: predicted {row.predicted_s * 1e3:.1f} ms, measured "
+                    f"{row.measured_s * 1e3:.1f} ms ({off:+.1%}), others {row.others:.0%}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                yield row
 
 
 def _least_disturbed(
