@@ -30,14 +30,17 @@ def stage(replicas: int = 1, parameter_bytes: int = 3 * MIB) -> Stage:
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_passes_wait_for_their_seconds_and_make_what_is_sent(microbatches: int) -> None:
     layer = EmulatedStage(stage(), microbatches, sends=True)
-    arrived = torch.zeros(1, 7, requires_grad=True)
-    start = time.perf_counter()
-    made = layer(arrived)
-    middle = time.perf_counter()
-    made.sum().backward()
-    end = time.perf_counter()
-    assert 0.04 / microbatches <= middle - start < 0.04 / microbatches + 0.03
-    assert 0.08 / microbatches <= end - middle < 0.08 / microbatches + 0.03
+    passes = []
+    for _ in range(4):
+        layer.zero_grad()
+        arrived = torch.zeros(1, 7, requires_grad=True)
+        start = time.perf_counter()
+        made = layer(arrived)
+        middle = time.perf_counter()
+        made.sum().backward()
+        passes.append((middle - start, time.perf_counter() - middle))
+    for seconds, found in zip((0.04, 0.08), zip(*passes, strict=True), strict=True):
+        assert seconds / microbatches <= min(found) < 1.6 * seconds / microbatches  # a busy machine wakes late
     assert made.shape == (1, 250 // microbatches)  # 4 bytes each
     assert arrived.grad is not None
     assert arrived.grad.shape == (1, 7)
@@ -53,9 +56,8 @@ def test_gradients_of_a_replicated_stage_come_one_after_the_other() -> None:
     start = time.perf_counter()
     made.sum().backward()
     assert len(came) == 3
-    for number, at in enumerate(came):
-        assert at - start >= 0.08 * (number + 1) / 3
-    assert came[0] - start < 0.08 * 2 / 3
+    for before, at in zip([start, *came], came, strict=False):
+        assert at - before >= 0.99 * 0.08 / 3
 
 
 def test_stage_without_weights_still_has_a_backward() -> None:
@@ -70,7 +72,10 @@ def test_update_waits_and_changes_nothing() -> None:
     optimizer = emulated_optimizer([stage(), stage()])(named)
     assert isinstance(optimizer, Waiting)
     model(emulated_batch(1)[0]).sum().backward()
-    start = time.perf_counter()
-    optimizer.step()
-    assert 0.03 <= time.perf_counter() - start < 0.06
+    took = []
+    for _ in range(3):
+        start = time.perf_counter()
+        optimizer.step()
+        took.append(time.perf_counter() - start)
+    assert 0.03 <= min(took) < 0.05
     assert all(not parameter.any() for parameter in model.parameters())
