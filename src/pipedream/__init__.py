@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .core.program import Program
     from .core.schedule import Schedule
     from .core.timeline import Timeline
+    from .emulating import emulate
     from .pipeline import Done, Pipeline
     from .recipe import Recipe
     from .training import run
@@ -46,6 +47,7 @@ __all__ = [
     "Stage",
     "Timeline",
     "__version__",
+    "emulate",
     "plan",
     "profile",
     "run",
@@ -67,6 +69,7 @@ _HOMES = {
     "Schedule": "core.schedule",
     "Stage": "core.plan",
     "Timeline": "core.timeline",
+    "emulate": "emulating",
     "plan": "api",
     "profile": "api",
     "run": "training",

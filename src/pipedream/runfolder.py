@@ -132,7 +132,7 @@ def write_run(
     measured: Timeline,
     steady: Timeline,
     losses: list[tuple[int, float]],
-    state: dict[str, Any],
+    state: dict[str, Any] | None,
     average: dict[str, Any] | None,
 ) -> None:
     """Writes a run folder.
@@ -143,7 +143,7 @@ def write_run(
         measured: of the whole run, for the trace.
         steady: the part of it that the report shows.
         losses: (number, loss) of each minibatch.
-        state, average: the weights, and their average if one was kept.
+        state, average: the weights, and their average if one was kept; None where there are none.
     """
     folder.mkdir(parents=True, exist_ok=True)
     keep_plan(folder, plan, profile)
@@ -151,7 +151,8 @@ def write_run(
     steady.save(folder / "measured.json")
     write_text(folder / "losses.json", json.dumps(losses))
     write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-    save_weights(folder / "weights.pt", state)
+    if state is not None:
+        save_weights(folder / "weights.pt", state)
     if average is not None:
         save_weights(folder / "weights_ema.pt", average)
     save_trace(measured, folder / "trace.json")

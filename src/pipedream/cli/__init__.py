@@ -13,7 +13,9 @@ import sys
 import typer
 
 from ..core.errors import PeerError, PipelineError, WorkerError
+from .emulation import emulate
 from .options import SeveralValues
+from .probe import probe
 from .study import list_schedules, plan, show, simulate
 from .work import compare, profile, report, train
 
@@ -28,7 +30,7 @@ app = typer.Typer(
     help="Pipeline-parallel training of PyTorch models: profile, plan, simulate, run.\n\n"
     "Try: pipedream show 1f1b --stages 4 --microbatches 8",
 )
-for command in (train, profile, simulate, show, compare, report):
+for command in (train, profile, simulate, show, emulate, probe, compare, report):
     app.command()(command)
 app.command(cls=SeveralValues)(plan)
 app.command("schedules")(list_schedules)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,10 @@ __all__ = [
     "everyone",
     "from_rank_0",
     "gather_texts",
+    "group_of",
     "is_distributed",
     "join",
+    "leave",
 ]
 
 
@@ -107,6 +109,22 @@ def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
     rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(workers)]
     dist.all_gather(rows, mine, group=group)
     return [bytes(row[: int(size)].numpy()).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Returns a process group of some ranks; every rank calls it, in the same order."""
+    group: dist.ProcessGroup = dist.new_group(list(ranks))
+    return group
+
+
+def leave(group: dist.ProcessGroup | None = None) -> None:
+    """Ends a group of `group_of`, or the one that `join` made; each of its ranks calls it.
+
+    A process whose last act is a collective should: a thread of gloo may still let go of its tensors while the
+    interpreter ends, and the process then dies by SIGABRT.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
 
 
 def agree(what: str, text: str, group: dist.ProcessGroup | None) -> None:

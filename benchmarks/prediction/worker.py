@@ -1,0 +1,102 @@
+"""One worker: reads cases from its standard input, one JSON object a line, and runs them; rank 0 answers.
+
+{"do": "profile", "model": ...}             every worker profiles the model at the same time; rank 0 tells its own
+{"do": "run", "plan": ..., "model": ...}    runs a plan: by the model's layers, or emulated where model is null
+
+A run is put together on a link without a limit; rank 0 says "ready", and all begin at the next line.
+Started by run.py, which sets torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import MODELS, optimizer
+
+from pipedream import Pipeline, Plan
+from pipedream.capture import capture, untouched
+from pipedream.emulating import emulated_batches, emulated_pipeline, emulated_plan
+from pipedream.profiler import measure
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Runs what is asked until the input ends."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    for line in sys.stdin:
+        asked = json.loads(line)
+        answer = _profile(asked["model"]) if asked["do"] == "profile" else _run(asked)
+        gc.collect()
+        if rank == 0:
+            _say(answer)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _profile(name: str) -> str:
+    """Profiles a model: each worker for itself, all at the same time, as they will compute."""
+    job = MODELS[name]
+    inputs, targets = job.batch
+    model = job.make()
+    found = capture(model, (inputs,))
+    return measure(
+        found.layers,
+        found.graph,
+        (inputs,),
+        model_name=name,
+        untouched=untouched,
+        loss=lambda output: job.loss(output, targets),
+        optimizer=optimizer,
+        device="cpu",
+        warmup=2,
+        runs=9,
+        autocast=None,
+        seed=0,
+    ).to_json()
+
+
+def _run(asked: dict[str, Any]) -> dict[str, Any]:
+    """Runs warm-up, segments and drain of a plan; returns the seconds of a minibatch in each segment."""
+    plan = Plan.from_json(asked["plan"])
+    warm, segment, segments = asked["warm"], asked["segment"], asked["segments"]
+    # Minibatches after the timed ones, so that the drain is not among what is timed.
+    count = warm + segment * segments + plan.in_flight[0] * plan.replicas[0]
+    if asked["model"] is None:
+        made = emulated_pipeline(emulated_plan(plan))
+        batches: Any = list(emulated_batches(made, count))
+    else:
+        job = MODELS[asked["model"]]
+        made = Pipeline(job.make(), plan, loss=job.loss, optimizer=optimizer)
+        batches = [job.batch] * count
+    ends: list[float] = []
+    with made as pipeline:
+        if pipeline.rank == 0:
+            _say("ready")
+        sys.stdin.readline()
+        for _ in pipeline.train(batches):
+            ends.append(time.perf_counter())
+        timeline = pipeline.timeline()
+    marks = [ends[warm - 1 + segment * number] for number in range(segments + 1)]
+    return {
+        "seconds": [(end - start) / segment for start, end in pairwise(marks)],
+        "peak_bytes": list(timeline.peak_bytes),
+    }
+
+
+def _say(answer: Any) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""From measured links to a cluster: levels from machines, ports from fans, kinds from speeds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.core.cluster import Cluster, Workers
+from pipedream.core.errors import PlanError
+from pipedream.core.survey import Fan, Link, Seen, Sum, Survey, machines_of, slope
+
+SEEN = Seen("one", "cpu: a", 0.01, 8_000_000_000)
+
+
+def survey(machines: str, **more: tuple[object, ...]) -> Survey:
+    """Returns the survey of a worker on each of the machines, and of two links on each level."""
+    links = tuple(Link(level, 0, 1, 1e-4 * (level + 1), rate, rate) for level, rate in ((0, 1e9), (1, 1e8)))
+    found = Survey(tuple(replace(SEEN, machine=name) for name in machines), links)
+    return replace(found, **more)  # type: ignore[arg-type]
+
+
+@given(
+    rate=st.floats(1e5, 1e10),
+    fixed_s=st.floats(0, 1e-3),
+    noise=st.lists(st.floats(0, 1.0), min_size=2, max_size=2),
+)
+def test_slope_finds_the_rate_behind_fixed_costs_and_disturbances(
+    rate: float, fixed_s: float, noise: list[float]
+) -> None:
+    sizes = (rate * 0.01, rate * 0.04)
+    rows = [[size / rate + fixed_s] * 3 + [size / rate + fixed_s + late for late in noise] for size in sizes]
+    assert slope(sizes, rows) == pytest.approx(rate, rel=1e-6)
+
+
+def test_slope_where_noise_hides_the_difference() -> None:
+    assert slope((1e6, 4e6), [[0.05] * 5, [0.04] * 5]) == pytest.approx(1e8)
+    assert slope((1e6, 4e6), [[0.0399] * 5, [0.04] * 5]) == pytest.approx(1e8)
+
+
+def test_machines_are_neighbouring_ranks() -> None:
+    assert machines_of("aabccc") == ((0, 1), (2,), (3, 4, 5))
+    with pytest.raises(PlanError, match=r"rank 2 is on the machine of rank 0.*one after the other"):
+        machines_of("aba")
+
+
+def test_levels_follow_the_machines() -> None:
+    one = survey("aaa").cluster()
+    assert [level.width for level in one.levels] == [3]
+    assert one.bandwidth_bytes_per_s == 1e9
+    apart = survey("abc").cluster()
+    assert [level.width for level in apart.levels] == [3]
+    even = survey("aabb").cluster()
+    assert [(level.width, level.sizes) for level in even.levels] == [(2, ()), (2, ())]
+    assert even.link(1) == (1e8, 2e-4)
+    uneven = survey("aaabcc").cluster()
+    assert uneven.levels[0].sizes == (3, 1, 2)
+    assert uneven.levels[1].width == 3
+    assert uneven.workers == 6
+
+
+def test_level_without_a_link_is_refused() -> None:
+    with pytest.raises(PlanError, match="no link of level 0"):
+        survey("aa", links=()).cluster()
+
+
+@pytest.mark.parametrize(
+    ("out", "into", "send", "receive"),
+    [(1e9, 1e9, 1e9, None), (2.5e9, 1e9, 2.5e9, 1e9), (1e9, 2.5e9, 1e9, 2.5e9), (2.5e9, 2.5e9, 1e9, None)],
+)
+def test_fans_tell_which_port_limits_a_message(out: float, into: float, send: float, receive: float | None) -> None:
+    fans = (Fan(0, True, (0, 1, 2), out), Fan(0, False, (0, 1, 2), into))
+    (level,) = survey("aaa", fans=fans).cluster().levels
+    assert (level.bandwidth_bytes_per_s, level.receive_bytes_per_s) == (send, receive)
+    assert level.link_bytes_per_s == 1e9
+
+
+def test_widest_sum_counts() -> None:
+    sums = (Sum(0, (0, 1, 2), 1e-4, 6e8), Sum(0, (0, 1), 1e-4, 9e8))
+    (level,) = survey("aaa", sums=sums).cluster().levels
+    assert level.sum_bytes_per_s == 6e8
+
+
+def test_middle_link_counts_and_the_least_disturbed_latency() -> None:
+    links = (Link(0, 0, 1, 1e-4, 1e9, 5e8), Link(0, 1, 0, 1e-4, 9e8, 9e8), Link(0, 1, 2, 3e-4, 8e8, 9e8))
+    (level,) = survey("aaa", links=links).cluster().levels
+    assert level.bandwidth_bytes_per_s == 9e8
+    assert level.latency_s == 1e-4
+
+
+def test_half_duplex_link_gives_each_direction_what_is_left() -> None:
+    links = (Link(0, 0, 1, 1e-4, 1e9, 5e8), Link(0, 1, 0, 1e-4, 1e9, 6e8))
+    (level,) = survey("aa", links=links).cluster().levels
+    assert level.bandwidth_bytes_per_s == pytest.approx(5.5e8)
+
+
+def test_workers_that_are_unlike_become_kinds() -> None:
+    seen = (SEEN, replace(SEEN, work_s=0.0105), replace(SEEN, work_s=0.02), replace(SEEN, memory_bytes=4_000_000_000))
+    cluster = survey("aaaa", workers=seen).cluster()
+    assert cluster.speeds == pytest.approx((1.0, 1.0, 0.01 / 0.02, 1.0))
+    assert cluster.memories == (8_000_000_000,) * 3 + (4_000_000_000,)
+    assert [kind.count for kind in cluster.kinds] == [2, 1, 1]
+
+
+def test_alike_workers_have_no_kinds_and_the_least_memory() -> None:
+    seen = (SEEN, replace(SEEN, work_s=0.011, memory_bytes=7_800_000_000))
+    cluster = survey("aa", workers=seen).cluster()
+    assert cluster.kinds == ()
+    assert cluster.memory_bytes == 7_800_000_000
+    assert cluster.device == "cpu: a"
+
+
+def test_cluster_can_be_saved() -> None:
+    seen = (
+        replace(SEEN, machine="a", work_s=1.0),
+        replace(SEEN, machine="a", work_s=1.0),
+        replace(SEEN, machine="b", work_s=2.0),
+    )
+    cluster = survey("aab", workers=seen).cluster()
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    assert cluster.kinds[1] == Workers(1, "cpu: a", 0.5, 8_000_000_000)
+
+
+def test_text_names_what_was_measured() -> None:
+    text = str(survey("aab", sums=(Sum(1, (0, 1, 2), 1e-4, 6e8),), fans=(Fan(0, False, (0, 1, 2), 1e9),)))
+    assert "rank 0 to rank 1" in text
+    assert "sum over 3 ranks" in text
+    assert "rank 0 from 1, 2" in text
+    assert "rank 2, machine 1: cpu: a, 1.00 times" in text

@@ -1,0 +1,109 @@
+"""Emulation: a plan, scaled or not, is the same plan; its run looks like its simulation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import commands
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream import Cluster, PipelineError, Plan, Stage, Timeline, simulate
+from pipedream.core import depth
+from pipedream.emulating import emulate, emulated_plan
+
+
+def plan_of(counts: tuple[int, ...], seconds: float = 0.03) -> Plan:
+    stages = tuple(
+        Stage(
+            s,
+            s + 1,
+            count,
+            forward_s=seconds / 3,
+            backward_s=seconds * 2 / 3,
+            update_s=seconds / 30,
+            output_bytes=1_000_000 + 1000 * s,
+            parameter_bytes=2_000_000,
+            names=(f"layer{s}",),
+        )
+        for s, count in enumerate(counts)
+    )
+    return Plan(stages, depth.noam(counts), Cluster.flat(sum(counts), 1e9, 1e-4))
+
+
+@given(
+    counts=st.sampled_from([(1,), (1, 1), (2, 1), (1, 2, 1), (3,)]),
+    dilation=st.sampled_from([0.5, 1.0, 2.0, 8.0]),
+    byte_scale=st.sampled_from([0.25, 1.0, 2.0]),
+)
+def test_dilated_plan_takes_the_dilated_seconds(counts: tuple[int, ...], dilation: float, byte_scale: float) -> None:
+    plan = plan_of(counts)
+    # Buckets of sums have a size of their own, so only whole sums scale with the bytes.
+    before = simulate(plan, microbatches=12, overlap=False).makespan_s
+    after = simulate(emulated_plan(plan, dilation, byte_scale), microbatches=12, overlap=False).makespan_s
+    assert after == pytest.approx(dilation * before, rel=1e-6)
+
+
+def test_layers_of_a_stage_become_one() -> None:
+    plan = plan_of((1, 1))
+    wide = replace(plan, stages=(replace(plan.stages[0], last=3), replace(plan.stages[1], first=3, last=9)))
+    found = emulated_plan(wide)
+    assert [(stage.first, stage.last, stage.names) for stage in found.stages] == [
+        (0, 1, ("stage0",)),
+        (1, 2, ("stage1",)),
+    ]
+
+
+@pytest.mark.parametrize("factors", [{"dilation": 0.0}, {"byte_scale": -1.0}, {"dilation": float("inf")}])
+def test_factors_that_make_no_sense_are_refused(factors: dict[str, float]) -> None:
+    with pytest.raises(PipelineError, match="give a positive number"):
+        emulated_plan(plan_of((1,)), **factors)
+
+
+def test_needs_a_process_a_worker() -> None:
+    with pytest.raises(PipelineError, match=r"2 workers, found 1 process.*pipedream emulate"):
+        emulate(plan_of((1, 1)))
+
+
+def test_one_worker_needs_no_others(tmp_path: Path) -> None:
+    summary = emulate(plan_of((1,)), minibatches=6, out=tmp_path / "run", quiet=True)
+    assert summary["throughput"]["predicted_per_s"] == pytest.approx(1 / 0.031)
+    assert 0.5 < summary["throughput"]["measured_per_s"] * 0.031 <= 1.0
+    assert (tmp_path / "run" / "report.html").exists()
+    assert not (tmp_path / "run" / "weights.pt").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("unit", ["minibatch", "microbatch"])
+def test_command_runs_more_workers_than_cores(tmp_path: Path, unit: str) -> None:
+    plan = replace(plan_of((2, 1)), unit=unit)
+    plan.save(tmp_path / "plan.json")
+    schedule = ("--schedule", "pipedream") if unit == "minibatch" else ("--schedule", "1f1b", "--microbatches", "4")
+    arguments = ("emulate", "plan.json", *schedule, "--minibatches", "8", "--dilation", "2", "--byte-scale", "0.5")
+    ended = commands.run("-m", "pipedream.cli", *arguments, "--out", "run", "--json", folder=tmp_path)
+    assert ended.status == 0, ended.err
+    assert not ended.orphans
+    summary = json.loads(ended.out)
+    rate = summary["throughput"]
+    assert 0.3 < rate["measured_per_s"] / rate["predicted_per_s"] < 1.05
+    measured, predicted = (Timeline.load(tmp_path / "run" / f"{name}.json") for name in ("measured", "predicted"))
+    assert {span.rank for span in measured.spans} == {0, 1, 2}
+    for kind, seconds in (("F", 0.02), ("B", 0.04), ("U", 0.002)):
+        found = [span.end_s - span.start_s for span in measured.spans if span.kind == kind]
+        assert len(found) >= 8
+        assert min(found) >= seconds * 0.999, f"{kind} is shorter than it was planned"
+    # The gradients that stage 1 sends back: half of 1 MB each.
+    sent = sum(stage["bytes_sent"] for stage in summary["stages"] if stage["stage"] == 1)
+    count = 8 if unit == "minibatch" else 32
+    assert sent == count * 500_000
+    assert predicted.workers == 3
+
+
+def test_other_number_of_workers_is_refused(tmp_path: Path) -> None:
+    plan_of((2, 1)).save(tmp_path / "plan.json")
+    ended = commands.run("-m", "pipedream.cli", "emulate", "plan.json", "--workers", "2", folder=tmp_path)
+    assert ended.status == 2
+    assert "2 workers were asked for, the plan 2-1 has 3" in ended.err

@@ -1,0 +1,100 @@
+"""Probing: what is measured on which machines, and that it comes to what is there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import commands
+import processes
+import pytest
+from test_network import machines, on_both
+
+from pipedream import Cluster, PipelineError
+from pipedream.probing import probe, steps_of
+
+__all__ = ["machines"]  # the fixture
+
+WIDTHS = [(1, 1), (2,), (5,), (2, 2), (1, 3, 2), (4,) * 4, (1,) * 9]
+
+
+def of_widths(widths: tuple[int, ...]) -> list[tuple[int, ...]]:
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    return [tuple(range(start, start + width)) for start, width in zip(starts, widths, strict=True)]
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_every_level_gets_what_its_cluster_needs(widths: tuple[int, ...]) -> None:
+    groups = of_widths(widths)
+    needed, further = steps_of(groups)
+    levels = 2 if max(widths) > 1 and len(widths) > 1 else 1
+    for level in range(levels):
+        assert [step[1] for step in needed if step[0] == "link"].count(level) == 1
+        assert [step[1] for step in needed if step[0] == "sum"].count(level) == 1
+    home = {rank: number for number, ranks in enumerate(groups) for rank in ranks}
+    for what, level, ranks in (*needed, *further):
+        assert len(set(ranks)) == len(ranks) > 1
+        inside = len({home[rank] for rank in ranks}) == 1
+        assert inside == (level == 0 and max(widths) > 1), f"{what} over {ranks}"
+        if what != "sum" and not inside:
+            assert len({home[rank] for rank in ranks}) == len(ranks), "a message between machines"
+    widest = max((step for step in needed if step[0] == "sum"), key=lambda step: len(step[2]))
+    assert len(widest[2]) == (sum(widths) if len(widths) > 1 else widths[0])
+    assert len(set(needed) | set(further)) == len(needed) + len(further), "nothing twice"
+
+
+def test_lone_process_has_nothing_to_measure() -> None:
+    with pytest.raises(PipelineError, match=r"torchrun.*--workers 2"):
+        probe()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [2, 3])
+def test_processes_of_one_machine(workers: int) -> None:
+    ends = processes.launch(probe, workers)
+    assert [end.error for end in ends] == [None] * workers
+    first = ends[0].value
+    assert all(end.value == first for end in ends), "all ranks know the same"
+    assert first.seconds < 20
+    cluster = first.cluster()
+    assert cluster.workers == workers
+    assert len(cluster.levels) == 1
+    assert len(first.workers) == workers
+    (level,) = cluster.levels
+    assert level.bandwidth_bytes_per_s > 1e7
+    assert 1e-6 < level.latency_s < 0.1
+    assert level.sum_bytes_per_s is not None
+    assert {(link.sender, link.receiver) for link in first.links} >= {(0, 1), (1, 0)}
+    assert len(first.fans) == (2 if workers == 3 else 0)
+
+
+@pytest.mark.processes
+def test_command_writes_the_cluster(tmp_path: Path) -> None:
+    arguments = ("probe", "--workers", "2", "--seconds", "3", "-o", "cluster.json", "--json")
+    ended = commands.run("-m", "pipedream.cli", *arguments, folder=tmp_path)
+    assert ended.status == 0, ended.err
+    found = json.loads(ended.out)
+    cluster = Cluster.load(tmp_path / "cluster.json")
+    assert cluster.workers == 2
+    assert found["cluster"]["levels"][0]["bandwidth_bytes_per_s"] == cluster.bandwidth_bytes_per_s
+    assert len(found["measured"]["workers"]) == 2
+
+
+@pytest.mark.network
+@pytest.mark.processes
+def test_shaped_link_is_measured_at_its_rate(machines: tuple[str, str], tmp_path: Path) -> None:
+    rates = (200, 80)  # mbit/s that each of the two machines sends
+    for name, rate in zip(machines, rates, strict=True):
+        shape = f"tc -n {name} qdisc add dev cable root tbf rate {rate}mbit burst 32kb limit 16mb"
+        subprocess.run(shape.split(), check=True)
+    arguments = ("-m", "pipedream.cli", "probe", "-o", str(tmp_path / "cluster.json"), "--json")
+    found = json.loads(on_both(machines, "c10d", arguments, tmp_path)[0].out)
+    rows = {(link["sender"], link["receiver"]): link for link in found["measured"]["links"]}
+    for pair, rate in zip(((0, 1), (1, 0)), rates, strict=True):
+        assert rows[pair]["alone_bytes_per_s"] == pytest.approx(rate * 1e6 / 8, rel=0.1), pair
+    cluster = Cluster.load(tmp_path / "cluster.json")
+    assert [level.width for level in cluster.levels] == [2]
+    assert cluster.bandwidth_bytes_per_s == pytest.approx(sum(rates) / 2 * 1e6 / 8, rel=0.1)
+    # A sum is as fast as the slower of the two machines.
+    assert cluster.levels[0].sum_bytes_per_s == pytest.approx(min(rates) * 1e6 / 8, rel=0.15)
