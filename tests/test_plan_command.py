@@ -218,3 +218,14 @@ def test_a_damaged_graph(graph: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert "net.txt, line 2: backward_compute_time" in refused(capfd, "plan", graph, "--workers", "2")
     Path(graph).write_text("")
     assert "net.txt should hold a graph.txt, but has no node" in refused(capfd, "plan", graph, "--workers", "2")
+
+
+def test_what_a_peak_is_made_of(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
+    options = (profile, "--workers", "3", "--straight")
+    for stage in asked(capfd, *options)["stages"]:
+        assert sum(stage["memory"].values()) == stage["peak_bytes"] > 0
+    assert cli.main(["plan", *options, "--memory-table"]) == 0
+    head, first, *_ = capfd.readouterr().out.split("\n\n")[1].splitlines()
+    assert head.split() == ["stage", *"weight stash optimizer gradient activation message working peak".split()]
+    # Three versions of 2 kB, and the gradients; three microbatches of 200 B; three messages of 1 kB.
+    assert first.split() == "0 2.00 kB 4.00 kB - 2.00 kB 400 B 3.00 kB - 11.4 kB".split()

@@ -19,7 +19,7 @@ from ..core.graphtxt import GraphText
 from ..core.plan import Plan
 from ..core.profile import Profile
 from ..lowering import lower
-from ..report.listing import schedule_table
+from ..report.listing import schedule_table, stage_memory_table
 from ..report.svg import timeline_svg
 from ..report.text import grid, grid_rich
 from ..verifier import verify
@@ -75,6 +75,9 @@ def plan(
     cuts: Annotated[
         str | None, typer.Option(help="By hand: the layers that begin a stage, by index or name: 3,7.")
     ] = None,
+    memory_table: Annotated[
+        bool, typer.Option("--memory-table", help="Print what the peak of each stage is made of.")
+    ] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="File to write the plan to; name.txt: a graph.txt.")
     ] = None,
@@ -124,6 +127,8 @@ def plan(
         found.save(output)
     if not as_json:
         print(found)
+        if memory_table:
+            print(f"\n{stage_memory_table(found)}")
         return
     print_json(
         {
@@ -143,6 +148,7 @@ def plan(
                     "replicas": stage.replicas,
                     "compute_s": stage.compute_s,
                     "peak_bytes": stage.peak_bytes,
+                    "memory": encode(stage.memory),
                 }
                 for stage in found.stages
             ],

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..core.errors import ProfileError
 from ..core.graph import LayerGraph
+from .allocations import Allocations
 from .sizes import storage_bytes
 from .stopwatch import Stopwatch
 
@@ -29,11 +30,13 @@ class UpdateCost:
         name: class of the optimizer.
         update_s: median of the measured steps.
         state_bytes: of the tensors in its state after them.
+        working_bytes: that a step needs at most beside them, weights and gradients.
     """
 
     name: str = ""
     update_s: float = 0.0
     state_bytes: int = 0
+    working_bytes: int = 0
 
 
 def measure_update(
@@ -56,13 +59,19 @@ def measure_update(
             watch.start()
             stepper.step()
             watch.stop()
+        laps_s = watch.laps_s()
+        working = 0
+        if Allocations.is_free():
+            with Allocations(copies[0][1].device) as allocations:
+                stepper.step()
+            working = allocations.sections[0].rise_bytes
     except Exception as error:
         raise ProfileError(
             f"one optimizer step over {len(copies)} parameters should be timed, but it raised {type(error).__name__}: "
             f"{error}; give a factory that takes a list of (name, parameter) and returns a torch optimizer"
         ) from error
     state = [leaf for leaf in tree_leaves(dict(stepper.state)) if isinstance(leaf, torch.Tensor)]
-    return UpdateCost(type(stepper).__name__, median(watch.laps_s()), storage_bytes(state))
+    return UpdateCost(type(stepper).__name__, median(laps_s), storage_bytes(state), working)
 
 
 def named_parameters(layers: Sequence[nn.Module], graph: LayerGraph) -> NamedParameters:
