@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -88,3 +90,21 @@ def test_every_replica_knows_whether_there_is_an_update(name: str) -> None:
     with Pipeline(model, plan, schedule=name, loss=F.cross_entropy, optimizer=SGD) as pipeline:
         found: list[Any] = list(pipeline.train(BATCHES, epochs=1))
     assert [done.number for done in found] == list(range(7))
+
+
+def test_a_loader_that_was_read_keeps_nothing() -> None:
+    """Readings were shared out by itertools.tee, which keeps blocks of 57 items: a run held up to 57 minibatches that
+    all its readers had had."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    class Loader:
+        def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for _ in range(20):
+                x = torch.randn(6, 4)
+                made.append(weakref.ref(x))
+                yield x, torch.randint(0, 3, (6,))
+
+    model, plan = two_stages()
+    with Pipeline(model, plan, schedule="pipedream", loss=F.cross_entropy, optimizer=SGD) as pipeline:
+        most = [sum(ref() is not None for ref in made) for _ in pipeline.train(Loader())]  # type: ignore[arg-type]
+    assert max(most) <= plan.in_flight[0] + 2, "those in flight, the one that the loader is at, and one read ahead"

@@ -246,3 +246,15 @@ def test_levels_recomputation_and_the_bound(profile: str, capfd: pytest.CaptureF
     assert any(row["recompute"] for row in found["stages"])
     by_hand = asked(capfd, profile, *tight[:4], "--cuts", "2", "--recompute", "always")
     assert [row["recompute"] for row in by_hand["stages"]] == [True, True]
+
+
+def test_what_a_peak_is_made_of(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
+    options = (profile, "--workers", "3", "--straight")
+    for stage in asked(capfd, *options)["stages"]:
+        assert sum(stage["memory"].values()) == stage["peak_bytes"] > 0
+    assert cli.main(["plan", *options, "--memory-table"]) == 0
+    head, first, *_ = capfd.readouterr().out.split("\n\n")[1].splitlines()
+    names = "weight, stash, optimizer, gradient, activation, message, working, peak"
+    assert head.split() == ["stage", *names.split(", ")]
+    # Three versions of 2 kB, and the gradients; three microbatches of 200 B; three messages of 1 kB.
+    assert " ".join(first.split()) == "0 2.00 kB 4.00 kB - 2.00 kB 400 B 3.00 kB - 11.4 kB"

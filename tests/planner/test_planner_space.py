@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipedream.core.cluster import Cluster
 from pipedream.core.errors import PlanError
 from pipedream.core.graph import Layer, LayerGraph
-from pipedream.core.memory import stage_bytes
+from pipedream.core.memory import StageMemory
 from pipedream.core.profile import LayerProfile, Profile
 from pipedream.planner import Space, by_hand, whole
 
@@ -39,15 +39,17 @@ def test_every_field_of_every_stage() -> None:
     assert (first.parameter_bytes, second.parameter_bytes) == (100, 300)
     assert (first.optimizer_bytes, second.optimizer_bytes) == (100, 301)
     assert (first.names, second.names) == (("layer0", "layer1"), ("layer2",))
-    # Two versions and their gradients; two microbatches of ceil(15 / 2); the input is 15 numbers of 4 bytes.
-    assert first.peak_bytes == 3 * 100 + 100 + 2 * 8 + 2 * 30
-    assert second.peak_bytes == 2 * 300 + 301 + 1 * 5 + 2 * 10
+    # Two versions and their gradients; two microbatches of ceil(15 / 2); two minibatches of 15 numbers of 4 bytes are
+    # loaded ahead; two receives of 10 bytes are posted each way, one output and three gradients may have to leave.
+    assert first.memory == StageMemory(100, 100, 100, 100, 2 * 8, 2 * 60 + 3 * 10, 0)
+    assert second.memory == StageMemory(300, 0, 301, 300, 5, 5 * 10, 0)
+    assert first.peak_bytes == first.memory.total_bytes == 566
 
 
 @pytest.mark.parametrize(("dtype", "each"), [("float32", 4), ("bfloat16", 2), ("torch.float64", 8), ("odd", 4)])
 def test_the_input_is_counted_in_the_dtype_of_the_profile(dtype: str, each: int) -> None:
     profile = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 0),), input_shapes=((3, 2),), dtype=dtype)
-    assert whole(profile, Cluster.flat(1)).stages[0].peak_bytes == 2 * 6 * each
+    assert whole(profile, Cluster.flat(1)).stages[0].peak_bytes == 6 * each  # a minibatch is loaded ahead
 
 
 costs = st.floats(0.0, 1e6)
@@ -78,13 +80,21 @@ def test_stages_add_up_to_the_model(
         in_flight = len(stages) - s
         assert stage.output_bytes == inside[-1].output_bytes
         assert stage.activation_bytes == sum(layer.activation_bytes for layer in inside)
-        assert stage.peak_bytes == stage_bytes(
-            parameter_bytes=stage.parameter_bytes,
-            optimizer_bytes=stage.optimizer_bytes,
-            activation_bytes=stage.activation_bytes,
-            input_bytes=layers[first - 1].output_bytes if first else 0,
-            versions=in_flight,
-            in_flight=in_flight,
+        received = layers[first - 1].output_bytes if first else 0
+        sent = stage.output_bytes if last < len(layers) else 0
+        # While a layer goes back, those before it keep their activations and those behind it have their gradients.
+        backward = max(
+            sum(layer.activation_bytes for layer in inside[: i + 1])
+            + sum(layer.parameter_bytes for layer in inside[i + 1 :])
+            for i in range(len(inside))
+        )
+        update = stage.parameter_bytes
+        assert stage.peak_bytes == (
+            in_flight * stage.parameter_bytes
+            + stage.optimizer_bytes
+            + (in_flight - 1) * stage.activation_bytes
+            + (received * (2 + in_flight + 2) + sent * 3)
+            + max(backward, stage.activation_bytes, update)
         )
 
 
@@ -110,7 +120,7 @@ def test_replicas_share_the_work_and_pay_for_the_sum() -> None:
 def test_depth_by_hand_renews_the_peak() -> None:
     shallow = by_hand(TINY, Cluster.flat(2), (2,), depth=(1, 1))
     assert shallow.in_flight == (1, 1)
-    assert shallow.stages[0].peak_bytes == 2 * 100 + 100 + 15 + 2 * 60
+    assert shallow.stages[0].peak_bytes == 2 * 100 + 100 + 60 + 3 * 20
 
 
 def _graph() -> Profile:
@@ -160,6 +170,6 @@ def test_cuts_by_name() -> None:
 def test_refuses_no_microbatch_and_too_little_memory() -> None:
     with pytest.raises(PlanError, match="at least 1 microbatch, found 0"):
         by_hand(TINY, Cluster.flat(2), (2,), microbatches=0)
-    with pytest.raises(PlanError, match=r"stage 1 \(layers 2 to 2\) then holds 1 in flight and needs 950 B"):
-        by_hand(TINY, Cluster.flat(2, memory_bytes=949), (2,))
-    assert by_hand(TINY, Cluster.flat(2, memory_bytes=950), (2,)).stages[1].peak_bytes == 950
+    with pytest.raises(PlanError, match=r"stage 1 \(layers 2 to 2\) then holds 1 in flight and needs 1.00 kB"):
+        by_hand(TINY, Cluster.flat(2, memory_bytes=1000), (2,))
+    assert by_hand(TINY, Cluster.flat(2, memory_bytes=1001), (2,)).stages[1].peak_bytes == 1001

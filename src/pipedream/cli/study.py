@@ -18,7 +18,7 @@ from ..core.graphtxt import GraphText
 from ..core.plan import Plan
 from ..core.profile import Profile
 from ..lowering import lower
-from ..report.listing import schedule_table
+from ..report.listing import schedule_table, stage_memory_table
 from ..report.svg import timeline_svg
 from ..report.text import grid, grid_rich
 from ..verifier import verify
@@ -86,6 +86,9 @@ def plan(
             metavar="never|auto|always", help="Stages that keep only their input: none, those that must, or all."
         ),
     ] = "never",
+    memory_table: Annotated[
+        bool, typer.Option("--memory-table", help="Print what the peak of each stage is made of.")
+    ] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="File to write the plan to; name.txt: a graph.txt.")
     ] = None,
@@ -139,6 +142,8 @@ def plan(
         found.save(output)
     if not as_json:
         print(found)
+        if memory_table:
+            print(f"\n{stage_memory_table(found)}")
         return
     print_json(
         {
@@ -162,6 +167,7 @@ def plan(
                     "recompute": stage.recompute,
                     "compute_s": stage.compute_s,
                     "peak_bytes": stage.peak_bytes,
+                    "memory": encode(stage.memory),
                 }
                 for stage in found.stages
             ],

@@ -1,39 +1,176 @@
-"""Bytes that a worker needs: versions, gradients, optimizer state, activations in flight.
+"""Bytes that a worker needs: versions, gradients, optimizer state, activations, messages, temporaries.
 
 Under 1F1B stage s holds W_s + 1 minibatches in flight, and as many versions of its weights under weight
 stashing (PipeDream, section 3.3), two under double buffering (PipeDream-2BW, section 3.1), one under a
 flush. The newest version is the optimizer's own copy, so it is not counted again.
+
+A worker needs most at one of three moments, and what it needs is not the sum of the most of each kind:
+
+    backward    all in flight, one of them being worked on. Gradients come as activations go; where they are added to
+                the sums of microbatches before, those are all there already, and the largest gradient is there twice.
+    forward     all in flight, the newest being made; sums of gradients where an update is still to come.
+    update      all gradients, what the optimizer needs beside them, and one microbatch less in flight.
+
+All figures are of one replica, and are numbers or numpy arrays of them.
 """
 
 from __future__ import annotations
 
-__all__ = ["stage_bytes"]
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from .cost import FIRST_BUCKET_BYTES
+
+__all__ = ["Peers", "StageMemory", "StageSizes", "message_bytes", "moments", "stage_bytes", "stage_memory"]
 
 
-def stage_bytes(
-    *,
-    parameter_bytes: int,
-    optimizer_bytes: int,
-    activation_bytes: int,
-    input_bytes: int,
-    versions: int,
-    in_flight: int,
-    recompute: bool = False,
-) -> int:
-    """Returns the peak bytes of one replica of a stage.
+@dataclass(frozen=True)
+class Peers:
+    """The workers that one replica of a stage exchanges messages with.
 
-    Args:
-        parameter_bytes: of one version of the stage's weights.
+    Attributes:
+        before, behind: how many.
+        waiting: gradients sent to those before that may not have been taken.
+        posted: receives posted ahead on each channel.
+        sums: gradients are added up over replicas, in buckets.
+    """
+
+    before: int = 1
+    behind: int = 1
+    waiting: int = 0
+    posted: int = 2
+    sums: bool = False
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """What a stage's layers need.
+
+    Attributes:
+        parameter_bytes: of one version of its weights.
         optimizer_bytes: of the optimizer's state for them.
         activation_bytes: kept for the backward of one microbatch.
-        input_bytes: of the stage's input for one microbatch; one more is being received.
+        input_bytes: of what enters for one microbatch.
+        received_bytes, sent_bytes: of its messages to and from both sides for one microbatch; 0 at the model's ends.
+        loaded_bytes: of minibatches that the loader has given and nobody works on, at the model's input.
+        working_bytes: that a pass needs at most beside what it keeps.
+        relief_bytes: less than activations, gradients and working bytes together that a backward needs which
+            makes all gradients itself: activations go before the last gradient comes.
+        largest_parameter_bytes: of its largest parameter.
+        update_working_bytes: that an optimizer step needs beside weights, state and gradients.
+    """
+
+    parameter_bytes: Any
+    optimizer_bytes: Any = 0
+    activation_bytes: Any = 0
+    input_bytes: Any = 0
+    received_bytes: Any = 0
+    sent_bytes: Any = 0
+    loaded_bytes: Any = 0
+    working_bytes: Any = 0
+    relief_bytes: Any = 0
+    largest_parameter_bytes: Any = 0
+    update_working_bytes: Any = 0
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one replica of a stage at one moment, by kind.
+
+    Attributes:
+        weight_bytes: of the newest version, which the optimizer steps.
+        stash_bytes: of older versions.
+        optimizer_bytes: of the optimizer's state.
+        gradient_bytes: of the gradients that are there.
+        activation_bytes: kept for backwards; of a stage that recomputes the inputs, and one microbatch's activations.
+        message_bytes: of receives posted ahead and of messages that may still have to leave.
+        working_bytes: of temporaries.
+    """
+
+    weight_bytes: int = 0
+    stash_bytes: int = 0
+    optimizer_bytes: int = 0
+    gradient_bytes: int = 0
+    activation_bytes: int = 0
+    message_bytes: int = 0
+    working_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> Any:
+        """Returns the sum."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def moments(
+    sizes: StageSizes,
+    *,
+    versions: int,
+    in_flight: int,
+    per_update: int = 1,
+    flushes: bool = False,
+    lag: int = 0,
+    recompute: bool = False,
+    peers: Peers | None = None,
+) -> tuple[StageMemory, ...]:
+    """Returns what one replica of a stage holds at its worst moments: a first backward, further passes, the update.
+
+    Args:
+        sizes: of its layers, for one microbatch.
         versions: distinct sets of weights alive at once, the newest included.
         in_flight: microbatches forwarded and not yet backwarded, at most.
-        recompute: of those only the input is kept, and the activations of one whose forward is done again.
-
-    Gradients count once, in the size of the weights.
+        per_update: microbatches of the replica in one update.
+        flushes: nothing is in flight at an update.
+        lag: 1 where a forward comes between the last backward of an update and the update.
+        recompute: of a microbatch in flight only the input is kept.
+        peers: whom it talks to; None: one worker before and one behind, the usual depth.
     """
-    state = parameter_bytes * (versions + 1) + optimizer_bytes
-    if recompute:
-        return state + activation_bytes + (in_flight + 1) * input_bytes
-    return state + in_flight * activation_bytes + 2 * input_bytes
+    own, whole = sizes.activation_bytes, sizes.parameter_bytes
+    waiting = sizes.input_bytes if recompute else own
+    messages = message_bytes(sizes, in_flight, recompute, peers)
+
+    def at(gradients: Any, activations: Any, working: Any) -> StageMemory:
+        stash = whole * (versions - 1)
+        return StageMemory(whole, stash, sizes.optimizer_bytes, gradients, activations, messages, working)
+
+    def most(held: int) -> Any:
+        return (held - 1) * waiting + own if held else 0 * own
+
+    working = sizes.working_bytes + (FIRST_BUCKET_BYTES if peers is not None and peers.sums else 0)
+    late = np.minimum(sizes.relief_bytes, whole)  # gradients that are not there yet when the most is
+    found = [at(whole - late, most(in_flight), working - (sizes.relief_bytes - late))]
+    # A backward, or a forward, while there are sums of others; a flush ends before there are new ones.
+    further = min(in_flight, per_update - 1) if flushes else in_flight
+    if per_update > 1:
+        found.append(at(whole, most(further), working + sizes.largest_parameter_bytes))
+    if per_update > 1 or lag:
+        found.append(at(whole, most(further), working))
+    left = (0 if flushes else max(in_flight - 1, 0) + lag) * waiting
+    return (*found, at(whole, left, sizes.update_working_bytes))
+
+
+def stage_memory(sizes: StageSizes, **how: Any) -> StageMemory:
+    """Returns what one replica of a stage holds at the worst of its `moments`; numbers only."""
+    worst = max(moments(sizes, **how), key=lambda moment: int(moment.total_bytes))
+    return StageMemory(*(int(getattr(worst, field.name)) for field in fields(worst)))
+
+
+def stage_bytes(sizes: StageSizes, **how: Any) -> Any:
+    """Returns the peak bytes of one replica of a stage, over its `moments`."""
+    first, *others = (moment.total_bytes for moment in moments(sizes, **how))
+    for other in others:
+        first = np.maximum(first, other)
+    return first
+
+
+def message_bytes(sizes: StageSizes, in_flight: int, recompute: bool = False, peers: Peers | None = None) -> Any:
+    """Returns the bytes of receives posted ahead, messages sent that may not have been taken, minibatches loaded.
+
+    What was sent is kept until the stage before is known to have taken it: as many messages as it has in flight, and
+    one more. Outputs are kept for their backwards anyway, but for the last one, where the stage does not recompute.
+    """
+    joined = peers or Peers(waiting=in_flight + 2)
+    received = joined.before * joined.posted + joined.waiting
+    sent = joined.behind * (joined.posted + 1) + (in_flight if recompute else 0)
+    return received * sizes.received_bytes + sent * sizes.sent_bytes + sizes.loaded_bytes

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import lcm
 from typing import Self
 
 from . import depth
@@ -16,6 +17,7 @@ from .artifact import Artifact
 from .cluster import MOST_WORKERS, Cluster
 from .cost import all_reduce_s, transfer_s
 from .errors import PlanError
+from .memory import Peers, StageMemory, StageSizes
 from .placement import Placement
 from .ports import ports_s
 from .site import Site
@@ -40,6 +42,8 @@ class Stage:
         peak_bytes: predicted peak of one worker under the schedule that was planned for; 0 if unknown.
         names: the layers' names, for people.
         recompute: only its input is kept between forward and backward, which does the forward again.
+        relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a whole minibatch.
+        memory: what its peak is made of.
     """
 
     first: int
@@ -56,6 +60,10 @@ class Stage:
     names: tuple[str, ...] = ()
     recompute: bool = False
     working_bytes: int = 0
+    relief_bytes: int = 0
+    largest_parameter_bytes: int = 0
+    update_working_bytes: int = 0
+    memory: StageMemory = field(default_factory=StageMemory)
 
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.last:
@@ -66,6 +74,27 @@ class Stage:
         for name in ("forward_s", "backward_s", "update_s", *sizes):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
+
+    def sizes(self, parts: int = 1, received_bytes: int = 0, *, is_last: bool = False) -> StageSizes:
+        """Returns what its layers need for one of so many parts of a unit.
+
+        Args:
+            parts: microbatches in a unit.
+            received_bytes: of what comes from the stage before, for a unit.
+            is_last: it sends nothing on.
+        """
+        return StageSizes(
+            parameter_bytes=self.parameter_bytes,
+            optimizer_bytes=self.optimizer_bytes,
+            activation_bytes=-(-self.activation_bytes // parts),
+            input_bytes=-(-received_bytes // parts),
+            received_bytes=-(-received_bytes // parts),
+            sent_bytes=0 if is_last else -(-self.output_bytes // parts),
+            working_bytes=-(-self.working_bytes // parts),
+            relief_bytes=self.relief_bytes,
+            largest_parameter_bytes=self.largest_parameter_bytes,
+            update_working_bytes=self.update_working_bytes,
+        )
 
     @property
     def redone_s(self) -> float:
@@ -245,6 +274,16 @@ class Plan(Artifact):
                 default=0.0,
             )
             found.append(2 * seconds + queue_s)
+        return tuple(found)
+
+    @property
+    def peers(self) -> tuple[Peers, ...]:
+        """Whom a replica of each stage exchanges messages with, in round robin."""
+        counts, found = self.replicas, []
+        for s, count in enumerate(counts):
+            before = lcm(counts[s - 1], count) // count if s else 0
+            behind = lcm(counts[s + 1], count) // count if s + 1 < len(counts) else 0
+            found.append(Peers(before, behind, before * (self.in_flight[s - 1] + 1) if s else 0, sums=count > 1))
         return tuple(found)
 
     @property

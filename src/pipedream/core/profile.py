@@ -27,6 +27,15 @@ class LayerProfile:
         activation_bytes: bytes that autograd keeps from its forward until its backward, parameters not
             counted.
         parameter_bytes: bytes of its own parameters; a shared parameter counts where it is first used.
+        arriving_bytes: kept by layers before it and, again, by it or by layers behind it: a stage that begins here
+            holds its own copy of them.
+        leaving_bytes: of its output, that neither it nor a layer before it keeps: a stage that ends here holds them
+            until its backward.
+        working_bytes: that its forward or its backward needs at most, beside what is kept (its own and that of layers
+            before it) and the gradients of its parameters; what enters and the gradients that pass are part of it.
+        backward_bytes: that its backward adds at most to what is kept when it begins, gradients of its parameters
+            included, while what was kept goes.
+        largest_parameter_bytes: of its largest parameter, whose gradient is made before it is added to a sum.
         forward_flops, backward_flops: floating-point operations; 0 where they were not counted.
         moved_bytes: that its operations read and write, forward and backward; 0 where they were not counted.
     """
@@ -38,6 +47,11 @@ class LayerProfile:
     activation_bytes: int = 0
     forward_spread_s: float = 0.0
     backward_spread_s: float = 0.0
+    arriving_bytes: int = 0
+    leaving_bytes: int = 0
+    working_bytes: int = 0
+    backward_bytes: int = 0
+    largest_parameter_bytes: int = 0
     forward_flops: int = 0
     backward_flops: int = 0
     moved_bytes: int = 0
@@ -64,6 +78,10 @@ class Profile(Artifact):
         optimizer: class of the optimizer that was timed, or ''.
         optimizer_bytes: bytes of its state after a step.
         loss_s: forward and backward of the loss.
+        loss_bytes: that autograd keeps from the loss.
+        loss_working_bytes: that the loss needs at most beside what is kept.
+        update_working_bytes: that an optimizer step over all parameters needs at most, beside weights, gradients and
+            state.
         versions: of python, torch and this library.
         notes: what was assumed or not checked.
     """
@@ -82,6 +100,9 @@ class Profile(Artifact):
     optimizer: str = ""
     optimizer_bytes: int = 0
     loss_s: float = 0.0
+    loss_bytes: int = 0
+    loss_working_bytes: int = 0
+    update_working_bytes: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

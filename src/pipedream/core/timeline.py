@@ -60,11 +60,12 @@ class Tag(NamedTuple):
 
 
 class MemoryStep(NamedTuple):
-    """What a rank holds from a time on.
+    """What a rank holds at most from a time on.
 
     Attributes:
         at_s: seconds since the start of the run.
-        held_bytes: versions of weights, gradients, optimizer state, activations in flight, inputs (`core.memory`).
+        held_bytes: weights and stash, gradients, optimizer state, activations in flight, messages, temporaries
+            (`core.memory`).
     """
 
     at_s: float
@@ -86,7 +87,7 @@ class Timeline(Artifact):
         tags: of the gradients, where they were kept.
         peak_bytes: of each rank, where it is known.
         peak_versions: of each rank, distinct weight sets alive at once, where it is known.
-        memory: of each rank, the bytes held at the start and after each of its ops, where it is known; see
+        memory: of each rank, the bytes held at the start, and at most during each of its ops, where it is known; see
             `memory_steps`.
     """
 
@@ -134,11 +135,11 @@ class Timeline(Artifact):
         return replace(self, spans=kept, memory=())
 
     def memory_steps(self, rank: int) -> tuple[MemoryStep, ...]:
-        """Returns the bytes that a rank held over time: from the start on, then from the end of each of its ops on.
+        """Returns the bytes that a rank held over time: at the start, then at most during each of its ops.
 
         Nothing, where it is not known: of a measured run, or of a part of a run.
         """
         if not self.memory:
             return ()
-        ends = (span.end_s for span in self.spans if span.rank == rank and span.kind in WORK)
-        return tuple(map(MemoryStep, (0.0, *ends), self.memory[rank]))
+        begins = (span.start_s for span in self.spans if span.rank == rank and span.kind in WORK)
+        return tuple(map(MemoryStep, (0.0, *begins), self.memory[rank]))

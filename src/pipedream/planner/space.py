@@ -24,12 +24,13 @@ import numpy as np
 from ..core import depth as depths
 from ..core.cluster import Cluster
 from ..core.errors import PlanError
-from ..core.memory import stage_bytes
+from ..core.memory import Peers, StageMemory, StageSizes, stage_bytes, stage_memory
 from ..core.plan import Plan, Stage
 from ..core.profile import Profile
 from ..core.site import Site
 from ..core.units import format_bytes
 from .lattice import Lattice, bits, rows
+from .peaks import Peaks, PlaceTables
 from .places import places
 
 __all__ = ["Index", "Space", "Versions", "stash"]
@@ -58,8 +59,9 @@ class Space:
         scale: seconds are integers over this power of two.
         forward, backward: seconds of all layers before a place, times `scale`; the loss is part of the last
             layer's backward.
-        parameters, optimizer, activations: bytes of all layers before a place; the optimizer's state is
-            shared out by parameter bytes.
+        parameters, optimizer: bytes of all layers before a place; the optimizer's state is shared out by
+            parameter bytes.
+        peaks: what stages keep, and need while they work.
         crossing: bytes that cross a cut at a place; at 0 the model's input, at n its output.
         downsets: the layers before each place, as sets of bits.
         positions: the places where a stage may begin or end, those of fewer layers first; 0 and n among them.
@@ -76,7 +78,7 @@ class Space:
     backward: Any
     parameters: Any
     optimizer: Any
-    activations: Any
+    peaks: Peaks
     crossing: Any
     downsets: tuple[int, ...]
     positions: tuple[int, ...]
@@ -139,7 +141,16 @@ class Space:
             np.array(parameters),
             # Rounding the running share, and not each layer's, makes any cut's stages add up to the whole.
             np.array([profile.optimizer_bytes * held // max(parameters[count], 1) for held in parameters]),
-            np.array(_sums([layer.activation_bytes for layer in layers], steps)),
+            Peaks.of(
+                profile,
+                microbatches,
+                tuple(known),
+                PlaceTables(
+                    np.array(_sums([layer.activation_bytes for layer in layers], steps)),
+                    np.array(parameters),
+                    crossing,
+                ),
+            ),
             crossing,
             tuple(known),
             positions,
@@ -192,21 +203,54 @@ class Space:
 
     def need_bytes(self, first: Index, last: Index, in_flight: int, lag: int = 0, recompute: bool = False) -> Any:
         """Returns the peak bytes of one worker of a stage that holds so many microbatches in flight."""
-        return stage_bytes(
+        return stage_bytes(self.sizes(first, last), **self._how(in_flight, lag, recompute))
+
+    def memory(
+        self,
+        first: int,
+        last: int,
+        in_flight: int,
+        lag: int = 0,
+        recompute: bool = False,
+        peers: Peers | None = None,
+    ) -> StageMemory:
+        """Returns what `need_bytes` is made of; with the peers that a plan gives the stage, exactly."""
+        return stage_memory(self.sizes(first, last), peers=peers, **self._how(in_flight, lag, recompute))
+
+    def sizes(self, first: Index, last: Index) -> StageSizes:
+        """Returns what the layers of a stage need for one microbatch."""
+        end = len(self.profile.layers)
+        return StageSizes(
             parameter_bytes=self.parameters[last] - self.parameters[first],
             optimizer_bytes=self.optimizer[last] - self.optimizer[first],
-            activation_bytes=-(-(self.activations[last] - self.activations[first]) // self.microbatches),
+            activation_bytes=-(-self.peaks.activation_bytes(first, last) // self.microbatches),
             input_bytes=-(-self.crossing[first] // self.microbatches),
-            versions=self.versions(in_flight, lag),
-            in_flight=in_flight,
-            recompute=recompute,
+            received_bytes=-(-np.where(np.asarray(first) == 0, 0, self.crossing[first]) // self.microbatches),
+            loaded_bytes=np.where(np.asarray(first) == 0, self.crossing[0] * min(self.microbatches, 2), 0),
+            sent_bytes=-(-np.where(np.asarray(last) == end, 0, self.crossing[last]) // self.microbatches),
+            working_bytes=self.peaks.working_bytes(first, last),
+            relief_bytes=self.peaks.relief_bytes(first, last),
+            largest_parameter_bytes=self.peaks.largest_parameter_bytes(first, last),
+            update_working_bytes=self.peaks.update_working_bytes(first, last),
         )
+
+    def _how(self, in_flight: int, lag: int, recompute: bool) -> dict[str, Any]:
+        versions = self.versions(in_flight, lag)
+        return {
+            "versions": versions,
+            "in_flight": in_flight,
+            "per_update": self.microbatches,
+            "flushes": versions == 1,
+            "lag": lag,
+            "recompute": recompute,
+        }
 
     def stage(
         self, first: int, last: int, replicas: int = 1, in_flight: int = 1, lag: int = 0, recompute: bool = False
     ) -> Stage:
         """Returns the stage between two places, all its fields filled in."""
         before, behind = self.downsets[first], self.downsets[last]
+        memory = self.memory(first, last, in_flight, lag, recompute)
         return Stage(
             before.bit_count(),
             behind.bit_count(),
@@ -215,12 +259,17 @@ class Space:
             backward_s=(self.backward[last] - self.backward[first]) / self.scale,
             update_s=float(self.update_s(first, last)),
             output_bytes=int(self.crossing[last]),
-            activation_bytes=int(self.activations[last] - self.activations[first]),
+            activation_bytes=int(self.peaks.activation_bytes(first, last)),
             parameter_bytes=int(self.parameters[last] - self.parameters[first]),
             optimizer_bytes=int(self.optimizer[last] - self.optimizer[first]),
-            peak_bytes=int(self.need_bytes(first, last, in_flight, lag, recompute)),
+            peak_bytes=memory.total_bytes,
             recompute=recompute,
             names=tuple(self.profile.graph.layers[i].name for i in bits(behind & ~before)),
+            working_bytes=int(self.peaks.working_bytes(first, last)) * self.microbatches,
+            relief_bytes=int(self.peaks.relief_bytes(first, last)),
+            largest_parameter_bytes=int(self.peaks.largest_parameter_bytes(first, last)),
+            update_working_bytes=int(self.peaks.update_working_bytes(first, last)),
+            memory=memory,
         )
 
     def plan(
@@ -270,9 +319,15 @@ class Space:
             found = depths.fitting(low.in_flight, high.in_flight, most, plan.replicas)
             return replace(self.at_depth(plan, found), depth="auto")
         deep = plan.with_depth(depth)
+        needs = [
+            self.memory(*ends, held, lag, stage.recompute, peers)
+            for stage, ends, held, lag, peers in zip(
+                deep.stages, self.ends(deep), deep.in_flight, deep.lag, deep.peers, strict=True
+            )
+        ]
         stages = tuple(
-            replace(stage, peak_bytes=int(self.need_bytes(*ends, held, lag, stage.recompute)))
-            for stage, ends, held, lag in zip(deep.stages, self.ends(deep), deep.in_flight, deep.lag, strict=True)
+            replace(stage, peak_bytes=memory.total_bytes, memory=memory)
+            for stage, memory in zip(deep.stages, needs, strict=True)
         )
         for s, (stage, held) in enumerate(zip(stages, deep.in_flight, strict=True)):
             limit = self._memory_bytes(deep, s)

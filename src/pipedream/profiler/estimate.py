@@ -21,7 +21,7 @@ from .alike import structure_of, value_shape
 from .measure import Untouched, check_chain, choose_mode, dtype_name
 from .op_costs import Lap, OpCosts, opaque_bytes
 from .passes import Loss, Passes, shapes_of
-from .sizes import kept_and_output_bytes, parameter_bytes
+from .sizes import largest_parameter_bytes, measure_sizes, parameter_bytes
 from .update import OptimizerFactory, UpdateCost, estimate_update, named_parameters
 
 __all__ = ["estimate"]
@@ -54,7 +54,9 @@ def estimate(
         if loss is not None:
             passes.timed_loss(arguments)
         loss_s = sum(costs.laps_s())
-        kept_bytes, output_bytes = kept_and_output_bytes(layers, fresh, passes.run_layer)
+        sizes, loss_bytes = measure_sizes(
+            layers, fresh, passes.run_layer, passes.run_loss if loss is not None else None
+        )
         parameters = named_parameters(layers, graph)
         update = UpdateCost()
         if optimizer is not None and parameters:
@@ -63,15 +65,27 @@ def estimate(
         LayerProfile(
             forward_s=forward.seconds,
             backward_s=backward.seconds,
-            output_bytes=output,
+            output_bytes=size.output_bytes,
             parameter_bytes=own,
-            activation_bytes=kept + more,
+            activation_bytes=size.activation_bytes + more,
+            arriving_bytes=size.arriving_bytes,
+            leaving_bytes=size.leaving_bytes,
+            # Temporaries inside of operations do not show; the gradients that enter and leave the backward do.
+            working_bytes=size.output_bytes + entering,
+            backward_bytes=size.output_bytes + entering + own,
+            largest_parameter_bytes=largest,
             forward_flops=forward.flops,
             backward_flops=backward.flops,
             moved_bytes=forward.moved_bytes + backward.moved_bytes,
         )
-        for (forward, backward), output, own, kept, more in zip(
-            laps, output_bytes, parameter_bytes(layers), kept_bytes, hidden, strict=True
+        for (forward, backward), size, entering, own, largest, more in zip(
+            laps,
+            sizes,
+            (0, *(size.output_bytes for size in sizes[:-1])),
+            parameter_bytes(layers),
+            largest_parameter_bytes(layers),
+            hidden,
+            strict=True,
         )
     )
     shapes = shapes_of(sample)
@@ -87,6 +101,7 @@ def estimate(
         optimizer=update.name,
         optimizer_bytes=update.state_bytes,
         loss_s=loss_s,
+        loss_bytes=loss_bytes,
         versions=versions(),
         notes=tuple(_notes(device, laps, hidden, graph, update)),
     )

@@ -20,7 +20,7 @@ from ..core.graph import LayerGraph
 from ..core.profile import LayerProfile, Profile
 from .about import device_text, versions
 from .passes import Loss, Passes, shapes_of
-from .sizes import kept_and_output_bytes, parameter_bytes
+from .sizes import largest_parameter_bytes, measure_sizes, parameter_bytes
 from .stopwatch import Stopwatch
 from .update import OptimizerFactory, UpdateCost, measure_update, named_parameters
 
@@ -80,34 +80,43 @@ def measure(
     with untouched(layers, indices, seed):
         choose_mode(layers)
         fresh = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
-        kept_bytes, output_bytes = kept_and_output_bytes(layers, fresh, passes.run_layer)
+        sizes, loss_bytes = measure_sizes(
+            layers, fresh, passes.run_layer, passes.run_loss if loss is not None else None
+        )
         laps_s = []
         for _ in range(warmup + runs):
             passes.timed_run(sample)
             laps_s.append(watch.laps_s())
+        needs = passes.measured_needs(sample, sizes, loss_bytes)
         parameters = named_parameters(layers, graph)
         update = UpdateCost()
         if optimizer is not None and parameters:
             update = measure_update(optimizer, parameters, watch, warmup=warmup, runs=runs)
     columns = list(zip(*laps_s[warmup:], strict=True))
     forward_s, backward_s = columns[0::2], columns[1::2]
+    # The loss, if any, is the pair of columns after the last layer's, and the last of the needs.
     costs = tuple(
         LayerProfile(
             forward_s=median(forward),
             backward_s=median(backward),
-            output_bytes=output,
             parameter_bytes=own,
-            activation_bytes=kept,
             forward_spread_s=_spread(forward),
             backward_spread_s=_spread(backward),
+            output_bytes=size.output_bytes,
+            activation_bytes=size.activation_bytes,
+            arriving_bytes=size.arriving_bytes,
+            leaving_bytes=size.leaving_bytes,
+            working_bytes=need.working_bytes,
+            backward_bytes=need.backward_bytes,
+            largest_parameter_bytes=largest,
         )
-        # The loss, if any, is the pair of columns after the last layer's.
-        for forward, backward, output, own, kept in zip(
+        for forward, backward, size, need, own, largest in zip(
             forward_s[: len(layers)],
             backward_s[: len(layers)],
-            output_bytes,
+            sizes,
+            needs[: len(layers)],
             parameter_bytes(layers),
-            kept_bytes,
+            largest_parameter_bytes(layers),
             strict=True,
         )
     )
@@ -125,6 +134,9 @@ def measure(
         optimizer=update.name,
         optimizer_bytes=update.state_bytes,
         loss_s=median(f + b for f, b in zip(forward_s[-1], backward_s[-1], strict=True)) if loss is not None else 0.0,
+        loss_bytes=loss_bytes,
+        loss_working_bytes=needs[-1].working_bytes,
+        update_working_bytes=update.working_bytes,
         versions=versions(),
     )
 

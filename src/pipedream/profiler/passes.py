@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +13,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.errors import ProfileError
 from ..core.graph import LayerGraph
+from .allocations import Allocations
+from .sizes import Sizes
 from .stopwatch import Watch
 
-__all__ = ["Passes", "shapes_of"]
+__all__ = ["Need", "Passes", "shapes_of"]
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a layer needs for a while; see `LayerProfile`."""
+
+    working_bytes: int
+    backward_bytes: int
+
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -84,6 +96,81 @@ class Passes:
                 return self._layers[index](*arguments)
         except Exception as error:
             raise _failure(f"the {self._named(index)}", arguments, error) from error
+
+    def run_loss(self, output: Any) -> torch.Tensor:
+        """Runs the loss forward, and takes no time.
+
+        Raises:
+            ProfileError: the loss fails.
+        """
+        try:
+            with self._autocast_mode():
+                return self._loss_of(output)
+        except Exception as error:
+            raise _failure("the loss", (output,), error) from error
+
+    def measured_needs(self, sample: tuple[Any, ...], sizes: Sequence[Sizes], loss_bytes: int) -> tuple[Need, ...]:
+        """Returns what each layer, and then the loss, needs beside what is kept."""
+        kept = (*(size.activation_bytes for size in sizes), loss_bytes)
+        entering = (
+            0,
+            *(size.leaving_bytes for size in sizes),
+        )  # alive while the next layer runs, though nobody keeps it
+        if not Allocations.is_free():
+            return (Need(0, 0),) * len(kept)
+        watches = []
+        for adds in (False, True):
+            with Allocations(self._device) as watch:
+                arguments = sample
+                for index, parameters in enumerate(self._parameters):
+                    arguments = (self._watched_call(self._layers[index], arguments, parameters, watch, adds),)
+                if self._loss is not None:
+                    self._watched_call(self._loss_of, arguments, [], watch, adds)
+            watches.append(iter(watch.sections[:-1]))
+        needs = []
+        first, adding = (zip(*[sections] * 3, strict=True) for sections in watches)
+        for index, ((_, forward, alone), (_, _, added)) in enumerate(zip(first, adding, strict=True)):
+            sizes_of = [p.nbytes for p in self._parameters[index]] if index < len(self._layers) else []
+            passing = sum(size.output_bytes for size in sizes[max(index - 1, 0) : index + 1])  # gradients, in and out
+            working = max(
+                forward.rise_bytes + entering[index] - kept[index], added.rise_bytes - max(sizes_of, default=0), passing
+            )
+            needs.append(Need(working, alone.rise_bytes))
+        return (*needs, *[Need(0, 0)] * (len(kept) - len(needs)))
+
+    def _watched_call(
+        self,
+        forward: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        parameters: list[nn.Parameter],
+        watch: Allocations,
+        adds: bool,
+    ) -> Any:
+        """Makes three sections: before the forward, the forward, the backward, which may add to sums of gradients."""
+        leaves: list[torch.Tensor] = []
+        own = [p.grad for p in parameters]
+        with torch.enable_grad():
+            entered = tree_map(lambda leaf: _enter(leaf, leaves), arguments)
+            for parameter in parameters if adds else ():
+                parameter.grad = torch.zeros_like(parameter)
+            try:
+                watch.mark()
+                with self._autocast_mode():
+                    value = forward(*entered)
+                watch.mark()
+                outputs = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.requires_grad]
+                if outputs and (leaves or parameters):
+                    gradients = [torch.ones_like(output) for output in outputs]
+                    if adds:
+                        torch.autograd.backward(outputs, gradients, inputs=[*leaves, *parameters])
+                    else:
+                        torch.autograd.grad(outputs, [*leaves, *parameters], gradients, allow_unused=True)
+                    del gradients
+                watch.mark()
+            finally:
+                for parameter, gradient in zip(parameters, own, strict=True):
+                    parameter.grad = gradient
+        return tree_map(_leave, value)
 
     def _timed_call(
         self, what: str, forward: Callable[..., Any], arguments: tuple[Any, ...], parameters: list[nn.Parameter]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["kept_and_output_bytes", "parameter_bytes", "storage_bytes"]
+__all__ = ["Sizes", "largest_parameter_bytes", "measure_sizes", "parameter_bytes", "storage_bytes"]
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -32,12 +33,28 @@ def parameter_bytes(layers: Sequence[nn.Module]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def kept_and_output_bytes(
+def largest_parameter_bytes(layers: Sequence[nn.Module]) -> tuple[int, ...]:
+    """Returns the bytes of each layer's largest parameter that is trained."""
+    return tuple(max([0, *(p.nbytes for p in layer.parameters() if p.requires_grad)]) for layer in layers)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of what a layer makes and of what autograd keeps; see `LayerProfile` for the four of a layer."""
+
+    output_bytes: int
+    activation_bytes: int
+    arriving_bytes: int
+    leaving_bytes: int
+
+
+def measure_sizes(
     layers: Sequence[nn.Module],
     sample: tuple[Any, ...],
     run_layer: Callable[[int, tuple[Any, ...]], Any],
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns, for each layer, the bytes that autograd keeps from its forward, and those of its output.
+    loss: Callable[[Any], torch.Tensor] | None = None,
+) -> tuple[tuple[Sizes, ...], int]:
+    """Returns each layer's sizes, and the bytes that autograd keeps from the loss.
 
     The layers run one after the other as in training, with one graph through all of them. A storage counts
     once, in the first layer that saves a tensor in it: the output of a ReLU counts there and not again in the
@@ -48,28 +65,41 @@ def kept_and_output_bytes(
         layers: in run order.
         sample: inputs of the first layer.
         run_layer: calls layer i with its arguments.
+        loss: of the last layer's output.
     """
     held = {t.untyped_storage()._cdata for layer in layers for t in [*layer.parameters(), *layer.buffers()]}
     kept: dict[int, torch.UntypedStorage] = {}
-    fresh: list[int] = []
+    savers: dict[int, list[int]] = {}
+    index = 0
 
     def pack(tensor: torch.Tensor) -> None:
         # Nothing runs backward here, so autograd may hold None; the storage is kept alive as it would be.
         storage = tensor.untyped_storage()
-        if storage._cdata not in held and storage._cdata not in kept:
-            kept[storage._cdata] = storage
-            fresh.append(storage.nbytes())
+        if storage._cdata not in held:
+            kept.setdefault(storage._cdata, storage)
+            savers.setdefault(storage._cdata, []).append(index)
 
     def unpack(_: None) -> torch.Tensor:
         raise RuntimeError("a backward ran while the saved bytes were counted")
 
-    kept_bytes, output_bytes = [], []
+    outputs, leaving = [], []
     arguments, value = sample, None
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         for index in range(len(layers)):
-            fresh.clear()
             value = run_layer(index, arguments)
             arguments = (value,)
-            kept_bytes.append(sum(fresh))
-            output_bytes.append(sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)))
-    return tuple(kept_bytes), tuple(output_bytes)
+            made = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            outputs.append(sum(leaf.nbytes for leaf in made))
+            leaving.append(storage_bytes(leaf for leaf in made if leaf.untyped_storage()._cdata not in kept))
+        index = len(layers)
+        if loss is not None:
+            loss(value)
+    first = [0] * (len(layers) + 1)
+    again = [0] * (len(layers) + 1)
+    for number, layers_of in savers.items():
+        size = kept[number].nbytes()
+        first[layers_of[0]] += size
+        for later in range(layers_of[0] + 1, min(layers_of[-1], len(layers) - 1) + 1):
+            again[later] += size
+    rows = zip(outputs, first, again, leaving, strict=False)
+    return tuple(Sizes(*row) for row in rows), first[-1]

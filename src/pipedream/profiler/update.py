@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..core.errors import ProfileError
 from ..core.graph import LayerGraph
+from .allocations import Allocations
 from .sizes import storage_bytes
 from .stopwatch import Watch
 
@@ -31,11 +32,13 @@ class UpdateCost:
         name: class of the optimizer.
         update_s: median of the measured steps.
         state_bytes: of the tensors in its state after them.
+        working_bytes: that a step needs at most beside them, weights and gradients.
     """
 
     name: str = ""
     update_s: float = 0.0
     state_bytes: int = 0
+    working_bytes: int = 0
 
 
 def measure_update(
@@ -53,7 +56,12 @@ def measure_update(
             if run == warmup:
                 watch.laps_s()
             _step(stepper, [copy for _, copy in copies], watch)
-    return UpdateCost(type(stepper).__name__, median(watch.laps_s()), _state_bytes(dict(stepper.state)))
+        laps_s, working = watch.laps_s(), 0
+        if Allocations.is_free():
+            with Allocations(copies[0][1].device) as allocations:
+                stepper.step()
+            working = allocations.sections[0].rise_bytes
+    return UpdateCost(type(stepper).__name__, median(laps_s), _state_bytes(dict(stepper.state)), working)
 
 
 def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, watch: Watch) -> UpdateCost:

@@ -1,12 +1,15 @@
-"""The registry as a table for the terminal: each method with the claims of its paper."""
+"""Tables for the terminal: the methods with the claims of their papers, the memory of a plan's stages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 
+from ..core.plan import Plan
 from ..core.schedule import Schedule
+from ..core.units import format_bytes
 
-__all__ = ["schedule_table"]
+__all__ = ["schedule_table", "stage_memory_table"]
 
 
 def schedule_table(built: Mapping[str, Schedule], *, stages: int, microbatches: int) -> str:
@@ -32,4 +35,15 @@ def schedule_table(built: Mapping[str, Schedule], *, stages: int, microbatches: 
             f"{name:<{width}}  {'yes' if schedule.flushes else 'no':<5}  {bubble:>6}  {row(claims.in_flight):<14}  "
             f"{row(claims.staleness):<12}  {row(claims.versions)}"
         )
+    return "\n".join(lines)
+
+
+def stage_memory_table(plan: Plan) -> str:
+    """Returns a row a stage: what one worker's predicted peak is made of (`core.memory`)."""
+    names = [field.name for field in fields(plan.stages[0].memory)]
+    heads = [name.removesuffix("_bytes") for name in names]
+    lines = ["  ".join([f"{'stage':>5}", *(f"{head:>10}" for head in heads), f"{'peak':>10}"])]
+    for s, stage in enumerate(plan.stages):
+        sizes = [*(getattr(stage.memory, name) for name in names), stage.peak_bytes]
+        lines.append("  ".join([f"{s:>5}", *(f"{format_bytes(size) if size else '-':>10}" for size in sizes)]))
     return "\n".join(lines)

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..core.op import Kind, Op
 from ..core.program import Program
 from .channel import Group, LocalChannel, LocalGroup, Receiver, Sender
 from .losses import Loss, Metric
 from .optimize import Gradients, Optimizer
+from .recompute import Recomputation
 from .results import Results
 from .scoring import Scorer
 from .seat import Seated
@@ -157,7 +159,7 @@ def wire_worker(
         wires: of `connect`.
     """
     placement = program.placement
-    most_out = _most_out(program)
+    most_out, windows = _most_out(program), _windows(program)
     senders: dict[int, Sender] = {}
     receivers: dict[int, Receiver] = {}
     for number, channel in enumerate(program.channels):
@@ -166,7 +168,7 @@ def wire_worker(
         peer = channel.receiver if rank == channel.sender else channel.sender
         line = Line(peer, number, channel.depth, wires.everyone, wires.pairs[number], device)
         if rank == channel.sender:
-            senders[number] = WireSender(line, most_out)
+            senders[number] = WireSender(line, windows[min(channel.source, channel.target)])
         else:
             receivers[number] = WireReceiver(line)
     result_senders: dict[int, Sender] = {}
@@ -229,6 +231,25 @@ def _most_out(program: Program) -> int:
     return max(*program.plan.in_flight, program.microbatches) * max(program.placement.replicas) + 2
 
 
+def _windows(program: Program) -> list[int]:
+    """Returns, for each stage, the messages between it and a stage behind it that may be unread, each way.
+
+    A replica that begins a forward has ended all backwards but those of what it has in flight: their activations were
+    taken by the stage behind, which has sent their gradients, and these were taken here. The end of a stream is one
+    more message. Waiting for an older one thus waits for nothing that is still to be done.
+    """
+    windows = []
+    for stage, (rank, *_) in enumerate(program.placement.ranks):
+        in_flight = most = 0
+        total = 2 * program.cycle * program.microbatches + 2 * max(program.plan.in_flight) * program.cycle
+        for op in program.instructions(rank, lambda total=total: total):  # type: ignore[misc]
+            if isinstance(op, Op) and op.stage == stage:
+                in_flight += (op.kind is Kind.FORWARD) - (op.kind is Kind.BACKWARD)
+                most = max(most, in_flight)
+        windows.append(most + 1)
+    return windows
+
+
 def _copied(
     layers: Sequence[tuple[str, nn.Module]], handles: dict[str, nn.Parameter]
 ) -> tuple[list[tuple[str, nn.Module]], dict[str, nn.Parameter]]:
@@ -250,8 +271,9 @@ def _seat(
 ) -> Seated:
     plan = program.plan
     mine = layers[plan.stages[stage].first : plan.stages[stage].last]
+    module = StageModule(mine, handles, device, settings.seed, settings.autocast)
     return Seated(
-        module=StageModule(mine, handles, device, settings.seed, settings.autocast),
+        module=module,
         versions=Versions(
             handles,
             low_precision_weights(mine, handles, settings.autocast),
@@ -270,6 +292,7 @@ def _seat(
             mean_of_rounds=program.updates.mean_of_rounds,
             ema=settings.ema,
         ),
+        recomputation=Recomputation(module) if plan.stages[stage].recompute else None,
     )
 
 

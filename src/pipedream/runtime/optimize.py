@@ -209,5 +209,5 @@ class Optimizer:
             squares = float(pending.result())
         scale = self._clip / (squares**0.5 + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         if scale < 1.0 and gradients:
-            return list(torch._foreach_mul(gradients, scale))
+            torch._foreach_mul_(gradients, scale)
         return gradients

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import tee
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -281,4 +281,21 @@ class _Cursor(Reading):
 
 def share(reading: Reading, readers: int) -> list[Reading]:
     """Returns one reading for each of several readers, of which each sees every minibatch."""
-    return [_Cursor(items, reading) for items in tee(reading, readers)]
+    waiting: list[deque[Given | int]] = [deque() for _ in range(readers)]
+    return [_Cursor(_shared(reading, waiting, own), reading) for own in waiting]
+
+
+def _shared(
+    source: Iterator[Given | int], waiting: Sequence[deque[Given | int]], own: deque[Given | int]
+) -> Iterator[Given | int]:
+    """Yields what a reader has not had yet. Not itertools.tee: that keeps up to 57 minibatches that all have had."""
+    while True:
+        if not own:
+            try:
+                found = next(source)
+            except StopIteration:
+                return
+            for other in waiting:
+                other.append(found)
+            del found
+        yield own.popleft()

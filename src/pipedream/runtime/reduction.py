@@ -157,7 +157,8 @@ class Reduction:
                 torch.zeros_like(self._handles[i]) if (part := due.parts[i]) is None else part for i in due.members
             ]
             due.parts = {i: None if part is None else _GIVEN for i, part in due.parts.items()}
-            due.flat = torch.cat([part.detach().reshape(-1) for part in parts])
+            flat = [part.detach().reshape(-1) for part in parts]
+            due.flat = torch.cat(flat) if len(flat) > 1 else flat[0]
             self._running.append(self._group.add_up(due.flat))
 
     def close(self, sums: Sequence[torch.Tensor | None], weight: float, count: int, wish: float) -> None:

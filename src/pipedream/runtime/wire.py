@@ -13,7 +13,8 @@ common case, are always posted ahead, the first `depth` messages and growth cost
 byte is ever cut off.
 
 A send is never waited for on the critical path. The tensors are kept until the message has left; a worker
-waits for the oldest message only when more are out than its schedule can have unread.
+waits for the oldest message only when more are out than its schedule can have unread. That bound is as small as the
+schedule allows, for gloo does not tell that a message has left but by waiting, and what is kept takes memory.
 """
 
 from __future__ import annotations
@@ -116,12 +117,12 @@ class WireSender(Sender):
 
     Args:
         line: the channel.
-        most_out: messages that may be unread at the other end; the schedule's most in flight.
+        most_out: messages that are kept; one that is older than these has been taken at the other end.
     """
 
     def __init__(self, line: Line, most_out: int) -> None:
         self._line = line
-        self._most_out = most_out + line.depth
+        self._most_out = most_out
         self._capacity = _Capacity(line.depth)
         self._out: deque[tuple[list[dist.Work], list[torch.Tensor]]] = deque()
         self._sent_bytes = 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.memory import stage_bytes
+from ..core.memory import message_bytes
 from ..core.op import Kind
 from ..core.program import Program
 from ..core.timeline import Span, Tag
@@ -28,7 +28,7 @@ class Held:
     Attributes:
         peak_versions: most distinct sets of weights alive at once, over its seats.
         tags: of its gradients, seat by seat.
-        memory: bytes at the start and after each of its ops.
+        memory: bytes at the start, and the most during each of its ops.
     """
 
     peak_versions: int
@@ -46,7 +46,10 @@ class _Seat:
         readers: version -> microbatches not yet backwarded that read it.
         newest, alive, peak: version made last; distinct ones alive now, and at most.
         order: its microbatches in the order of their gradients.
-        start_bytes, weights_bytes, activation_bytes: held at the start, by a version, by a microbatch in flight.
+        in_flight, has_sums: microbatches in flight, and whether there are gradients of the coming update.
+        start_bytes, weights_bytes, waiting_bytes: held at the start, by a version, by a microbatch in flight.
+        forward_bytes, first_bytes, further_bytes, update_bytes: on top of those during a forward, the first backward
+            of an update, a further one, an update (`core.memory.moments`).
     """
 
     def __init__(self, program: Program, stage: int, replica: int, total: int) -> None:
@@ -59,16 +62,53 @@ class _Seat:
         self.newest = 0
         self.alive = self.peak = 1
         self.order: list[int] = []
-        self.weights_bytes = row.parameter_bytes
-        self.activation_bytes = -(-row.activation_bytes // parts)
-        self.start_bytes = stage_bytes(
-            parameter_bytes=row.parameter_bytes,
-            optimizer_bytes=row.optimizer_bytes,
-            activation_bytes=self.activation_bytes,
-            input_bytes=-(-plan.stages[stage - 1].output_bytes // parts) if stage else 0,
-            versions=1,
-            in_flight=0,
+        sizes = row.sizes(
+            parts, plan.stages[stage - 1].output_bytes if stage else 0, is_last=stage + 1 == len(plan.stages)
         )
+        self.in_flight = 0
+        self.has_sums = False
+        self.weights_bytes: int = row.parameter_bytes
+        self.waiting_bytes: int = sizes.input_bytes if row.recompute else sizes.activation_bytes
+        self.forward_bytes: int = sizes.activation_bytes - self.waiting_bytes + sizes.working_bytes
+        self.first_bytes: int = self.forward_bytes + self.weights_bytes - sizes.relief_bytes
+        self.further_bytes: int = self.forward_bytes + self.weights_bytes + sizes.largest_parameter_bytes
+        self.update_bytes: int = self.weights_bytes + sizes.update_working_bytes
+        self.start_bytes: int = (
+            self.weights_bytes
+            + row.optimizer_bytes
+            + message_bytes(sizes, plan.in_flight[stage], row.recompute, plan.peers[stage])
+        )
+
+    @property
+    def held_bytes(self) -> int:
+        """What waits: versions, state, messages, and what microbatches in flight keep."""
+        return self.start_bytes + (self.alive - 1) * self.weights_bytes + self.in_flight * self.waiting_bytes
+
+    def forward(self) -> int:
+        """Returns the most that the next forward holds."""
+        self.in_flight += 1
+        return self.held_bytes + self.forward_bytes + (self.weights_bytes if self.has_sums else 0)
+
+    def backward(self, index: int) -> int:
+        """Returns the most that the backward of a microbatch holds; then its activations are gone."""
+        most = self.held_bytes + (self.further_bytes if self.has_sums else self.first_bytes)
+        self.in_flight -= 1
+        self.has_sums = True
+        self.order.append(index)
+        version = self.read[index // self.stride]
+        left = self.readers[version] = self.readers[version] - 1
+        if not left and version != self.newest:
+            self.alive -= 1
+        return most
+
+    def update(self, index: int) -> int:
+        """Returns the most that an update holds; then its gradients are gone."""
+        if self.readers[self.newest]:
+            self.alive += 1
+            self.peak = max(self.peak, self.alive)
+        self.newest = index
+        self.has_sums = False
+        return self.held_bytes + self.update_bytes
 
     def tags(self, program: Program, stage: int) -> list[Tag]:
         rule, per_update, read, stride = program.weights, program.updates.per_update[stage], self.read, self.stride
@@ -89,33 +129,23 @@ def follow(program: Program, rank: int, total: int, spans: Iterable[Span]) -> He
         spans: of the rank, in the order of its ops.
     """
     seats = {stage: _Seat(program, stage, replica, total) for stage, replica in program.placement.seats(rank)}
-    held = sum(seat.start_bytes for seat in seats.values())
-    memory = [held]
+    memory = [sum(seat.start_bytes for seat in seats.values())]
     trains = len(program.kinds) > 1
     last = (Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in program.kinds else Kind.BACKWARD).value
+    several = len(seats) > 1
     for _, kind, stage, index, _, _ in spans:
         if kind == "wait":
             continue
         seat = seats[stage]
         if kind == "F":
-            if trains:
-                held += seat.activation_bytes
+            most = seat.forward() if trains else seat.held_bytes
         elif kind == last:
-            held -= seat.activation_bytes
-            seat.order.append(index)
-            version = seat.read[index // seat.stride]
-            left = seat.readers[version] = seat.readers[version] - 1
-            if not left and version != seat.newest:
-                seat.alive -= 1
-                held -= seat.weights_bytes
+            most = seat.backward(index)
         elif kind == "U":
-            if seat.readers[seat.newest]:
-                seat.alive += 1
-                held += seat.weights_bytes
-                if seat.alive > seat.peak:
-                    seat.peak = seat.alive
-            seat.newest = index
-        memory.append(held)
+            most = seat.update(index)
+        else:
+            most = seat.held_bytes
+        memory.append(most + sum(s.held_bytes for s in seats.values() if s is not seat) if several else most)
     return Held(
         peak_versions=sum(seat.peak for seat in seats.values()),
         tags=tuple(tag for stage, seat in seats.items() for tag in seat.tags(program, stage)),

@@ -1,0 +1,123 @@
+"""One process of the memory benchmark: profiles the model, or trains as one rank and tells what it held."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pipedream as pd
+from pipedream.core.plan import Plan
+from pipedream.profiler.allocations import Allocations
+
+FEATURES, CLASSES = 256, 10
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.001),
+}
+
+
+class Block(nn.Module):
+    """A residual block: 8 width**2 weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(F.gelu(self.inner(self.norm(x))))
+
+
+class Loader:
+    """Fresh minibatches, so that none is held but by the pipeline."""
+
+    def __init__(self, batch: int, count: int) -> None:
+        self.batch, self.count = batch, count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(self.count):
+            yield torch.randn(self.batch, FEATURES), torch.randint(CLASSES, (self.batch,))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def model_of(width: int, blocks: int) -> nn.Sequential:
+    """Makes the model."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(FEATURES, width), *(Block(width) for _ in range(blocks)), nn.Linear(width, CLASSES))
+
+
+def profile(asked: dict[str, Any]) -> None:
+    """Measures the model with an optimizer into a file."""
+    x, y = next(iter(Loader(asked["batch"], 1)))
+    pd.profile(
+        model_of(asked["width"], asked["blocks"]),
+        x,
+        loss=lambda output: F.cross_entropy(output, y),
+        optimizer=OPTIMIZERS[asked["optimizer"]],
+        warmup=0,
+        runs=1,
+    ).save(asked["file"])
+
+
+def train(asked: dict[str, Any]) -> None:
+    """Trains as one rank, and writes what it held into a file of its own."""
+    dist.init_process_group("gloo")
+    plan = Plan.load(asked["plan"])
+    with Allocations(torch.device("cpu")) as watch:
+        gc.enable()
+        with pd.Pipeline(
+            model_of(asked["width"], asked["blocks"]),
+            plan,
+            schedule=asked["schedule"],
+            microbatches=asked["microbatches"],
+            loss=F.cross_entropy,
+            optimizer=OPTIMIZERS[asked["optimizer"]],
+        ) as pipeline:
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            before = status()["VmRSS"]
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
+            watch.mark()
+            for _ in pipeline.train(Loader(asked["batch"], asked["minibatches"])):
+                pass
+            watch.mark()
+            highest = status()["VmHWM"]
+    section = watch.sections[1]
+    rank = dist.get_rank()
+    stage = next(s for s, row in enumerate(pipeline.program.placement.ranks) if rank in row)
+    found = {
+        "rank": rank,
+        "stage": stage,
+        "start_bytes": section.start_bytes,
+        "live_bytes": section.peak_bytes,
+        "resident_rise_bytes": highest - before,
+    }
+    Path(asked["out"]).joinpath(f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def status() -> dict[str, int]:
+    """Returns the sizes that the kernel keeps of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"profile": profile, "train": train}[sys.argv[1]](json.loads(sys.argv[2]))

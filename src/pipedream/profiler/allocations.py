@@ -1,0 +1,113 @@
+"""Live bytes over time: what the allocator gave out and took back, section by section.
+
+On a CPU the figures are the allocator's own events, as torch's profiler sees them, temporaries inside kernels
+included; on a GPU those of the caching allocator, which counts blocks of 512 bytes. A tensor that was there before and
+is freed inside is not seen on a CPU: hold what the work does not own.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.autograd.profiler import record_function
+
+__all__ = ["Allocations", "Section"]
+
+_MARK = "pipedream: a section begins"
+
+
+@dataclass(frozen=True)
+class Section:
+    """Bytes beyond those that lived when the watch began.
+
+    Attributes:
+        start_bytes, end_bytes: when it began and ended.
+        peak_bytes: at most.
+    """
+
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int
+
+    @property
+    def rise_bytes(self) -> int:
+        """From its start to its peak."""
+        return self.peak_bytes - self.start_bytes
+
+
+class Allocations:
+    """A watch over allocations in this thread: ``with Allocations(device) as watch: ...; watch.mark(); ...``.
+
+    Life: `mark` ends a section and begins the next; `sections` are there after the context has ended.
+    One watch at a time; where a profiler of torch runs already, there are no sections (`is_free`).
+
+    Args:
+        device: whose allocator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._collects = False
+        self.sections: list[Section] = []
+
+    @staticmethod
+    def is_free() -> bool:
+        """Tells whether a watch can begin: no profiler of torch runs in this thread."""
+        return not torch._C._autograd._profiler_enabled()
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        self._collects = gc.isenabled()
+        gc.disable()  # what is freed in a section is freed by the work itself
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._first = self._start = torch.cuda.memory_allocated(self._device)
+        else:
+            parts = torch._C._profiler
+            config = parts.ProfilerConfig(
+                parts.ProfilerState.CPU, False, True, False, False, False, parts._ExperimentalConfig()
+            )
+            torch._C._autograd._enable_profiler_legacy(config)
+        return self
+
+    def mark(self) -> None:
+        """Ends a section and begins the next."""
+        if self._device.type == "cuda":
+            self._close()
+        else:
+            with record_function(_MARK):
+                pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._device.type == "cuda":
+            self._close()
+        else:
+            self.sections = _sections(torch._C._autograd._disable_profiler_legacy())
+        if self._collects:
+            gc.enable()
+
+    def _close(self) -> None:
+        torch.cuda.synchronize(self._device)
+        peak, now = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
+        self.sections.append(Section(self._start - self._first, peak - self._first, now - self._first))
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._start = now
+
+
+def _sections(threads: Any) -> list[Section]:
+    found, start, peak, live = [], 0, 0, 0
+    for event in (event for events in threads for event in events):
+        if event.kind() == "memory_alloc":
+            live += event.cpu_memory_usage()
+            peak = max(peak, live)
+        elif event.kind() == "push" and event.name() == _MARK:
+            found.append(Section(start, peak, live))
+            start = peak = live
+    return [*found, Section(start, peak, live)]

@@ -1,0 +1,137 @@
+"""Training runs whose live bytes are known from the allocator, and what was predicted of them."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pipedream as pd
+from pipedream.core.cluster import Cluster
+from pipedream.core.plan import Plan
+from pipedream.planner import by_hand
+from pipedream.profiler.allocations import Allocations
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.001),
+}
+
+
+@dataclass(frozen=True)
+class Living:
+    """A run.
+
+    Attributes:
+        schedule, optimizer, recompute, microbatches: how it trains.
+        replicas: of each stage; stages are cut as evenly as the blocks allow.
+        width, blocks, batch: of the model.
+    """
+
+    schedule: str = "pipedream"
+    replicas: tuple[int, ...] = (1, 1)
+    optimizer: str = "sgd"
+    recompute: bool = False
+    microbatches: int | None = None
+    width: int = 192
+    blocks: int = 6
+    batch: int = 240
+
+    def __str__(self) -> str:
+        words = [self.schedule, "-".join(map(str, self.replicas)), self.optimizer]
+        return " ".join([*words, *(["recompute"] if self.recompute else [])])
+
+
+class Block(nn.Module):
+    """A residual block, as in transformers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(F.gelu(self.inner(self.norm(x))))
+
+
+def model_of(run: Living) -> nn.Sequential:
+    """Makes the model."""
+    width = run.width
+    return nn.Sequential(nn.Linear(64, width), *(Block(width) for _ in range(run.blocks)), nn.Linear(width, 10))
+
+
+def plan_of(run: Living) -> Plan:
+    """Profiles the model and cuts it; peaks are those that the planner predicts."""
+    torch.manual_seed(0)
+    x, y = torch.randn(run.batch, 64), torch.randint(10, (run.batch,))
+    profile = pd.profile(
+        model_of(run),
+        x,
+        loss=lambda out: F.cross_entropy(out, y),
+        optimizer=OPTIMIZERS[run.optimizer],
+        warmup=1,
+        runs=1,
+    )
+    stages = len(run.replicas)
+    cuts = tuple(1 + (s * run.blocks) // stages for s in range(1, stages))
+    made = by_hand(
+        profile,
+        Cluster.flat(sum(run.replicas)),
+        cuts,
+        run.replicas,
+        versions=pd.api.versions_of(run.schedule),
+        microbatches=run.microbatches or 1,
+    )
+    if not run.recompute:
+        return made
+    from pipedream.planner.space import Space
+
+    space = Space.of(
+        profile, made.cluster, versions=pd.api.versions_of(run.schedule), microbatches=run.microbatches or 1
+    )
+    return space.at_depth(replace(made, stages=tuple(replace(s, recompute=True) for s in made.stages)), made.in_flight)
+
+
+def lived(run: Living, plan: Plan, minibatches: int = 10) -> tuple[int, int, int]:
+    """Trains as one rank; returns its stage, the most bytes that lived, and those before the first minibatch."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(0)
+    with Allocations(torch.device("cpu")) as watch:
+        gc.enable()
+        pipeline = pd.Pipeline(
+            model_of(run),
+            plan,
+            schedule=run.schedule,
+            microbatches=run.microbatches,
+            loss=F.cross_entropy,
+            optimizer=OPTIMIZERS[run.optimizer],
+        )
+        with pipeline:
+            watch.mark()
+            for _ in pipeline.train(_Loader(run.batch, minibatches)):
+                pass
+            watch.mark()
+    section = watch.sections[1]
+    stage = next(s for s, row in enumerate(pipeline.program.placement.ranks) if rank in row)
+    return stage, section.peak_bytes, section.start_bytes
+
+
+class _Loader:
+    def __init__(self, batch: int, count: int) -> None:
+        self.batch, self.count = batch, count
+
+    def __iter__(self) -> Any:
+        for _ in range(self.count):
+            yield torch.randn(self.batch, 64), torch.randint(10, (self.batch,))
+
+    def __len__(self) -> int:
+        return self.count

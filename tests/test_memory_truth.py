@@ -1,0 +1,55 @@
+"""The bytes that were predicted of each worker are those that its allocator saw."""
+
+from __future__ import annotations
+
+import living
+import processes
+import pytest
+import torch
+from living import Living
+
+from pipedream.profiler.allocations import Allocations
+
+RUNS = [
+    Living(replicas=(1, 1, 1), optimizer="adamw"),
+    Living(replicas=(1, 1), recompute=True),
+    Living(schedule="pipedream_2bw", replicas=(1, 1), microbatches=3),
+    Living(replicas=(2, 1)),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_live_bytes_are_within_three_percent_of_the_prediction(run: Living) -> None:
+    plan = living.plan_of(run)
+    found = processes.results(living.lived, sum(run.replicas), run, plan)
+    for stage, peak_bytes, start_bytes in found:
+        row = plan.stages[stage]
+        assert row.peak_bytes == pytest.approx(peak_bytes, rel=0.03), (stage, row.memory)
+        assert row.memory.weight_bytes == pytest.approx(start_bytes, rel=0.03), (
+            "weights alone before the first minibatch"
+        )
+
+
+def test_recomputation_and_other_methods_change_what_is_predicted() -> None:
+    plain, again = (living.plan_of(Living(replicas=(1, 1, 1), recompute=choice)) for choice in (False, True))
+    assert again.stages[0].peak_bytes < 0.8 * plain.stages[0].peak_bytes
+    assert again.stages[2].peak_bytes == pytest.approx(plain.stages[2].peak_bytes, rel=0.01), "one in flight"
+
+
+def test_sections_see_temporaries_inside_kernels() -> None:
+    weight, x = torch.randn(256, 256), torch.randn(64, 256)
+    with Allocations(torch.device("cpu")) as watch:
+        y = torch.relu(x @ weight)
+        watch.mark()
+        z = y * 2.0
+        del y
+        watch.mark()
+    size = 64 * 256 * 4
+    first, second, third = watch.sections
+    for section, start_bytes in ((first, 0), (second, size)):
+        assert (section.start_bytes, section.end_bytes) == (start_bytes, size)
+        assert 2 * size <= section.peak_bytes < 2 * size + 100, "both are there; and a few numbers of the kernels"
+    assert third.rise_bytes == 0
+    assert z.nbytes == size
+    assert Allocations.is_free()
