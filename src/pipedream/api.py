@@ -7,6 +7,7 @@ measure at the same time would disturb each other, and would disagree.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,9 @@ from . import profiler as profiling
 from . import simulator as clock
 from .capture import Captured, capture, find_layers, untouched
 from .core.cluster import Cluster
-from .core.errors import PlanError
+from .core.errors import PlanError, ScheduleError
 from .core.graphtxt import GraphText
+from .core.holding import Held, held
 from .core.plan import Plan
 from .core.profile import Profile
 from .core.program import Program
@@ -27,7 +29,7 @@ from .runtime import talk
 from .runtime.batches import to_device
 from .verifier import verify
 
-__all__ = ["classic", "layers_of", "plan", "profile", "simulate", "simulate_program", "versions_of"]
+__all__ = ["classic", "holds_of", "layers_of", "plan", "profile", "simulate", "simulate_program", "versions_of"]
 
 
 def profile(
@@ -126,22 +128,40 @@ def plan(
         raise PlanError(f"cost model {cost_model!r} is not known; write pipedream or classic")
     if isinstance(profile, GraphText):
         profile = profile.profile()
-    versions, parts = versions_of(schedule), microbatches or 1
+    parts = microbatches or 1
+    holds = holds_of(schedule, parts)
     if cuts is not None:
         counts = None if isinstance(shape, str) and shape in planner.SHAPES else planner.counts_of(shape)
-        return planner.by_hand(
-            profile, cluster, cuts, counts, versions=versions, microbatches=parts, depth=in_flight, lag=lag
+        found = planner.by_hand(
+            profile, cluster, cuts, counts, holds=holds, microbatches=parts, depth=in_flight, lag=lag
         )
-    return planner.plan(
-        profile,
-        cluster,
-        versions=versions,
-        microbatches=parts,
-        depth=in_flight,
-        shape=shape,
-        lag=lag,
-        all_workers=all_workers,
-    )
+    else:
+        found = planner.plan(
+            profile,
+            cluster,
+            holds=holds,
+            microbatches=parts,
+            depth=in_flight,
+            shape=shape,
+            lag=lag,
+            all_workers=all_workers,
+        )
+    return _for_method(found, profile, schedule, microbatches)
+
+
+def _for_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | None) -> Plan:
+    """Returns a plan that names its method and its split, the method's own one where none is given."""
+    try:
+        built = schedules.build(schedule, plan, microbatches)
+    except ScheduleError:  # of the number, which is said where the plan is used
+        built = schedules.build(schedule, plan)
+        return replace(plan, schedule=built.name, microbatches=microbatches or 1)
+    if microbatches is None and built.microbatches > 1:
+        space = planner.Space.of(
+            profile, plan.cluster, holds=holds_of(schedule, built.microbatches), microbatches=built.microbatches
+        )
+        plan = space.with_bytes(plan)
+    return replace(plan, schedule=built.name, microbatches=built.microbatches)
 
 
 def classic(
@@ -162,6 +182,31 @@ def classic(
         PlanError: see `pipedream.planner.classic`.
     """
     return planner.classic(profile, cluster, versions=versions_of(schedule), depth=in_flight)
+
+
+def holds_of(schedule: str, microbatches: int | None = None) -> planner.Holds:
+    """Returns a method's rule from a plan to what each of its stages holds, read off the method's own schedule.
+
+    Args:
+        schedule: the method's name.
+        microbatches: m; a plan with more replicas than m is taken with as many as it needs. None: the method's own.
+
+    Raises:
+        ScheduleError: no such method.
+    """
+    schedules.build(schedule, Plan.uniform(1))
+
+    def holds(plan: Plan) -> tuple[Held, ...]:
+        for parts in () if microbatches is None else (microbatches, max(microbatches, *plan.replicas)):
+            with suppress(ScheduleError):
+                return held(schedules.build(schedule, plan, parts))
+        built = schedules.build(schedule, plan)
+        if microbatches is None:
+            return held(built)
+        # It does not work with so few: then all that is admitted.
+        return tuple(Held(count, built.weights.versions(s)) for s, count in enumerate(plan.in_flight))
+
+    return holds
 
 
 def versions_of(schedule: str) -> Callable[[int, int], int]:

@@ -5,11 +5,12 @@ from .dynamic import Pipelines
 from .exhaustive import every_plan, exhaustive
 from .hand import by_hand, whole
 from .search import SHAPES, counts_of, plan
-from .space import Space, Versions, stash
+from .space import Holds, Space, Versions, stash
 
 __all__ = [
     "SHAPES",
     "Classic",
+    "Holds",
     "Pipelines",
     "Space",
     "Versions",

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import PlanError
+from ..core.holding import Held
 from ..core.plan import Plan
 from ..core.units import format_bytes
 from .space import Space
@@ -117,7 +118,7 @@ class Pipelines:
         return {}
 
     @cached_property
-    def _needs(self) -> dict[tuple[int, int], Any]:
+    def _needs(self) -> dict[tuple[Held, Held], Any]:
         return {}
 
     def _cost(self, replicas: int) -> Any:
@@ -130,11 +131,14 @@ class Pipelines:
     def _need(self, state: State) -> Any:
         workers, replicas = state
         held, lag = (workers - 1) // replicas + 1, self.space.lag if replicas > 1 else 0
-        if (held, lag) not in self._needs:
-            need = self.space.need_bytes(self._places[:, None], self._places[None, :], held, lag)
-            need[0, -1] = self.space.need_bytes(0, int(self._places[-1]), held)  # one stage alone does not lag
-            self._needs[held, lag] = need
-        return self._needs[held, lag]
+        # One stage alone does not lag.
+        key = self.space.held(held, lag, replicas), self.space.held(held, 0, replicas)
+        if key not in self._needs:
+            ends = self._places[:, None], self._places[None, :]
+            need = self.space.need_bytes(*ends, held, lag, replicas=replicas)
+            need[0, -1] = self.space.need_bytes(0, int(self._places[-1]), held, replicas=replicas)
+            self._needs[key] = need
+        return self._needs[key]
 
     def _seconds(self, state: State) -> Any:
         """Seconds of the stage from one place to the other; infinite where it is none, or does not fit."""

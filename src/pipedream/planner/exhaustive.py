@@ -41,7 +41,9 @@ def exhaustive(space: Space, among: Callable[[Plan], bool] = lambda plan: True) 
 def peak_bytes(space: Space, plan: Plan) -> int:
     """Returns the need of a plan's fullest worker at the paper's depth, where a lag does not yet ask for more."""
     rows = zip(plan.stages, noam(plan.replicas), plan.lag, strict=True)
-    return max(int(space.need_bytes(stage.first, stage.last, held, lag)) for stage, held, lag in rows)
+    return max(
+        int(space.need_bytes(stage.first, stage.last, held, lag, replicas=stage.replicas)) for stage, held, lag in rows
+    )
 
 
 def _rank(plan: Plan) -> tuple[float, int, int, int, tuple[tuple[int, int], ...]]:

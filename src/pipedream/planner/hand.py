@@ -9,7 +9,7 @@ from ..core.errors import PlanError
 from ..core.graph import LayerGraph
 from ..core.plan import Plan
 from ..core.profile import Profile
-from .space import Space, Versions, stash
+from .space import Holds, Space, Versions, stash
 
 __all__ = ["by_hand", "whole"]
 
@@ -37,6 +37,7 @@ def by_hand(
     replicas: tuple[int, ...] | None = None,
     *,
     versions: Versions = stash,
+    holds: Holds | None = None,
     microbatches: int = 1,
     depth: str | tuple[int, ...] = "noam",
     lag: int = 0,
@@ -47,6 +48,7 @@ def by_hand(
         cuts: indices or names of layers.
         replicas: workers of each stage; one each unless given.
         lag: of the replicated stages of a pipeline.
+        versions, holds: what the method holds of what is admitted, see `plan`.
 
     Raises:
         PlanError: a cut that the model does not allow (says why), counts that match neither stages nor
@@ -66,7 +68,7 @@ def by_hand(
             f"replicas {counts} take {sum(counts)} workers, the cluster has {cluster.workers}; ask for fewer or give "
             "more workers"
         )
-    space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches)
+    space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches, holds=holds)
     return space.at_depth(space.plan(places, counts, note="cut by hand"), depth)
 
 

@@ -15,7 +15,7 @@ from ..core.plan import Plan
 from ..core.profile import Profile
 from ..core.units import format_seconds
 from .dynamic import Pipelines, check_fits, of_counts, replicated, straights
-from .space import Space, Versions, stash
+from .space import Holds, Space, Versions, stash
 
 __all__ = ["SHAPES", "counts_of", "plan"]
 
@@ -28,6 +28,7 @@ def plan(
     cluster: Cluster,
     *,
     versions: Versions = stash,
+    holds: Holds | None = None,
     microbatches: int = 1,
     depth: str | tuple[int, ...] = "noam",
     shape: str | tuple[int, ...] = "any",
@@ -41,6 +42,8 @@ def plan(
 
     Args:
         versions: versions of the weights that a stage holds, from its count in flight and its lag.
+        holds: what the method holds of what is admitted; None: all of it, in so many `versions`. Where this depends on
+            the whole plan (vertical sync), the search takes the least, and the memory is checked again.
         microbatches: parts that a minibatch is split into.
         depth: applied to the plan found at the paper's depth; memory is checked again at it.
         shape: 'any' compares one worker, data parallelism and pipelines whose stages may be replicated;
@@ -54,7 +57,7 @@ def plan(
         PlanError: an unknown shape, more stages than the model can be cut into, more workers than there are, or
             nothing fits the memory at this depth.
     """
-    space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches)
+    space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches, holds=holds)
     if shape in ("any", "pipeline"):
         found = _fastest(space, shape == "pipeline", all_workers)
     elif shape == "data-parallel":
@@ -155,11 +158,12 @@ def _straight(space: Space) -> Plan | None:
 
 def _whole(space: Space, workers: int) -> Plan | None:
     limit = space.cluster.memory_bytes
-    return None if limit is not None and _whole_bytes(space) > limit else space.plan((), (workers,))
+    return None if limit is not None and _whole_bytes(space, workers) > limit else space.plan((), (workers,))
 
 
-def _whole_bytes(space: Space) -> int:
-    return int(space.need_bytes(0, len(space.profile.layers), 1))
+def _whole_bytes(space: Space, workers: int | None = None) -> int:
+    count = space.cluster.workers if workers is None else workers
+    return int(space.need_bytes(0, len(space.profile.layers), 1, replicas=count))
 
 
 def _seconds(plan: Plan) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
@@ -21,16 +22,20 @@ import numpy as np
 from ..core import depth as depths
 from ..core.cluster import Cluster
 from ..core.errors import PlanError
+from ..core.holding import Held
 from ..core.memory import stage_bytes
 from ..core.plan import Plan, Stage
 from ..core.profile import Profile
 from ..core.site import Site
 from ..core.units import format_bytes
 
-__all__ = ["Index", "Space", "Versions", "stash"]
+__all__ = ["Holds", "Index", "Space", "Versions", "stash"]
 
 Versions = Callable[[int, int], int]
 """From the minibatches in flight at a stage, and its lag, to the versions of its weights alive at once."""
+
+Holds = Callable[[Plan], tuple[Held, ...]]
+"""From a plan to what each of its stages holds under a method, which is read off the method's schedule."""
 
 Index = Any
 """A layer index, or a numpy array of them: each cost is one formula, for one stage or for all at once."""
@@ -56,6 +61,7 @@ class Space:
         parameters, optimizer, activations: bytes of all layers before index i; the optimizer's state is
             shared out by parameter bytes.
         crossing: bytes that cross a cut at index i; at 0 the model's input, at the end its output.
+        holds: what the method holds of what is admitted; None: all of it, in so many `versions`.
     """
 
     profile: Profile
@@ -70,6 +76,7 @@ class Space:
     optimizer: Any
     activations: Any
     crossing: Any
+    holds: Holds | None = None
 
     @classmethod
     def of(
@@ -80,6 +87,7 @@ class Space:
         versions: Versions = stash,
         lag: int = 0,
         microbatches: int = 1,
+        holds: Holds | None = None,
     ) -> Space:
         """Returns the space of a profile on a cluster.
 
@@ -113,6 +121,7 @@ class Space:
             np.array(optimizer),
             np.array([0, *accumulate(layer.activation_bytes for layer in layers)]),
             np.array([_input_bytes(profile), *(layer.output_bytes for layer in layers)]),
+            holds,
         )
 
     @property
@@ -152,17 +161,46 @@ class Space:
         flat = Cluster.flat(replicas + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s, cluster.memory_bytes)
         return Site.of(flat, range(1, replicas + 1), 0, replicas + 1)
 
-    def need_bytes(self, first: Index, last: Index, in_flight: int, lag: int = 0, recompute: bool = False) -> Any:
-        """Returns the peak bytes of one worker of a stage that holds so many microbatches in flight."""
+    def need_bytes(
+        self, first: Index, last: Index, in_flight: int, lag: int = 0, recompute: bool = False, replicas: int = 1
+    ) -> Any:
+        """Returns the peak bytes of one worker of a stage that admits so many microbatches before its first backward.
+
+        What of a minibatch's parts one of several replicas holds depends on how many they are; one holds the most.
+        """
+        return self._bytes(first, last, self.held(in_flight, lag, replicas), recompute)
+
+    def _bytes(self, first: Index, last: Index, held: Held, recompute: bool) -> Any:
         return stage_bytes(
             parameter_bytes=self.parameters[last] - self.parameters[first],
             optimizer_bytes=self.optimizer[last] - self.optimizer[first],
             activation_bytes=-(-(self.activations[last] - self.activations[first]) // self.microbatches),
             input_bytes=-(-self.crossing[first] // self.microbatches),
-            versions=self.versions(in_flight, lag),
-            in_flight=in_flight,
+            versions=held.versions,
+            in_flight=held.in_flight,
             recompute=recompute,
         )
+
+    def held(self, in_flight: int, lag: int = 0, replicas: int = 1) -> Held:
+        """Returns what a stage holds of which its neighbours are not known: that of the input stage of a small plan."""
+        if self.holds is None:
+            return Held(in_flight, self.versions(in_flight, lag))
+        share = -(-self.microbatches // replicas)  # replicas matter by their share of a minibatch alone
+        key = in_flight, lag, max(-(-self.microbatches // share), 1 + lag)
+        if key not in self._known:
+            small = replace(Plan.uniform(2, replicas=(key[2], 1)), in_flight=(in_flight, 1), lag=(lag, 0))
+            self._known[key] = self.holds(small)[0]
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int, int], Held]:
+        return {}
+
+    def _held_by(self, plan: Plan) -> tuple[Held, ...]:
+        """Returns what the stages of a whole plan hold."""
+        if self.holds is not None:
+            return self.holds(plan)
+        return tuple(self.held(*row, 1) for row in zip(plan.in_flight, plan.lag, strict=True))
 
     def stage(self, first: int, last: int, replicas: int = 1, in_flight: int = 1, lag: int = 0) -> Stage:
         """Returns the stage of the layers first <= i < last, all its fields filled in."""
@@ -177,7 +215,7 @@ class Space:
             activation_bytes=int(self.activations[last] - self.activations[first]),
             parameter_bytes=int(self.parameters[last] - self.parameters[first]),
             optimizer_bytes=int(self.optimizer[last] - self.optimizer[first]),
-            peak_bytes=int(self.need_bytes(first, last, in_flight, lag)),
+            peak_bytes=int(self.need_bytes(first, last, in_flight, lag, replicas=replicas)),
             names=tuple(layer.name for layer in self.profile.graph.layers[first:last]),
         )
 
@@ -206,13 +244,9 @@ class Space:
             most = tuple(self._most_in_flight(high, s) for s in range(len(high.stages)))
             found = depths.fitting(low.in_flight, high.in_flight, most, plan.replicas)
             return replace(self.at_depth(plan, found), depth="auto")
-        deep = plan.with_depth(depth)
-        stages = tuple(
-            replace(stage, peak_bytes=int(self.need_bytes(stage.first, stage.last, held, lag)))
-            for stage, held, lag in zip(deep.stages, deep.in_flight, deep.lag, strict=True)
-        )
+        deep = self.with_bytes(plan.with_depth(depth))
         limit = self.cluster.memory_bytes
-        for s, (stage, held) in enumerate(zip(stages, deep.in_flight, strict=True)):
+        for s, (stage, held) in enumerate(zip(deep.stages, deep.in_flight, strict=True)):
             if limit is not None and stage.peak_bytes > limit:
                 less = "--in-flight auto for the deepest that fits" if deep.depth == "full" else "a smaller depth"
                 raise PlanError(
@@ -221,13 +255,24 @@ class Space:
                     f"{format_bytes(limit)}; ask for {less}, cut it further, split minibatches into "
                     "more microbatches or choose a schedule that holds fewer versions"
                 )
-        return replace(deep, stages=stages)
+        return deep
+
+    def with_bytes(self, plan: Plan) -> Plan:
+        """Returns the plan with the peak bytes of what its stages hold."""
+        stages = tuple(
+            replace(stage, peak_bytes=int(self._bytes(stage.first, stage.last, held, stage.recompute)))
+            for stage, held in zip(plan.stages, self._held_by(plan), strict=True)
+        )
+        return replace(plan, stages=stages)
 
     def _most_in_flight(self, plan: Plan, s: int) -> int:
         """Returns what a stage's memory has room for, up to what the plan has in flight."""
         stage, limit = plan.stages[s], self.cluster.memory_bytes
         held = plan.in_flight[s]
-        while limit is not None and held > 1 and self.need_bytes(stage.first, stage.last, held, plan.lag[s]) > limit:
+        ends = stage.first, stage.last
+        while limit is not None and held > 1:
+            if self.need_bytes(*ends, held, plan.lag[s], stage.recompute, stage.replicas) <= limit:
+                break
             held -= 1
         return held
 
