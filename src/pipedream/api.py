@@ -6,8 +6,7 @@ measure at the same time would disturb each other, and would disagree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,18 +17,18 @@ from .capture import Captured, capture, find_layers, untouched
 from .core.cluster import Cluster
 from .core.errors import PlanError, ScheduleError
 from .core.graphtxt import GraphText
-from .core.holding import Held, held
 from .core.plan import Plan
 from .core.profile import Profile
 from .core.program import Program
 from .core.schedule import Schedule
 from .core.timeline import Timeline
 from .lowering import lower
+from .methods import holds_of, methods_of, score, versions_of
 from .runtime import talk
 from .runtime.batches import to_device
 from .verifier import verify
 
-__all__ = ["classic", "holds_of", "layers_of", "plan", "profile", "simulate", "simulate_program", "versions_of"]
+__all__ = ["choose", "classic", "layers_of", "plan", "profile", "simulate", "simulate_program"]
 
 
 def profile(
@@ -96,13 +95,15 @@ def plan(
     lag: int = 0,
     all_workers: bool = False,
     cost_model: str = "pipedream",
+    allow_asynchronous: bool = False,
 ) -> Plan:
     """Cuts a profiled model into stages, so that the slowest is as fast as can be and the memory holds.
 
     Args:
         profile: of the model, or a graph.txt of the original.
         cluster: workers, links, memory.
-        schedule: method whose versions of the weights count against the memory.
+        schedule: method whose versions of the weights count against the memory; 'auto' takes the fastest by
+            simulation, with its microbatches and its depth, see `choose`.
         microbatches: parts that a minibatch is split into.
         in_flight: depth: 'noam', 'full', 'auto' (the deepest of these that fits), or a count for each stage.
         shape: 'any' takes the fastest of one worker, data parallelism and pipelines; 'pipeline' at least two
@@ -113,6 +114,7 @@ def plan(
         lag: 1 puts the updates of a pipeline's replicated stages behind their next forward.
         all_workers: 'any' and 'pipeline' leave no worker without work.
         cost_model: 'pipedream', or 'classic' for the original planner's answer, see `classic`.
+        allow_asynchronous: 'auto' may take a method whose gradients are late.
 
     Raises:
         PlanError: nothing fits, or the model or the cluster does not allow the shape.
@@ -128,6 +130,19 @@ def plan(
         raise PlanError(f"cost model {cost_model!r} is not known; write pipedream or classic")
     if isinstance(profile, GraphText):
         profile = profile.profile()
+    if schedule == "auto":
+        if cuts is not None:
+            raise PlanError("schedule auto was asked for with cuts by hand; name the schedule, or the shape alone")
+        return choose(
+            profile,
+            cluster,
+            microbatches=microbatches,
+            in_flight=in_flight,
+            shape=shape,
+            lag=lag,
+            all_workers=all_workers,
+            allow_asynchronous=allow_asynchronous,
+        ).plan
     parts = microbatches or 1
     holds = holds_of(schedule, parts)
     if cuts is not None:
@@ -147,6 +162,46 @@ def plan(
             all_workers=all_workers,
         )
     return _for_method(found, profile, schedule, microbatches)
+
+
+def choose(
+    profile: Profile | GraphText,
+    cluster: Cluster,
+    *,
+    microbatches: int | None = None,
+    in_flight: str | tuple[int, ...] = "noam",
+    shape: str | tuple[int, ...] = "any",
+    lag: int = 0,
+    all_workers: bool = False,
+    allow_asynchronous: bool = False,
+    names: Sequence[str] = (),
+) -> planner.Comparison:
+    """Finds the method, the stages, the microbatches and the depth of the fewest simulated seconds per minibatch.
+
+    What `plan` does with the schedule 'auto'; this tells what was compared too.
+
+    Args:
+        profile, cluster, all_workers: see `plan`.
+        microbatches, in_flight, shape, lag: see `planner.choose`: what is said is kept, what is not is searched.
+        allow_asynchronous: also the methods whose gradients are late, which learn otherwise than one process does.
+        names: of the methods to compare; () compares all that may be taken.
+
+    Raises:
+        PlanError: none works, or an unknown name.
+    """
+    if isinstance(profile, GraphText):
+        profile = profile.profile()
+    return planner.choose(
+        profile,
+        cluster,
+        methods_of(names, allow_asynchronous=allow_asynchronous),
+        score,
+        shape=shape,
+        microbatches=microbatches,
+        depth=in_flight,
+        lag=lag,
+        all_workers=all_workers,
+    )
 
 
 def _for_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | None) -> Plan:
@@ -184,54 +239,11 @@ def classic(
     return planner.classic(profile, cluster, versions=versions_of(schedule), depth=in_flight)
 
 
-def holds_of(schedule: str, microbatches: int | None = None) -> planner.Holds:
-    """Returns a method's rule from a plan to what each of its stages holds, read off the method's own schedule.
-
-    Args:
-        schedule: the method's name.
-        microbatches: m; a plan with more replicas than m is taken with as many as it needs. None: the method's own.
-
-    Raises:
-        ScheduleError: no such method.
-    """
-    schedules.build(schedule, Plan.uniform(1))
-
-    def holds(plan: Plan) -> tuple[Held, ...]:
-        for parts in () if microbatches is None else (microbatches, max(microbatches, *plan.replicas)):
-            with suppress(ScheduleError):
-                return held(schedules.build(schedule, plan, parts))
-        built = schedules.build(schedule, plan)
-        if microbatches is None:
-            return held(built)
-        # It does not work with so few: then all that is admitted.
-        return tuple(Held(count, built.weights.versions(s)) for s, count in enumerate(plan.in_flight))
-
-    return holds
-
-
-def versions_of(schedule: str) -> Callable[[int, int], int]:
-    """Returns a method's rule from a stage's in-flight count and its lag to its versions of the weights, read
-    off the method's own weight rule on a small plan.
-
-    Raises:
-        ScheduleError: no such method.
-    """
-
-    def versions(in_flight: int, lag: int) -> int:
-        small = Plan.uniform(in_flight)
-        if lag:
-            small = replace(Plan.uniform(2, replicas=(2, 1)), in_flight=(in_flight, 1), lag=(lag, 0))
-        return schedules.build(schedule, small).weights.versions(0)
-
-    versions(1, 0)
-    return versions
-
-
 def simulate(
     plan: Plan,
     *,
-    schedule: str | Schedule = "pipedream",
-    microbatches: int = 16,
+    schedule: str | Schedule | None = None,
+    microbatches: int | None = None,
     weight_s: float | None = None,
     jitter: float | Mapping[str, float] = 0.0,
     slow: Mapping[int, float] | None = None,
@@ -242,8 +254,9 @@ def simulate(
 
     Args:
         plan: with its predicted seconds and bytes.
-        schedule: a method's name, or a schedule.
-        microbatches: of the run. A method that flushes runs one minibatch of so many; any other runs on.
+        schedule: a method's name, or a schedule; the plan's, or PipeDream's own, unless said.
+        microbatches: of the run; 16 unless said. A method that flushes runs one minibatch of so many, the plan's split
+            unless said; any other runs on.
         weight_s: seconds of the weight gradient, where the backward is split.
         jitter: coefficient of variation of an op's seconds, which are then drawn from a lognormal distribution of the
             same mean; one for all ops, or by letter, as {"F": 0.1, "B": 0.2}.
@@ -256,11 +269,15 @@ def simulate(
         ScheduleError: the method does not work with this plan.
         PlanError: a jitter or a factor that makes no sense, or a slow rank that there is not.
     """
-    if isinstance(schedule, str):
-        tried = schedules.build(schedule, plan)
-        built = schedules.build(schedule, plan, microbatches) if tried.flushes else tried
-    else:
+    if isinstance(schedule, Schedule):
         built = schedule
+    else:
+        name, parts = plan.method(schedule)
+        built = schedules.build(name, plan, parts)
+        if built.flushes:
+            microbatches = microbatches or parts or 16
+            built = schedules.build(name, plan, microbatches)
+    microbatches = microbatches or 16
     try:
         stragglers = clock.Stragglers(jitter, slow or {}, seed)
         stragglers.check_ranks(built.placement.workers)

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 import pipedream as pd
 from pipedream import schedules
-from pipedream.api import holds_of
 from pipedream.core.cluster import Cluster
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.holding import Held, held
 from pipedream.core.plan import Plan
 from pipedream.core.profile import LayerProfile, Profile
 from pipedream.lowering import lower
+from pipedream.methods import holds_of
 from pipedream.verifier import verify
 
 METHODS = sorted(schedules.SCHEDULES)

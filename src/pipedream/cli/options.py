@@ -15,6 +15,7 @@ from ..core.cluster import Cluster, Level
 from ..core.errors import PlanError
 
 __all__ = [
+    "AllowAsynchronous",
     "Config",
     "DataParallel",
     "Depth",
@@ -22,6 +23,7 @@ __all__ = [
     "Json",
     "Lag",
     "Microbatches",
+    "PlanSchedule",
     "RecipeFile",
     "ScheduleName",
     "SeveralValues",
@@ -45,6 +47,12 @@ DataParallel = Annotated[bool, typer.Option("--data-parallel", help="One stage o
 Config = Annotated[str | None, typer.Option("--config", metavar="R0-R1-...", help="Workers of each stage: 2-1.")]
 Lag = Annotated[int, typer.Option("--lag", min=0, max=1, help="1: replicated stages update behind their next forward.")]
 ScheduleName = Annotated[str, typer.Option("--schedule", help="A method: see 'pipedream schedules'.")]
+PlanSchedule = Annotated[
+    str, typer.Option("--schedule", help="A method: see 'pipedream schedules'; auto: the fastest by simulation.")
+]
+AllowAsynchronous = Annotated[
+    bool, typer.Option("--allow-asynchronous", help="With auto: also methods whose gradients are late.")
+]
 Microbatches = Annotated[
     int | None, typer.Option("--microbatches", min=1, help="Parts of a minibatch, for methods that split it.")
 ]

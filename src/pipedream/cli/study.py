@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .. import api, metrics, schedules
+from .. import api, metrics, planner, schedules
 from ..core.artifact import encode
 from ..core.cluster import Cluster
 from ..core.errors import PlanError
@@ -24,13 +24,14 @@ from ..report.svg import timeline_svg
 from ..report.text import grid, grid_rich
 from ..verifier import verify
 from .options import (
+    AllowAsynchronous,
     Config,
     DataParallel,
     Depth,
     Json,
     Lag,
     Microbatches,
-    ScheduleName,
+    PlanSchedule,
     Straight,
     cluster_of,
     depth_of,
@@ -65,7 +66,9 @@ def plan(
             "--cost-model", metavar="pipedream|classic", help="classic: the arithmetic of the original's planner."
         ),
     ] = "pipedream",
-    schedule: ScheduleName = "pipedream",
+    schedule: PlanSchedule = "pipedream",
+    allow_asynchronous: AllowAsynchronous = False,
+    explain: Annotated[bool, typer.Option("--explain", help="With auto: print what was compared.")] = False,
     microbatches: Microbatches = None,
     in_flight: Depth = "noam",
     lag: Lag = 0,
@@ -87,6 +90,7 @@ def plan(
     if cuts is not None and (straight or data_parallel):
         raise PlanError("--cuts already says the stages; give it alone or with --config, the workers of each")
     began = time.perf_counter()
+    compared: tuple[planner.Candidate, ...] = ()
     if cost_model == "classic":
         if shape != "any" or cuts is not None or lag or microbatches:
             raise PlanError(
@@ -99,19 +103,32 @@ def plan(
         slowest_s, alone_s, parallel_s = answer.slowest_stage_s, answer.one_worker_s, answer.data_parallel_s
     else:
         known = measured.profile(profile.stem) if isinstance(measured, GraphText) else measured
-        found = api.plan(
-            known,
-            joined,
-            schedule=schedule,
-            microbatches=microbatches,
-            in_flight=depth_of(in_flight),
-            shape=shape,
-            cuts=None
-            if cuts is None
-            else tuple(int(cut) if cut.isdecimal() else cut for cut in cuts.split(",") if cut),
-            lag=lag,
-            cost_model=cost_model,
-        )
+        depth = depth_of(in_flight)
+        if schedule == "auto" and cuts is None and cost_model == "pipedream":
+            best = api.choose(
+                known,
+                joined,
+                microbatches=microbatches,
+                in_flight=depth,
+                shape=shape,
+                lag=lag,
+                allow_asynchronous=allow_asynchronous,
+            )
+            found, compared = best.plan, best.candidates
+            if explain and not as_json:
+                print(best, end="\n\n")
+        else:
+            found = api.plan(
+                known,
+                joined,
+                schedule=schedule,
+                microbatches=microbatches,
+                in_flight=depth,
+                shape=shape,
+                cuts=None if cuts is None else tuple(int(c) if c.isdecimal() else c for c in cuts.split(",") if c),
+                lag=lag,
+                cost_model=cost_model,
+            )
         seconds = time.perf_counter() - began
         unlimited = Cluster.flat(joined.workers, joined.bandwidth_bytes_per_s, joined.latency_s)
         slowest_s = found.slowest_stage_s
@@ -134,7 +151,10 @@ def plan(
             "planning_s": seconds,
             "in_flight": list(found.in_flight),
             "lag": list(found.lag),
+            "schedule": found.schedule,
+            "microbatches": found.microbatches,
             "note": found.note,
+            **({"candidates": encode(compared)} if compared else {}),
             "stages": [
                 {
                     "layers": list(stage.names),
@@ -157,8 +177,13 @@ def simulate(
     backward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a backward, with --uniform.")] = 2.0,
     transfer_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a message one way, with --uniform.")] = 0.0,
     weight_s: Annotated[float | None, typer.Option(min=0.0, help="Seconds of the weight gradient.")] = None,
-    schedule: ScheduleName = "pipedream",
-    microbatches: Annotated[int, typer.Option(min=1, help="Of the run, from an empty pipeline to an empty one.")] = 16,
+    schedule: Annotated[
+        str | None, typer.Option(help="A method: see 'pipedream schedules'; the plan's, or pipedream.")
+    ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of the run, from an empty pipeline to an empty one; the plan's, or 16."),
+    ] = None,
     in_flight: Depth = "noam",
     jitter: Annotated[
         float, typer.Option(min=0.0, metavar="CV", help="Coefficient of variation of the seconds of ops.")

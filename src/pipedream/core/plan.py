@@ -245,6 +245,15 @@ class Plan(Artifact):
         """Predicted seconds per unit of the full pipeline, whose messages depth hides: those of its slowest stage."""
         return max(self.periods_s)
 
+    def method(self, schedule: str | None = None, microbatches: int | None = None) -> tuple[str, int | None]:
+        """Returns the method to use and its split: what is said, else what the plan was made for, else PipeDream.
+
+        The plan's split goes with the plan's own method alone; None leaves it to the method.
+        """
+        if self.schedule and schedule in (None, self.schedule):
+            return self.schedule, microbatches or self.microbatches
+        return schedule or "pipedream", microbatches
+
     def with_depth(self, wanted: str | tuple[int, ...]) -> Self:
         """Returns the plan with another depth: 'noam', 'full', or in-flight counts by hand.
 

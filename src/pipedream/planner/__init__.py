@@ -1,5 +1,7 @@
-"""Which layers form a stage: PipeDream's dynamic program, its oracle, cuts made by hand, and the original's answers."""
+"""Which layers form a stage: PipeDream's dynamic program, its oracle, cuts made by hand, the original's answers;
+and which method to train with."""
 
+from .choosing import Candidate, Comparison, Method, Score, choose
 from .classic import Classic, classic
 from .dynamic import Pipelines
 from .exhaustive import every_plan, exhaustive
@@ -9,12 +11,17 @@ from .space import Holds, Space, Versions, stash
 
 __all__ = [
     "SHAPES",
+    "Candidate",
     "Classic",
+    "Comparison",
     "Holds",
+    "Method",
     "Pipelines",
+    "Score",
     "Space",
     "Versions",
     "by_hand",
+    "choose",
     "classic",
     "counts_of",
     "every_plan",
