@@ -13,6 +13,8 @@ from typer.core import TyperCommand
 from ..core import units
 from ..core.cluster import Cluster, Level
 from ..core.errors import PlanError
+from ..core.graphtxt import GraphText
+from ..core.profile import Profile
 
 __all__ = [
     "AllowAsynchronous",
@@ -30,6 +32,7 @@ __all__ = [
     "Straight",
     "cluster_of",
     "depth_of",
+    "measured",
     "print_json",
     "shape_of",
 ]
@@ -48,7 +51,8 @@ Config = Annotated[str | None, typer.Option("--config", metavar="R0-R1-...", hel
 Lag = Annotated[int, typer.Option("--lag", min=0, max=1, help="1: replicated stages update behind their next forward.")]
 ScheduleName = Annotated[str, typer.Option("--schedule", help="A method: see 'pipedream schedules'.")]
 PlanSchedule = Annotated[
-    str, typer.Option("--schedule", help="A method: see 'pipedream schedules'; auto: the fastest by simulation.")
+    str | None,
+    typer.Option("--schedule", help="A method: see 'pipedream schedules'; auto: the fastest by simulation; pipedream."),
 ]
 AllowAsynchronous = Annotated[
     bool, typer.Option("--allow-asynchronous", help="With auto: also methods whose gradients are late.")
@@ -63,6 +67,15 @@ RecipeFile = Annotated[str, typer.Argument(metavar="RECIPE", help="A Python file
 def print_json(value: Any) -> None:
     """Prints one JSON object."""
     print(json.dumps(value, indent=1))
+
+
+def measured(path: Path) -> Profile | GraphText:
+    """Reads a profile, or a graph.txt, told apart by how they begin. Raises ArtifactError."""
+    try:
+        begins = path.read_text(encoding="utf-8").lstrip()[:1]
+    except (OSError, UnicodeDecodeError):
+        return Profile.load(path)  # which says what is wrong with it
+    return Profile.load(path) if begins in ("{", "[") or path.suffix == ".json" else GraphText.load(path)
 
 
 def depth_of(text: str) -> str | tuple[int, ...]:

@@ -23,6 +23,7 @@ from ..report.listing import schedule_table
 from ..report.svg import timeline_svg
 from ..report.text import grid, grid_rich
 from ..verifier import verify
+from . import checking
 from .options import (
     AllowAsynchronous,
     Config,
@@ -35,6 +36,7 @@ from .options import (
     Straight,
     cluster_of,
     depth_of,
+    measured,
     print_json,
     shape_of,
 )
@@ -44,8 +46,9 @@ __all__ = ["list_schedules", "plan", "show", "simulate"]
 
 def plan(
     profile: Annotated[
-        Path, typer.Argument(metavar="PROFILE", help="A profile's file, or a graph.txt of the original PipeDream.")
-    ],
+        Path | None,
+        typer.Argument(metavar="PROFILE", help="A profile's file, or a graph.txt of the original PipeDream."),
+    ] = None,
     workers: Annotated[
         list[str] | None,
         typer.Option(metavar="M1 [M2 ...]", help="Workers; of a network of several levels, innermost first: 4 4."),
@@ -66,7 +69,7 @@ def plan(
             "--cost-model", metavar="pipedream|classic", help="classic: the arithmetic of the original's planner."
         ),
     ] = "pipedream",
-    schedule: PlanSchedule = "pipedream",
+    schedule: PlanSchedule = None,
     allow_asynchronous: AllowAsynchronous = False,
     explain: Annotated[bool, typer.Option("--explain", help="With auto: print what was compared.")] = False,
     microbatches: Microbatches = None,
@@ -81,10 +84,25 @@ def plan(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="File to write the plan to; name.txt: a graph.txt.")
     ] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN", help="Instead: check a plan that was edited; with a profile its seconds and bytes too."
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option("--profile", metavar="PROFILE", help="With --check: the profile of its model.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Cut a profiled model into stages, as fast as can be within the memory."""
-    measured = _measured(profile)
+    """Cut a profiled model into stages, as fast as can be within the memory; or check a plan that was edited."""
+    if check is not None:
+        checking.check(check, against or profile, schedule, microbatches, as_json)
+        return
+    if profile is None:
+        raise PlanError("say which PROFILE to plan from, or which plan to check: --check PLAN")
+    schedule = schedule or "pipedream"
+    given = measured(profile)
     joined = cluster_of(cluster, workers or [], bandwidth or [], latency, memory)
     shape = shape_of(straight=straight, data_parallel=data_parallel, config=config, usual="any")
     if cuts is not None and (straight or data_parallel):
@@ -97,12 +115,12 @@ def plan(
                 "--cost-model classic knows no --straight, --data-parallel, --config, --cuts, --lag and "
                 "--microbatches; leave them out, or plan with --cost-model pipedream"
             )
-        answer = api.classic(measured, joined, schedule=schedule, in_flight=depth_of(in_flight))
+        answer = api.classic(given, joined, schedule=schedule, in_flight=depth_of(in_flight))
         seconds = time.perf_counter() - began
-        found = replace(answer.plan, model=answer.plan.model if isinstance(measured, Profile) else profile.stem)
+        found = replace(answer.plan, model=answer.plan.model if isinstance(given, Profile) else profile.stem)
         slowest_s, alone_s, parallel_s = answer.slowest_stage_s, answer.one_worker_s, answer.data_parallel_s
     else:
-        known = measured.profile(profile.stem) if isinstance(measured, GraphText) else measured
+        known = given.profile(profile.stem) if isinstance(given, GraphText) else given
         depth = depth_of(in_flight)
         if schedule == "auto" and cuts is None and cost_model == "pipedream":
             best = api.choose(
@@ -135,7 +153,7 @@ def plan(
         alone_s = known.forward_s + known.backward_s + known.update_s + known.loss_s
         parallel_s = api.plan(known, unlimited, shape="data-parallel").slowest_stage_s
     if output is not None and output.suffix == ".txt":
-        text = measured if isinstance(measured, GraphText) else GraphText.of(measured)
+        text = given if isinstance(given, GraphText) else GraphText.of(given)
         text.with_stages(stage.names for stage in found.stages).save(output)
     elif output is not None:
         found.save(output)
@@ -287,15 +305,6 @@ def _slow(text: str) -> tuple[int, float]:
         return int(rank), float(factor)
     except ValueError:
         raise PlanError(f"--slow {text!r} is not known; write RANK=FACTOR, as in 2=1.5") from None
-
-
-def _measured(path: Path) -> Profile | GraphText:
-    """A profile, or a graph.txt, told apart by how they begin."""
-    try:
-        begins = path.read_text(encoding="utf-8").lstrip()[:1]
-    except (OSError, UnicodeDecodeError):
-        return Profile.load(path)  # which says what is wrong with it
-    return Profile.load(path) if begins in ("{", "[") or path.suffix == ".json" else GraphText.load(path)
 
 
 def _width() -> int | None:

@@ -5,7 +5,7 @@ from .choosing import Candidate, Comparison, Method, Score, choose
 from .classic import Classic, classic
 from .dynamic import Pipelines
 from .exhaustive import every_plan, exhaustive
-from .hand import by_hand, whole
+from .hand import by_hand, check_cuts, whole
 from .search import SHAPES, counts_of, plan
 from .space import Holds, Space, Versions, stash
 
@@ -21,6 +21,7 @@ __all__ = [
     "Space",
     "Versions",
     "by_hand",
+    "check_cuts",
     "choose",
     "classic",
     "counts_of",

@@ -11,7 +11,7 @@ from ..core.plan import Plan
 from ..core.profile import Profile
 from .space import Holds, Space, Versions, stash
 
-__all__ = ["by_hand", "whole"]
+__all__ = ["by_hand", "check_cuts", "whole"]
 
 
 def whole(
@@ -55,7 +55,7 @@ def by_hand(
             workers, or a stage that does not fit the memory.
     """
     places = tuple(_place(profile.graph, cut) for cut in cuts)
-    _check_cuts(profile.graph, places)
+    check_cuts(profile.graph, places)
     counts = (1,) * (len(cuts) + 1) if replicas is None else tuple(replicas)
     if len(counts) != len(cuts) + 1:
         raise PlanError(
@@ -81,7 +81,12 @@ def _place(graph: LayerGraph, cut: int | str) -> int:
     return names.index(cut)
 
 
-def _check_cuts(graph: LayerGraph, cuts: tuple[int, ...]) -> None:
+def check_cuts(graph: LayerGraph, cuts: tuple[int, ...]) -> None:
+    """Checks that a model may be cut before each of these layers.
+
+    Raises:
+        PlanError: it may not, with the reason; or they do not rise.
+    """
     count, allowed = len(graph.layers), graph.cuts()
     if any(after <= before for before, after in pairwise(cuts)):
         raise PlanError(f"cuts {cuts} were asked; give layer indices that rise, each once")
