@@ -104,6 +104,9 @@ def shape_of(*, straight: bool, data_parallel: bool, config: str | None, usual: 
     return given[0][1] if given else usual
 
 
+_RATE = r"[0-9.]+([eE][-+]?\d+)?([kKmMgGtT]?(bit|[bB])(/s|ps)?)?"
+
+
 class SeveralValues(TyperCommand):
     """A command whose --workers and --bandwidth take several values: ``--workers 4 4``, ``4,4``, or the option again.
 
@@ -113,7 +116,7 @@ class SeveralValues(TyperCommand):
 
     _LISTS: ClassVar = {
         "--workers": r"\d+(,\d+)*",
-        "--bandwidth": r"[0-9.]+([eE][-+]?\d+)?([kKmMgGtT]?(bit|[bB])(/s|ps)?)?",
+        "--bandwidth": rf"{_RATE}(,{_RATE})*",
     }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

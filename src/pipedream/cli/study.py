@@ -23,7 +23,7 @@ from ..report.listing import schedule_table
 from ..report.svg import timeline_svg
 from ..report.text import grid, grid_rich
 from ..verifier import verify
-from . import checking
+from . import checking, sweeping
 from .options import (
     AllowAsynchronous,
     Config,
@@ -93,9 +93,20 @@ def plan(
     against: Annotated[
         Path | None, typer.Option("--profile", metavar="PROFILE", help="With --check: the profile of its model.")
     ] = None,
+    over: Annotated[
+        bool,
+        typer.Option(
+            "--sweep",
+            help="Instead: predict all of --workers 2,4,8 --bandwidth 1e8,1e9 --schedule pipedream,1f1b; "
+            "these lists are then alternatives, not levels of a network.",
+        ),
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --sweep: draw it, as name.svg or name.html.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Cut a profiled model into stages, as fast as can be within the memory; or check a plan that was edited."""
+    """Cut a profiled model into stages, as fast as can be within the memory; check a plan; compare clusters."""
     if check is not None:
         checking.check(check, against or profile, schedule, microbatches, as_json)
         return
@@ -103,6 +114,22 @@ def plan(
         raise PlanError("say which PROFILE to plan from, or which plan to check: --check PLAN")
     schedule = schedule or "pipedream"
     given = measured(profile)
+    if over:
+        sweeping.sweep(
+            given.profile(profile.stem) if isinstance(given, GraphText) else given,
+            workers=workers or [],
+            bandwidths=bandwidth or [],
+            latency_s=latency,
+            memory=memory,
+            schedules=schedule,
+            microbatches=microbatches,
+            in_flight=depth_of(in_flight),
+            shape=shape_of(straight=straight, data_parallel=data_parallel, config=config, usual="pipeline"),
+            allow_asynchronous=allow_asynchronous,
+            plot=plot,
+            as_json=as_json,
+        )
+        return
     joined = cluster_of(cluster, workers or [], bandwidth or [], latency, memory)
     shape = shape_of(straight=straight, data_parallel=data_parallel, config=config, usual="any")
     if cuts is not None and (straight or data_parallel):
