@@ -96,6 +96,7 @@ def plan(
     all_workers: bool = False,
     cost_model: str = "pipedream",
     allow_asynchronous: bool = False,
+    strategy: str = "search",
 ) -> Plan:
     """Cuts a profiled model into stages, so that the slowest is as fast as can be and the memory holds.
 
@@ -115,6 +116,8 @@ def plan(
         all_workers: 'any' and 'pipeline' leave no worker without work.
         cost_model: 'pipedream', or 'classic' for the original planner's answer, see `classic`.
         allow_asynchronous: 'auto' may take a method whose gradients are late.
+        strategy: 'search', or '2bw' for the planner of PipeDream-2BW: as many replicas for each stage, and the
+            microbatches, by that paper's cost model (`pipedream.planner.two_bw`).
 
     Raises:
         PlanError: nothing fits, or the model or the cluster does not allow the shape.
@@ -130,6 +133,16 @@ def plan(
         raise PlanError(f"cost model {cost_model!r} is not known; write pipedream or classic")
     if isinstance(profile, GraphText):
         profile = profile.profile()
+    if strategy == "2bw":
+        if (shape, cuts, lag, in_flight) != ("any", None, 0, "noam"):
+            raise PlanError(
+                "strategy 2bw was asked for with a shape, cuts, a lag or a depth, which it chooses or does not know; "
+                "leave them out"
+            )
+        found = planner.two_bw(profile, cluster, lambda m: holds_of("pipedream_2bw", m), microbatches=microbatches)
+        return replace(found, schedule="pipedream_2bw")
+    if strategy != "search":
+        raise PlanError(f"strategy {strategy!r} is not known; write search or 2bw")
     if schedule == "auto":
         if cuts is not None:
             raise PlanError("schedule auto was asked for with cuts by hand; name the schedule, or the shape alone")

@@ -71,6 +71,9 @@ def plan(
     ] = "pipedream",
     schedule: PlanSchedule = None,
     allow_asynchronous: AllowAsynchronous = False,
+    strategy: Annotated[
+        str, typer.Option(metavar="search|2bw", help="2bw: equal replicas, by PipeDream-2BW's planner and cost model.")
+    ] = "search",
     explain: Annotated[bool, typer.Option("--explain", help="With auto: print what was compared.")] = False,
     microbatches: Microbatches = None,
     in_flight: Depth = "noam",
@@ -149,7 +152,7 @@ def plan(
     else:
         known = given.profile(profile.stem) if isinstance(given, GraphText) else given
         depth = depth_of(in_flight)
-        if schedule == "auto" and cuts is None and cost_model == "pipedream":
+        if schedule == "auto" and cuts is None and (cost_model, strategy) == ("pipedream", "search"):
             best = api.choose(
                 known,
                 joined,
@@ -173,6 +176,7 @@ def plan(
                 cuts=None if cuts is None else tuple(int(c) if c.isdecimal() else c for c in cuts.split(",") if c),
                 lag=lag,
                 cost_model=cost_model,
+                strategy=strategy,
             )
         seconds = time.perf_counter() - began
         unlimited = Cluster.flat(joined.workers, joined.bandwidth_bytes_per_s, joined.latency_s)

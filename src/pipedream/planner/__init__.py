@@ -8,6 +8,7 @@ from .exhaustive import every_plan, exhaustive
 from .hand import by_hand, check_cuts, whole
 from .search import SHAPES, counts_of, plan
 from .space import Holds, Space, Versions, stash
+from .two_bw import two_bw, two_bw_s
 
 __all__ = [
     "SHAPES",
@@ -29,5 +30,7 @@ __all__ = [
     "exhaustive",
     "plan",
     "stash",
+    "two_bw",
+    "two_bw_s",
     "whole",
 ]
