@@ -37,6 +37,7 @@ class Stage:
         parameter_bytes, optimizer_bytes: of its weights and of their optimizer state.
         peak_bytes: predicted peak of one worker under the schedule that was planned for; 0 if unknown.
         names: the layers' names, for people.
+        forward_fixed_s, backward_fixed_s: of these seconds, what each microbatch of a split minibatch takes whole.
         recompute: only its input is kept between forward and backward, which does the forward again.
     """
 
@@ -54,6 +55,8 @@ class Stage:
     names: tuple[str, ...] = ()
     recompute: bool = False
     working_bytes: int = 0
+    forward_fixed_s: float = 0.0
+    backward_fixed_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.last:
@@ -61,9 +64,16 @@ class Stage:
         if not 1 <= self.replicas <= MOST_WORKERS:
             raise ValueError(f"a stage needs between 1 and {MOST_WORKERS} workers, found {self.replicas}")
         sizes = ("output_bytes", "activation_bytes", "working_bytes", "parameter_bytes")
-        for name in ("forward_s", "backward_s", "update_s", *sizes):
+        for name in ("forward_s", "backward_s", "update_s", "forward_fixed_s", "backward_fixed_s", *sizes):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
+
+    def split_s(self, microbatches: int) -> tuple[float, float]:
+        """Returns the seconds of forward and backward of one of so many equal parts: fixed + (all - fixed) / m."""
+        return (
+            self.forward_fixed_s + (self.forward_s - self.forward_fixed_s) / microbatches,
+            self.backward_fixed_s + (self.backward_s - self.backward_fixed_s) / microbatches,
+        )
 
     @property
     def redone_s(self) -> float:

@@ -211,6 +211,8 @@ class Space:
             forward_s=(self.forward[last] - self.forward[first]) / self.scale,
             backward_s=(self.backward[last] - self.backward[first]) / self.scale,
             update_s=float(self.update_s(first, last)),
+            forward_fixed_s=sum(layer.forward_fixed_s for layer in self.profile.layers[first:last]),
+            backward_fixed_s=sum(layer.backward_fixed_s for layer in self.profile.layers[first:last]),
             output_bytes=int(self.crossing[last]),
             activation_bytes=int(self.activations[last] - self.activations[first]),
             parameter_bytes=int(self.parameters[last] - self.parameters[first]),

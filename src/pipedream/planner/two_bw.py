@@ -50,7 +50,8 @@ def two_bw_s(found: Plan, microbatches: int) -> float:
     for stage, site, sum_s, before_s, behind_s in zip(
         found.stages, found.sites, found.sync_s, [0.0, *sends], [*sends, 0.0], strict=True
     ):
-        compute_s = (stage.forward_s + stage.redone_s) / site.speed / microbatches
+        forward_s, backward_s = stage.split_s(microbatches)
+        compute_s = (forward_s * (2 if stage.recompute else 1) + backward_s) / site.speed
         slots.append(max(compute_s + before_s + behind_s, sum_s / each))
     return float(max(slots)) * each
 

@@ -19,6 +19,7 @@ from ..core.errors import ProfileError
 from ..core.graph import LayerGraph
 from ..core.profile import LayerProfile, Profile
 from .about import device_text, versions
+from .halved import fixed_s
 from .passes import Loss, Passes, shapes_of
 from .sizes import kept_and_output_bytes, parameter_bytes
 from .stopwatch import Stopwatch
@@ -82,6 +83,17 @@ def measure(
         for _ in range(warmup + runs):
             passes.timed_run(sample)
             laps_s.append(watch.laps_s())
+        columns = list(zip(*laps_s[warmup:], strict=True))[: 2 * len(layers)]
+        # The loss is of the whole batch; and a run that fails leaves laps behind.
+        second = Stopwatch(place)
+        parts = Passes(layers, graph, None, second, place, autocast)
+
+        def laps_of(part: tuple[Any, ...]) -> list[float]:
+            parts.timed_run(part)
+            return second.laps_s()
+
+        known = [(median(column), _spread(column)) for column in columns]
+        fixed = fixed_s(laps_of, sample, shapes_of(sample)[0][0], known, warmup=warmup, runs=runs)
         parameters = named_parameters(layers, graph)
         update = UpdateCost()
         if optimizer is not None and parameters:
@@ -97,15 +109,19 @@ def measure(
             activation_bytes=kept,
             forward_spread_s=_spread(forward),
             backward_spread_s=_spread(backward),
+            forward_fixed_s=fixed[2 * i],
+            backward_fixed_s=fixed[2 * i + 1],
         )
         # The loss, if any, is the pair of columns after the last layer's.
-        for forward, backward, output, own, kept in zip(
-            forward_s[: len(layers)],
-            backward_s[: len(layers)],
-            output_bytes,
-            parameter_bytes(layers),
-            kept_bytes,
-            strict=True,
+        for i, (forward, backward, output, own, kept) in enumerate(
+            zip(
+                forward_s[: len(layers)],
+                backward_s[: len(layers)],
+                output_bytes,
+                parameter_bytes(layers),
+                kept_bytes,
+                strict=True,
+            )
         )
     )
     shapes = shapes_of(sample)

@@ -128,8 +128,8 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
 
     Args:
         plan: with seconds and bytes.
-        split: m, microbatches of a minibatch. A plan in minibatches is divided by it, all but updates and sums; a
-            plan in microbatches is taken as it is.
+        split: m, microbatches of a minibatch. A plan in minibatches is divided by it, all but updates, sums and what a
+            pass takes whatever its batch (`Stage.split_s`); a plan in microbatches is taken as it is.
         weight_s: seconds of a stage's weight gradient, in the plan's unit; None takes half of the backward.
         overlap: sums over replicas begin inside the backward, as in the runtime; otherwise they are charged whole,
             right before their update.
@@ -143,9 +143,9 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
     stages, cluster = plan.stages, plan.cluster
     link = (cluster.bandwidth_bytes_per_s, cluster.latency_s)
     return Costs(
-        forward_s=tuple(stage.forward_s / parts for stage in stages),
-        backward_s=tuple(stage.backward_s / parts for stage in stages),
-        weight_s=tuple((stage.backward_s / 2 if weight_s is None else weight_s) / parts for stage in stages),
+        forward_s=tuple(stage.split_s(parts)[0] for stage in stages),
+        backward_s=tuple(stage.split_s(parts)[1] for stage in stages),
+        weight_s=tuple(stage.split_s(parts)[1] / 2 if weight_s is None else weight_s / parts for stage in stages),
         update_s=tuple(stage.update_s for stage in stages),
         sync_s=plan.sync_s,
         output_bytes=tuple(stage.output_bytes / parts for stage in stages),
