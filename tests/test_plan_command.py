@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 import pipedream as pd
 from pipedream import api, cli
-from pipedream.api import versions_of
 from pipedream.core.cluster import Level
 from pipedream.core.errors import PlanError
 from pipedream.core.graphtxt import GraphText
 from pipedream.core.profile import LayerProfile
+from pipedream.methods import versions_of
 from pipedream.recipe import Recipe
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=100)

@@ -6,7 +6,7 @@ measure at the same time would disturb each other, and would disagree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,11 +24,12 @@ from .core.program import Program
 from .core.schedule import Schedule
 from .core.timeline import Timeline
 from .lowering import lower
+from .methods import for_method, holds_of, methods_of, score, versions_of
 from .runtime import talk
 from .runtime.batches import to_device
 from .verifier import verify
 
-__all__ = ["classic", "layers_of", "plan", "profile", "simulate", "simulate_program", "versions_of"]
+__all__ = ["choose", "classic", "layers_of", "plan", "profile", "simulate", "simulate_program"]
 
 
 def profile(
@@ -128,13 +129,16 @@ def plan(
     all_workers: bool = False,
     recompute: str = "never",
     cost_model: str = "pipedream",
+    allow_asynchronous: bool = False,
+    strategy: str = "search",
 ) -> Plan:
     """Cuts a profiled model into stages, so that the slowest is as fast as can be and the memory holds.
 
     Args:
         profile: of the model, or a graph.txt of the original.
         cluster: workers, links, memory.
-        schedule: method whose versions of the weights count against the memory.
+        schedule: method whose versions of the weights count against the memory; 'auto' takes the fastest by
+            simulation, with its microbatches and its depth, see `choose`.
         microbatches: parts that a minibatch is split into.
         in_flight: depth: 'noam', 'full', 'auto' (the deepest of these that fits), or a count for each stage.
         shape: 'any' takes the fastest of one worker, data parallelism and pipelines; 'pipeline' at least two
@@ -147,6 +151,9 @@ def plan(
         recompute: which stages keep only their input between forward and backward, and do the forward again: 'never'
             any, 'auto' those that do not fit the memory otherwise, 'always' all.
         cost_model: 'pipedream', or 'classic' for the original planner's answer, see `classic`.
+        allow_asynchronous: 'auto' may take a method whose gradients are late.
+        strategy: 'search', or '2bw' for the planner of PipeDream-2BW: as many replicas for each stage, and the
+            microbatches, by that paper's cost model (`pipedream.planner.two_bw`).
 
     Raises:
         PlanError: nothing fits, or the model or the cluster does not allow the shape.
@@ -162,27 +169,96 @@ def plan(
         raise PlanError(f"cost model {cost_model!r} is not known; write pipedream or classic")
     if isinstance(profile, GraphText):
         profile = profile.profile()
-    versions, parts = versions_of(schedule), microbatches or 1
+    if strategy == "2bw":
+        if (shape, cuts, lag, in_flight) != ("any", None, 0, "noam"):
+            raise PlanError(
+                "strategy 2bw was asked for with a shape, cuts, a lag or a depth, which it chooses or does not know; "
+                "leave them out"
+            )
+        found = planner.two_bw(profile, cluster, lambda m: holds_of("pipedream_2bw", m), microbatches=microbatches)
+        return replace(found, schedule="pipedream_2bw")
+    if strategy != "search":
+        raise PlanError(f"strategy {strategy!r} is not known; write search or 2bw")
+    if schedule == "auto":
+        if cuts is not None:
+            raise PlanError("schedule auto was asked for with cuts by hand; name the schedule, or the shape alone")
+        return choose(
+            profile,
+            cluster,
+            microbatches=microbatches,
+            in_flight=in_flight,
+            shape=shape,
+            lag=lag,
+            all_workers=all_workers,
+            recompute=recompute,
+            allow_asynchronous=allow_asynchronous,
+        ).plan
+    parts = microbatches or 1
+    holds = holds_of(schedule, parts)
     if cuts is not None:
         counts = None if isinstance(shape, str) and shape in planner.SHAPES else planner.counts_of(shape)
-        return planner.by_hand(
+        found = planner.by_hand(
             profile,
             cluster,
             cuts,
             counts,
-            versions=versions,
+            holds=holds,
             microbatches=parts,
             depth=in_flight,
             lag=lag,
             recompute=recompute,
         )
-    return planner.plan(
+    else:
+        found = planner.plan(
+            profile,
+            cluster,
+            holds=holds,
+            microbatches=parts,
+            depth=in_flight,
+            shape=shape,
+            lag=lag,
+            all_workers=all_workers,
+            recompute=recompute,
+        )
+    return for_method(found, profile, schedule, microbatches)
+
+
+def choose(
+    profile: Profile | GraphText,
+    cluster: Cluster,
+    *,
+    microbatches: int | None = None,
+    in_flight: str | tuple[int, ...] = "noam",
+    shape: str | tuple[int, ...] = "any",
+    lag: int = 0,
+    all_workers: bool = False,
+    recompute: str = "never",
+    allow_asynchronous: bool = False,
+    names: Sequence[str] = (),
+) -> planner.Comparison:
+    """Finds the method, the stages, the microbatches and the depth of the fewest simulated seconds per minibatch.
+
+    What `plan` does with the schedule 'auto'; this tells what was compared too.
+
+    Args:
+        profile, cluster, all_workers, recompute: see `plan`.
+        microbatches, in_flight, shape, lag: see `planner.choose`: what is said is kept, what is not is searched.
+        allow_asynchronous: also the methods whose gradients are late, which learn otherwise than one process does.
+        names: of the methods to compare; () compares all that may be taken.
+
+    Raises:
+        PlanError: none works, or an unknown name.
+    """
+    if isinstance(profile, GraphText):
+        profile = profile.profile()
+    return planner.choose(
         profile,
         cluster,
-        versions=versions,
-        microbatches=parts,
-        depth=in_flight,
+        methods_of(names, allow_asynchronous=allow_asynchronous),
+        score,
         shape=shape,
+        microbatches=microbatches,
+        depth=in_flight,
         lag=lag,
         all_workers=all_workers,
         recompute=recompute,
@@ -209,29 +285,11 @@ def classic(
     return planner.classic(profile, cluster, versions=versions_of(schedule), depth=in_flight)
 
 
-def versions_of(schedule: str) -> Callable[[int, int], int]:
-    """Returns a method's rule from a stage's in-flight count and its lag to its versions of the weights, read
-    off the method's own weight rule on a small plan.
-
-    Raises:
-        ScheduleError: no such method.
-    """
-
-    def versions(in_flight: int, lag: int) -> int:
-        small = Plan.uniform(in_flight)
-        if lag:
-            small = replace(Plan.uniform(2, replicas=(2, 1)), in_flight=(in_flight, 1), lag=(lag, 0))
-        return schedules.build(schedule, small).weights.versions(0)
-
-    versions(1, 0)
-    return versions
-
-
 def simulate(
     plan: Plan,
     *,
-    schedule: str | Schedule = "pipedream",
-    microbatches: int = 16,
+    schedule: str | Schedule | None = None,
+    microbatches: int | None = None,
     weight_s: float | None = None,
     jitter: float | Mapping[str, float] = 0.0,
     slow: Mapping[int, float] | None = None,
@@ -242,8 +300,9 @@ def simulate(
 
     Args:
         plan: with its predicted seconds and bytes.
-        schedule: a method's name, or a schedule.
-        microbatches: of the run. A method that flushes runs one minibatch of so many; any other runs on.
+        schedule: a method's name, or a schedule; the plan's, or PipeDream's own, unless said.
+        microbatches: of the run; 16 unless said. A method that flushes runs one minibatch of so many, the plan's split
+            unless said; any other runs on.
         weight_s: seconds of the weight gradient, where the backward is split.
         jitter: coefficient of variation of an op's seconds, which are then drawn from a lognormal distribution of the
             same mean; one for all ops, or by letter, as {"F": 0.1, "B": 0.2}.
@@ -256,11 +315,15 @@ def simulate(
         ScheduleError: the method does not work with this plan.
         PlanError: a jitter or a factor that makes no sense, or a slow rank that there is not.
     """
-    if isinstance(schedule, str):
-        tried = schedules.build(schedule, plan)
-        built = schedules.build(schedule, plan, microbatches) if tried.flushes else tried
-    else:
+    if isinstance(schedule, Schedule):
         built = schedule
+    else:
+        name, parts = plan.method(schedule)
+        built = schedules.build(name, plan, parts)
+        if built.flushes:
+            microbatches = microbatches or parts or 16
+            built = schedules.build(name, plan, microbatches)
+    microbatches = microbatches or 16
     try:
         stragglers = clock.Stragglers(jitter, slow or {}, seed)
         stragglers.check_ranks(built.placement.workers)

@@ -12,7 +12,7 @@ from .core.artifact import Artifact
 from .core.timeline import WORK, Span, Timeline
 from .core.units import format_bytes, format_seconds
 
-__all__ = ["Metrics", "RankMetrics", "in_flight", "measure", "staleness", "steady", "steady_window"]
+__all__ = ["Metrics", "RankMetrics", "between_updates", "in_flight", "measure", "staleness", "steady", "steady_window"]
 
 _ENDS = ("B", "W")  # the op with which a stage is done with a microbatch
 
@@ -112,6 +112,27 @@ def steady(timeline: Timeline, *, skip: int = 0) -> Metrics:
     covered_s = ends[-1] - ends[0] if ends else 0.0
     finished = sum(end > ends[0] for end in ends)
     return _metrics(timeline, start_s, end_s, finished / covered_s if covered_s else 0.0)
+
+
+def between_updates(timeline: Timeline, first: int, last: int, *, per_update: int) -> Metrics:
+    """Returns the metrics from one update of the input stage to another, each over on all its replicas: whole periods.
+
+    Args:
+        timeline: of a training run.
+        first, last: numbers of the updates, from 1.
+        per_update: microbatches that one update of the input stage holds.
+
+    Raises:
+        ValueError: the run does not make both, one after the other.
+    """
+    ends: dict[int, float] = {}
+    for span in timeline.spans:
+        if span.kind == "U" and span.stage == 0:
+            ends[span.index] = max(span.end_s, ends.get(span.index, span.end_s))
+    if not (first < last and first in ends and last in ends and ends[first] < ends[last]):
+        raise ValueError(f"updates {first} and {last} were asked for, the input stage makes {len(ends)} that take time")
+    rate = (last - first) * per_update / (ends[last] - ends[first])
+    return _metrics(timeline, ends[first], ends[last], rate)
 
 
 def steady_window(timeline: Timeline, *, skip: int = 0) -> tuple[float, float]:

@@ -49,11 +49,11 @@ class Pipeline:
         model: the user's module, a chain of modules (`pipedream.capture`). It is not rewritten. On several
             processes each rank keeps its own stage's parameters and the others become meta tensors.
         plan: stages, replicas, depth.
-        schedule: a method's name (`pipedream schedules`), or a Schedule.
+        schedule: a method's name (`pipedream schedules`), or a Schedule; the plan's, or PipeDream's own, unless said.
         loss: ``loss(output, batch)`` -> scalar tensor or (sum, weight); a loss of torch's own gets (output,
             targets); None where the model's output carries ``.loss``.
         optimizer: factory from a list of (name, parameter) to a torch optimizer; called once a stage.
-        microbatches: parts of a minibatch, for methods that split it.
+        microbatches: parts of a minibatch, for methods that split it; those of the plan unless said.
         metrics: name -> ``metric(output, batch)``, a mean over samples or (sum, weight).
         inputs: batch -> the model's input, a tuple for several; by default the first of a pair, else the batch.
         targets: batch -> what the loss and the metrics get; by default the second of a pair for torch's own losses,
@@ -82,7 +82,7 @@ class Pipeline:
         model: Any,
         plan: Plan,
         *,
-        schedule: str | Schedule = "pipedream",
+        schedule: str | Schedule | None = None,
         loss: Any = None,
         optimizer: Callable[[list[tuple[str, Any]]], Any],
         microbatches: int | None = None,
@@ -105,7 +105,11 @@ class Pipeline:
         if not stuck_after_s >= 0:
             raise PipelineError(f"stuck_after_s={stuck_after_s} was asked for; give seconds, or 0 for no limit")
         self.plan = plan
-        built = schedules.build(schedule, plan, microbatches) if isinstance(schedule, str) else schedule
+        if isinstance(schedule, Schedule):
+            built = schedule
+        else:
+            name, parts = plan.method(schedule, microbatches)
+            built = schedules.build(name, plan, parts)
         _check_words(clip=(clip, ("global", "local")), on_nan=(on_nan, ("error", "continue")))
         couples = clip_grad_norm is not None and clip == "global" and plan.workers > 1
         if couples and not built.flushes and len(plan.stages) > 1:

@@ -53,6 +53,7 @@ def train_recipe(
     recompute: bool = False,
     in_flight: str | tuple[int, ...] = "noam",
     microbatches: int | None = None,
+    allow_asynchronous: bool = False,
     epochs: int | None = None,
     minibatches: int | None = None,
     evaluate_every: int = 1,
@@ -73,13 +74,15 @@ def train_recipe(
     Args:
         make: from a seed to the recipe.
         workers: of the run; under torchrun the number of processes.
-        schedule: a method's name; PipeDream's own unless said.
+        schedule: a method's name; that of `plan`, or PipeDream's own, unless said. 'auto' takes the fastest by
+            simulation, see `pipedream.plan`.
         plan: made before; None profiles the model here and plans.
         shape: what to plan, see `pipedream.plan`; 'pipeline' and 'any' use all workers.
         lag: 1 puts the updates of replicated stages behind their next forward.
         recompute: every stage does its forward again in its backward; False leaves it to the plan.
         in_flight: depth: 'noam', 'full', 'auto' or counts.
-        microbatches: parts of a minibatch, for methods that split it.
+        microbatches: parts of a minibatch, for methods that split it; those of `plan` unless said.
+        allow_asynchronous: 'auto' may take a method whose gradients are late.
         epochs, minibatches: how long; the recipe's epochs, all their minibatches, unless said.
         evaluate_every: epochs between evaluations (each drains the pipeline); 0 evaluates at the end only.
         checkpoint_every: minibatches between checkpoints (each drains the pipeline); None saves where it is drained for
@@ -109,6 +112,8 @@ def train_recipe(
     start = resuming.find(resume, out, rank)
     if start is not None and weights is not None:
         raise RecipeError("weights and a checkpoint to resume were both given; a checkpoint has its own weights")
+    if start is None and plan is not None:
+        schedule, microbatches = plan.method(schedule, microbatches)
     schedule, microbatches, seed = resuming.settings(start, schedule, microbatches, seed)
     if workers is None and plan is None and shape in SHAPES and start is not None and processes == 1:
         workers = start.page.plan.workers
@@ -139,12 +144,15 @@ def train_recipe(
             shape=shape,
             lag=lag,
             all_workers=True,
+            allow_asynchronous=allow_asynchronous,
         )
         console.print(f"\n{profile}")
     elif in_flight != "noam":
         plan = plan.with_depth(in_flight)
     if recompute:
         plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
+    if schedule == "auto":
+        schedule, microbatches = plan.method(None, microbatches)
     if rank == 0:
         keep_plan(folder, plan, profile)  # a run that goes on with fewer workers plans again
     loggers = _loggers(logs, folder) if rank == 0 else []

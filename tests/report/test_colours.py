@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipedream.report.style import COLOURS, page_style
+from pipedream.report.style import COLOURS, LINES, page_style
 
 ON = [("on-op", name) for name in COLOURS if name[0] in "FBIWU"] + [
     (ink, paper) for ink in ("ink", "faint") for paper in ("paper", "lane")
@@ -31,9 +31,10 @@ def test_contrast(ink: str, paper: str, screen: int) -> None:
 
 @pytest.mark.parametrize("screen", [0, 1], ids=["light", "dark"])
 def test_lines_and_kinds_are_seen(screen: int) -> None:
-    for name in ("send", "mark"):
-        assert _contrast(COLOURS[name][screen], COLOURS["paper"][screen]) >= 3
+    for pair in (COLOURS["send"], COLOURS["mark"], *LINES.values()):
+        assert _contrast(pair[screen], COLOURS["paper"][screen]) >= 3
     assert len({COLOURS[name][screen] for name in COLOURS if name[0] in "FBIW"}) == 8
+    assert len({pair[screen] for pair in LINES.values()}) == len(LINES)
 
 
 def test_all_variables_are_defined() -> None:

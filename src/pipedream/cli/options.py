@@ -13,8 +13,11 @@ from typer.core import TyperCommand
 from ..core import presets, units
 from ..core.cluster import Cluster, Level
 from ..core.errors import PlanError
+from ..core.graphtxt import GraphText
+from ..core.profile import Profile
 
 __all__ = [
+    "AllowAsynchronous",
     "ClusterName",
     "Config",
     "DataParallel",
@@ -23,12 +26,14 @@ __all__ = [
     "Json",
     "Lag",
     "Microbatches",
+    "PlanSchedule",
     "RecipeFile",
     "ScheduleName",
     "SeveralValues",
     "Straight",
     "cluster_of",
     "depth_of",
+    "measured",
     "print_json",
     "shape_of",
 ]
@@ -54,6 +59,13 @@ ClusterName = Annotated[
     ),
 ]
 ScheduleName = Annotated[str, typer.Option("--schedule", help="A method: see 'pipedream schedules'.")]
+PlanSchedule = Annotated[
+    str | None,
+    typer.Option("--schedule", help="A method: see 'pipedream schedules'; auto: the fastest by simulation; pipedream."),
+]
+AllowAsynchronous = Annotated[
+    bool, typer.Option("--allow-asynchronous", help="With auto: also methods whose gradients are late.")
+]
 Microbatches = Annotated[
     int | None, typer.Option("--microbatches", min=1, help="Parts of a minibatch, for methods that split it.")
 ]
@@ -64,6 +76,15 @@ RecipeFile = Annotated[str, typer.Argument(metavar="RECIPE", help="A Python file
 def print_json(value: Any) -> None:
     """Prints one JSON object."""
     print(json.dumps(value, indent=1))
+
+
+def measured(path: Path) -> Profile | GraphText:
+    """Reads a profile, or a graph.txt, told apart by how they begin. Raises ArtifactError."""
+    try:
+        begins = path.read_text(encoding="utf-8").lstrip()[:1]
+    except (OSError, UnicodeDecodeError):
+        return Profile.load(path)  # which says what is wrong with it
+    return Profile.load(path) if begins in ("{", "[") or path.suffix == ".json" else GraphText.load(path)
 
 
 def depth_of(text: str) -> str | tuple[int, ...]:
@@ -92,6 +113,9 @@ def shape_of(*, straight: bool, data_parallel: bool, config: str | None, usual: 
     return given[0][1] if given else usual
 
 
+_RATE = r"[0-9.]+([eE][-+]?\d+)?([kKmMgGtT]?(bit|[bB])(/s|ps)?)?"
+
+
 class SeveralValues(TyperCommand):
     """A command whose --workers and --bandwidth take several values: ``--workers 4 4``, ``4,4``, or the option again.
 
@@ -101,7 +125,7 @@ class SeveralValues(TyperCommand):
 
     _LISTS: ClassVar = {
         "--workers": r"[\d+]+(,[\d+]+)*",
-        "--bandwidth": r"[0-9.]+([eE][-+]?\d+)?([kKmMgGtT]?(bit|[bB])(/s|ps)?)?",
+        "--bandwidth": rf"{_RATE}(,{_RATE})*",
     }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .. import api, metrics, schedules
+from .. import api, metrics, planner, schedules
 from ..core.artifact import encode
 from ..core.errors import PlanError
 from ..core.graphtxt import GraphText
@@ -22,8 +22,10 @@ from ..report.listing import schedule_table, stage_memory_table
 from ..report.svg import timeline_svg
 from ..report.text import grid, grid_rich
 from ..verifier import verify
+from . import checking, sweeping
 from .mixed import Devices, kinds_of, with_kinds
 from .options import (
+    AllowAsynchronous,
     ClusterName,
     Config,
     DataParallel,
@@ -31,10 +33,11 @@ from .options import (
     Json,
     Lag,
     Microbatches,
-    ScheduleName,
+    PlanSchedule,
     Straight,
     cluster_of,
     depth_of,
+    measured,
     print_json,
     shape_of,
 )
@@ -44,8 +47,9 @@ __all__ = ["list_schedules", "plan", "show", "simulate"]
 
 def plan(
     profile: Annotated[
-        Path, typer.Argument(metavar="PROFILE", help="A profile's file, or a graph.txt of the original PipeDream.")
-    ],
+        Path | None,
+        typer.Argument(metavar="PROFILE", help="A profile's file, or a graph.txt of the original PipeDream."),
+    ] = None,
     workers: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,7 +74,12 @@ def plan(
             "--cost-model", metavar="pipedream|classic", help="classic: the arithmetic of the original's planner."
         ),
     ] = "pipedream",
-    schedule: ScheduleName = "pipedream",
+    schedule: PlanSchedule = None,
+    allow_asynchronous: AllowAsynchronous = False,
+    strategy: Annotated[
+        str, typer.Option(metavar="search|2bw", help="2bw: equal replicas, by PipeDream-2BW's planner and cost model.")
+    ] = "search",
+    explain: Annotated[bool, typer.Option("--explain", help="With auto: print what was compared.")] = False,
     microbatches: Microbatches = None,
     in_flight: Depth = "noam",
     lag: Lag = 0,
@@ -92,43 +101,101 @@ def plan(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="File to write the plan to; name.txt: a graph.txt.")
     ] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN", help="Instead: check a plan that was edited; with a profile its seconds and bytes too."
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option("--profile", metavar="PROFILE", help="With --check: the profile of its model.")
+    ] = None,
+    over: Annotated[
+        bool,
+        typer.Option(
+            "--sweep",
+            help="Instead: predict all of --workers 2,4,8 --bandwidth 1e8,1e9 --schedule pipedream,1f1b; "
+            "these lists are then alternatives, not levels of a network.",
+        ),
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --sweep: draw it, as name.svg or name.html.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Cut a profiled model into stages, as fast as can be within the memory."""
-    measured = _measured(profile)
-    kinds = kinds_of(devices, measured)
+    """Cut a profiled model into stages, as fast as can be within the memory; check a plan; compare clusters."""
+    if check is not None:
+        checking.check(check, against or profile, schedule, microbatches, as_json)
+        return
+    if profile is None:
+        raise PlanError("say which PROFILE to plan from, or which plan to check: --check PLAN")
+    schedule = schedule or "pipedream"
+    given = measured(profile)
+    if over:
+        sweeping.sweep(
+            given.profile(profile.stem) if isinstance(given, GraphText) else given,
+            workers=workers or [],
+            bandwidths=bandwidth or [],
+            latency_s=latency,
+            memory=memory,
+            schedules=schedule,
+            microbatches=microbatches,
+            in_flight=depth_of(in_flight),
+            shape=shape_of(straight=straight, data_parallel=data_parallel, config=config, usual="pipeline"),
+            allow_asynchronous=allow_asynchronous,
+            plot=plot,
+            as_json=as_json,
+        )
+        return
+    kinds = kinds_of(devices, given)
     widths = workers or ([str(sum(kind.count for kind in kinds))] if kinds and cluster is None else [])
     joined = with_kinds(cluster_of(cluster, widths, bandwidth or [], latency, memory), kinds)
     shape = shape_of(straight=straight, data_parallel=data_parallel, config=config, usual="any")
     if cuts is not None and (straight or data_parallel):
         raise PlanError("--cuts already says the stages; give it alone or with --config, the workers of each")
     began = time.perf_counter()
+    compared: tuple[planner.Candidate, ...] = ()
     if cost_model == "classic":
         if shape != "any" or cuts is not None or lag or microbatches or recompute != "never":
             raise PlanError(
                 "--cost-model classic knows no --straight, --data-parallel, --config, --cuts, --lag, --recompute and "
                 "--microbatches; leave them out, or plan with --cost-model pipedream"
             )
-        answer = api.classic(measured, joined, schedule=schedule, in_flight=depth_of(in_flight))
+        answer = api.classic(given, joined, schedule=schedule, in_flight=depth_of(in_flight))
         seconds = time.perf_counter() - began
-        found = replace(answer.plan, model=answer.plan.model if isinstance(measured, Profile) else profile.stem)
+        found = replace(answer.plan, model=answer.plan.model if isinstance(given, Profile) else profile.stem)
         slowest_s, alone_s, parallel_s = answer.slowest_stage_s, answer.one_worker_s, answer.data_parallel_s
     else:
-        known = measured.profile(profile.stem) if isinstance(measured, GraphText) else measured
-        found = api.plan(
-            known,
-            joined,
-            schedule=schedule,
-            microbatches=microbatches,
-            in_flight=depth_of(in_flight),
-            shape=shape,
-            cuts=None
-            if cuts is None
-            else tuple(int(cut) if cut.isdecimal() else cut for cut in cuts.split(",") if cut),
-            lag=lag,
-            recompute=recompute,
-            cost_model=cost_model,
-        )
+        known = given.profile(profile.stem) if isinstance(given, GraphText) else given
+        depth = depth_of(in_flight)
+        if schedule == "auto" and cuts is None and (cost_model, strategy) == ("pipedream", "search"):
+            best = api.choose(
+                known,
+                joined,
+                microbatches=microbatches,
+                in_flight=depth,
+                shape=shape,
+                lag=lag,
+                recompute=recompute,
+                allow_asynchronous=allow_asynchronous,
+            )
+            found, compared = best.plan, best.candidates
+            if explain and not as_json:
+                print(best, end="\n\n")
+        else:
+            found = api.plan(
+                known,
+                joined,
+                schedule=schedule,
+                microbatches=microbatches,
+                in_flight=depth,
+                shape=shape,
+                cuts=None if cuts is None else tuple(int(c) if c.isdecimal() else c for c in cuts.split(",") if c),
+                lag=lag,
+                recompute=recompute,
+                cost_model=cost_model,
+                strategy=strategy,
+            )
         seconds = time.perf_counter() - began
         kinds = tuple(replace(kind, memory_bytes=None) for kind in joined.kinds)
         unlimited = replace(joined, memory_bytes=None, kinds=kinds)
@@ -136,7 +203,7 @@ def plan(
         alone_s = known.forward_s + known.backward_s + known.update_s + known.loss_s
         parallel_s = api.plan(known, unlimited, shape="data-parallel").slowest_stage_s
     if output is not None and output.suffix == ".txt":
-        text = measured if isinstance(measured, GraphText) else GraphText.of(measured)
+        text = given if isinstance(given, GraphText) else GraphText.of(given)
         text.with_stages(stage.names for stage in found.stages).save(output)
     elif output is not None:
         found.save(output)
@@ -154,10 +221,13 @@ def plan(
             "planning_s": seconds,
             "in_flight": list(found.in_flight),
             "lag": list(found.lag),
+            "schedule": found.schedule,
+            "microbatches": found.microbatches,
             "note": found.note,
             "bound_s": found.bound_s,
             "gap": found.gap,
             "order": list(found.order),
+            **({"candidates": encode(compared)} if compared else {}),
             "stages": [
                 {
                     "layers": list(stage.names),
@@ -182,8 +252,13 @@ def simulate(
     backward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a backward, with --uniform.")] = 2.0,
     transfer_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a message one way, with --uniform.")] = 0.0,
     weight_s: Annotated[float | None, typer.Option(min=0.0, help="Seconds of the weight gradient.")] = None,
-    schedule: ScheduleName = "pipedream",
-    microbatches: Annotated[int, typer.Option(min=1, help="Of the run, from an empty pipeline to an empty one.")] = 16,
+    schedule: Annotated[
+        str | None, typer.Option(help="A method: see 'pipedream schedules'; the plan's, or pipedream.")
+    ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of the run, from an empty pipeline to an empty one; the plan's, or 16."),
+    ] = None,
     in_flight: Depth = "noam",
     jitter: Annotated[
         float, typer.Option(min=0.0, metavar="CV", help="Coefficient of variation of the seconds of ops.")
@@ -291,15 +366,6 @@ def _slow(text: str) -> tuple[int, float]:
         return int(rank), float(factor)
     except ValueError:
         raise PlanError(f"--slow {text!r} is not known; write RANK=FACTOR, as in 2=1.5") from None
-
-
-def _measured(path: Path) -> Profile | GraphText:
-    """A profile, or a graph.txt, told apart by how they begin."""
-    try:
-        begins = path.read_text(encoding="utf-8").lstrip()[:1]
-    except (OSError, UnicodeDecodeError):
-        return Profile.load(path)  # which says what is wrong with it
-    return Profile.load(path) if begins in ("{", "[") or path.suffix == ".json" else GraphText.load(path)
 
 
 def _width() -> int | None:

@@ -15,6 +15,7 @@ from ..core.plan import Plan
 from ..planner import counts_of
 from ..runtime.judge import STUCK_AFTER_S
 from .options import (
+    AllowAsynchronous,
     Config,
     DataParallel,
     Depth,
@@ -37,7 +38,11 @@ def train(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Local worker processes; 2 unless a plan or --config says.")
     ] = None,
-    schedule: Annotated[str | None, typer.Option(help="A method: see 'pipedream schedules'; pipedream.")] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(help="A method: see 'pipedream schedules'; auto: the fastest; the plan's, or pipedream."),
+    ] = None,
+    allow_asynchronous: AllowAsynchronous = False,
     plan: Annotated[Path | None, typer.Option(help="A plan's file; none: profile the model and plan here.")] = None,
     straight: Straight = False,
     data_parallel: DataParallel = False,
@@ -119,6 +124,7 @@ def train(
         recompute=recompute,
         in_flight=depth_of(in_flight),
         microbatches=microbatches,
+        allow_asynchronous=allow_asynchronous,
         epochs=epochs,
         minibatches=minibatches,
         evaluate_every=evaluate_every,

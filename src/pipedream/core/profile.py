@@ -26,6 +26,7 @@ class LayerProfile:
         output_bytes: bytes of its output, all tensors.
         activation_bytes: bytes that autograd keeps from its forward until its backward, parameters not
             counted.
+        forward_fixed_s, backward_fixed_s: the part of the seconds that a smaller batch does not save; 0 where unknown.
         parameter_bytes: bytes of its own parameters; a shared parameter counts where it is first used.
         arriving_bytes: kept by layers before it and, again, by it or by layers behind it: a stage that begins here
             holds its own copy of them.
@@ -55,11 +56,18 @@ class LayerProfile:
     forward_flops: int = 0
     backward_flops: int = 0
     moved_bytes: int = 0
+    forward_fixed_s: float = 0.0
+    backward_fixed_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
+        if self.forward_fixed_s > self.forward_s or self.backward_fixed_s > self.backward_s:
+            raise ValueError(
+                f"the fixed part of {self.forward_s} and {self.backward_s} seconds cannot be greater, found "
+                f"{self.forward_fixed_s} and {self.backward_fixed_s}"
+            )
 
 
 @dataclass(frozen=True)

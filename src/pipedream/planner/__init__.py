@@ -1,24 +1,36 @@
-"""Which layers form a stage: PipeDream's dynamic program, its oracle, cuts made by hand, and the original's answers."""
+"""Which layers form a stage: PipeDream's dynamic program, its oracle, cuts made by hand, the original's answers;
+and which method to train with."""
 
+from .choosing import Candidate, Comparison, Method, Score, choose
 from .classic import Classic, classic
 from .dynamic import Pipelines
 from .exhaustive import every_plan, exhaustive
-from .hand import by_hand, whole
+from .hand import by_hand, check_cuts, whole
 from .search import SHAPES, counts_of, plan
-from .space import Space, Versions, stash
+from .space import Holds, Space, Versions, stash
+from .two_bw import two_bw, two_bw_s
 
 __all__ = [
     "SHAPES",
+    "Candidate",
     "Classic",
+    "Comparison",
+    "Holds",
+    "Method",
     "Pipelines",
+    "Score",
     "Space",
     "Versions",
     "by_hand",
+    "check_cuts",
+    "choose",
     "classic",
     "counts_of",
     "every_plan",
     "exhaustive",
     "plan",
     "stash",
+    "two_bw",
+    "two_bw_s",
     "whole",
 ]

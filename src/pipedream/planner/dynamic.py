@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import PlanError
+from ..core.holding import Held
 from ..core.plan import Plan
 from ..core.site import Port, Site
 from .line import Line
@@ -182,7 +183,7 @@ class Pipelines:
         return {}
 
     @cached_property
-    def _needs(self) -> dict[tuple[int, int, bool], Any]:
+    def _needs(self) -> dict[tuple[Held, Held, bool], Any]:
         return {}
 
     def _cost(self, site: Site, recompute: bool) -> Any:
@@ -211,11 +212,12 @@ class Pipelines:
     def _need(self, state: State, recompute: bool) -> Any:
         workers, replicas = state
         held, lag = (workers - 1) // replicas + 1, self.space.lag if replicas > 1 else 0
-        key = held, lag, recompute
+        # One stage alone does not lag.
+        key = self.space.held(held, lag, replicas), self.space.held(held, 0, replicas), recompute
         if key not in self._needs:
-            need = self.space.need_bytes(self._places[:, None], self._places[None, :], held, lag, recompute)
-            one = 0, int(self._places[-1]), held, 0, recompute
-            need[0, -1] = self.space.need_bytes(*one)  # one stage alone does not lag
+            ends = self._places[:, None], self._places[None, :]
+            need = self.space.need_bytes(*ends, held, lag, recompute, replicas)
+            need[0, -1] = self.space.need_bytes(0, int(self._places[-1]), held, 0, recompute, replicas)
             self._needs[key] = need
         return self._needs[key]
 

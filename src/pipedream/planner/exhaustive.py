@@ -81,4 +81,4 @@ def peak_bytes(space: Space, plan: Plan) -> int:
 
 def _needs(space: Space, plan: Plan) -> list[int]:
     rows = zip(space.ends(plan), plan.stages, noam(plan.replicas), plan.lag, strict=True)
-    return [int(space.need_bytes(*ends, held, lag, stage.recompute)) for ends, stage, held, lag in rows]
+    return [int(space.need_bytes(*ends, held, lag, stage.recompute, stage.replicas)) for ends, stage, held, lag in rows]

@@ -10,9 +10,9 @@ from ..core.graph import LayerGraph
 from ..core.plan import Plan
 from ..core.profile import Profile
 from .dynamic import check_recompute
-from .space import Space, Versions, stash
+from .space import Holds, Space, Versions, stash
 
-__all__ = ["by_hand", "whole"]
+__all__ = ["by_hand", "check_cuts", "whole"]
 
 
 def whole(
@@ -38,6 +38,7 @@ def by_hand(
     replicas: tuple[int, ...] | None = None,
     *,
     versions: Versions = stash,
+    holds: Holds | None = None,
     microbatches: int = 1,
     depth: str | tuple[int, ...] = "noam",
     lag: int = 0,
@@ -49,6 +50,7 @@ def by_hand(
         cuts: indices or names of layers.
         replicas: workers of each stage; one each unless given.
         lag: of the replicated stages of a pipeline.
+        versions, holds: what the method holds of what is admitted, see `plan`.
         recompute: which stages keep only their input: 'never' any, 'auto' those that do not fit the memory at the
             paper's depth otherwise, 'always' all.
 
@@ -57,7 +59,7 @@ def by_hand(
             workers, or a stage that does not fit the memory.
     """
     places = tuple(_place(profile.graph, cut) for cut in cuts)
-    _check_cuts(profile.graph, places)
+    check_cuts(profile.graph, places)
     counts = (1,) * (len(cuts) + 1) if replicas is None else tuple(replicas)
     if len(counts) != len(cuts) + 1:
         raise PlanError(
@@ -70,7 +72,7 @@ def by_hand(
             f"replicas {counts} take {sum(counts)} workers, the cluster has {cluster.workers}; ask for fewer or give "
             "more workers"
         )
-    space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches, downsets=())
+    space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches, holds=holds, downsets=())
     check_recompute(recompute)
     found = space.plan(places, counts, note="cut by hand", recompute=(recompute == "always",) * len(counts))
     if recompute == "auto":
@@ -91,7 +93,12 @@ def _place(graph: LayerGraph, cut: int | str) -> int:
     return names.index(cut)
 
 
-def _check_cuts(graph: LayerGraph, cuts: tuple[int, ...]) -> None:
+def check_cuts(graph: LayerGraph, cuts: tuple[int, ...]) -> None:
+    """Checks that a model may be cut before each of these layers.
+
+    Raises:
+        PlanError: it may not, with the reason; or they do not rise.
+    """
     count = len(graph.layers)
     allowed = [i for i in range(1, count) if not any(min(group) < i <= max(group) for group in graph.ties)]
     if any(after <= before for before, after in pairwise(cuts)):

@@ -18,7 +18,7 @@ from .bound import with_bound
 from .dynamic import check_recompute
 from .lines import Lines
 from .shortage import refuse
-from .space import Space, Versions, stash
+from .space import Holds, Space, Versions, stash
 
 __all__ = ["SHAPES", "counts_of", "plan"]
 
@@ -31,6 +31,7 @@ def plan(
     cluster: Cluster,
     *,
     versions: Versions = stash,
+    holds: Holds | None = None,
     microbatches: int = 1,
     depth: str | tuple[int, ...] = "noam",
     shape: str | tuple[int, ...] = "any",
@@ -49,6 +50,8 @@ def plan(
 
     Args:
         versions: versions of the weights that a stage holds, from its count in flight and its lag.
+        holds: what the method holds of what is admitted; None: all of it, in so many `versions`. Where this depends on
+            the whole plan (vertical sync), the search takes the least, and the memory is checked again.
         microbatches: parts that a minibatch is split into.
         depth: applied to the plan found at the paper's depth; memory is checked again at it.
         shape: 'any' compares one worker, data parallelism and pipelines whose stages may be replicated;
@@ -65,7 +68,7 @@ def plan(
             nothing fits the memory at this depth.
     """
     check_recompute(recompute)
-    space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches)
+    space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches, holds=holds)
     lines = Lines.of(space, recompute)
     if shape in ("any", "pipeline"):
         found = _fastest(lines, shape == "pipeline", all_workers)

@@ -11,12 +11,10 @@ the same compare equal, wherever they stand in the model, and ties are broken by
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, islice, pairwise
-from math import prod
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ import numpy as np
 from ..core import depth as depths
 from ..core.cluster import Cluster
 from ..core.errors import PlanError
+from ..core.holding import Held
 from ..core.memory import Peers, StageMemory, StageSizes, stage_bytes, stage_memory
 from ..core.plan import Plan, Stage
 from ..core.profile import Profile
@@ -32,11 +31,15 @@ from ..core.units import format_bytes
 from .lattice import Lattice, bits, rows
 from .peaks import Peaks, PlaceTables
 from .places import places
+from .tables import by_size, exact, input_bytes, sums
 
-__all__ = ["Index", "Space", "Versions", "stash"]
+__all__ = ["Holds", "Index", "Space", "Versions", "stash"]
 
 Versions = Callable[[int, int], int]
 """From the minibatches in flight at a stage, and its lag, to the versions of its weights alive at once."""
+
+Holds = Callable[[Plan], tuple[Held, ...]]
+"""From a plan to what each of its stages holds under a method, which is read off the method's schedule."""
 
 Index = Any
 """A place, or a numpy array of them: each cost is one formula, for one stage or for all at once."""
@@ -66,6 +69,7 @@ class Space:
         downsets: the layers before each place, as sets of bits.
         positions: the places where a stage may begin or end, those of fewer layers first; 0 and n among them.
         is_whole: no plan on any places is faster than the best on these.
+        holds: what the method holds of what is admitted; None: all of it, in so many `versions`.
     """
 
     profile: Profile
@@ -83,6 +87,7 @@ class Space:
     downsets: tuple[int, ...]
     positions: tuple[int, ...]
     is_whole: bool = True
+    holds: Holds | None = None
 
     @classmethod
     def of(
@@ -93,6 +98,7 @@ class Space:
         versions: Versions = stash,
         lag: int = 0,
         microbatches: int = 1,
+        holds: Holds | None = None,
         downsets: Iterable[int] | None = None,
     ) -> Space:
         """Returns the space of a profile on a cluster.
@@ -114,20 +120,20 @@ class Space:
         if downsets is None:
             downsets, is_whole = places(lattice, profile, cluster)
         prefixes = {(1 << i) - 1: i for i in range(count + 1)}
-        others = [found for found in sorted(downsets, key=_rank) if found not in prefixes]
+        others = [found for found in sorted(downsets, key=by_size) if found not in prefixes]
         known = prefixes | {found: i for i, found in enumerate(others, count + 1)}
-        positions = tuple(known[found] for found in sorted({0, *downsets, lattice.everything}, key=_rank))
+        positions = tuple(known[found] for found in sorted({0, *downsets, lattice.everything}, key=by_size))
 
         steps = [(list(bits(found & ~before)), list(bits(before & ~found))) for before, found in pairwise([0, *others])]
         forward = [layer.forward_s.as_integer_ratio() for layer in layers]
         backward = [layer.backward_s.as_integer_ratio() for layer in layers]
         loss = profile.loss_s.as_integer_ratio()
         scale = max(below for _, below in (*forward, *backward, loss))
-        backward_parts = _exact(backward, scale)
+        backward_parts = exact(backward, scale)
         backward_parts[-1] += loss[0] * (scale // loss[1])
-        parameters = _sums([layer.parameter_bytes for layer in layers], steps)
+        parameters = sums([layer.parameter_bytes for layer in layers], steps)
         crossing = lattice.crossing_bytes(tuple(known), [layer.output_bytes for layer in layers])
-        crossing[0] = _input_bytes(profile)
+        crossing[0] = input_bytes(profile)
         crossing[count] = sum(layers[i].output_bytes for i in range(count) if not lattice.consumers[i])
         return cls(
             profile,
@@ -136,8 +142,8 @@ class Space:
             lag,
             microbatches,
             scale,
-            np.array(_sums(_exact(forward, scale), steps), dtype=object),
-            np.array(_sums(backward_parts, steps), dtype=object),
+            np.array(sums(exact(forward, scale), steps), dtype=object),
+            np.array(sums(backward_parts, steps), dtype=object),
             np.array(parameters),
             # Rounding the running share, and not each layer's, makes any cut's stages add up to the whole.
             np.array([profile.optimizer_bytes * held // max(parameters[count], 1) for held in parameters]),
@@ -146,7 +152,7 @@ class Space:
                 microbatches,
                 tuple(known),
                 PlaceTables(
-                    np.array(_sums([layer.activation_bytes for layer in layers], steps)),
+                    np.array(sums([layer.activation_bytes for layer in layers], steps)),
                     np.array(parameters),
                     crossing,
                 ),
@@ -155,6 +161,7 @@ class Space:
             tuple(known),
             positions,
             is_whole,
+            holds,
         )
 
     @cached_property
@@ -201,21 +208,24 @@ class Space:
         flat = Cluster.flat(replicas + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s, cluster.memory_bytes)
         return Site.of(flat, range(1, replicas + 1), 0, replicas + 1)
 
-    def need_bytes(self, first: Index, last: Index, in_flight: int, lag: int = 0, recompute: bool = False) -> Any:
-        """Returns the peak bytes of one worker of a stage that holds so many microbatches in flight."""
-        return stage_bytes(self.sizes(first, last), **self._how(in_flight, lag, recompute))
+    def need_bytes(
+        self, first: Index, last: Index, in_flight: int, lag: int = 0, recompute: bool = False, replicas: int = 1
+    ) -> Any:
+        """Returns the peak bytes of one worker of a stage that admits so many microbatches before its first backward."""
+        held = self.held(in_flight, lag, replicas)
+        return stage_bytes(self.sizes(first, last), **self._how(held, lag, recompute))
 
     def memory(
         self,
         first: int,
         last: int,
-        in_flight: int,
+        held: Held,
         lag: int = 0,
         recompute: bool = False,
         peers: Peers | None = None,
     ) -> StageMemory:
         """Returns what `need_bytes` is made of; with the peers that a plan gives the stage, exactly."""
-        return stage_memory(self.sizes(first, last), peers=peers, **self._how(in_flight, lag, recompute))
+        return stage_memory(self.sizes(first, last), peers=peers, **self._how(held, lag, recompute))
 
     def sizes(self, first: Index, last: Index) -> StageSizes:
         """Returns what the layers of a stage need for one microbatch."""
@@ -234,23 +244,44 @@ class Space:
             update_working_bytes=self.peaks.update_working_bytes(first, last),
         )
 
-    def _how(self, in_flight: int, lag: int, recompute: bool) -> dict[str, Any]:
-        versions = self.versions(in_flight, lag)
+    def _how(self, held: Held, lag: int, recompute: bool) -> dict[str, Any]:
         return {
-            "versions": versions,
-            "in_flight": in_flight,
+            "versions": held.versions,
+            "in_flight": held.in_flight,
             "per_update": self.microbatches,
-            "flushes": versions == 1,
+            "flushes": held.versions == 1,
             "lag": lag,
             "recompute": recompute,
         }
+
+    def held(self, in_flight: int, lag: int = 0, replicas: int = 1) -> Held:
+        """Returns what a stage holds of which its neighbours are not known: that of the input stage of a small plan."""
+        if self.holds is None:
+            return Held(in_flight, self.versions(in_flight, lag))
+        share = -(-self.microbatches // replicas)  # replicas matter by their share of a minibatch alone
+        key = in_flight, lag, max(-(-self.microbatches // share), 1 + lag)
+        if key not in self._known:
+            small = replace(Plan.uniform(2, replicas=(key[2], 1)), in_flight=(in_flight, 1), lag=(lag, 0))
+            self._known[key] = self.holds(small)[0]
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int, int], Held]:
+        return {}
+
+    def _held_by(self, plan: Plan) -> tuple[Held, ...]:
+        """Returns what the stages of a whole plan hold."""
+        if self.holds is not None:
+            return self.holds(plan)
+        return tuple(self.held(*row, 1) for row in zip(plan.in_flight, plan.lag, strict=True))
 
     def stage(
         self, first: int, last: int, replicas: int = 1, in_flight: int = 1, lag: int = 0, recompute: bool = False
     ) -> Stage:
         """Returns the stage between two places, all its fields filled in."""
         before, behind = self.downsets[first], self.downsets[last]
-        memory = self.memory(first, last, in_flight, lag, recompute)
+        memory = self.memory(first, last, self.held(in_flight, lag, replicas), lag, recompute)
+        inside = [self.profile.layers[i] for i in bits(behind & ~before)]
         return Stage(
             before.bit_count(),
             behind.bit_count(),
@@ -258,6 +289,8 @@ class Space:
             forward_s=(self.forward[last] - self.forward[first]) / self.scale,
             backward_s=(self.backward[last] - self.backward[first]) / self.scale,
             update_s=float(self.update_s(first, last)),
+            forward_fixed_s=sum(layer.forward_fixed_s for layer in inside),
+            backward_fixed_s=sum(layer.backward_fixed_s for layer in inside),
             output_bytes=int(self.crossing[last]),
             activation_bytes=int(self.peaks.activation_bytes(first, last)),
             parameter_bytes=int(self.parameters[last] - self.parameters[first]),
@@ -318,18 +351,8 @@ class Space:
             most = tuple(self._most_in_flight(high, s) for s in range(len(high.stages)))
             found = depths.fitting(low.in_flight, high.in_flight, most, plan.replicas)
             return replace(self.at_depth(plan, found), depth="auto")
-        deep = plan.with_depth(depth)
-        needs = [
-            self.memory(*ends, held, lag, stage.recompute, peers)
-            for stage, ends, held, lag, peers in zip(
-                deep.stages, self.ends(deep), deep.in_flight, deep.lag, deep.peers, strict=True
-            )
-        ]
-        stages = tuple(
-            replace(stage, peak_bytes=memory.total_bytes, memory=memory)
-            for stage, memory in zip(deep.stages, needs, strict=True)
-        )
-        for s, (stage, held) in enumerate(zip(stages, deep.in_flight, strict=True)):
+        deep = self.with_bytes(plan.with_depth(depth))
+        for s, (stage, held) in enumerate(zip(deep.stages, deep.in_flight, strict=True)):
             limit = self._memory_bytes(deep, s)
             if limit is not None and stage.peak_bytes > limit:
                 less = "--in-flight auto for the deepest that fits" if deep.depth == "full" else "a smaller depth"
@@ -339,7 +362,17 @@ class Space:
                     f"{format_bytes(limit)}; ask for {less}, cut it further, split minibatches into "
                     "more microbatches or choose a schedule that holds fewer versions"
                 )
-        return replace(deep, stages=stages)
+        return deep
+
+    def with_bytes(self, plan: Plan) -> Plan:
+        """Returns the plan with the peak bytes of what its stages hold."""
+        rows = zip(self.ends(plan), plan.stages, self._held_by(plan), plan.lag, plan.peers, strict=True)
+        needs = [self.memory(*ends, held, lag, stage.recompute, peers) for ends, stage, held, lag, peers in rows]
+        stages = tuple(
+            replace(stage, peak_bytes=memory.total_bytes, memory=memory)
+            for stage, memory in zip(plan.stages, needs, strict=True)
+        )
+        return replace(plan, stages=stages)
 
     def ends(self, plan: Plan) -> list[tuple[int, int]]:
         """Returns the first and the last place of each stage of a plan of this space."""
@@ -353,7 +386,7 @@ class Space:
         again, limit = plan.stages[s].recompute, self._memory_bytes(plan, s)
         ends, held = self.ends(plan)[s], plan.in_flight[s]
         while limit is not None and held > 1:
-            if self.need_bytes(*ends, held, plan.lag[s], again) <= limit:
+            if self.need_bytes(*ends, held, plan.lag[s], again, plan.stages[s].replicas) <= limit:
                 break
             held -= 1
         return held
@@ -362,23 +395,3 @@ class Space:
         """Returns the memory of the smallest worker of a stage."""
         memories = [self.cluster.memories[worker] for worker in plan.workers_of(s)]
         return min((memory for memory in memories if memory is not None), default=None)
-
-
-def _rank(found: int) -> tuple[int, int]:
-    return found.bit_count(), found
-
-
-def _exact(ratios: Iterable[tuple[int, int]], scale: int) -> list[int]:
-    return [above * (scale // below) for above, below in ratios]
-
-
-def _sums(values: list[int], steps: Sequence[tuple[list[int], list[int]]]) -> list[int]:
-    """Sums over the layers before each index, and over those of the other downsets, step by step."""
-    sums = (sum(values[i] for i in more) - sum(values[i] for i in less) for more, less in steps)
-    return [0, *accumulate(values), *islice(accumulate(sums, initial=0), 1, None)]
-
-
-def _input_bytes(profile: Profile) -> int:
-    """The profile tells shapes and the compute dtype; inputs of another dtype are counted as of this one."""
-    bits = re.search(r"\d+", profile.dtype)
-    return sum(prod(shape) for shape in profile.input_shapes) * (int(bits[0]) // 8 if bits else 4)

@@ -19,6 +19,7 @@ from ..core.errors import ProfileError
 from ..core.graph import LayerGraph
 from ..core.profile import LayerProfile, Profile
 from .about import device_text, versions
+from .halved import fixed_s
 from .passes import Loss, Passes, shapes_of
 from .sizes import largest_parameter_bytes, measure_sizes, parameter_bytes
 from .stopwatch import Stopwatch
@@ -88,6 +89,17 @@ def measure(
             passes.timed_run(sample)
             laps_s.append(watch.laps_s())
         needs = passes.measured_needs(sample, sizes, loss_bytes)
+        columns = list(zip(*laps_s[warmup:], strict=True))[: 2 * len(layers)]
+        # The loss is of the whole batch; and a run that fails leaves laps behind.
+        second = Stopwatch(place)
+        parts = Passes(layers, graph, None, second, place, autocast)
+
+        def laps_of(part: tuple[Any, ...]) -> list[float]:
+            parts.timed_run(part)
+            return second.laps_s()
+
+        known = [(median(column), _spread(column)) for column in columns]
+        fixed = fixed_s(laps_of, sample, shapes_of(sample)[0][0], known, warmup=warmup, runs=runs)
         parameters = named_parameters(layers, graph)
         update = UpdateCost()
         if optimizer is not None and parameters:
@@ -109,15 +121,19 @@ def measure(
             working_bytes=need.working_bytes,
             backward_bytes=need.backward_bytes,
             largest_parameter_bytes=largest,
+            forward_fixed_s=fixed[2 * i],
+            backward_fixed_s=fixed[2 * i + 1],
         )
-        for forward, backward, size, need, own, largest in zip(
-            forward_s[: len(layers)],
-            backward_s[: len(layers)],
-            sizes,
-            needs[: len(layers)],
-            parameter_bytes(layers),
-            largest_parameter_bytes(layers),
-            strict=True,
+        for i, (forward, backward, size, need, own, largest) in enumerate(
+            zip(
+                forward_s[: len(layers)],
+                backward_s[: len(layers)],
+                sizes,
+                needs[: len(layers)],
+                parameter_bytes(layers),
+                largest_parameter_bytes(layers),
+                strict=True,
+            )
         )
     )
     shapes = shapes_of(sample)

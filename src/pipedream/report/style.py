@@ -6,7 +6,18 @@ gradient violet, an update grey. Neighbouring microbatches alternate between two
 
 from __future__ import annotations
 
-__all__ = ["COLOURS", "FONT", "MONO", "TERMINAL", "colour_class", "page_style", "svg_style", "variables"]
+__all__ = [
+    "COLOURS",
+    "FONT",
+    "LINES",
+    "MONO",
+    "TERMINAL",
+    "colour_class",
+    "line_style",
+    "page_style",
+    "svg_style",
+    "variables",
+]
 
 FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
@@ -33,6 +44,16 @@ COLOURS: dict[str, tuple[str, str]] = {
     "U1": ("#aab2bf", "#5d6673"),
 }
 """Name of a colour -> (light, dark)."""
+
+LINES: dict[str, tuple[str, str]] = {
+    "line0": ("#1f5fbf", "#7fb0f5"),
+    "line1": ("#b3560d", "#f0a35e"),
+    "line2": ("#1d7a3e", "#6fcf8d"),
+    "line3": ("#6a3fb5", "#b99cf0"),
+    "line4": ("#a8327a", "#f08cc4"),
+    "line5": ("#0b7285", "#63c5d6"),
+}
+"""The same of lines that are told apart in one picture; only pictures with such lines define them (`line_style`)."""
 
 TERMINAL: dict[str, str] = {
     "F0": "bright_blue",
@@ -74,6 +95,16 @@ def svg_style() -> str:
         ".pd .drain{stroke:var(--pd-faint)}"
     )
     return variables(".pd") + fills + rules
+
+
+def line_style() -> str:
+    """Returns the CSS of lines that are told apart: classes of their strokes (``of-NAME``) and fills."""
+    light, dark = (";".join(f"--pd-{name}:{pair[i]}" for name, pair in LINES.items()) for i in (0, 1))
+    drawn = "".join(f".pd .{name}{{fill:var(--pd-{name})}}.pd .of-{name}{{stroke:var(--pd-{name})}}" for name in LINES)
+    return (
+        f".pd{{{light}}}@media(prefers-color-scheme:dark){{.pd{{{dark}}}}}{drawn}"
+        ".pd .of-faint{stroke:var(--pd-faint)}.pd .series{fill:none}"
+    )
 
 
 def page_style() -> str:

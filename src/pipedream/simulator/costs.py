@@ -147,8 +147,8 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
 
     Args:
         plan: with seconds and bytes.
-        split: m, microbatches of a minibatch. A plan in minibatches is divided by it, all but updates and sums; a
-            plan in microbatches is taken as it is.
+        split: m, microbatches of a minibatch. A plan in minibatches is divided by it, all but updates, sums and what a
+            pass takes whatever its batch (`Stage.split_s`); a plan in microbatches is taken as it is.
         weight_s: seconds of a stage's weight gradient, in the plan's unit; None takes half of the backward.
         overlap: sums over replicas begin inside the backward, as in the runtime; otherwise they are charged whole,
             right before their update.
@@ -160,11 +160,12 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
         raise ValueError(f"a minibatch is split into at least 1 microbatch, found {split}")
     parts = split if plan.unit == "minibatch" else 1
     stages, cluster = plan.stages, plan.cluster
+    splits = [stage.split_s(parts) for stage in stages]
     links = [(site.sum_bytes_per_s, site.sum_latency_s) for site in plan.sites]
     return Costs(
-        forward_s=tuple(stage.forward_s / parts for stage in stages),
-        backward_s=tuple(stage.redone_s / parts for stage in stages),
-        weight_s=tuple((stage.backward_s / 2 if weight_s is None else weight_s) / parts for stage in stages),
+        forward_s=tuple(forward_s for forward_s, _ in splits),
+        backward_s=tuple(b + f if stage.recompute else b for stage, (f, b) in zip(stages, splits, strict=True)),
+        weight_s=tuple(backward_s / 2 if weight_s is None else weight_s / parts for _, backward_s in splits),
         update_s=tuple(stage.update_s for stage in stages),
         sync_s=plan.sync_s,
         output_bytes=tuple(stage.output_bytes / parts for stage in stages),

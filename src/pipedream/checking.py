@@ -1,0 +1,166 @@
+"""Whether a plan that a person edited holds: layers, depth, memory, method, program; and what it comes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from . import planner, schedules
+from .core.errors import PlanError
+from .core.holding import Held, held
+from .core.memory import stage_memory
+from .core.plan import Plan, Stage
+from .core.profile import Profile
+from .core.schedule import Schedule
+from .core.units import format_bytes, format_seconds
+from .lowering import lower
+from .methods import holds_of, score
+from .planner import Score, Space
+from .verifier import Proof, verify
+
+__all__ = ["Check", "check_plan"]
+
+_ALIKE = 0.01  # relative: figures nearer than this are not told
+_TOLD = (
+    "forward_s",
+    "backward_s",
+    "update_s",
+    "output_bytes",
+    "activation_bytes",
+    "parameter_bytes",
+    "optimizer_bytes",
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was found of a plan that holds.
+
+    Attributes:
+        plan: with the seconds of the profile, where it was given, and the bytes of its method.
+        differences: where the plan said otherwise than the profile.
+        proof: of its program.
+        score: its simulated seconds per minibatch, and idle time.
+    """
+
+    plan: Plan
+    differences: tuple[str, ...]
+    proof: Proof
+    score: Score
+
+    @property
+    def samples_per_s(self) -> float:
+        """Predicted throughput."""
+        return self.plan.batch / self.score.period_s
+
+    def __str__(self) -> str:
+        plan = self.plan
+        parts = f" with {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
+        lines = [
+            str(replace(plan, note="")),
+            "",
+            *(f"differs: {line}" for line in self.differences),
+            f"holds: {plan.schedule}{parts}, free of deadlock ({len(self.proof.totals)} runs proved)",
+            f"predicted: {format_seconds(self.score.period_s)} per minibatch, {self.samples_per_s:.4g} samples/s, "
+            f"bubble {self.score.bubble:.1%}",
+        ]
+        return "\n".join(lines)
+
+
+def check_plan(
+    plan: Plan, *, profile: Profile | None = None, schedule: str | None = None, microbatches: int | None = None
+) -> Check:
+    """Checks a plan. That its stages have no gap and its depth is legal has been checked when it was read.
+
+    Args:
+        plan: as it was edited.
+        profile: of the model; None: the plan's seconds and bytes are taken as they are, and the bytes of the model's
+            input are not counted.
+        schedule, microbatches: what it is to be trained with; the plan's own unless said.
+
+    Raises:
+        PlanError: it does not cover the model's layers, cuts it where it cannot be cut, or does not fit the memory.
+        ScheduleError: the method does not work with it, or its program does not.
+    """
+    name, parts = plan.method(schedule, microbatches)
+    built = schedules.build(name, plan, parts)
+    plan = replace(plan, schedule=built.name, microbatches=built.microbatches)
+    differences: tuple[str, ...] = ()
+    if profile is None:
+        plan = _with_bytes(plan, built)
+    else:
+        plan, differences = _renewed(plan, profile)
+    _check_memory(plan, held(built))
+    proof = verify(lower(replace(built, plan=plan)))
+    return Check(plan, differences, proof, score(plan))
+
+
+def _renewed(plan: Plan, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
+    """Returns the plan with the seconds and bytes of a profile, and what was otherwise."""
+    layers = profile.graph.layers
+    plan.check_layers(len(layers))
+    planner.check_cuts(profile.graph, tuple(stage.first for stage in plan.stages[1:]))
+    strange = {name for stage in plan.stages for name in stage.names} - {layer.name for layer in layers}
+    if strange:
+        raise PlanError(
+            f"the plan names the layer {min(strange)!r}, the profile of {profile.model} has no such layer; give the "
+            "profile of the plan's model, or plan again from it"
+        )
+    space = Space.of(
+        profile, plan.cluster, microbatches=plan.microbatches, holds=holds_of(plan.schedule, plan.microbatches)
+    )
+    rows, differences = [], []
+    for s, stage in enumerate(plan.stages):
+        row = replace(space.stage(stage.first, stage.last, stage.replicas), recompute=stage.recompute)
+        differences += [f"stage {s}, {line}" for line in _differences(stage, row)]
+        rows.append(row)
+    renewed = replace(plan, stages=tuple(rows), batch=profile.batch, model=profile.model, unit="minibatch")
+    return space.with_bytes(renewed), tuple(differences)
+
+
+def _differences(stage: Stage, row: Stage) -> list[str]:
+    lines = []
+    if stage.names and stage.names != row.names:
+        lines.append(
+            f"layers: the plan names {_span(stage.names)}, layers {row.first} to {row.last - 1} are {_span(row.names)}"
+        )
+    for name in _TOLD:
+        said, found = getattr(stage, name), getattr(row, name)
+        if abs(said - found) > _ALIKE * max(said, found):
+            shown = format_seconds if name.endswith("_s") else format_bytes
+            lines.append(f"{name}: the plan says {shown(said)}, the profile gives {shown(found)}")
+    return lines
+
+
+def _span(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+
+def _with_bytes(plan: Plan, built: Schedule) -> Plan:
+    """Returns the plan with the peak bytes of what its stages hold, from its own figures."""
+    parts = built.microbatches if plan.unit == "minibatch" else 1
+    last = len(plan.stages) - 1
+    stages = []
+    for s, (stage, holds, peers) in enumerate(zip(plan.stages, held(built), plan.peers, strict=True)):
+        memory = stage_memory(
+            stage.sizes(parts, plan.stages[s - 1].output_bytes if s else 0, is_last=s == last),
+            versions=holds.versions,
+            in_flight=holds.in_flight,
+            per_update=built.microbatches,
+            flushes=built.flushes,
+            lag=plan.lag[s],
+            recompute=stage.recompute,
+            peers=peers,
+        )
+        stages.append(replace(stage, peak_bytes=memory.total_bytes, memory=memory))
+    return replace(plan, stages=tuple(stages))
+
+
+def _check_memory(plan: Plan, holds: tuple[Held, ...]) -> None:
+    for s, (stage, site, one) in enumerate(zip(plan.stages, plan.sites, holds, strict=True)):
+        if site.memory_bytes is not None and stage.peak_bytes > site.memory_bytes:
+            raise PlanError(
+                f"stage {s} of the plan (layers {stage.first} to {stage.last - 1}) holds {one.in_flight} in flight and "
+                f"{one.versions} versions under {plan.schedule} and needs {format_bytes(stage.peak_bytes)}, a worker "
+                f"has {format_bytes(site.memory_bytes)}; move layers to another stage, take a smaller depth or more "
+                "microbatches"
+            )

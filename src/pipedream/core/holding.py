@@ -1,0 +1,56 @@
+"""What a stage holds under a method: microbatches in flight, and versions of its weights.
+
+Read off the schedule itself, its order and its weight rule, so that a new method needs no formula here. Under the
+paper's depth, for a straight pipeline of p stages and m microbatches: 1F1B holds min(p - s, m) in flight, GPipe m,
+the naive order 1; PipeDream p - s versions, vertical sync p, 2BW 2, a flush 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .op import Kind
+from .schedule import Schedule
+
+__all__ = ["Held", "held"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a replica of a stage holds at most.
+
+    Attributes:
+        in_flight: microbatches forwarded and not yet backwarded.
+        versions: distinct sets of weights alive at once, the newest included.
+    """
+
+    in_flight: int
+    versions: int
+
+
+def held(schedule: Schedule) -> tuple[Held, ...]:
+    """Returns what each stage of a schedule holds, in its fullest replica."""
+    return tuple(
+        Held(_in_flight(schedule, stage), schedule.weights.versions(stage))
+        for stage in range(len(schedule.plan.stages))
+    )
+
+
+def _in_flight(schedule: Schedule, stage: int) -> int:
+    """Follows the first replica, which has the most microbatches of a minibatch, until one behind the warm-up is
+    forwarded: in a flushed minibatch all of its own have been by then, and an endless order only repeats itself."""
+    replicas = schedule.plan.replicas[stage]
+    last = max(schedule.microbatches, (schedule.plan.in_flight[stage] + 1) * replicas)
+    ends = Kind.WEIGHT_GRADIENT if schedule.splits_backward else Kind.BACKWARD
+    now = most = 0
+    for kind, at, index, _ in schedule.order(schedule.placement.ranks[stage][0]):
+        if at != stage:
+            continue
+        if kind is Kind.FORWARD:
+            if index >= last:
+                break
+            now += 1
+            most = max(most, now)
+        elif kind is ends:
+            now -= 1
+    return most

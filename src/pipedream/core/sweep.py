@@ -1,0 +1,81 @@
+"""The Sweep: one model by several methods, on several numbers of workers, at several bandwidths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .units import format_bytes, format_rate
+
+__all__ = ["DATA_PARALLEL", "Crossover", "Point", "Sweep"]
+
+DATA_PARALLEL = "data parallel"
+"""Name of the row that every method is compared with."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A method on so many workers, joined by links of a bandwidth.
+
+    Attributes:
+        workers, bandwidth_bytes_per_s, schedule: which.
+        config, microbatches: of its plan; '' and 1 where there is none.
+        samples_per_s, bubble: simulated; None where there is no plan.
+        peak_bytes: of the fullest worker.
+        why: '' or why there is none.
+    """
+
+    workers: int
+    bandwidth_bytes_per_s: float
+    schedule: str
+    config: str = ""
+    microbatches: int = 1
+    samples_per_s: float | None = None
+    bubble: float | None = None
+    peak_bytes: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Where a method's pipelines overtake data parallelism.
+
+    Attributes:
+        workers, schedule: whose.
+        bandwidth_bytes_per_s: at lower ones the pipeline is faster, at higher ones data parallelism (or the other way
+            round, see `below`); None: there is none.
+        below: the pipeline is faster below it; without a crossover: everywhere.
+    """
+
+    workers: int
+    schedule: str
+    bandwidth_bytes_per_s: float | None
+    below: bool
+
+    def __str__(self) -> str:
+        faster = f"{self.workers} workers: {self.schedule} is faster than data parallelism"
+        if self.bandwidth_bytes_per_s is not None:
+            return f"{faster} {'below' if self.below else 'above'} {format_rate(self.bandwidth_bytes_per_s)}"
+        return f"{faster} at {'every' if self.below else 'no'} bandwidth"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All points of a sweep, and the crossovers of each worker count."""
+
+    model: str
+    points: tuple[Point, ...]
+    crossovers: tuple[Crossover, ...]
+
+    def __str__(self) -> str:
+        head = f"{'workers':>7}  {'bandwidth':>10}  {'method':<24}  {'plan':<12}  {'m':>3}  {'samples/s':>9}  "
+        lines = [f"{head}{'bubble':>6}  {'peak':>9}"]
+        for one in self.points:
+            start = f"{one.workers:>7}  {format_rate(one.bandwidth_bytes_per_s):>10}  {one.schedule:<24}  "
+            if one.samples_per_s is None or one.bubble is None:
+                lines.append(f"{start}-  ({one.why.split(';')[0]})")
+            else:
+                lines.append(
+                    f"{start}{one.config:<12}  {one.microbatches:>3}  {one.samples_per_s:>9.4g}  {one.bubble:>6.1%}  "
+                    f"{format_bytes(one.peak_bytes):>9}"
+                )
+        return "\n".join([*lines, "", *map(str, self.crossovers)])

@@ -1,0 +1,132 @@
+"""What planning must know of the methods, read off their own schedules and programs: what they hold, how fast they are.
+
+A new method in the registry needs no line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from . import metrics, planner, schedules
+from . import simulator as clock
+from .core.errors import ScheduleError
+from .core.holding import Held, held
+from .core.plan import Plan
+from .core.profile import Profile
+from .lowering import lower
+
+__all__ = ["for_method", "holds_of", "methods_of", "score", "versions_of"]
+
+
+def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -> list[planner.Method]:
+    """Returns the methods of these names, or all of the registry: those that flush, and, if allowed, the others.
+
+    Of ways to train that are equal the first method's is taken: 1F1B before GPipe, what is late last.
+
+    Raises:
+        ScheduleError: no such method.
+    """
+    if names:
+        return [_method(name) for name in names]
+    found = [_method(name) for name in schedules.SCHEDULES]
+    flushing = [method for method in found if method.flushes]
+    return [*reversed(flushing), *(method for method in found if allow_asynchronous and not method.flushes)]
+
+
+def score(plan: Plan) -> planner.Score:
+    """Simulates a plan by its method, without a proof, until it repeats itself, and measures whole periods.
+
+    Raises:
+        ScheduleError: the method does not work with it.
+    """
+    program = lower(schedules.build(plan.schedule, plan, plan.microbatches))
+    m, cycle, per_update = program.microbatches, program.cycle, program.updates.per_update[0]
+    admitted = 0 if program.flushes else max(c * r for c, r in zip(plan.in_flight, plan.replicas, strict=True))
+    settled = -(-(2 * admitted) // cycle) * cycle + cycle
+    end = settled + max(2 * cycle, -(-admitted // cycle) * cycle)
+    total = end + (0 if program.flushes else -(-2 * admitted // cycle) * cycle)
+    timeline = clock.simulate(program, clock.costs(plan, split=m), total)
+    found = metrics.between_updates(timeline, settled // per_update, end // per_update, per_update=per_update)
+    return planner.Score(m / found.throughput_per_s, found.bubble)
+
+
+def holds_of(schedule: str, microbatches: int | None = None) -> planner.Holds:
+    """Returns a method's rule from a plan to what each of its stages holds, read off the method's own schedule.
+
+    Args:
+        schedule: the method's name.
+        microbatches: m; a plan with more replicas than m is taken with as many as it needs. None: the method's own.
+
+    Raises:
+        ScheduleError: no such method.
+    """
+    schedules.build(schedule, Plan.uniform(1))
+
+    def holds(plan: Plan) -> tuple[Held, ...]:
+        for parts in () if microbatches is None else (microbatches, max(microbatches, *plan.replicas)):
+            with suppress(ScheduleError):
+                return held(schedules.build(schedule, plan, parts))
+        built = schedules.build(schedule, plan)
+        if microbatches is None:
+            return held(built)
+        # It does not work with so few: then all that is admitted.
+        return tuple(Held(count, built.weights.versions(s)) for s, count in enumerate(plan.in_flight))
+
+    return holds
+
+
+def versions_of(schedule: str) -> Callable[[int, int], int]:
+    """Returns a method's rule from a stage's in-flight count and its lag to its versions of the weights, read
+    off the method's own weight rule on a small plan.
+
+    Raises:
+        ScheduleError: no such method.
+    """
+
+    def versions(in_flight: int, lag: int) -> int:
+        small = Plan.uniform(in_flight)
+        if lag:
+            small = replace(Plan.uniform(2, replicas=(2, 1)), in_flight=(in_flight, 1), lag=(lag, 0))
+        return schedules.build(schedule, small).weights.versions(0)
+
+    versions(1, 0)
+    return versions
+
+
+def _method(name: str) -> planner.Method:
+    """Returns what planning must know of a method, as small plans show it."""
+    small = Plan.uniform(2, replicas=(2, 1))
+    built, deep = (schedules.build(name, replace(small, in_flight=(count, 1))) for count in (2, 3))
+    try:
+        splits = schedules.build(name, small, 4).microbatches == 4
+    except ScheduleError:
+        splits = False
+    try:
+        lags = held(schedules.build(name, replace(small, lag=(1, 0)))) != held(built)
+    except ScheduleError:
+        lags = False
+    return planner.Method(
+        name=built.name,
+        flushes=built.flushes,
+        splits=splits,
+        lags=lags,
+        deepens=held(deep) != held(built),
+        holds=lambda microbatches: holds_of(name, microbatches),
+    )
+
+
+def for_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | None) -> Plan:
+    """Returns a plan that names its method and its split, the method's own one where none is given."""
+    try:
+        built = schedules.build(schedule, plan, microbatches)
+    except ScheduleError:  # of the number, which is said where the plan is used
+        built = schedules.build(schedule, plan)
+        return replace(plan, schedule=built.name, microbatches=microbatches or 1)
+    if microbatches is None and built.microbatches > 1:
+        space = planner.Space.of(
+            profile, plan.cluster, holds=holds_of(schedule, built.microbatches), microbatches=built.microbatches
+        )
+        plan = space.with_bytes(plan)
+    return replace(plan, schedule=built.name, microbatches=built.microbatches)

@@ -1,0 +1,103 @@
+"""What a stage holds, read off schedules: the papers' closed forms, the proof, and the bytes of a simulated run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipedream as pd
+from pipedream import schedules
+from pipedream.core.cluster import Cluster
+from pipedream.core.errors import PlanError, ScheduleError
+from pipedream.core.holding import Held, held
+from pipedream.core.plan import Plan
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.lowering import lower
+from pipedream.methods import holds_of
+from pipedream.verifier import verify
+
+METHODS = sorted(schedules.SCHEDULES)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("stages", "m"), [(1, 1), (2, 3), (4, 4), (4, 9)])
+def test_it_is_what_the_papers_claim(name: str, stages: int, m: int) -> None:
+    plan = Plan.uniform(stages)
+    travels = name.startswith("pipedream") and name != "pipedream_2bw"
+    built = schedules.build(name, plan, None if travels else m)
+    claims = built.claims
+    assert claims.in_flight is not None
+    assert claims.versions is not None
+    many = 99 if travels else m
+    expected = tuple(Held(claims.in_flight(stages, many, s), claims.versions(stages, many, s)) for s in range(stages))
+    assert held(built) == expected
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_it_is_what_the_proof_finds(data: st.DataObject) -> None:
+    counts = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
+    plan = Plan.uniform(len(counts), replicas=counts).with_depth(data.draw(st.sampled_from(["noam", "full"])))
+    name = data.draw(st.sampled_from(METHODS))
+    m = data.draw(st.none() | st.integers(1, 8))
+    try:
+        built = schedules.build(name, plan, m)
+    except ScheduleError:
+        return
+    proof = verify(lower(built))
+    for s, found in enumerate(held(built)):
+        ranks = built.placement.ranks[s]
+        assert found.in_flight == max(proof.peak_in_flight[rank] for rank in ranks)
+        assert found.versions >= max(proof.peak_versions[rank] for rank in ranks)
+
+
+LAYER = LayerProfile(1.0, 2.0, output_bytes=960, parameter_bytes=70, activation_bytes=4800)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("shape", ["2", "1-1-1", "2-1", "1-2"])
+def test_the_planned_peak_is_the_simulated_one(name: str, shape: str) -> None:
+    profile = Profile.of_chain((LAYER,) * 4, batch=8)
+    plan = pd.plan(profile, Cluster.flat(3), schedule=name, shape=shape)
+    m = plan.microbatches
+    flushes = schedules.build(name, plan).flushes
+    timeline = pd.simulate(plan, schedule=name, microbatches=m if flushes else 24)
+    assert timeline.peak_bytes
+    for s, stage in enumerate(plan.stages):
+        simulated = max(timeline.peak_bytes[rank] for rank in plan.placement.ranks[s])
+        assert stage.peak_bytes == simulated
+
+
+def test_the_limit_decides_by_the_method() -> None:
+    """Ten parts: 1F1B holds 2 of them at the first of two stages, GPipe all ten, the naive order one."""
+    profile = Profile.of_chain((LAYER,) * 4, batch=10)
+    peaks = {
+        name: pd.plan(profile, Cluster.flat(2), schedule=name, microbatches=10, shape="1-1").stages[0].peak_bytes
+        for name in ("naive", "1f1b", "gpipe")
+    }
+    assert peaks["1f1b"] - peaks["naive"] == 2 * 4800 // 10
+    assert peaks["gpipe"] - peaks["naive"] == 9 * 2 * 4800 // 10
+    limit = Cluster.flat(2, memory_bytes=peaks["gpipe"] - 1)
+    pd.plan(profile, limit, schedule="1f1b", microbatches=10, shape="1-1")
+    with pytest.raises(PlanError, match="none of the straight pipelines of 2 stages fits"):
+        pd.plan(profile, limit, schedule="gpipe", microbatches=10, shape="1-1")
+    # Two replicas share the ten.
+    both = pd.plan(profile, Cluster.flat(2), schedule="gpipe", microbatches=10, shape="2").stages[0].peak_bytes
+    assert both == 5 * 4 * 4800 // 10 + 2 * 4 * 70
+    pd.plan(profile, Cluster.flat(2, memory_bytes=both), schedule="gpipe", microbatches=10, shape="2")
+
+
+def test_vertical_sync_is_checked_with_the_whole_plan() -> None:
+    """All its stages hold as many versions as the input stage, which a stage alone does not know."""
+    profile = Profile.of_chain((LAYER,) * 4)
+    peaks = [
+        pd.plan(profile, Cluster.flat(4), schedule=name, shape="straight").stages[3].peak_bytes
+        for name in ("pipedream", "pipedream_vertical_sync")
+    ]
+    assert peaks[1] - peaks[0] == 3 * 70
+
+
+def test_a_number_that_a_method_cannot_work_with_counts_as_all_that_is_admitted() -> None:
+    assert holds_of("pipedream_2bw", 2)(Plan.uniform(4))[0] == Held(4, 2)
+    assert holds_of("gpipe", 1)(Plan.uniform(2, replicas=(2, 1))) == (Held(1, 1), Held(2, 1))

@@ -1,0 +1,157 @@
+"""The choice of a method against trying every way by hand, and what it says."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipedream as pd
+from pipedream import api, cli, schedules
+from pipedream.core.cluster import Cluster
+from pipedream.core.errors import PipelineError, PlanError
+from pipedream.core.plan import Plan
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.methods import methods_of, score
+
+FLUSHING = ("1f1b", "gpipe", "naive")
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    layer = st.builds(
+        LayerProfile,
+        st.floats(0.1, 2.0),
+        st.floats(0.1, 4.0),
+        output_bytes=st.integers(0, 40),
+        parameter_bytes=st.integers(0, 40),
+        activation_bytes=st.integers(0, 100),
+    )
+    layers = tuple(draw(st.lists(layer, min_size=2, max_size=5)))
+    return Profile.of_chain(layers, batch=draw(st.sampled_from([1, 4, 6])), update_s=draw(st.sampled_from([0.0, 0.5])))
+
+
+def periods(profile: Profile, cluster: Cluster, names: tuple[str, ...]) -> dict[tuple[Any, ...], float]:
+    """Returns the simulated seconds of every way that `choose` may take."""
+    workers = cluster.workers
+    equal = ["-".join([str(workers // stages)] * stages) for stages in range(2, workers + 1)]
+    found = {}
+    for way in product(names, (1, 2, 4), ("any", "data-parallel", *equal), ("noam", "auto"), (0, 1)):
+        name, m, shape, depth, lag = way
+        if m > profile.batch:
+            continue
+        try:
+            plan = api.plan(profile, cluster, schedule=name, microbatches=m, shape=shape, in_flight=depth, lag=lag)
+            if lag and name not in ("pipedream", "pipedream_vertical_sync"):
+                continue
+            found[way] = score(plan).period_s
+        except PipelineError:
+            continue
+    return found
+
+
+@settings(max_examples=15)
+@given(profiles(), st.integers(1, 3), st.sampled_from([2.0, 20.0, 1e9]), st.sampled_from([None, 300]), st.booleans())
+def test_no_way_is_faster(
+    profile: Profile, workers: int, rate: float, memory: int | None, allow_asynchronous: bool
+) -> None:
+    cluster = Cluster.flat(workers, rate, memory_bytes=memory)
+    names = FLUSHING if not allow_asynchronous else tuple(schedules.SCHEDULES)
+    every = periods(profile, cluster, names)
+    if not every:
+        with pytest.raises(PlanError, match="no method works"):
+            api.choose(profile, cluster, allow_asynchronous=allow_asynchronous)
+        return
+    found = api.choose(profile, cluster, allow_asynchronous=allow_asynchronous)
+    best = found.candidates[0]
+    assert best.period_s == pytest.approx(min(every.values()))
+    assert score(found.plan).period_s == best.period_s
+    assert (found.plan.schedule, found.plan.microbatches) == (best.schedule, best.microbatches)
+    assert memory is None or max(stage.peak_bytes for stage in found.plan.stages) <= memory
+    simulated = [one.period_s for one in found.candidates if one.period_s is not None]
+    assert min(simulated) == pytest.approx(simulated[0])
+    for one in found.candidates:
+        assert one.period_s is None or one.period_s >= one.bound_s * (1 - 1e-9), "a bound that is none"
+
+
+def test_the_score_is_the_papers_bubble() -> None:
+    """GPipe, section 2.3: (p - 1) / (m + p - 1) of the time is idle."""
+    profile = Profile.of_chain((LayerProfile(1.0, 1.0, 0, 0),) * 4, batch=8)
+    plan = api.plan(profile, Cluster.flat(4), schedule="gpipe", microbatches=8, shape="straight")
+    assert score(plan).bubble == pytest.approx(3 / 11)
+    assert score(plan).period_s == pytest.approx(2 * 11 / 8)
+
+
+def test_what_planning_knows_of_the_methods() -> None:
+    rows = {
+        one.name: (one.flushes, one.splits, one.lags, one.deepens) for one in methods_of(tuple(schedules.SCHEDULES))
+    }
+    assert rows == {
+        "naive": (True, True, False, False),
+        "gpipe": (True, True, False, False),
+        "1f1b": (True, True, False, True),
+        "pipedream": (False, False, True, True),
+        "pipedream_vertical_sync": (False, False, True, True),
+        "pipedream_2bw": (False, True, False, True),
+    }
+    assert [one.name for one in methods_of()] == list(FLUSHING)
+
+
+LAYER = LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=960)
+CHAIN = Profile.of_chain((LAYER,) * 6, batch=8)
+
+
+def test_a_late_method_is_taken_only_if_allowed() -> None:
+    one = pd.plan(CHAIN, Cluster.flat(3), schedule="auto")
+    two = pd.plan(CHAIN, Cluster.flat(3, 500.0), schedule="auto", allow_asynchronous=True)
+    assert schedules.build(one.schedule, one).flushes
+    assert not schedules.build(two.schedule, two).flushes
+    assert "learn otherwise" in two.note
+    assert "learn otherwise" not in one.note
+
+
+def test_memory_decides_between_methods() -> None:
+    """Where messages are slow, the deepest is fastest; with less memory a shallower one, at last the naive one."""
+    roomy = pd.plan(CHAIN, Cluster.flat(2, 1e4), schedule="auto", shape="1-1", microbatches=8)
+    peak = max(stage.peak_bytes for stage in roomy.stages)
+    tight = pd.plan(CHAIN, Cluster.flat(2, 1e4, memory_bytes=peak - 1), schedule="auto", shape="1-1", microbatches=8)
+    assert (roomy.schedule, tight.schedule) == ("1f1b", "1f1b")
+    assert tight.in_flight < roomy.in_flight
+    peak = max(stage.peak_bytes for stage in tight.stages)
+    least = pd.plan(CHAIN, Cluster.flat(2, 1e4, memory_bytes=peak - 1), schedule="auto", shape="1-1", microbatches=8)
+    assert least.schedule == "naive"
+
+
+def test_what_is_said_is_kept() -> None:
+    plan = pd.plan(CHAIN, Cluster.flat(4), schedule="auto", microbatches=4, shape="2-2", in_flight=(2, 1))
+    assert (plan.config, plan.microbatches, plan.in_flight) == ("2-2", 4, (2, 1))
+    with pytest.raises(PlanError, match="cuts by hand"):
+        pd.plan(CHAIN, Cluster.flat(2), schedule="auto", cuts=(3,))
+    with pytest.raises(PlanError, match="no method works with what was asked on 4 workers"):
+        pd.plan(CHAIN, Cluster.flat(4), schedule="auto", microbatches=2, shape="data-parallel")
+
+
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    CHAIN.save(tmp_path / "profile.json")
+    command = ["plan", str(tmp_path / "profile.json"), "--workers", "2", "--bandwidth", "500", "--schedule", "auto"]
+    plan = tmp_path / "plan.json"
+    assert cli.main([*command, "--json", "-o", str(plan)]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (found["schedule"], found["microbatches"]) == ("1f1b", 8)
+    assert found["candidates"][0]["schedule"] == "1f1b"
+    assert cli.main([*command, "--explain"]) == 0
+    printed = capfd.readouterr().out
+    assert printed.startswith("method ")
+    assert "more cannot be faster than the first" in printed
+    assert "Plan 1-1 of chain" in printed
+    # What the plan was made for is what is simulated and trained.
+    assert Plan.load(plan).method() == ("1f1b", 8)
+    assert Plan.load(plan).method("gpipe") == ("gpipe", None)
+    assert cli.main(["simulate", str(plan)]) == 0
+    assert capfd.readouterr().out.startswith("1f1b, simulated: ")
+    assert len(pd.simulate(Plan.load(plan)).tags) == 8 * 2

@@ -1,0 +1,101 @@
+"""PipeDream-2BW's planner by hand: its seconds, its choice of w, d and microbatches, its memory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import pipedream as pd
+from pipedream import cli
+from pipedream.core.cluster import Cluster
+from pipedream.core.errors import PlanError
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.methods import holds_of, score
+from pipedream.planner import two_bw, two_bw_s
+
+LAYER = LayerProfile(1.0, 2.0, output_bytes=80, parameter_bytes=60, activation_bytes=800)
+CHAIN = Profile.of_chain((LAYER,) * 4, batch=16)
+
+
+def test_the_papers_seconds_by_hand() -> None:
+    """Two stages of two replicas, 8 microbatches, links of 10 bytes/s.
+
+    A microbatch: 2 layers (1 + 2) / 8 = 0.75 s, one message each way to a stage at the end: 80 / 8 / 10 = 1 s. A sum of
+    120 bytes over two replicas takes 2 (1/2) 120 / 10 = 12 s, shared by m(b) = 4 microbatches: 3 s. So t = 3 s, and a
+    minibatch takes t m(b) = 12 s; at 100 bytes/s t = 0.75 + 0.1 and 3.4 s.
+    """
+    for rate, seconds in ((10.0, 12.0), (100.0, 4 * 0.85)):
+        plan = pd.plan(CHAIN, Cluster.flat(4, rate), shape="2-2")
+        assert two_bw_s(plan, 8) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("rate", "parameter_bytes", "config"), [(1e9, 60, "4"), (20.0, 60, "2-2"), (20.0, 600, "1-1-1-1")]
+)
+def test_links_and_weights_decide_between_replicas_and_stages(rate: float, parameter_bytes: int, config: str) -> None:
+    """At 20 bytes/s a minibatch takes 11 s in four stages, max(5, 6) s in two of two replicas, 18 s in four replicas;
+    with ten times the weights 11, 60 and 180 s."""
+    profile = Profile.of_chain((replace(LAYER, parameter_bytes=parameter_bytes),) * 4, batch=16)
+    cluster = Cluster.flat(4, rate)
+    plan = pd.plan(profile, cluster, strategy="2bw")
+    assert (plan.config, plan.schedule) == (config, "pipedream_2bw")
+    ways = {}
+    for shape in ("4", "2-2", "1-1-1-1"):
+        base = pd.plan(profile, cluster, shape=shape)
+        ways[shape] = min(two_bw_s(base, m) for m in (4, 8, 16))
+    assert min(ways, key=lambda shape: ways[shape]) == config
+    assert two_bw_s(plan, plan.microbatches) == ways[config]
+    if rate == 20.0:
+        sums = parameter_bytes / 10
+        assert ways == pytest.approx({"1-1-1-1": 11, "2-2": max(5, sums), "4": max(3, 3 * sums)})
+
+
+def test_each_replica_has_as_many_microbatches_as_there_are_stages() -> None:
+    plan = pd.plan(CHAIN, Cluster.flat(4, 20.0), strategy="2bw")
+    assert plan.microbatches // plan.replicas[0] >= len(plan.stages)
+    assert score(plan).period_s > 0  # the method works with it
+    with pytest.raises(PlanError, match="ask for a multiple of the workers"):
+        pd.plan(CHAIN, Cluster.flat(4), strategy="2bw", microbatches=3)
+
+
+def test_memory_is_two_versions_and_what_is_in_flight() -> None:
+    """Two stages, each 2 |W| / d + gradients = 360; the first holds two microbatches of 1600 / m and two inputs."""
+    plan = two_bw(CHAIN, Cluster.flat(2, 20.0), lambda m: holds_of("pipedream_2bw", m), microbatches=4)
+    assert plan.config == "1-1"
+    assert [stage.peak_bytes for stage in plan.stages] == [360 + 2 * 400, 360 + 400 + 2 * 20]
+    tight = Cluster.flat(2, 20.0, memory_bytes=360 + 2 * 200)
+    finer = pd.plan(CHAIN, tight, strategy="2bw")
+    assert finer.microbatches == 8
+    with pytest.raises(PlanError, match="no plan of PipeDream-2BW's planner fits"):
+        pd.plan(CHAIN, Cluster.flat(2, 20.0, memory_bytes=400), strategy="2bw")
+
+
+def test_recomputation_costs_a_third_where_a_backward_takes_two_forwards() -> None:
+    """c_extra = 4/3; only inputs are kept, which lets a plan fit that did not."""
+    free = Cluster.flat(2)
+    seconds = [
+        two_bw_s(two_bw(CHAIN, free, lambda m: holds_of("pipedream_2bw", m), microbatches=4, recompute=again), 4)
+        for again in (False, True)
+    ]
+    assert seconds[1] / seconds[0] == pytest.approx(4 / 3)
+    both = two_bw(CHAIN, free, lambda m: holds_of("pipedream_2bw", m), microbatches=4, recompute=None)
+    assert not any(stage.recompute for stage in both.stages)
+    tight = Cluster.flat(2, 20.0, memory_bytes=1000)
+    again = two_bw(CHAIN, tight, lambda m: holds_of("pipedream_2bw", m), microbatches=4, recompute=None)
+    assert all(stage.recompute for stage in again.stages)
+
+
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    CHAIN.save(tmp_path / "profile.json")
+    command = ["plan", str(tmp_path / "profile.json"), "--workers", "4", "--bandwidth", "20", "--strategy"]
+    assert cli.main([*command, "2bw", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (found["config"], found["schedule"]) == ("2-2", "pipedream_2bw")
+    assert "PipeDream-2BW's planner" in found["note"]
+    assert cli.main([*command, "3bw"]) == 2
+    assert "write search or 2bw" in capfd.readouterr().err
+    assert cli.main([*command, "2bw", "--straight"]) == 2
+    assert "leave them out" in " ".join(capfd.readouterr().err.split())

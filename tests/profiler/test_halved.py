@@ -1,0 +1,74 @@
+"""The fixed part of a layer's seconds: known ones are found, and splitting a minibatch pays for them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipedream as pd
+from pipedream import api
+from pipedream.core.errors import ProfileError
+from pipedream.core.plan import Plan
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.methods import score
+from pipedream.profiler.halved import fixed_s, half_of
+
+WHOLE = [(1.0, 0.0), (3.0, 0.0), (2.0, 0.5)]
+
+
+def test_the_fixed_part_of_known_seconds() -> None:
+    """Of 8 samples t = 1: all fixed; t = 3: 1 fixed, 2 of them the samples'; t = 2: 0.4, less than it scatters."""
+    halves = (1.0, 2.0, 1.2)
+    assert fixed_s(lambda part: halves, (torch.ones(8),), 8, WHOLE, warmup=1, runs=3) == [1.0, 1.0, 0.0]
+    # Of 3 samples the half is 1: t(3) = 3 = f + 3 k, t(1) = 2 = f + k: f = 1.5.
+    assert fixed_s(lambda part: (2.0,), (torch.ones(3),), 3, WHOLE[1:2], warmup=0, runs=1) == [1.5]
+
+
+def test_what_cannot_be_halved_has_no_fixed_part() -> None:
+    def fails(part: Any) -> list[float]:
+        raise ProfileError("a layer knows its batch")
+
+    assert fixed_s(fails, (torch.ones(8),), 8, WHOLE, warmup=1, runs=3) == [0.0] * 3
+    assert fixed_s(fails, (torch.ones(1),), 1, WHOLE, warmup=1, runs=3) == [0.0] * 3
+    table, mask = torch.ones(5, 2), torch.ones(8, 8)
+    halves = half_of((mask, table, 3), 8)
+    assert (halves[0].shape, halves[1].shape, halves[2]) == ((4, 8), (5, 2), 3)
+
+
+class Waits(nn.Module):
+    """Takes some time whatever the batch, and some for each sample."""
+
+    def __init__(self, fixed_s: float, each_s: float) -> None:
+        super().__init__()
+        self.seconds = fixed_s, each_s
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds[0] + self.seconds[1] * x.shape[0])
+        return x * self.weight
+
+
+def test_a_layer_of_known_fixed_time_is_measured() -> None:
+    model = nn.Sequential(Waits(0.02, 0.0), Waits(0.0, 0.005), Waits(0.01, 0.0025))
+    profile = pd.profile(model, torch.ones(8, 2), warmup=1, runs=5)
+    fixed = [layer.forward_fixed_s for layer in profile.layers]
+    assert fixed == pytest.approx([0.02, 0.0, 0.01], abs=0.004)
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_splitting_pays_the_fixed_part_each_time() -> None:
+    """Two stages of 1 + 1 s of which 0.5 + 0.5 are fixed, in m microbatches: (m + 1)(1 / m + 1) s under GPipe."""
+    layer = LayerProfile(1.0, 1.0, 0, 0, forward_fixed_s=0.5, backward_fixed_s=0.5)
+    profile = Profile.of_chain((layer,) * 2, batch=64)
+    for m in (1, 2, 4, 8):
+        plan = api.plan(profile, pd.Cluster.flat(2), schedule="gpipe", microbatches=m, shape="straight")
+        assert score(plan).period_s == pytest.approx((m + 1) * (1 / m + 1))
+    best = api.plan(profile, pd.Cluster.flat(2), schedule="auto", shape="straight")
+    assert best.microbatches in (1, 2), "finer splits cost more than they hide"
+    assert Plan.from_json(best.to_json()) == best
+    with pytest.raises(ValueError, match="cannot be greater"):
+        LayerProfile(1.0, 1.0, 0, 0, forward_fixed_s=2.0)

@@ -1,0 +1,155 @@
+"""A sweep: rows are what plan and simulate say, crossovers where the lead changes, and the picture holds it all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import pipedream as pd
+from pipedream import cli
+from pipedream.core.errors import PlanError, ScheduleError
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.core.sweep import DATA_PARALLEL, Sweep
+from pipedream.methods import score
+from pipedream.report.sweep import sweep_page, sweep_svg
+from pipedream.sweeping import sweep
+
+SVG = "{http://www.w3.org/2000/svg}"
+LAYERS = tuple(
+    LayerProfile(1.0 + 0.3 * i, 2.0, output_bytes=1000, parameter_bytes=10_000, activation_bytes=960) for i in range(4)
+)
+CHAIN = Profile.of_chain(LAYERS, batch=8)
+
+
+@pytest.fixture(scope="module")
+def swept() -> Sweep:
+    return sweep(
+        CHAIN,
+        pd.Cluster.flat(1),
+        workers=(2, 4),
+        bandwidths=(300.0, 3000.0, 3e6),
+        schedules=("pipedream", "gpipe"),
+    )
+
+
+def test_rows_are_what_plan_and_simulate_say(swept: Sweep) -> None:
+    assert len(swept.points) == 2 * 3 * 3
+    for one in swept.points:
+        cluster = pd.Cluster.flat(one.workers, one.bandwidth_bytes_per_s)
+        parallel = one.schedule == DATA_PARALLEL
+        plan = pd.plan(
+            CHAIN,
+            cluster,
+            schedule="pipedream" if parallel else one.schedule,
+            shape="data-parallel" if parallel else "pipeline",
+        )
+        assert (one.config, one.microbatches) == (plan.config, plan.microbatches)
+        assert one.samples_per_s == pytest.approx(8 / score(plan).period_s)
+        assert one.peak_bytes == max(stage.peak_bytes for stage in plan.stages)
+
+
+def test_the_lead_changes_at_a_crossover(swept: Sweep) -> None:
+    assert len(swept.crossovers) == 4
+    for one in swept.crossovers:
+        rate = one.bandwidth_bytes_per_s
+        assert rate is not None
+        assert one.below
+        leads = []
+        for factor in (0.98, 1.02):
+            near = sweep(
+                CHAIN,
+                pd.Cluster.flat(1),
+                workers=(one.workers,),
+                bandwidths=(rate * factor,),
+                schedules=(one.schedule,),
+                crossovers=False,
+            )
+            theirs, ours = (point.samples_per_s or 0.0 for point in near.points)
+            leads.append(ours > theirs)
+        assert leads == [True, False]
+
+
+def test_a_crossover_by_hand() -> None:
+    """Layers of 3 and 5 seconds and 8e5 bytes in all, on two workers, messages free, at B bytes per second.
+
+    The pipeline of two takes 5 s. A ring of two moves 8e5 bytes each way, in one bucket that is ready with the
+    backward's end: data parallelism takes (8 + 8e5 / B) / 2. They are equal at B = 4e5.
+    """
+    layers = (LayerProfile(1.0, 2.0, 0, 400_000), LayerProfile(2.0, 3.0, 0, 400_000))
+    found = sweep(
+        Profile.of_chain(layers), pd.Cluster.flat(2), workers=(2,), bandwidths=(2e5,), schedules=("pipedream",)
+    )
+    rows = {one.schedule: one.samples_per_s for one in found.points}
+    assert rows["pipedream"] == pytest.approx(1 / 5)
+    assert rows[DATA_PARALLEL] == pytest.approx(1 / 6)
+    (crossing,) = found.crossovers
+    assert crossing.bandwidth_bytes_per_s == pytest.approx(4e5, rel=0.01)
+    assert crossing.below
+    assert str(crossing).startswith("2 workers: pipedream is faster than data parallelism below ")
+
+
+def test_what_cannot_be_is_a_row_that_says_so() -> None:
+    found = sweep(
+        CHAIN,
+        pd.Cluster.flat(1, memory_bytes=45_000),
+        workers=(2, 3),
+        bandwidths=(1e3,),
+        schedules=("1f1b",),
+        crossovers=False,
+    )
+    assert [one.samples_per_s is None for one in found.points] == [True, False, True, False]
+    assert "fits" in found.points[0].why
+    assert "-  (none of the data-parallel plans fits" in str(found)
+    with pytest.raises(ScheduleError, match="not known"):
+        sweep(CHAIN, pd.Cluster.flat(1), workers=(2,), bandwidths=(1e3,), schedules=("dream",))
+    with pytest.raises(PlanError, match="at least one worker count"):
+        sweep(CHAIN, pd.Cluster.flat(1), workers=(), bandwidths=(1e3,), schedules=("1f1b",))
+
+
+def test_the_picture_holds_every_point_in_its_frame(swept: Sweep) -> None:
+    tree = ElementTree.fromstring(sweep_svg(swept))
+    width, height = float(tree.get("width") or 0), float(tree.get("height") or 0)
+    marks = [*tree.iter(f"{SVG}circle"), *tree.iter(f"{SVG}polygon")]
+    assert len(marks) == 3 * len(swept.points) + 3, "three panels, and the legend"
+    for line in tree.iter(f"{SVG}polyline"):
+        for point in (line.get("points") or "").split():
+            x, y = map(float, point.split(","))
+            assert 0 <= x <= width
+            assert 0 <= y <= height
+    titles = [title.text for title in tree.iter(f"{SVG}title")]
+    drawn = [one for one in swept.crossovers if one.bandwidth_bytes_per_s and one.bandwidth_bytes_per_s > 300]
+    assert [str(one) in titles for one in drawn] == [True] * len(drawn)
+    assert "<script" not in sweep_page(swept)
+    assert all(str(one) in sweep_page(swept) for one in swept.crossovers)
+
+
+def test_one_bandwidth_is_drawn_over_the_workers() -> None:
+    found = sweep(
+        CHAIN, pd.Cluster.flat(1), workers=(1, 2, 4), bandwidths=(1e3,), schedules=("naive",), crossovers=False
+    )
+    words = [one.text for one in ElementTree.fromstring(sweep_svg(found)).iter(f"{SVG}text")]
+    assert "by workers, at 1 kB/s" in words
+    assert {"1", "2", "4"} <= set(words)
+
+
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    CHAIN.save(tmp_path / "profile.json")
+    command = ["plan", str(tmp_path / "profile.json"), "--sweep", "--workers", "2,3", "--bandwidth", "300,3kB/s"]
+    plot = tmp_path / "sweep.svg"
+    assert cli.main([*command, "--schedule", "pipedream,1f1b", "--json", "--plot", str(plot)]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert [(row["workers"], row["bandwidth_bytes_per_s"], row["schedule"]) for row in found["rows"]] == [
+        (count, rate, name)
+        for count in (2, 3)
+        for rate in (300.0, 3e3)
+        for name in (DATA_PARALLEL, "pipedream", "1f1b")
+    ]
+    assert {row["schedule"] for row in found["crossovers"]} == {"pipedream", "1f1b"}
+    assert plot.read_text().startswith("<svg")
+    assert cli.main([*command, "--plot", str(tmp_path / "sweep.png")]) == 2
+    assert "name.svg or name.html" in capfd.readouterr().err
+    assert cli.main(["plan", str(tmp_path / "profile.json"), "--sweep"]) == 2
+    assert "write --workers 2,4,8" in capfd.readouterr().err
