@@ -211,7 +211,7 @@ class Space:
     def need_bytes(
         self, first: Index, last: Index, in_flight: int, lag: int = 0, recompute: bool = False, replicas: int = 1
     ) -> Any:
-        """Returns the peak bytes of one worker of a stage that admits so many microbatches before its first backward."""
+        """Returns the peak bytes of a worker of a stage that admits so many microbatches before its first backward."""
         held = self.held(in_flight, lag, replicas)
         return stage_bytes(self.sizes(first, last), **self._how(held, lag, recompute))
 
