@@ -145,7 +145,7 @@ def _with_bytes(plan: Plan, built: Schedule) -> Plan:
             stage.sizes(parts, plan.stages[s - 1].output_bytes if s else 0, is_last=s == last),
             versions=holds.versions,
             in_flight=holds.in_flight,
-            per_update=built.microbatches,
+            per_update=-(-built.microbatches // stage.replicas),
             flushes=built.flushes,
             lag=plan.lag[s],
             recompute=stage.recompute,

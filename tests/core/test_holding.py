@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import pipedream as pd
 from pipedream import schedules
 from pipedream.core.cluster import Cluster
+from pipedream.core.cost import FIRST_BUCKET_BYTES
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.holding import Held, held
 from pipedream.core.plan import Plan
@@ -66,25 +67,28 @@ def test_the_planned_peak_is_the_simulated_one(name: str, shape: str) -> None:
     assert timeline.peak_bytes
     for s, stage in enumerate(plan.stages):
         simulated = max(timeline.peak_bytes[rank] for rank in plan.placement.ranks[s])
-        assert stage.peak_bytes == simulated
+        # A simulated run does not know of the gradients that wait in a bucket of a sum.
+        bucket = min(FIRST_BUCKET_BYTES, stage.parameter_bytes) if stage.replicas > 1 else 0
+        assert stage.peak_bytes == simulated + bucket
 
 
 def test_the_limit_decides_by_the_method() -> None:
     """Ten parts: 1F1B holds 2 of them at the first of two stages, GPipe all ten, the naive order one."""
     profile = Profile.of_chain((LAYER,) * 4, batch=10)
-    peaks = {
-        name: pd.plan(profile, Cluster.flat(2), schedule=name, microbatches=10, shape="1-1").stages[0].peak_bytes
+    plans = {
+        name: pd.plan(profile, Cluster.flat(2), schedule=name, microbatches=10, shape="1-1")
         for name in ("naive", "1f1b", "gpipe")
     }
-    assert peaks["1f1b"] - peaks["naive"] == 2 * 4800 // 10
-    assert peaks["gpipe"] - peaks["naive"] == 9 * 2 * 4800 // 10
+    peaks = {name: found.stages[0].peak_bytes for name, found in plans.items()}
+    kept = {name: found.stages[0].memory.activation_bytes for name, found in plans.items()}
+    assert kept == {"naive": 2 * 4800 // 10, "1f1b": 2 * 2 * 4800 // 10, "gpipe": 10 * 2 * 4800 // 10}
     limit = Cluster.flat(2, memory_bytes=peaks["gpipe"] - 1)
     pd.plan(profile, limit, schedule="1f1b", microbatches=10, shape="1-1")
     with pytest.raises(PlanError, match="none of the straight pipelines of 2 stages fits"):
         pd.plan(profile, limit, schedule="gpipe", microbatches=10, shape="1-1")
     # Two replicas share the ten.
     both = pd.plan(profile, Cluster.flat(2), schedule="gpipe", microbatches=10, shape="2").stages[0].peak_bytes
-    assert both == 5 * 4 * 4800 // 10 + 2 * 4 * 70
+    assert both == 5 * 4 * 4800 // 10 + 2 * 4 * 70  # weights, and a bucket of gradients
     pd.plan(profile, Cluster.flat(2, memory_bytes=both), schedule="gpipe", microbatches=10, shape="2")
 
 

@@ -23,7 +23,16 @@ import numpy as np
 
 from .cost import FIRST_BUCKET_BYTES
 
-__all__ = ["Peers", "StageMemory", "StageSizes", "message_bytes", "moments", "stage_bytes", "stage_memory"]
+__all__ = [
+    "Peers",
+    "StageMemory",
+    "StageSizes",
+    "bucket_bytes",
+    "message_bytes",
+    "moments",
+    "stage_bytes",
+    "stage_memory",
+]
 
 
 @dataclass(frozen=True)
@@ -137,7 +146,7 @@ def moments(
     def most(held: int) -> Any:
         return (held - 1) * waiting + own if held else 0 * own
 
-    working = sizes.working_bytes + (FIRST_BUCKET_BYTES if peers is not None and peers.sums else 0)
+    working = sizes.working_bytes + bucket_bytes(sizes, peers)
     late = np.minimum(sizes.relief_bytes, whole)  # gradients that are not there yet when the most is
     found = [at(whole - late, most(in_flight), working - (sizes.relief_bytes - late))]
     # A backward, or a forward, while there are sums of others; a flush ends before there are new ones.
@@ -162,6 +171,11 @@ def stage_bytes(sizes: StageSizes, **how: Any) -> Any:
     for other in others:
         first = np.maximum(first, other)
     return first
+
+
+def bucket_bytes(sizes: StageSizes, peers: Peers | None) -> Any:
+    """Returns the bytes of the gradients that wait in a bucket of a sum over replicas."""
+    return np.minimum(FIRST_BUCKET_BYTES, sizes.parameter_bytes) if peers is not None and peers.sums else 0
 
 
 def message_bytes(sizes: StageSizes, in_flight: int, recompute: bool = False, peers: Peers | None = None) -> Any:

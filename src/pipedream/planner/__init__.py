@@ -6,8 +6,9 @@ from .classic import Classic, classic
 from .dynamic import Pipelines
 from .exhaustive import every_plan, exhaustive
 from .hand import by_hand, check_cuts, whole
+from .held import Holds, Versions, stash
 from .search import SHAPES, counts_of, plan
-from .space import Holds, Space, Versions, stash
+from .space import Space
 from .two_bw import two_bw, two_bw_s
 
 __all__ = [

@@ -28,8 +28,9 @@ from ..core.errors import PipelineError, PlanError
 from ..core.plan import Plan
 from ..core.profile import Profile
 from ..core.units import format_bytes, format_seconds
+from .held import Holds
 from .search import counts_of, plan
-from .space import Holds, Space
+from .space import Space
 
 __all__ = ["Candidate", "Comparison", "Method", "Score", "choose"]
 

@@ -22,7 +22,8 @@ from ..core.profile import Profile
 from ..core.units import format_seconds
 from .classic_levels import LevelTable, solve
 from .classic_states import States
-from .space import Space, Versions, stash
+from .held import Versions, stash
+from .space import Space
 
 __all__ = ["Classic", "classic"]
 

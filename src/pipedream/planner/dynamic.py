@@ -183,7 +183,7 @@ class Pipelines:
         return {}
 
     @cached_property
-    def _needs(self) -> dict[tuple[Held, Held, bool], Any]:
+    def _needs(self) -> dict[tuple[Held, Held, int, bool], Any]:
         return {}
 
     def _cost(self, site: Site, recompute: bool) -> Any:
@@ -213,7 +213,8 @@ class Pipelines:
         workers, replicas = state
         held, lag = (workers - 1) // replicas + 1, self.space.lag if replicas > 1 else 0
         # One stage alone does not lag.
-        key = self.space.held(held, lag, replicas), self.space.held(held, 0, replicas), recompute
+        share = -(-self.space.microbatches // replicas)
+        key = self.space.held(held, lag, replicas), self.space.held(held, 0, replicas), share, recompute
         if key not in self._needs:
             ends = self._places[:, None], self._places[None, :]
             need = self.space.need_bytes(*ends, held, lag, recompute, replicas)

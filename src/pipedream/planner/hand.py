@@ -10,7 +10,8 @@ from ..core.graph import LayerGraph
 from ..core.plan import Plan
 from ..core.profile import Profile
 from .dynamic import check_recompute
-from .space import Holds, Space, Versions, stash
+from .held import Holds, Versions, stash
+from .space import Space
 
 __all__ = ["by_hand", "check_cuts", "whole"]
 

@@ -16,9 +16,10 @@ from ..core.profile import Profile
 from ..core.units import format_seconds
 from .bound import with_bound
 from .dynamic import check_recompute
+from .held import Holds, Versions, stash
 from .lines import Lines
 from .shortage import refuse
-from .space import Holds, Space, Versions, stash
+from .space import Space
 
 __all__ = ["SHAPES", "counts_of", "plan"]
 

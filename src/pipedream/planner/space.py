@@ -11,7 +11,7 @@ the same compare equal, wherever they stand in the model, and ties are broken by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -28,26 +28,16 @@ from ..core.plan import Plan, Stage
 from ..core.profile import Profile
 from ..core.site import Site
 from ..core.units import format_bytes
+from .held import HeldRule, Holds, Versions, stash
 from .lattice import Lattice, bits, rows
 from .peaks import Peaks, PlaceTables
 from .places import places
 from .tables import by_size, exact, input_bytes, sums
 
-__all__ = ["Holds", "Index", "Space", "Versions", "stash"]
-
-Versions = Callable[[int, int], int]
-"""From the minibatches in flight at a stage, and its lag, to the versions of its weights alive at once."""
-
-Holds = Callable[[Plan], tuple[Held, ...]]
-"""From a plan to what each of its stages holds under a method, which is read off the method's schedule."""
+__all__ = ["Index", "Space"]
 
 Index = Any
 """A place, or a numpy array of them: each cost is one formula, for one stage or for all at once."""
-
-
-def stash(in_flight: int, lag: int) -> int:
-    """Returns the versions that weight stashing holds: one for each minibatch in flight, and one for a lag."""
-    return in_flight + lag
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +203,7 @@ class Space:
     ) -> Any:
         """Returns the peak bytes of a worker of a stage that admits so many microbatches before its first backward."""
         held = self.held(in_flight, lag, replicas)
-        return stage_bytes(self.sizes(first, last), **self._how(held, lag, recompute))
+        return stage_bytes(self.sizes(first, last), **self._how(held, lag, recompute, replicas))
 
     def memory(
         self,
@@ -222,10 +212,11 @@ class Space:
         held: Held,
         lag: int = 0,
         recompute: bool = False,
+        replicas: int = 1,
         peers: Peers | None = None,
     ) -> StageMemory:
         """Returns what `need_bytes` is made of; with the peers that a plan gives the stage, exactly."""
-        return stage_memory(self.sizes(first, last), peers=peers, **self._how(held, lag, recompute))
+        return stage_memory(self.sizes(first, last), peers=peers, **self._how(held, lag, recompute, replicas))
 
     def sizes(self, first: Index, last: Index) -> StageSizes:
         """Returns what the layers of a stage need for one microbatch."""
@@ -244,43 +235,30 @@ class Space:
             update_working_bytes=self.peaks.update_working_bytes(first, last),
         )
 
-    def _how(self, held: Held, lag: int, recompute: bool) -> dict[str, Any]:
+    def _how(self, held: Held, lag: int, recompute: bool, replicas: int) -> dict[str, Any]:
         return {
             "versions": held.versions,
             "in_flight": held.in_flight,
-            "per_update": self.microbatches,
+            "per_update": -(-self.microbatches // replicas),
             "flushes": held.versions == 1,
             "lag": lag,
             "recompute": recompute,
         }
 
     def held(self, in_flight: int, lag: int = 0, replicas: int = 1) -> Held:
-        """Returns what a stage holds of which its neighbours are not known: that of the input stage of a small plan."""
-        if self.holds is None:
-            return Held(in_flight, self.versions(in_flight, lag))
-        share = -(-self.microbatches // replicas)  # replicas matter by their share of a minibatch alone
-        key = in_flight, lag, max(-(-self.microbatches // share), 1 + lag)
-        if key not in self._known:
-            small = replace(Plan.uniform(2, replicas=(key[2], 1)), in_flight=(in_flight, 1), lag=(lag, 0))
-            self._known[key] = self.holds(small)[0]
-        return self._known[key]
+        """Returns what a stage holds of which its neighbours are not known (`planner.held`)."""
+        return self._rule.of_stage(in_flight, lag, replicas)
 
     @cached_property
-    def _known(self) -> dict[tuple[int, int, int], Held]:
-        return {}
-
-    def _held_by(self, plan: Plan) -> tuple[Held, ...]:
-        """Returns what the stages of a whole plan hold."""
-        if self.holds is not None:
-            return self.holds(plan)
-        return tuple(self.held(*row, 1) for row in zip(plan.in_flight, plan.lag, strict=True))
+    def _rule(self) -> HeldRule:
+        return HeldRule(self.versions, self.holds, self.microbatches)
 
     def stage(
         self, first: int, last: int, replicas: int = 1, in_flight: int = 1, lag: int = 0, recompute: bool = False
     ) -> Stage:
         """Returns the stage between two places, all its fields filled in."""
         before, behind = self.downsets[first], self.downsets[last]
-        memory = self.memory(first, last, self.held(in_flight, lag, replicas), lag, recompute)
+        memory = self.memory(first, last, self.held(in_flight, lag, replicas), lag, recompute, replicas)
         inside = [self.profile.layers[i] for i in bits(behind & ~before)]
         return Stage(
             before.bit_count(),
@@ -348,26 +326,32 @@ class Space:
         """
         if depth == "auto":
             low, high = self.at_depth(plan, "noam"), plan.with_depth("full")
-            most = tuple(self._most_in_flight(high, s) for s in range(len(high.stages)))
-            found = depths.fitting(low.in_flight, high.in_flight, most, plan.replicas)
-            return replace(self.at_depth(plan, found), depth="auto")
+            most = [self._most_in_flight(high, s) for s in range(len(high.stages))]
+            while True:
+                found = depths.fitting(low.in_flight, high.in_flight, tuple(most), plan.replicas)
+                deep = self.with_bytes(plan.with_depth(found))
+                if found == low.in_flight or self._overfull(deep) is None:
+                    return replace(deep, depth="auto")
+                most[0] = found[0] - 1  # messages of a deeper neighbour may be too many
         deep = self.with_bytes(plan.with_depth(depth))
-        for s, (stage, held) in enumerate(zip(deep.stages, deep.in_flight, strict=True)):
-            limit = self._memory_bytes(deep, s)
-            if limit is not None and stage.peak_bytes > limit:
-                less = "--in-flight auto for the deepest that fits" if deep.depth == "full" else "a smaller depth"
-                raise PlanError(
-                    f"depth {deep.depth} was asked: stage {s} (layers {stage.first} to {stage.last - 1}) then holds "
-                    f"{held} in flight and needs {format_bytes(stage.peak_bytes)}, a worker has "
-                    f"{format_bytes(limit)}; ask for {less}, cut it further, split minibatches into "
-                    "more microbatches or choose a schedule that holds fewer versions"
-                )
+        if (s := self._overfull(deep)) is not None:
+            stage, held, limit = deep.stages[s], deep.in_flight[s], self._memory_bytes(deep, s) or 0
+            less = "--in-flight auto for the deepest that fits" if deep.depth == "full" else "a smaller depth"
+            raise PlanError(
+                f"depth {deep.depth} was asked: stage {s} (layers {stage.first} to {stage.last - 1}) then holds {held} "
+                f"in flight and needs {format_bytes(stage.peak_bytes)}, a worker has {format_bytes(limit)}; ask for "
+                f"{less}, cut it further, split minibatches into more microbatches or choose a schedule that holds "
+                "fewer versions"
+            )
         return deep
 
     def with_bytes(self, plan: Plan) -> Plan:
         """Returns the plan with the peak bytes of what its stages hold."""
-        rows = zip(self.ends(plan), plan.stages, self._held_by(plan), plan.lag, plan.peers, strict=True)
-        needs = [self.memory(*ends, held, lag, stage.recompute, peers) for ends, stage, held, lag, peers in rows]
+        rows = zip(self.ends(plan), plan.stages, self._rule.of_plan(plan), plan.lag, plan.peers, strict=True)
+        needs = [
+            self.memory(*ends, held, lag, stage.recompute, stage.replicas, peers)
+            for ends, stage, held, lag, peers in rows
+        ]
         stages = tuple(
             replace(stage, peak_bytes=memory.total_bytes, memory=memory)
             for stage, memory in zip(plan.stages, needs, strict=True)
@@ -384,12 +368,21 @@ class Space:
     def _most_in_flight(self, plan: Plan, s: int) -> int:
         """Returns what a stage's memory has room for, up to what the plan has in flight."""
         again, limit = plan.stages[s].recompute, self._memory_bytes(plan, s)
-        ends, held = self.ends(plan)[s], plan.in_flight[s]
+        ends, held, peers, count = self.ends(plan)[s], plan.in_flight[s], plan.peers[s], plan.replicas[s]
         while limit is not None and held > 1:
-            if self.need_bytes(*ends, held, plan.lag[s], again, plan.stages[s].replicas) <= limit:
+            holds = self.held(held, plan.lag[s], count)
+            if self.memory(*ends, holds, plan.lag[s], again, count, peers).total_bytes <= limit:
                 break
             held -= 1
         return held
+
+    def _overfull(self, plan: Plan) -> int | None:
+        """Returns the first stage that does not fit its workers; None where all do."""
+        for s, stage in enumerate(plan.stages):
+            limit = self._memory_bytes(plan, s)
+            if limit is not None and stage.peak_bytes > limit:
+                return s
+        return None
 
     def _memory_bytes(self, plan: Plan, s: int) -> int | None:
         """Returns the memory of the smallest worker of a stage."""

@@ -25,8 +25,9 @@ from ..core.errors import PlanError
 from ..core.plan import Plan
 from ..core.profile import Profile
 from ..core.units import format_bytes, format_seconds
+from .held import Holds
 from .search import plan
-from .space import Holds, Space
+from .space import Space
 
 __all__ = ["two_bw", "two_bw_s"]
 
