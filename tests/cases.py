@@ -33,6 +33,7 @@ class Case:
         drain_at: minibatch after which the loop evaluates; negative for never.
         leave_at: minibatch after which the loop is left, and a second `train` goes on; negative for never.
         lag: of the plan; None for 0 at every stage.
+        recompute: of every stage.
     """
 
     animal: str
@@ -53,11 +54,13 @@ class Case:
     ema: float | None = None
     autocast: torch.dtype | None = None
     lag: tuple[int, ...] | None = None
+    recompute: bool = False
 
     def __str__(self) -> str:
         plan = "-".join(map(str, self.replicas or (1,) * self.stages))
         extras = [str(v) for v in (self.microbatches, self.clip_grad_norm, self.ema, self.autocast) if v is not None]
         depth = ("" if self.depth == "noam" else f" {self.depth}") + (f" lag {self.lag}" if self.lag else "")
+        extras += ["recompute"] if self.recompute else []
         words = [self.animal, self.schedule, plan + depth, str(self.dtype).removeprefix("torch."), self.optimizer]
         return " ".join([*words, *extras])
 
@@ -73,7 +76,8 @@ class Case:
     def plan(self) -> Plan:
         """Returns the plan."""
         plan = zoo.plan_of(zoo.make(self.animal, self.dtype), self.stages, self.replicas, self.depth)
-        return plan if self.lag is None else replace(plan, lag=self.lag)
+        plan = plan if self.lag is None else replace(plan, lag=self.lag)
+        return replace(plan, stages=tuple(replace(stage, recompute=self.recompute) for stage in plan.stages))
 
 
 @dataclass

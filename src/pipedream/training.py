@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def train_recipe(
     plan: Plan | None = None,
     shape: str | tuple[int, ...] = "pipeline",
     lag: int = 0,
+    recompute: bool = False,
     in_flight: str | tuple[int, ...] = "noam",
     microbatches: int | None = None,
     epochs: int | None = None,
@@ -75,6 +77,7 @@ def train_recipe(
         plan: made before; None profiles the model here and plans.
         shape: what to plan, see `pipedream.plan`; 'pipeline' and 'any' use all workers.
         lag: 1 puts the updates of replicated stages behind their next forward.
+        recompute: every stage does its forward again in its backward; False leaves it to the plan.
         in_flight: depth: 'noam', 'full', 'auto' or counts.
         microbatches: parts of a minibatch, for methods that split it.
         epochs, minibatches: how long; the recipe's epochs, all their minibatches, unless said.
@@ -140,6 +143,8 @@ def train_recipe(
         console.print(f"\n{profile}")
     elif in_flight != "noam":
         plan = plan.with_depth(in_flight)
+    if recompute:
+        plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
     if rank == 0:
         keep_plan(folder, plan, profile)  # a run that goes on with fewer workers plans again
     loggers = _loggers(logs, folder) if rank == 0 else []
@@ -184,6 +189,7 @@ def train_recipe(
             "microbatches": pipeline.program.microbatches,
             "in_flight": list(plan.in_flight),
             "depth": plan.depth,
+            "recompute": [stage.recompute for stage in plan.stages],
             "epochs": epochs or recipe.epochs,
             "minibatches": minibatches,
             "evaluate_every": evaluate_every,

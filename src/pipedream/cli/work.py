@@ -43,6 +43,9 @@ def train(
     data_parallel: DataParallel = False,
     config: Config = None,
     lag: Lag = 0,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Keep only inputs: each backward does its forward again.")
+    ] = False,
     in_flight: Depth = "noam",
     microbatches: Microbatches = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs; the recipe's own unless said.")] = None,
@@ -113,6 +116,7 @@ def train(
         plan=given,
         shape=shape,
         lag=lag,
+        recompute=recompute,
         in_flight=depth_of(in_flight),
         microbatches=microbatches,
         epochs=epochs,

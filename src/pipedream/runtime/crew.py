@@ -16,6 +16,7 @@ from ..core.program import Program
 from .channel import Group, LocalChannel, LocalGroup, Receiver, Sender
 from .losses import Loss, Metric
 from .optimize import Gradients, Optimizer
+from .recompute import Recomputation
 from .results import Results
 from .scoring import Scorer
 from .seat import Seated
@@ -250,8 +251,9 @@ def _seat(
 ) -> Seated:
     plan = program.plan
     mine = layers[plan.stages[stage].first : plan.stages[stage].last]
+    module = StageModule(mine, handles, device, settings.seed, settings.autocast)
     return Seated(
-        module=StageModule(mine, handles, device, settings.seed, settings.autocast),
+        module=module,
         versions=Versions(
             handles,
             low_precision_weights(mine, handles, settings.autocast),
@@ -270,6 +272,7 @@ def _seat(
             mean_of_rounds=program.updates.mean_of_rounds,
             ema=settings.ema,
         ),
+        recomputation=Recomputation(module) if plan.stages[stage].recompute else None,
     )
 
 

@@ -36,7 +36,7 @@ class Scorer:
         self._on_nan = on_nan
 
     def score(
-        self, key: int, message: Message, output: Any, targets: Any, rank: int, where: str
+        self, key: int, message: Message, output: Any, targets: Any, rank: int, where: str, again: bool = False
     ) -> tuple[torch.Tensor, float, float]:
         """Returns the loss to go back from, its weight, and the scale of its gradient.
 
@@ -46,6 +46,7 @@ class Scorer:
             output: of the model.
             targets: what the loss gets.
             rank, where: for the error.
+            again: it was scored before; nothing is noted.
 
         Raises:
             WorkerError: the loss is not a number, and this is not to be passed over.
@@ -67,7 +68,8 @@ class Scorer:
         of_mean = 1.0 / weight if is_sum and weight else 1.0
         of_sum = 1.0 if is_sum else weight
         scale = of_mean if self._mean_of_rounds else of_sum
-        self._note(key, message, _detached(output), targets, loss, weight, is_sum)
+        if not again:
+            self._note(key, message, _detached(output), targets, loss, weight, is_sum)
         return value, weight, scale
 
     def assess(self, message: Message, output: Any, targets: Any) -> None:

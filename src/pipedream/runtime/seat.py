@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from .channel import Pending
 from .optimize import Gradients, Optimizer
+from .recompute import Recomputation
 from .reduction import add_up_all
 from .stage import StageModule
 from .versions import Versions
@@ -24,6 +25,7 @@ class Seated:
     """What lives on one seat of a rank: a stage replica with its weights and its optimizer.
 
     Attributes:
+        recomputation: of the forward in the backward; None where its graph is kept.
         next_forward: microbatch of its next forward.
         tags: (microbatch, forward version, backward version) of the gradients of the coming update.
     """
@@ -32,6 +34,7 @@ class Seated:
     versions: Versions
     gradients: Gradients
     optimizer: Optimizer
+    recomputation: Recomputation | None = None
     next_forward: int = 0
     tags: list[tuple[int, int, int]] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)

@@ -63,6 +63,7 @@ class Held:
         microbatch: whose.
         weight: loss weight of the microbatch.
         scale: gradient of the update's objective by the loss, at the last stage.
+        again: does the forward again and fills in entries and outputs; None where its graph was kept.
     """
 
     weights: WeightSet | None
@@ -72,6 +73,7 @@ class Held:
     microbatch: int
     weight: float = 0.0
     scale: float = 1.0
+    again: Callable[[], None] | None = None
 
 
 class StageModule:
@@ -126,7 +128,7 @@ class StageModule:
             microbatch: its number since the start of training, for the seeds.
             first: the value is the model's input; a tuple is handed over as several arguments.
         """
-        state = self._save_generator()
+        state = self.save_generator()
         self._place(leaves)
         try:
             with self.casting():
@@ -137,7 +139,7 @@ class StageModule:
             return value
         finally:
             self._place(self._handles)
-            self._restore_generator(state)
+            self.restore_generator(state)
 
     def enter(
         self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]
@@ -212,11 +214,13 @@ class StageModule:
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _save_generator(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def save_generator(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the state of the user's generators."""
         cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         return torch.default_generator.get_state(), cuda
 
-    def _restore_generator(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    def restore_generator(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        """Sets the user's generators to a state of `save_generator`."""
         torch.default_generator.set_state(state[0])
         if state[1] is not None:
             torch.cuda.set_rng_state(state[1], self.device)

@@ -211,24 +211,27 @@ class Worker:
 
     def _forward_training(self, op: Op, seat: Seated, message: Message) -> Message:
         weights = seat.versions.read(self.program.weights.forward_version(op.stage, op.index))
-        entries: tuple[Any, ...] = ()
-        if op.stage == 0:
-            value = self._value_of(message)
-        else:
-            value, entries = seat.module.enter(message.structure, message.tensors, message.gradients)
-        output = seat.module.forward(value, weights.leaves, self._number(op.index), op.stage == 0)
-        held = Held(weights, entries, (), message.gradients, op.index)
-        self._held[op.stage, op.index] = held
-        if op.stage == self._last:
-            targets, key = self._value_of(self._inbox["input"]), self._minibatch(op.index)
+        held = self._held[op.stage, op.index] = Held(weights, (), (), message.gradients, op.index)
+        targets = self._inbox["input"] if op.stage == self._last else None
+
+        def run(message: Message, again: bool = False) -> Message:
+            if op.stage == 0:
+                value = self._value_of(message)
+            else:
+                value, held.entries = seat.module.enter(message.structure, message.tensors, message.gradients)
+            output = seat.module.forward(value, weights.leaves, self._number(op.index), op.stage == 0)
+            if targets is None:
+                structure, held.outputs, wants = outputs_of(output)
+                return message.carrying(structure, held.outputs, wants, weights.version)
+            key, wanted = self._minibatch(op.index), self._value_of(targets)
             with seat.module.casting():
                 value, held.weight, held.scale = self._scorer.score(
-                    key, message, output, targets, self.rank, self.where
+                    key, message, output, wanted, self.rank, self.where, again
                 )
             held.outputs = (value,)
             return message
-        structure, held.outputs, wants = outputs_of(output)
-        return message.carrying(structure, held.outputs, wants, weights.version)
+
+        return run(message) if seat.recomputation is None else seat.recomputation.forward(held, message, run)
 
     def _forward_alone(self, op: Op, seat: Seated, message: Message) -> Message:
         leaves = seat.optimizer.ema if self._ema else seat.versions.peek().leaves
@@ -271,6 +274,10 @@ class Worker:
         start = self.recorder.mark()
         back: list[torch.Tensor | None] = []
         if held.weights is not None:
+            if held.again is not None:
+                again, held.again = held.again, None  # it holds what arrived
+                again()
+                del again
             if message is None:
                 weight = held.weight
                 given: list[torch.Tensor | None] = [torch.full_like(held.outputs[0], held.scale)]

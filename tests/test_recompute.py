@@ -1,0 +1,153 @@
+"""A stage that does its forward again trains to the bit as one that keeps its activations."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import cases
+import processes
+import pytest
+import torch
+import zoo
+from cases import Case, check_same, per_worker, run
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pipedream as pd
+from pipedream.core.cluster import Cluster
+from pipedream.core.errors import WorkerError
+from pipedream.core.plan import Plan, Stage
+
+CASES = [
+    *(Case(a, "pipedream", 3, epochs=4, drain_at=9) for a in zoo.NAMES),
+    *(Case(a, "pipedream_2bw", 3, epochs=4, drain_at=9, microbatches=3) for a in zoo.NAMES),
+    *(Case(a, "1f1b", 3, epochs=4, drain_at=9, microbatches=4, optimizer="adamw") for a in zoo.NAMES),
+    *(Case(a, "gpipe", 2, epochs=4, drain_at=9, microbatches=3) for a in zoo.NAMES),
+    *(Case(a, "pipedream", 1, epochs=4, drain_at=9, dtype=torch.float32) for a in zoo.NAMES),
+    Case("cnn", "naive", 4, epochs=4, drain_at=9),
+    Case("transformer", "pipedream_vertical_sync", 3, epochs=4, drain_at=9),
+    Case("mlp", "pipedream", 3, epochs=4, drain_at=9, dtype=torch.float32, autocast=torch.bfloat16),
+    Case("cnn", "pipedream", 2, replicas=(2, 1), epochs=4, drain_at=9, lag=(1, 0), depth=(3, 1)),
+    Case("cnn", "pipedream", 2, replicas=(1, 3), epochs=4, drain_at=-1),
+    Case("mlp", "pipedream_2bw", 2, replicas=(2, 1), epochs=4, drain_at=9, microbatches=4),
+    Case("mlp", "1f1b", 3, microbatches=3, clip_grad_norm=0.1, scheduled=True, ema=0.9, epochs=4, drain_at=9),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_recomputation_changes_no_bit(case: Case) -> None:
+    check_same(run(replace(case, recompute=True)), run(case), 0)
+
+
+@pytest.mark.processes
+def test_nor_in_several_processes() -> None:
+    chosen = [
+        per_worker(replace(case, recompute=True))
+        for case in (
+            Case("cnn", "pipedream", 3),
+            Case("transformer", "1f1b", 3, microbatches=3),
+            Case("lstm", "pipedream_2bw", 3, microbatches=3),
+            Case("mlp", "pipedream", 2, replicas=(2, 1)),
+        )
+    ]
+    of_ranks = processes.results(cases.run_all, 3, chosen)
+    for number, case in enumerate(chosen):
+        alone = run(replace(case, recompute=False))
+        for rank, outcomes in enumerate(of_ranks):
+            check_same(outcomes[number], alone, rank)
+
+
+class Wandering(nn.Module):
+    """Its output depends on a buffer that each forward moves, and it writes into its input."""
+
+    def __init__(self, start: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("constant", torch.ones(4))
+        self.start = start
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.training and self.calls > self.start:
+            self.seen.add_(1.0)
+        if x.requires_grad:  # not the loader's own batch, whose microbatches are views of it
+            x.mul_(0.9)
+        return x * self.weight * torch.cos(self.seen) * self.constant
+
+
+def noisy(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(output + 0.1 * torch.rand_like(output), batch[1])
+
+
+def trained(recompute: bool, layers: list[nn.Module], schedule: str = "pipedream") -> tuple[dict[str, Tensor], Tensor]:
+    torch.manual_seed(5)
+    model = nn.Sequential(*layers, nn.Linear(4, 4), nn.Tanh())
+    data = [(torch.randn(6, 4), torch.randn(6, 4)) for _ in range(5)]
+    half = 2
+    stages = tuple(
+        Stage(first, last, names=tuple(map(str, range(first, last))), recompute=recompute)
+        for first, last in ((0, half), (half, len(model)))
+    )
+    plan = Plan(stages, (2, 1), Cluster.flat(2))
+    with pd.Pipeline(
+        model, plan, schedule=schedule, loss=noisy, optimizer=partial(torch.optim.SGD, lr=0.1)
+    ) as pipeline:
+        list(pipeline.train([(x.clone(), y) for x, y in data] * 2))
+        return pipeline.state_dict(), torch.rand(3)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
+def test_buffers_that_are_read_inputs_that_are_written_and_a_loss_that_draws(schedule: str) -> None:
+    state, drawn = trained(True, [Wandering(), nn.Tanh(), Wandering()], schedule)
+    expected, after = trained(False, [Wandering(), nn.Tanh(), Wandering()], schedule)
+    assert list(state) == list(expected)
+    for name in expected:
+        assert torch.equal(state[name], expected[name]), name
+    assert torch.equal(drawn, after), "the user's generator goes on where it would"
+    assert state["0.seen"] == 10 * (1 if schedule == "pipedream" else 6)  # of 8 microbatches 2 are empty
+
+
+def test_a_buffer_that_begins_to_move_later_is_an_error() -> None:
+    with pytest.raises(WorkerError, match="buffer 'seen', which its first microbatch left alone"):
+        trained(True, [Wandering(start=3), nn.Tanh()])
+
+
+class Watched(nn.Module):
+    """Tells which of its outputs are still there."""
+
+    def __init__(self, alive: list[Any]) -> None:
+        super().__init__()
+        self.alive = alive
+        self.most = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.exp(x)  # keeps its result
+        self.alive.append(weakref.ref(made.untyped_storage()))
+        self.most = max(self.most, sum(ref() is not None for ref in self.alive))
+        return made * 2.0
+
+
+@pytest.mark.parametrize(("recompute", "most"), [(True, 1), (False, 3)])
+def test_only_inputs_wait(recompute: bool, most: int) -> None:
+    gc.disable()  # what is freed is freed at once, and not by chance
+    try:
+        watched = Watched([])
+        model = nn.Sequential(nn.Linear(4, 4), watched, nn.Linear(4, 4), nn.Linear(4, 4))
+        stages = (
+            Stage(0, 2, recompute=recompute, names=("0", "1")),
+            Stage(2, 3, names=("2",)),
+            Stage(3, 4, names=("3",)),
+        )
+        plan = Plan(stages, (3, 2, 1), Cluster.flat(3))
+        options: dict[str, Any] = {"loss": F.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.1)}
+        with pd.Pipeline(model, plan, schedule="pipedream", **options) as pipeline:
+            list(pipeline.train([(torch.randn(6, 4), torch.randn(6, 4)) for _ in range(8)]))
+        assert watched.most == most
+    finally:
+        gc.enable()
