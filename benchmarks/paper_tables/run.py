@@ -1,0 +1,111 @@
+"""PipeDream's Table 1 as predictions: what the paper chose and measured, what both cost models choose and predict.
+
+    python benchmarks/paper_tables/run.py --profiles FOLDER    # the profiles that the original published
+
+The profiles are the original's (github msr-fiddle/pipedream, folder profiler) and are not part of this project.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import time
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+
+from pipedream import api
+from pipedream.core import presets
+from pipedream.core.errors import PipelineError
+from pipedream.core.graphtxt import GraphText
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of Table 1 (SOSP 2019, section 5.2).
+
+    Attributes:
+        profile: name of its file.
+        model: as the paper calls it.
+        cluster: 'pipedream-a' or 'pipedream-b'.
+        machines: servers.
+        config: that the paper chose.
+        speedup: measured, of an epoch, over data parallelism on the same workers.
+    """
+
+    profile: str
+    model: str
+    cluster: str
+    machines: int
+    config: str
+    speedup: float
+
+
+TABLE_1 = (
+    Row("vgg16", "VGG-16", "pipedream-a", 4, "15-1", 5.28),
+    Row("vgg16", "VGG-16", "pipedream-b", 2, "15-1", 2.98),
+    Row("resnet50", "ResNet-50", "pipedream-a", 4, "16", 1.0),
+    Row("resnet50", "ResNet-50", "pipedream-b", 2, "16", 1.0),
+    Row("alexnet", "AlexNet", "pipedream-a", 4, "15-1", 4.92),
+    Row("alexnet", "AlexNet", "pipedream-b", 2, "15-1", 2.04),
+    Row("gnmt_large", "GNMT-16", "pipedream-a", 1, "straight", 1.46),
+    Row("gnmt_large", "GNMT-16", "pipedream-a", 4, "straight", 2.34),
+    Row("gnmt_large", "GNMT-16", "pipedream-b", 2, "straight", 3.14),
+    Row("gnmt", "GNMT-8", "pipedream-a", 1, "straight", 1.5),
+    Row("gnmt", "GNMT-8", "pipedream-a", 3, "straight", 2.95),
+    Row("gnmt", "GNMT-8", "pipedream-b", 2, "16", 1.0),
+)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profiles", type=Path, default=os.environ.get("PIPEDREAM_PROFILES"))
+    folder = parser.parse_args().profiles
+    if folder is None or not Path(folder).is_dir():
+        parser.error("give the folder of the original's profiles: --profiles FOLDER, or PIPEDREAM_PROFILES")
+    began = time.perf_counter()
+    rows = [answer(row, GraphText.load(Path(folder) / f"{row.profile}.txt")) for row in TABLE_1]
+    print(f"- {date.today()}, {time.perf_counter() - began:.0f} s of planning, Python {platform.python_version()}\n")
+    print(
+        "| model | cluster | paper | measured | classic | predicted | pipedream | predicted | "
+        "the paper's configuration, predicted by pipedream |"
+    )
+    print("| --- | --- | --- | ---: | --- | ---: | --- | ---: | ---: |")
+    for cells in rows:
+        print(f"| {' | '.join(cells)} |")
+
+
+def answer(row: Row, text: GraphText) -> tuple[str, ...]:
+    """Returns the cells of a row; each figure is a speedup over data parallelism under the same cost model."""
+    # The profiles tell no batch, so their activations are no measure of memory: it is not limited here.
+    cluster = replace(presets.cluster(row.cluster, machines=row.machines), memory_bytes=None)
+    classic = api.classic(text, cluster)
+    profile = text.profile(row.model)
+    ours = api.plan(profile, cluster)
+    parallel_s = api.plan(profile, cluster, shape="data-parallel").slowest_stage_s
+    try:
+        theirs = f"{parallel_s / api.plan(profile, cluster, shape=shape_of(row)).slowest_stage_s:.2f}x"
+    except PipelineError:
+        theirs = "no such plan"
+    return (
+        row.model,
+        f"{'x'.join(str(level.width) for level in reversed(cluster.levels))} ({row.cluster[-1].upper()})",
+        row.config,
+        f"{row.speedup:.2f}x",
+        classic.plan.config,
+        f"{classic.data_parallel_s / classic.slowest_stage_s:.2f}x",
+        ours.config,
+        f"{parallel_s / ours.slowest_stage_s:.2f}x",
+        theirs,
+    )
+
+
+def shape_of(row: Row) -> str:
+    """Returns the shape to ask the planner for."""
+    return "data-parallel" if row.config == "16" else row.config
+
+
+if __name__ == "__main__":
+    main()

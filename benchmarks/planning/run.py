@@ -1,0 +1,103 @@
+"""How long planning takes, and what is proved of the plans.
+
+    python benchmarks/planning/run.py --profiles FOLDER    # the profiles that the original published
+
+The profiles are the original's (github msr-fiddle/pipedream, folder profiler) and are not part of this project.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import random
+import time
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipedream import api
+from pipedream.core.cluster import Cluster, Level
+from pipedream.core.graphtxt import GraphText
+from pipedream.core.plan import Plan
+from pipedream.core.profile import LayerProfile, Profile
+
+CLASSIC = (
+    ("resnet50", (8, 2), (30e9, 3.125e9), "268 s"),
+    ("gnmt_large", (4, 4), (12e9, 1.25e9), "no end in 5 minutes"),
+    ("gnmt_large", (8, 2), (30e9, 3.125e9), ""),
+)
+"""Profile, workers and bandwidths of each level, and what the original's program took."""
+
+RATES = (1e9, 1.25e9, 2.5e9, 1e10)
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profiles", type=Path, default=os.environ.get("PIPEDREAM_PROFILES"))
+    folder = parser.parse_args().profiles
+    if folder is None or not Path(folder).is_dir():
+        parser.error("give the folder of the original's profiles: --profiles FOLDER, or PIPEDREAM_PROFILES")
+    print(
+        f"- {date.today()}, Python {platform.python_version()}, load average {os.getloadavg()[0]:.2f} before the run\n"
+    )
+
+    print("| the classic model | original | here | slowest stage |\n| --- | ---: | ---: | ---: |")
+    for name, widths, rates, original in CLASSIC:
+        text = GraphText.load(Path(folder) / f"{name}.txt")
+        cluster = Cluster(tuple(Level(width, rate) for width, rate in zip(widths, rates, strict=True)))
+        seconds, answer = timed(partial(api.classic, text, cluster))
+        print(
+            f"| {name}, {'x'.join(map(str, widths))} | {original} | {seconds:.2f} s | {answer.slowest_stage_s:.9f} s |"
+        )
+
+    print("\n| the pipedream model, 16 workers | layers | planning | config | gap |\n| --- | ---: | --- | --- | --- |")
+    for file in sorted(Path(folder).glob("*.txt")):
+        profile = GraphText.load(file).profile(file.stem)
+        took, configs, gaps = [], [], []
+        for rate in RATES:
+            seconds, plan = timed(partial(api.plan, profile, Cluster.flat(16, rate)))
+            took.append(f"{seconds:.1f}")
+            configs.append(plan.config)
+            gaps.append(gap_of(plan))
+        cells = (f"{' / '.join(took)} s", ", ".join(configs), " / ".join(gaps))
+        print(f"| {file.stem} | {len(profile.layers)} | {' | '.join(cells)} |")
+    print(f"\nAt {', '.join(f'{rate:.3g}' for rate in RATES)} bytes/s.\n")
+
+    print("| a chain | workers | planning | gap |\n| --- | --- | ---: | --- |")
+    for layers, levels in ((200, (64,)), (1000, (8, 16, 8))):
+        rates = (150e9, 12.5e9, 1.25e9)
+        cluster = Cluster(tuple(Level(width, rate) for width, rate in zip(levels, rates, strict=False)))
+        seconds, plan = timed(partial(api.plan, chain(layers), cluster))
+        print(f"| {layers} layers | {'x'.join(map(str, levels))} | {seconds:.1f} s | {gap_of(plan)} |")
+
+
+def gap_of(plan: Plan) -> str:
+    """Returns how far a plan is at most from the fastest."""
+    if not plan.bound_s:
+        return "not known"
+    return "0" if plan.bound_s >= plan.slowest_stage_s else f"{plan.slowest_stage_s / plan.bound_s - 1:.2%}"
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Returns seconds and result."""
+    began = time.perf_counter()
+    found = work()
+    return time.perf_counter() - began, found
+
+
+def chain(count: int) -> Profile:
+    """Returns a chain of unlike layers."""
+    draw = random.Random(0)
+    layers = []
+    for _ in range(count):
+        seconds = draw.lognormvariate(-6, 0.7)
+        layers.append(LayerProfile(seconds, 2 * seconds, draw.randrange(10**5, 10**7), draw.randrange(10**5, 10**8)))
+    return Profile.of_chain(tuple(layers))
+
+
+if __name__ == "__main__":
+    main()
