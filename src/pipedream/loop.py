@@ -58,11 +58,11 @@ class Loop:
         interrupted = False
         mark: tuple[float, int] | None = None
         samples = 0
-        # A run that goes on from its end has nothing left to do.
-        left = epochs - self.pipeline.position[0] if minibatches is None or self.pipeline.drain() < minibatches else 0
+        is_over = minibatches is not None and self.pipeline.drain() >= minibatches  # where an ended run is resumed
+        left = 0 if is_over else max(epochs - self.pipeline.position[0], 0)
         with self._progress:
             try:
-                for done in self.pipeline.train(self.recipe.train, epochs=left) if left > 0 else ():
+                for done in self.pipeline.train(self.recipe.train, epochs=left):
                     now = time.perf_counter()
                     self.losses.append((done.number, done.loss))
                     samples += done.samples

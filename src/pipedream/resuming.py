@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from .core.checkpoint import Checkpoint
 from .core.errors import ArtifactError
@@ -13,7 +14,7 @@ from .core.profile import Profile
 from .runtime import talk
 from .runtime.checkpoints import complete, contents, newest
 
-__all__ = ["CHECKPOINTS", "Start", "check_unused", "find", "settings"]
+__all__ = ["CHECKPOINTS", "Start", "check_unused", "find", "is_shared", "settings"]
 
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run folder."""
@@ -94,6 +95,27 @@ def settings(
     if microbatches is None and same and page.microbatches > 1:
         microbatches = page.microbatches
     return schedule or page.schedule, microbatches, page.seed if seed is None else seed
+
+
+def is_shared(folder: Path, rank: int) -> bool:
+    """Tells, alike on every rank, whether all ranks see the folder that rank 0 sees; every rank calls it."""
+    mark = folder / ".shared"
+
+    def marked() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        token = uuid4().hex
+        mark.write_text(token, encoding="utf-8")
+        return token
+
+    token = talk.from_rank_0(marked, rank)
+    try:
+        seen = mark.read_text(encoding="utf-8") == token
+    except OSError:
+        seen = False
+    everywhere = all(text == "yes" for text in talk.gather_texts("yes" if seen else "no", talk.everyone()))
+    if rank == 0:
+        mark.unlink(missing_ok=True)
+    return everywhere
 
 
 def check_unused(folder: Path) -> None:

@@ -162,6 +162,14 @@ def train_recipe(
         console.print(f"\n{plan}\n\n{pipeline.proof}\n")
         if weights is not None:
             pipeline.load_state_dict(load_weights(weights))
+        if checkpoint_every != 0 and not resuming.is_shared(folder, rank):
+            if checkpoint_every is not None:
+                raise PlanError(
+                    f"checkpoints every {checkpoint_every} minibatches were asked for, but not all machines see "
+                    f"the folder {folder}; choose one that they share (--out), or none (--checkpoint-every 0)"
+                )
+            console.print(f"no checkpoints are made, for not all machines see the folder {folder}\n")
+            checkpoint_every = 0
         saving = Saving(folder / resuming.CHECKPOINTS, checkpoint_every, keep)
         work = Loop(pipeline, recipe, console, evaluate_every, saving)
         if start is not None:

@@ -20,7 +20,7 @@ from ..core.graphtxt import GraphText, in_order
 from ..core.plan import Plan
 from ..core.profile import Profile
 from ..core.units import format_seconds
-from .classic_levels import LevelTable, solve
+from .classic_levels import LevelTable, alone_s, solve
 from .classic_states import States
 from .held import Versions, stash
 from .space import Space
@@ -168,7 +168,6 @@ def _owners(text: GraphText, done: list[int]) -> list[int]:
 def _data_parallel_s(seconds: float, held: float, cluster: Cluster) -> float:
     below = 1
     for level in cluster.levels:
-        sync = 4 * (level.width - 1) * held / (level.bandwidth_bytes_per_s * level.width) / below
-        seconds = (seconds + sync) / level.width
+        seconds = alone_s(seconds, held, level.width, level, below)
         below = level.width
     return seconds

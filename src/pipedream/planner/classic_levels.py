@@ -33,7 +33,7 @@ from ..core.cluster import Level
 from ..core.errors import PlanError
 from .classic_states import States
 
-__all__ = ["LevelTable", "solve"]
+__all__ = ["LevelTable", "alone_s", "solve"]
 
 _BLOCK = 96
 _LEAST_BLOCK = 24
@@ -120,12 +120,25 @@ def solve(states: States, levels: tuple[Level, ...]) -> list[LevelTable]:
     return found
 
 
+def alone_s(cost_s: Any, held_bytes: Any, components: Any, level: Level, below: int) -> Any:
+    """Returns alone(i, j, m): the seconds per minibatch of one stage on m components, numbers or arrays.
+
+    Args:
+        cost_s: C_ij, on one component.
+        held_bytes: w_ij, of its parameters.
+        components: m.
+        level: of the network.
+        below: W, the width of the level below.
+    """
+    sync = (4 * (components - 1) * held_bytes) / (level.bandwidth_bytes_per_s * components) / below
+    return (cost_s + sync) / components
+
+
 def _alone(found: LevelTable, j: int) -> Any:
     """alone(i, j, m) as [m - 1, row of i], for all i; without meaning where j < i."""
     m = np.arange(1, found.level.width + 1)[:, None]
     held = found.states.parameter_bytes[j] - np.concatenate([[0.0], found.states.parameter_bytes[:-1]])[found.starts]
-    sync = (4 * (m - 1) * held) / (found.level.bandwidth_bytes_per_s * m) / found.below
-    return (found.cost[found.starts, j] + sync) / m
+    return alone_s(found.cost[found.starts, j], held, m, found.level, found.below)
 
 
 def _last(found: LevelTable, j: int, before: Any) -> Any:
