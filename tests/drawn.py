@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from pipedream.core.cluster import Cluster, Level, Workers
