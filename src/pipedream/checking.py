@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from . import planner, schedules
 from .core.errors import PlanError
 from .core.holding import Held, held
-from .core.memory import stage_memory
+from .core.memory import peers_of, stage_memory
 from .core.plan import Plan, Stage
 from .core.profile import Profile
 from .core.schedule import Schedule
@@ -138,18 +138,19 @@ def _span(names: tuple[str, ...]) -> str:
 def _with_bytes(plan: Plan, built: Schedule) -> Plan:
     """Returns the plan with the peak bytes of what its stages hold, from its own figures."""
     parts = built.microbatches if plan.unit == "minibatch" else 1
-    last = len(plan.stages) - 1
+    last, holds = len(plan.stages) - 1, held(built)
+    peers = peers_of(plan.replicas, [one.in_flight for one in holds])
     stages = []
-    for s, (stage, holds, peers) in enumerate(zip(plan.stages, held(built), plan.peers, strict=True)):
+    for s, (stage, one, its_peers) in enumerate(zip(plan.stages, holds, peers, strict=True)):
         memory = stage_memory(
             stage.sizes(parts, plan.stages[s - 1].output_bytes if s else 0, is_last=s == last),
-            versions=holds.versions,
-            in_flight=holds.in_flight,
+            versions=one.versions,
+            in_flight=one.in_flight,
             per_update=-(-built.microbatches // stage.replicas),
             flushes=built.flushes,
             lag=plan.lag[s],
             recompute=stage.recompute,
-            peers=peers,
+            peers=its_peers,
         )
         stages.append(replace(stage, peak_bytes=memory.total_bytes, memory=memory))
     return replace(plan, stages=tuple(stages))

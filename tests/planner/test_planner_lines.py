@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise, permutations
 from typing import Any
 
@@ -11,12 +12,12 @@ import pytest
 
 from pipedream.core.cluster import Cluster, Level, Workers
 from pipedream.core.errors import PlanError
-from pipedream.core.plan import Plan
 from pipedream.core.profile import LayerProfile, Profile
 from pipedream.core.site import Site
-from pipedream.planner import Space, exhaustive, plan, stash
+from pipedream.planner import Space, plan, stash
 from pipedream.planner.line import Line
 from pipedream.planner.orders import Orders
+from tests.exactly import best_plans
 
 SHAPES: list[tuple[tuple[int, ...] | tuple[int, tuple[int, ...]], ...]] = [
     ((4, ()),),
@@ -93,7 +94,7 @@ def through_the_tree(cluster: Cluster) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("seed", range(8))
 def test_equals_exhaustive_search_over_levels(seed: int) -> None:
     """In value and in plan, ties broken: on trees of up to three levels."""
-    check_against_every_plan(random.Random(seed), 40)
+    check_against_every_plan(random.Random(seed), 20)
 
 
 @pytest.mark.slow
@@ -104,7 +105,7 @@ def test_equals_exhaustive_search_over_levels_often(seed: int) -> None:
 
 
 def check_against_every_plan(draw: random.Random, chains: int) -> None:
-    found = refused = several = unlike = redone = 0
+    found = refused = several = unlike = redone = crowded = 0
     for _ in range(chains):
         profile, cluster = random_chain(draw, most=4), random_tree(draw)
         versions: Any = draw.choice([stash, lambda held, lag: 2, lambda held, lag: 1])
@@ -118,28 +119,36 @@ def check_against_every_plan(draw: random.Random, chains: int) -> None:
         orders = Orders.of(cluster, 50).orders
         if len(orders) > 6:
             continue
-        try:
-            best = exhaustive(space, orders=orders, recompute=recompute)
-        except PlanError:
+        least, best = best_plans(space, orders=orders, recompute=recompute)
+        if least is None:
             refused += 1
             with pytest.raises(PlanError, match="the least that any of them needs"):
                 plan(profile, cluster, recompute=recompute, **options)
             continue
+        if best is None:  # messages of neighbours, and what a lag adds, are known of a whole plan only
+            with pytest.raises(PlanError, match="depth noam was asked"):
+                plan(profile, cluster, recompute=recompute, **options)
+            continue
         try:
             got = plan(profile, cluster, recompute=recompute, **options)
-        except PlanError as error:  # what a lag adds is not known to the search
-            if options["lag"] and "depth noam was asked" in str(error):
-                continue
-            raise
-        assert (got.stages, got.order, got.slowest_stage_s) == (best.stages, best.order, best.slowest_stage_s)
+        except PlanError:
+            assert best != least
+            crowded += 1
+            continue
+        if best != least:
+            crowded += 1
+            assert space.overfull(got) is None
+            assert got.bound_s <= best.slowest_stage_s <= got.slowest_stage_s
+            continue
+        assert replace(got, note="", bound_s=0.0) == best
         assert got.bound_s == got.slowest_stage_s
-        assert Plan.from_json(got.to_json()) == got
         found += 1
         several += max(got.replicas) > 1 and len(got.stages) > 1
         unlike += bool(cluster.kinds)
         redone += recompute == "auto" and any(stage.recompute for stage in got.stages)
     assert found > chains // 4
     assert refused + several + unlike + redone > chains // 4
+    assert crowded < chains // 4
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -152,9 +161,8 @@ def test_no_order_of_unlike_workers_is_better(seed: int) -> None:
         if cluster.workers > 4 or not (cluster.kinds or any(level.sizes for level in cluster.levels)):
             continue
         space = Space.of(profile, cluster)
-        try:
-            best = exhaustive(space, orders=through_the_tree(cluster))
-        except PlanError:
+        least, best = best_plans(space, orders=through_the_tree(cluster))
+        if best is None or best != least:
             continue
         tried += 1
         assert plan(profile, cluster).slowest_stage_s == best.slowest_stage_s
@@ -231,7 +239,8 @@ def test_recomputation_where_memory_is_short() -> None:
         plan(profile, tight, shape="straight")
     found = plan(profile, tight, shape="straight", recompute="auto")
     assert [stage.recompute for stage in found.stages] == [True, False]
-    assert [stage.peak_bytes for stage in found.stages] == [2000, 2002]  # of 2 in flight one's activations, inputs none
+    # Of two in flight one's activations; three messages behind, two outputs; two before, three gradients on the way.
+    assert [stage.peak_bytes for stage in found.stages] == [2000 + 3 + 2, 2000 + 2 + 3]
     assert found.slowest_stage_s == 8.0  # 2 + 4, and the forward's 2 again
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from pipedream.core.graph import Layer, LayerGraph
 from pipedream.core.plan import Plan
 from pipedream.core.profile import LayerProfile, Profile
 from pipedream.planner import SHAPES, Space, exhaustive, plan
+from tests.exactly import best_plans
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=1000, activation_bytes=100)
 EIGHT = Profile.of_chain((LAYER,) * 8)
@@ -39,11 +41,12 @@ def test_takes_the_fastest_of_all(
 ) -> None:
     cluster = Cluster.flat(workers, bandwidth, latency, memory)
     space = Space.of(profile, cluster, microbatches=microbatches)
-    try:
-        best = exhaustive(space)
-    except PlanError:
-        with pytest.raises(PlanError, match="the least that any of them needs"):
+    least, best = best_plans(space)
+    if best is None:
+        with pytest.raises(PlanError, match="depth noam was asked" if least else "the least that any of them needs"):
             plan(profile, cluster, microbatches=microbatches)
+        return
+    if best != least:  # a search does not know which messages are in the way
         return
     found = plan(profile, cluster, microbatches=microbatches)
     assert (found.stages, found.in_flight, found.depth) == (best.stages, best.in_flight, "noam")
@@ -121,8 +124,9 @@ def test_kinds_can_be_forced() -> None:
 def test_counts_can_be_forced(shape: Any) -> None:
     cluster = Cluster.flat(5, 1e9)
     found = plan(EIGHT, cluster, shape=shape)
-    best = exhaustive(Space.of(EIGHT, cluster), lambda one: one.replicas == (3, 1))
-    assert (found.config, found.stages) == ("3-1", best.stages)
+    space = Space.of(EIGHT, cluster)
+    best = exhaustive(space, lambda one: one.replicas == (3, 1))
+    assert (found.config, found.stages) == ("3-1", space.with_bytes(best).stages)
     assert found.note.startswith("optimal among plans 3-1; data parallelism on 5 workers is predicted at ")
     assert plan(EIGHT, cluster, shape="4").config == "4"
 
@@ -144,7 +148,7 @@ def test_a_lag_is_for_replicated_stages_of_pipelines(shape: str) -> None:
     without = plan(EIGHT, Cluster.flat(3, 1e9), shape=shape)
     assert without.lag == (0,) * len(without.stages)
     for stage, lag, before in zip(found.stages, found.lag, without.stages, strict=True):
-        assert stage.peak_bytes == before.peak_bytes + lag * stage.parameter_bytes
+        assert stage.memory.stash_bytes == before.memory.stash_bytes + lag * stage.parameter_bytes
 
 
 @pytest.mark.parametrize(
@@ -171,17 +175,19 @@ def test_memory_drives_from_data_parallelism_to_a_pipeline() -> None:
     found = plan(EIGHT, cluster, versions=lambda held, lag: 1)
     assert found.config == "1-1-1-1"
     assert "data parallelism on 4 workers does not fit the memory" in found.note
-    with pytest.raises(PlanError, match=r"none of the data-parallel plans fits: .* 16\.8 kB .* a worker has 15\.0 kB"):
+    with pytest.raises(PlanError, match=r"none of the data-parallel plans fits: .* 23\.1 kB .* a worker has 15\.0 kB"):
         plan(EIGHT, cluster, versions=lambda held, lag: 1, shape="data-parallel")
 
 
 def test_fewer_versions_and_more_microbatches_need_less() -> None:
+    """At the input: versions, four in flight, three messages. Gradients come as activations go, but for those of
+    microbatches before."""
     heavy = Profile.of_chain((LayerProfile(1.0, 1.0, 8, 1000, 4000),) * 4)
     peaks = [
         max(stage.peak_bytes for stage in plan(heavy, Cluster.flat(4), shape="straight", **asked).stages)
         for asked in ({}, {"versions": lambda held, lag: 2}, {"versions": lambda held, lag: 2, "microbatches": 4})
     ]
-    assert peaks == [5 * 1000 + 4 * 4000, 3 * 1000 + 4 * 4000, 3 * 1000 + 4 * 1000]
+    assert peaks == [4 * 1000 + 4 * 4000 + 3 * 8, 2 * 1000 + 4 * 4000 + 3 * 8, 3 * 1000 + 4 * 1000 + 3 * 2]
 
 
 def test_says_the_least_need_when_nothing_fits() -> None:
@@ -191,7 +197,8 @@ def test_says_the_least_need_when_nothing_fits() -> None:
     )
     with pytest.raises(PlanError, match=says) as caught:
         plan(EIGHT, Cluster.flat(4, memory_bytes=100))
-    least = int(str(caught.value).split("(")[2].split(" bytes")[0])
-    assert plan(EIGHT, Cluster.flat(4, memory_bytes=least)).workers >= 1
+    least, enough = map(int, re.findall(r"\((\d+) bytes\)", str(caught.value)))
+    assert least <= enough <= 1.01 * least
+    assert plan(EIGHT, Cluster.flat(4, memory_bytes=enough)).workers >= 1
     with pytest.raises(PlanError, match="none of the plans"):
         plan(EIGHT, Cluster.flat(4, memory_bytes=least - 1))

@@ -62,11 +62,12 @@ def test_each_replica_has_as_many_microbatches_as_there_are_stages() -> None:
 
 
 def test_memory_is_two_versions_and_what_is_in_flight() -> None:
-    """Two stages, each 2 |W| / d + gradients = 360; the first holds two microbatches of 1600 / m and two inputs."""
+    """Two stages, each 2 |W| / d + gradients = 360; the first holds two microbatches of 1600 / m. Three messages of
+    80 / m are behind it; before the other two, and three gradients on their way."""
     plan = two_bw(CHAIN, Cluster.flat(2, 20.0), lambda m: holds_of("pipedream_2bw", m), microbatches=4)
     assert plan.config == "1-1"
-    assert [stage.peak_bytes for stage in plan.stages] == [360 + 2 * 400, 360 + 400 + 2 * 20]
-    tight = Cluster.flat(2, 20.0, memory_bytes=360 + 2 * 200)
+    assert [stage.peak_bytes for stage in plan.stages] == [360 + 2 * 400 + 3 * 20, 360 + 400 + 5 * 20]
+    tight = Cluster.flat(2, 20.0, memory_bytes=360 + 2 * 200 + 3 * 10)
     finer = pd.plan(CHAIN, tight, strategy="2bw")
     assert finer.microbatches == 8
     with pytest.raises(PlanError, match="no plan of PipeDream-2BW's planner fits"):

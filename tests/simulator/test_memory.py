@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedream.core.cluster import Cluster
-from pipedream.core.memory import StageSizes, message_bytes, stage_bytes
+from pipedream.core.holding import held
+from pipedream.core.memory import StageSizes, message_bytes, peers_of, stage_bytes
 from pipedream.core.plan import Plan, Stage
 from pipedream.core.schedule import Schedule
 from pipedream.core.timeline import MemoryStep, Timeline
@@ -43,11 +44,12 @@ def sizes_at(plan: Plan, stage: int) -> StageSizes:
     )
 
 
-def base_at(plan: Plan, stage: int, versions: int, in_flight: int) -> int:
-    """Bytes of what waits, written out once more."""
+def base_at(plan: Plan, stage: int, versions: int, in_flight: int, most: tuple[int, ...] = (3, 2, 1)) -> int:
+    """Bytes of what waits, written out once more; `most` is what each stage holds in flight."""
     row, recompute = plan.stages[stage], plan.stages[stage].recompute
     waiting = sizes_at(plan, stage).input_bytes if recompute else row.activation_bytes
-    messages = message_bytes(sizes_at(plan, stage), plan.in_flight[stage], recompute, plan.peers[stage])
+    peers = peers_of(plan.replicas, most)[stage]
+    messages = message_bytes(sizes_at(plan, stage), most[stage], recompute, peers)
     return row.parameter_bytes * versions + row.optimizer_bytes + messages + in_flight * waiting
 
 
@@ -76,13 +78,14 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
     )
     schedule = replace(drawn, plan=replace(drawn.plan, stages=rows))
     timeline = simulate(lower(schedule), seconds, total)
+    held_most = tuple(one.in_flight for one in held(schedule))
     for rank in range(timeline.workers):
         ((stage, replica),) = schedule.placement.seats(rank)
         row = rows[stage]
         mine = range(replica, total, schedule.placement.replicas[stage])
         read = {k: schedule.weights.forward_version(stage, k) for k in mine}
         waiting, newest, in_flight, most, summed = set(mine), 0, 0, 1, 0
-        expected = [MemoryStep(0.0, base_at(schedule.plan, stage, 1, 0))]
+        expected = [MemoryStep(0.0, base_at(schedule.plan, stage, 1, 0, held_most))]
         pass_bytes = row.working_bytes
         if row.recompute:  # of the one at work the activations are there too
             pass_bytes += row.activation_bytes - sizes_at(schedule.plan, stage).input_bytes
@@ -101,7 +104,9 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
                 most = max(most, alive)
             else:
                 continue
-            expected.append(MemoryStep(span.start_s, base_at(schedule.plan, stage, alive, in_flight) + extra))
+            expected.append(
+                MemoryStep(span.start_s, base_at(schedule.plan, stage, alive, in_flight, held_most) + extra)
+            )
             if span.kind == "B":
                 in_flight, summed = in_flight - 1, summed + 1
                 waiting.remove(span.index)
@@ -118,8 +123,9 @@ def test_peak_is_that_of_the_memory_model(name: str, versions: tuple[int, ...]) 
     plan = replace(PLAN, unit="microbatch")
     timeline = simulate(lower(build(name, plan, None if name == "pipedream" else 6)), costs(plan), 24)
     how = {"per_update": 1 if name == "pipedream" else 6, "flushes": name == "1f1b"}
+    peers = peers_of(plan.replicas, plan.in_flight)
     peaks = tuple(
-        stage_bytes(sizes_at(plan, s), versions=versions[s], in_flight=plan.in_flight[s], peers=plan.peers[s], **how)
+        stage_bytes(sizes_at(plan, s), versions=versions[s], in_flight=plan.in_flight[s], peers=peers[s], **how)
         for s in range(3)
     )
     assert timeline.peak_bytes == peaks

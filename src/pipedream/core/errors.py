@@ -5,6 +5,7 @@
      +-- CaptureError      the model cannot be cut the way it was asked to
      +-- ProfileError      the model cannot be measured
      +-- PlanError         no plan fits, or a plan does not fit the model or the workers
+     |    +-- ShortageError   no plan of a family fits the memory
      +-- ScheduleError     a schedule or a program breaks a rule; nothing was run
      |    +-- DeadlockError   its ranks would wait for each other for ever
      +-- RecipeError       a recipe file does not import, or gives the wrong things
@@ -28,6 +29,7 @@ __all__ = [
     "ProfileError",
     "RecipeError",
     "ScheduleError",
+    "ShortageError",
     "WorkerError",
 ]
 
@@ -50,6 +52,18 @@ class ProfileError(PipelineError):
 
 class PlanError(PipelineError):
     """No plan fits, or the plan does not fit the model, the workers or the schedule."""
+
+
+class ShortageError(PlanError):
+    """No plan of a family fits the memory.
+
+    Attributes:
+        need_bytes: that a worker needs at least for one of them.
+    """
+
+    def __init__(self, message: str, need_bytes: int) -> None:
+        super().__init__(message)
+        self.need_bytes = need_bytes
 
 
 class ScheduleError(PipelineError):

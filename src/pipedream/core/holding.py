@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .op import Kind
+from .op import Kind, Op
+from .program import Program
 from .schedule import Schedule
 
-__all__ = ["Held", "held"]
+__all__ = ["Held", "held", "most_in_flight"]
 
 
 @dataclass(frozen=True)
@@ -54,3 +55,22 @@ def _in_flight(schedule: Schedule, stage: int) -> int:
         elif kind is ends:
             now -= 1
     return most
+
+
+def most_in_flight(program: Program) -> tuple[int, ...]:
+    """Returns the microbatches that a replica of each stage of a program has forwarded and not yet backwarded, at most.
+
+    An evaluation has no backwards: what its plan admits.
+    """
+    if len(program.kinds) == 1:
+        return program.plan.in_flight
+    found = []
+    total = 2 * program.cycle * program.microbatches + 2 * max(program.plan.in_flight) * program.cycle
+    for stage, (rank, *_) in enumerate(program.placement.ranks):
+        in_flight = most = 0
+        for op in program.instructions(rank, total):
+            if isinstance(op, Op) and op.stage == stage:
+                in_flight += (op.kind is Kind.FORWARD) - (op.kind is Kind.BACKWARD)
+                most = max(most, in_flight)
+        found.append(most)
+    return tuple(found)

@@ -16,7 +16,9 @@ All figures are of one replica, and are numbers or numpy arrays of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ __all__ = [
     "bucket_bytes",
     "message_bytes",
     "moments",
+    "peers_of",
     "stage_bytes",
     "stage_memory",
 ]
@@ -51,6 +54,22 @@ class Peers:
     waiting: int = 0
     posted: int = 2
     sums: bool = False
+
+
+def peers_of(replicas: Sequence[int], in_flight: Sequence[int]) -> tuple[Peers, ...]:
+    """Returns whom a replica of each stage of a plan talks to, minibatches going to replicas in round robin.
+
+    Args:
+        replicas: of each stage.
+        in_flight: microbatches that a replica of each stage holds. As many gradients, and one, may be unread on their
+            way to it: it ends all backwards but those of what it holds before it begins a forward.
+    """
+    found = []
+    for s, count in enumerate(replicas):
+        before = lcm(replicas[s - 1], count) // count if s else 0
+        behind = lcm(replicas[s + 1], count) // count if s + 1 < len(replicas) else 0
+        found.append(Peers(before, behind, before * (in_flight[s - 1] + 1) if s else 0, sums=count > 1))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -133,7 +152,7 @@ def moments(
         flushes: nothing is in flight at an update.
         lag: 1 where a forward comes between the last backward of an update and the update.
         recompute: of a microbatch in flight only the input is kept.
-        peers: whom it talks to; None: one worker before and one behind, the usual depth.
+        peers: whom it talks to; None: one worker before and one behind, which holds one microbatch more.
     """
     own, whole = sizes.activation_bytes, sizes.parameter_bytes
     waiting = sizes.input_bytes if recompute else own

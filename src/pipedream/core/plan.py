@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import lcm
 from typing import Self
 
 from . import depth
@@ -17,7 +16,6 @@ from .artifact import Artifact
 from .cluster import Cluster
 from .cost import all_reduce_s, transfer_s
 from .errors import PlanError
-from .memory import Peers
 from .placement import Placement
 from .ports import ports_s
 from .site import Site
@@ -194,16 +192,6 @@ class Plan(Artifact):
                 default=0.0,
             )
             found.append(2 * seconds + queue_s)
-        return tuple(found)
-
-    @property
-    def peers(self) -> tuple[Peers, ...]:
-        """Whom a replica of each stage exchanges messages with, in round robin."""
-        counts, found = self.replicas, []
-        for s, count in enumerate(counts):
-            before = lcm(counts[s - 1], count) // count if s else 0
-            behind = lcm(counts[s + 1], count) // count if s + 1 < len(counts) else 0
-            found.append(Peers(before, behind, before * (self.in_flight[s - 1] + 1) if s else 0, sums=count > 1))
         return tuple(found)
 
     @property

@@ -183,7 +183,7 @@ class Pipelines:
         return {}
 
     @cached_property
-    def _needs(self) -> dict[tuple[Held, Held, int, bool], Any]:
+    def _needs(self) -> dict[tuple[Held, Held, int, bool, bool], Any]:
         return {}
 
     def _cost(self, site: Site, recompute: bool) -> Any:
@@ -214,10 +214,10 @@ class Pipelines:
         held, lag = (workers - 1) // replicas + 1, self.space.lag if replicas > 1 else 0
         # One stage alone does not lag.
         share = -(-self.space.microbatches // replicas)
-        key = self.space.held(held, lag, replicas), self.space.held(held, 0, replicas), share, recompute
+        key = self.space.held(held, lag, replicas), self.space.held(held, 0, replicas), share, replicas > 1, recompute
         if key not in self._needs:
             ends = self._places[:, None], self._places[None, :]
-            need = self.space.need_bytes(*ends, held, lag, recompute, replicas)
+            need = self.space.need_bytes(*ends, held, lag, recompute, replicas) + self.space.spare_bytes
             need[0, -1] = self.space.need_bytes(0, int(self._places[-1]), held, 0, recompute, replicas)
             self._needs[key] = need
         return self._needs[key]

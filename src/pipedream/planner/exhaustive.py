@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from itertools import pairwise, product
+from typing import Any
 
 from ..core.depth import noam
 from ..core.errors import PlanError
@@ -11,7 +13,7 @@ from ..core.plan import Plan
 from .dynamic import rank
 from .space import Space
 
-__all__ = ["every_plan", "exhaustive", "fits", "peak_bytes"]
+__all__ = ["every_plan", "exhaustive", "fits", "peak_bytes", "ranked"]
 
 
 def every_plan(space: Space, *, orders: Iterable[tuple[int, ...]] = (), recompute: str = "never") -> Iterator[Plan]:
@@ -58,27 +60,48 @@ def exhaustive(
     Raises:
         PlanError: none fits.
     """
-    every = every_plan(space, orders=orders, recompute=recompute)
-    fitting = [plan for plan in every if among(plan) and fits(space, plan)]
+    fitting = ranked(space, among, orders=orders, recompute=recompute)
     if not fitting:
         raise PlanError("none of the plans fits the memory; give more of it, or more workers")
-    return min(fitting, key=rank)
+    return fitting[0]
+
+
+def ranked(
+    space: Space,
+    among: Callable[[Plan], bool] = lambda plan: True,
+    *,
+    orders: Iterable[tuple[int, ...]] = (),
+    recompute: str = "never",
+) -> list[Plan]:
+    """Returns all plans that fit (`fits`) and that `among` keeps, the best first."""
+    need = cache(partial(_need, space))
+    every = every_plan(space, orders=orders, recompute=recompute)
+    return sorted((plan for plan in every if among(plan) and _fits(space, plan, need)), key=rank)
 
 
 def fits(space: Space, plan: Plan) -> bool:
-    """Tells whether each stage fits the smallest of its workers, where a lag does not yet ask for more depth."""
-    for s, need in enumerate(_needs(space, plan)):
+    """Tells whether each stage fits the smallest of its workers, as a search counts it: with the least of messages
+    (`Space.need_bytes`), and where a lag does not yet ask for more depth."""
+    return _fits(space, plan, partial(_need, space))
+
+
+def peak_bytes(space: Space, plan: Plan) -> int:
+    """Returns the least need of a plan's fullest worker, as a search counts it."""
+    return max(_needs(space, plan, partial(_need, space)))
+
+
+def _fits(space: Space, plan: Plan, need: Callable[..., int]) -> bool:
+    for s, need_bytes in enumerate(_needs(space, plan, need)):
         memories = [memory for w in plan.workers_of(s) if (memory := space.cluster.memories[w]) is not None]
-        if memories and need > min(memories):
+        if memories and need_bytes > min(memories):
             return False
     return True
 
 
-def peak_bytes(space: Space, plan: Plan) -> int:
-    """Returns the need of a plan's fullest worker at the paper's depth, where a lag does not yet ask for more."""
-    return max(_needs(space, plan))
-
-
-def _needs(space: Space, plan: Plan) -> list[int]:
+def _needs(space: Space, plan: Plan, need: Callable[..., int]) -> list[int]:
     rows = zip(space.ends(plan), plan.stages, noam(plan.replicas), plan.lag, strict=True)
-    return [int(space.need_bytes(*ends, held, lag, stage.recompute, stage.replicas)) for ends, stage, held, lag in rows]
+    return [need(*ends, held, lag, stage.recompute, stage.replicas) for ends, stage, held, lag in rows]
+
+
+def _need(space: Space, *how: Any) -> int:
+    return int(space.need_bytes(*how))

@@ -77,10 +77,9 @@ def by_hand(
     check_recompute(recompute)
     found = space.plan(places, counts, note="cut by hand", recompute=(recompute == "always",) * len(counts))
     if recompute == "auto":
-        limits = [site.memory_bytes for site in found.sites]
-        must = (
-            limit is not None and stage.peak_bytes > limit for stage, limit in zip(found.stages, limits, strict=True)
-        )
+        needs = (stage.peak_bytes for stage in space.with_bytes(found).stages)
+        limits = (site.memory_bytes for site in found.sites)
+        must = (limit is not None and need > limit for need, limit in zip(needs, limits, strict=True))
         found = space.plan(places, counts, note="cut by hand", recompute=tuple(must))
     return space.at_depth(found, depth)
 

@@ -127,7 +127,7 @@ class _Candidates:
                 for many in (False, True):
                     alike = (here.memory_bytes == memory) & ((here.replicas > 1) == many)
                     if alike.any() and not np.isinf(memory):
-                        room[alike] = needs.held(memory, many, way)[pair[some][alike]]
+                        room[alike] = needs.held(memory, 1 + many, way)[pair[some][alike]]
             seconds = period_s(pairs[pair[some]], here, needs.line.cluster.sums)
             fits[some] = (seconds <= period) & (held[some] <= room)
         return fits
@@ -141,8 +141,8 @@ def _counts(known: Period, again: bool, pairs: Any, fronts: Any) -> Iterator[tup
     one, many = np.ones(len(pairs), dtype=int), known.more[again][pairs]
     fits_one, fits_many = known.alone[again][pairs], np.ones(len(pairs), dtype=bool)
     if memory is not None:
-        fits_one &= behind + 1 <= needs.held(memory, False, again)[pairs]
-        room = needs.held(memory, True, again)[pairs]
+        fits_one &= behind + 1 <= needs.held(memory, 1, again)[pairs]
+        room = needs.held(memory, 2, again)[pairs]
         fits_many = (room >= 2) | ((behind == 0) & (room >= 1))
         many = np.maximum(many, np.maximum(behind - 1, 0) // np.maximum(room - 1, 1) + 1)
     yield fits_one, one

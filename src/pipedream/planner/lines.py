@@ -64,7 +64,7 @@ class Lines:
     @property
     def best(self) -> str:
         """What a pipeline found is."""
-        return "best found" if self.is_large else "optimal"
+        return "best found" if self.is_large or self.space.spare_bytes else "optimal"
 
     @property
     def where(self) -> str:
@@ -77,9 +77,9 @@ class Lines:
         """Returns the fastest plan of one stage on so many workers, of equals the first; None where none fits."""
         best: tuple[float, int, Line, bool] | None = None
         end = len(self.space.profile.layers)
-        need = {again: int(self.space.need_bytes(0, end, 1, 0, again)) for again in (False, True)}
         forward_s, backward_s = self.space.passes_s(0, end)
         for count in counts:
+            need = {again: int(self.space.need_bytes(0, end, 1, 0, again, count)) for again in (False, True)}
             for line in self.lines:
                 site = line.site(self.workers - count, count)
                 for again in {"never": (False,), "auto": (False, True), "always": (True,)}[self.recompute]:

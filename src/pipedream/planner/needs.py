@@ -93,16 +93,18 @@ class Needs:
             for again, pairs in self.pairs.items()
         }
 
-    def held(self, memory_bytes: float, replicated: bool, again: bool) -> Any:
-        """Returns for each stage the most in flight that it has the memory for; infinity: a very large number."""
-        lag = self.space.lag if replicated else 0
-        key = int(min(memory_bytes, 2**62)), lag, again
+    def held(self, memory_bytes: float, replicas: int, again: bool) -> Any:
+        """Returns for each stage the most in flight that so many replicas have the memory for, at most all workers.
+
+        Two replicas need the most, for their share of a minibatch is the largest, and as many as there are the least.
+        """
+        key = int(min(memory_bytes, 2**62)), replicas, again
         if key not in self._held:
-            self._held[key] = self._most_held(memory_bytes, lag, again)
+            self._held[key] = self._most_held(memory_bytes, replicas, again)
         return self._held[key]
 
-    def _most_held(self, memory_bytes: float, lag: int, again: bool) -> Any:
-        pairs = self.pairs[again]
+    def _most_held(self, memory_bytes: float, replicas: int, again: bool) -> Any:
+        pairs, lag = self.pairs[again], self.space.lag if replicas > 1 else 0
         first, last = self.places[pairs.first], self.places[pairs.last]
         most = np.full(len(first), self.workers)
         if np.isinf(memory_bytes):
@@ -112,8 +114,8 @@ class Needs:
             middle = (low[open_] + high[open_]) // 2
             for held in np.unique(middle):
                 some = open_[middle == held]
-                need = self.space.need_bytes(first[some], last[some], int(held), lag, again)
-                fits = need <= memory_bytes
+                need = self.space.need_bytes(first[some], last[some], int(held), lag, again, replicas)
+                fits = need + self.space.spare_bytes <= memory_bytes
                 low[some[fits]] = held
                 high[some[~fits]] = held
         return low
@@ -147,7 +149,7 @@ class Period:
         for again in needs.pairs:
             rows = [np.where(self.alone[again], 1, far), np.where(self.more[again] > workers, far, self.more[again])]
             rows[0] = rows[0] if memory is not None else np.minimum(*rows)
-            held = [needs.held(memory, flag, again) for flag in (False, True)] if memory is not None else []
+            held = [needs.held(memory, count, again) for count in (1, max(workers, 2))] if memory is not None else []
             tables.append([self._square(row) for row in (*rows, *held)])
         for i in range(len(found) - 2, -1, -1):
             behind = found[i + 1 :]

@@ -6,14 +6,14 @@ the depth ``full``; at the paper's depth more may show (`core.depth`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ..core.cluster import Cluster
-from ..core.errors import PlanError
+from ..core.errors import PlanError, ShortageError
 from ..core.plan import Plan
 from ..core.profile import Profile
-from ..core.units import format_seconds
+from ..core.units import format_bytes, format_seconds
 from .bound import with_bound
 from .dynamic import check_recompute
 from .held import Holds, Versions, stash
@@ -25,6 +25,8 @@ __all__ = ["SHAPES", "counts_of", "plan"]
 
 SHAPES = ("any", "pipeline", "straight", "data-parallel")
 """What may be asked for, beside replica counts."""
+
+_STEPS = 4  # towards the least memory that must be kept free for messages
 
 
 def plan(
@@ -70,16 +72,70 @@ def plan(
     """
     check_recompute(recompute)
     space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches, holds=holds)
-    lines = Lines.of(space, recompute)
-    if shape in ("any", "pipeline"):
-        found = _fastest(lines, shape == "pipeline", all_workers)
-    elif shape == "data-parallel":
-        found = _parallel(lines)
-    elif shape == "straight":
-        found = _of_counts(lines, (1,) * cluster.workers)
-    else:
-        found = _of_counts(lines, counts_of(shape))
-    return space.at_depth(with_bound(found, space), depth)
+
+    def search(space: Space) -> Plan:
+        lines = Lines.of(space, recompute)
+        if shape in ("any", "pipeline"):
+            found = _fastest(lines, shape == "pipeline", all_workers)
+        elif shape == "data-parallel":
+            found = _parallel(lines)
+        elif shape == "straight":
+            found = _of_counts(lines, (1,) * cluster.workers)
+        else:
+            found = _of_counts(lines, counts_of(shape))
+        return with_bound(found, space)
+
+    try:
+        found = _fitting(space, search)
+    except ShortageError as error:
+        raise PlanError(f"{error}; {_enough(space, search, error.need_bytes)}") from None
+    return space.at_depth(found, depth)
+
+
+def _enough(space: Space, search: Callable[[Space], Plan], need_bytes: int) -> str:
+    """Names a plan that would fit a little more memory than the least that a search knows of."""
+
+    def more(memory_bytes: int | None) -> int | None:
+        return None if memory_bytes is None else max(memory_bytes, need_bytes)
+
+    cluster = space.cluster
+    kinds = tuple(replace(kind, memory_bytes=more(kind.memory_bytes)) for kind in cluster.kinds)
+    larger = replace(space, cluster=replace(cluster, memory_bytes=more(cluster.memory_bytes), kinds=kinds))
+    found = larger.with_bytes(search(larger))
+    most = max(
+        stage.peak_bytes for stage, site in zip(found.stages, found.sites, strict=True) if site.memory_bytes is not None
+    )
+    return f"the plan {_short(found.config)} would fit {format_bytes(most)} ({most} bytes)"
+
+
+def _fitting(space: Space, search: Callable[[Space], Plan]) -> Plan:
+    """The plan of a search, with the messages that it makes a worker hold: known of a whole plan only.
+
+    Where they are too much, the search is made again with some memory left free for them, first as much as is missing,
+    then less. The first search still tells how fast a plan could be.
+    """
+    found = least = space.with_bytes(search(space))
+    spare_bytes, too_little = 0, 0
+    while (s := space.overfull(found)) is not None:
+        too_little = spare_bytes
+        spare_bytes += found.stages[s].peak_bytes - (space.memory_bytes(found, s) or 0)
+        try:
+            found = space.with_bytes(search(replace(space, spare_bytes=spare_bytes)))
+        except PlanError:
+            return least  # whose depth is refused, by what it needs
+    if not spare_bytes:
+        return found
+    for _ in range(_STEPS):
+        middle = (too_little + spare_bytes) // 2
+        closer = space.with_bytes(search(replace(space, spare_bytes=middle)))
+        if space.overfull(closer) is not None:
+            too_little = middle
+        elif closer.slowest_stage_s < found.slowest_stage_s:
+            spare_bytes, found = middle, closer
+        else:
+            spare_bytes = middle
+    note = f"{found.note}; {format_bytes(spare_bytes)} of a worker's memory were kept free for messages"
+    return replace(found, bound_s=min(least.bound_s, found.slowest_stage_s), note=note)
 
 
 def counts_of(shape: str | tuple[int, ...]) -> tuple[int, ...]:
@@ -109,7 +165,8 @@ def _of_counts(lines: Lines, counts: tuple[int, ...]) -> Plan:
     found = lines.of_counts(counts) or refuse(lines.shortage_of_counts(counts), f"{kind}s{sizes}")
     rivals = [] if is_straight else [lines.straight()]
     kinds = f"{kind}s{sizes}{lines.where}"
-    return replace(found, note=f"optimal among {kinds}{_beside(found, lines, (lines.workers,), rivals)}")
+    best = "best found" if lines.space.spare_bytes else "optimal"
+    return replace(found, note=f"{best} among {kinds}{_beside(found, lines, (lines.workers,), rivals)}")
 
 
 def _fastest(lines: Lines, as_pipeline: bool, all_workers: bool) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ..core.errors import PlanError
+from ..core.errors import ShortageError
 from ..core.units import format_bytes
 
 __all__ = ["Shortage", "refuse"]
@@ -35,14 +35,15 @@ def refuse(shortage: Shortage, what: str) -> NoReturn:
     """Refuses a family of plans of which none fits.
 
     Raises:
-        PlanError: names the least need, the layers that have it, and the memory.
+        ShortageError: names the least need, the layers that have it, and the memory.
     """
     layers = f"layers {shortage.first} to {shortage.last - 1}"
     if shortage.last == shortage.first + 1:
         layers = f"layer {shortage.first}"
-    raise PlanError(
+    raise ShortageError(
         f"none of the {what} fits: the least that any of them needs on its fullest worker, for {layers}, is "
         f"{format_bytes(shortage.need_bytes)} ({shortage.need_bytes} bytes), a worker has "
         f"{format_bytes(shortage.memory_bytes)}; give more memory or workers, smaller minibatches, more microbatches, "
-        "recomputation or a schedule that holds fewer versions"
+        "recomputation or a schedule that holds fewer versions",
+        shortage.need_bytes,
     )

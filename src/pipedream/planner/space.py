@@ -23,7 +23,7 @@ from ..core import depth as depths
 from ..core.cluster import Cluster
 from ..core.errors import PlanError
 from ..core.holding import Held
-from ..core.memory import Peers, StageMemory, StageSizes, stage_bytes, stage_memory
+from ..core.memory import Peers, StageMemory, StageSizes, peers_of, stage_bytes, stage_memory
 from ..core.plan import Plan, Stage
 from ..core.profile import Profile
 from ..core.site import Site
@@ -60,6 +60,7 @@ class Space:
         positions: the places where a stage may begin or end, those of fewer layers first; 0 and n among them.
         is_whole: no plan on any places is faster than the best on these.
         holds: what the method holds of what is admitted; None: all of it, in so many `versions`.
+        spare_bytes: of a worker's memory that a search leaves free in stages with neighbours.
     """
 
     profile: Profile
@@ -78,6 +79,7 @@ class Space:
     positions: tuple[int, ...]
     is_whole: bool = True
     holds: Holds | None = None
+    spare_bytes: int = 0
 
     @classmethod
     def of(
@@ -201,21 +203,21 @@ class Space:
     def need_bytes(
         self, first: Index, last: Index, in_flight: int, lag: int = 0, recompute: bool = False, replicas: int = 1
     ) -> Any:
-        """Returns the peak bytes of a worker of a stage that admits so many microbatches before its first backward."""
-        held = self.held(in_flight, lag, replicas)
-        return stage_bytes(self.sizes(first, last), **self._how(held, lag, recompute, replicas))
+        """Returns the least peak bytes of a worker of a stage that admits so many microbatches.
+
+        How many messages it holds depends on its neighbours, which a search does not know: it has at least one on
+        either side, and the one before it holds at least as much. The figures of a plan (`with_bytes`) are never below.
+        """
+        held, share = self.held(in_flight, lag, replicas), -(-self.microbatches // replicas)
+        # At the paper's depth the stage before holds one more, unless there are no more to hold.
+        more = 1 + (held.versions > 1 or held.in_flight == in_flight < share)
+        peers = Peers(waiting=held.in_flight + more, sums=replicas > 1)
+        return stage_bytes(self.sizes(first, last), peers=peers, **self._how(held, lag, recompute, replicas))
 
     def memory(
-        self,
-        first: int,
-        last: int,
-        held: Held,
-        lag: int = 0,
-        recompute: bool = False,
-        replicas: int = 1,
-        peers: Peers | None = None,
+        self, first: int, last: int, held: Held, peers: Peers, lag: int = 0, recompute: bool = False, replicas: int = 1
     ) -> StageMemory:
-        """Returns what `need_bytes` is made of; with the peers that a plan gives the stage, exactly."""
+        """Returns what a worker of a stage holds at its worst moment, its neighbours being known."""
         return stage_memory(self.sizes(first, last), peers=peers, **self._how(held, lag, recompute, replicas))
 
     def sizes(self, first: Index, last: Index) -> StageSizes:
@@ -253,17 +255,23 @@ class Space:
     def _rule(self) -> HeldRule:
         return HeldRule(self.versions, self.holds, self.microbatches)
 
-    def stage(
-        self, first: int, last: int, replicas: int = 1, in_flight: int = 1, lag: int = 0, recompute: bool = False
-    ) -> Stage:
-        """Returns the stage between two places, all its fields filled in."""
+    def stage(self, first: int, last: int, replicas: int = 1, recompute: bool = False) -> Stage:
+        """Returns the stage between two places; what it holds at its worst is a matter of the whole plan."""
+        key = first, last
+        if key not in self._stages:
+            self._stages[key] = self._stage(first, last)
+        return replace(self._stages[key], replicas=replicas, recompute=recompute)
+
+    @cached_property
+    def _stages(self) -> dict[tuple[int, int], Stage]:
+        return {}
+
+    def _stage(self, first: int, last: int) -> Stage:
         before, behind = self.downsets[first], self.downsets[last]
-        memory = self.memory(first, last, self.held(in_flight, lag, replicas), lag, recompute, replicas)
         inside = [self.profile.layers[i] for i in bits(behind & ~before)]
         return Stage(
             before.bit_count(),
             behind.bit_count(),
-            replicas,
             forward_s=(self.forward[last] - self.forward[first]) / self.scale,
             backward_s=(self.backward[last] - self.backward[first]) / self.scale,
             update_s=float(self.update_s(first, last)),
@@ -273,14 +281,11 @@ class Space:
             activation_bytes=int(self.peaks.activation_bytes(first, last)),
             parameter_bytes=int(self.parameters[last] - self.parameters[first]),
             optimizer_bytes=int(self.optimizer[last] - self.optimizer[first]),
-            peak_bytes=memory.total_bytes,
-            recompute=recompute,
             names=tuple(self.profile.graph.layers[i].name for i in bits(behind & ~before)),
             working_bytes=int(self.peaks.working_bytes(first, last)) * self.microbatches,
             relief_bytes=int(self.peaks.relief_bytes(first, last)),
             largest_parameter_bytes=int(self.peaks.largest_parameter_bytes(first, last)),
             update_working_bytes=int(self.peaks.update_working_bytes(first, last)),
-            memory=memory,
         )
 
     def plan(
@@ -292,7 +297,7 @@ class Space:
         order: tuple[int, ...] = (),
         recompute: tuple[bool, ...] = (),
     ) -> Plan:
-        """Returns the plan of cuts at these places, at the paper's depth; neither cuts nor memory are checked.
+        """Returns the plan of cuts at these places, at the paper's depth; cuts are not checked, memory is left out.
 
         Its layers stand stage by stage, in a stage as in the graph: an order in which they can run.
 
@@ -306,13 +311,10 @@ class Space:
         counts = replicas or (1,) * (len(cuts) + 1)
         lags = tuple(self.lag if count > 1 and cuts else 0 for count in counts)
         in_flight = depths.noam(counts, lags)
-        spans = pairwise((0, *cuts, len(self.profile.layers)))
-        stages = tuple(
-            self.stage(first, last, count, held, lag, again)
-            for (first, last), count, held, lag, again in zip(
-                spans, counts, in_flight, lags, recompute or (False,) * len(counts), strict=True
-            )
+        rows = zip(
+            pairwise((0, *cuts, len(self.profile.layers))), counts, recompute or (False,) * len(counts), strict=True
         )
+        stages = tuple(self.stage(*span, count, again) for span, count, again in rows)
         profile = self.profile
         return Plan(stages, in_flight, self.cluster, lags, profile.model, profile.batch, note=note, order=order)
 
@@ -330,12 +332,12 @@ class Space:
             while True:
                 found = depths.fitting(low.in_flight, high.in_flight, tuple(most), plan.replicas)
                 deep = self.with_bytes(plan.with_depth(found))
-                if found == low.in_flight or self._overfull(deep) is None:
+                if found == low.in_flight or self.overfull(deep) is None:
                     return replace(deep, depth="auto")
                 most[0] = found[0] - 1  # messages of a deeper neighbour may be too many
         deep = self.with_bytes(plan.with_depth(depth))
-        if (s := self._overfull(deep)) is not None:
-            stage, held, limit = deep.stages[s], deep.in_flight[s], self._memory_bytes(deep, s) or 0
+        if (s := self.overfull(deep)) is not None:
+            stage, held, limit = deep.stages[s], deep.in_flight[s], self.memory_bytes(deep, s) or 0
             less = "--in-flight auto for the deepest that fits" if deep.depth == "full" else "a smaller depth"
             raise PlanError(
                 f"depth {deep.depth} was asked: stage {s} (layers {stage.first} to {stage.last - 1}) then holds {held} "
@@ -347,16 +349,13 @@ class Space:
 
     def with_bytes(self, plan: Plan) -> Plan:
         """Returns the plan with the peak bytes of what its stages hold."""
-        rows = zip(self.ends(plan), plan.stages, self._rule.of_plan(plan), plan.lag, plan.peers, strict=True)
-        needs = [
-            self.memory(*ends, held, lag, stage.recompute, stage.replicas, peers)
-            for ends, stage, held, lag, peers in rows
-        ]
-        stages = tuple(
-            replace(stage, peak_bytes=memory.total_bytes, memory=memory)
-            for stage, memory in zip(plan.stages, needs, strict=True)
-        )
-        return replace(plan, stages=stages)
+        helds = self._rule.of_plan(plan)
+        peers = peers_of(plan.replicas, [held.in_flight for held in helds])
+        stages = []
+        for span, stage, held, one, lag in zip(self.ends(plan), plan.stages, helds, peers, plan.lag, strict=True):
+            memory = self.memory(*span, held, one, lag, stage.recompute, stage.replicas)
+            stages.append(replace(stage, peak_bytes=memory.total_bytes, memory=memory))
+        return replace(plan, stages=tuple(stages))
 
     def ends(self, plan: Plan) -> list[tuple[int, int]]:
         """Returns the first and the last place of each stage of a plan of this space."""
@@ -367,24 +366,25 @@ class Space:
 
     def _most_in_flight(self, plan: Plan, s: int) -> int:
         """Returns what a stage's memory has room for, up to what the plan has in flight."""
-        again, limit = plan.stages[s].recompute, self._memory_bytes(plan, s)
-        ends, held, peers, count = self.ends(plan)[s], plan.in_flight[s], plan.peers[s], plan.replicas[s]
+        again, limit = plan.stages[s].recompute, self.memory_bytes(plan, s)
+        ends, held, count = self.ends(plan)[s], plan.in_flight[s], plan.replicas[s]
+        peers = peers_of(plan.replicas, [one.in_flight for one in self._rule.of_plan(plan)])[s]
         while limit is not None and held > 1:
             holds = self.held(held, plan.lag[s], count)
-            if self.memory(*ends, holds, plan.lag[s], again, count, peers).total_bytes <= limit:
+            if self.memory(*ends, holds, peers, plan.lag[s], again, count).total_bytes <= limit:
                 break
             held -= 1
         return held
 
-    def _overfull(self, plan: Plan) -> int | None:
+    def overfull(self, plan: Plan) -> int | None:
         """Returns the first stage that does not fit its workers; None where all do."""
         for s, stage in enumerate(plan.stages):
-            limit = self._memory_bytes(plan, s)
+            limit = self.memory_bytes(plan, s)
             if limit is not None and stage.peak_bytes > limit:
                 return s
         return None
 
-    def _memory_bytes(self, plan: Plan, s: int) -> int | None:
+    def memory_bytes(self, plan: Plan, s: int) -> int | None:
         """Returns the memory of the smallest worker of a stage."""
         memories = [self.cluster.memories[worker] for worker in plan.workers_of(s)]
         return min((memory for memory in memories if memory is not None), default=None)

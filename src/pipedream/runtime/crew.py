@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..core.op import Kind, Op
+from ..core.holding import most_in_flight
 from ..core.program import Program
 from .channel import Group, LocalChannel, LocalGroup, Receiver, Sender
 from .losses import Loss, Metric
@@ -159,7 +159,7 @@ def wire_worker(
         wires: of `connect`.
     """
     placement = program.placement
-    most_out, windows = _most_out(program), _windows(program)
+    most_out, in_flight = _most_out(program), most_in_flight(program)
     senders: dict[int, Sender] = {}
     receivers: dict[int, Receiver] = {}
     for number, channel in enumerate(program.channels):
@@ -168,7 +168,10 @@ def wire_worker(
         peer = channel.receiver if rank == channel.sender else channel.sender
         line = Line(peer, number, channel.depth, wires.everyone, wires.pairs[number], device)
         if rank == channel.sender:
-            senders[number] = WireSender(line, windows[min(channel.source, channel.target)])
+            # A replica that begins a forward has ended all backwards but those of what it has in flight: their
+            # activations were taken by the stage behind, whose gradients were taken here. The end of a stream is one
+            # more message. Waiting for an older one thus waits for nothing that is still to be done.
+            senders[number] = WireSender(line, in_flight[min(channel.source, channel.target)] + 1)
         else:
             receivers[number] = WireReceiver(line)
     result_senders: dict[int, Sender] = {}
@@ -229,25 +232,6 @@ def data_channels(
 def _most_out(program: Program) -> int:
     """Returns the messages that may be unread: what the input stage has in flight, or one minibatch."""
     return max(*program.plan.in_flight, program.microbatches) * max(program.placement.replicas) + 2
-
-
-def _windows(program: Program) -> list[int]:
-    """Returns, for each stage, the messages between it and a stage behind it that may be unread, each way.
-
-    A replica that begins a forward has ended all backwards but those of what it has in flight: their activations were
-    taken by the stage behind, which has sent their gradients, and these were taken here. The end of a stream is one
-    more message. Waiting for an older one thus waits for nothing that is still to be done.
-    """
-    windows = []
-    for stage, (rank, *_) in enumerate(program.placement.ranks):
-        in_flight = most = 0
-        total = 2 * program.cycle * program.microbatches + 2 * max(program.plan.in_flight) * program.cycle
-        for op in program.instructions(rank, lambda total=total: total):  # type: ignore[misc]
-            if isinstance(op, Op) and op.stage == stage:
-                in_flight += (op.kind is Kind.FORWARD) - (op.kind is Kind.BACKWARD)
-                most = max(most, in_flight)
-        windows.append(most + 1)
-    return windows
 
 
 def _copied(

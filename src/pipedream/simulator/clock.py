@@ -27,6 +27,7 @@ from operator import itemgetter
 from typing import Any, NoReturn
 
 from ..core.errors import DeadlockError, ScheduleError
+from ..core.holding import most_in_flight
 from ..core.op import Kind
 from ..core.program import Channel, Instruction, Move, Program, Transfer, moved
 from ..core.timeline import Span, Timeline
@@ -271,7 +272,8 @@ class _Clock:
 
     def _timeline(self) -> Timeline:
         program = self.program
-        held = [follow(program, rank.number, self.total, rank.spans) for rank in self.ranks]
+        in_flight = most_in_flight(program)
+        held = [follow(program, rank.number, self.total, rank.spans, in_flight) for rank in self.ranks]
         spans: list[Span] = []
         for rank in self.ranks:
             spans += sorted(rank.spans + rank.sends, key=itemgetter(4))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.memory import message_bytes
+from ..core.memory import message_bytes, peers_of
 from ..core.op import Kind
 from ..core.program import Program
 from ..core.timeline import Span, Tag
@@ -52,7 +52,7 @@ class _Seat:
             of an update, a further one, an update (`core.memory.moments`).
     """
 
-    def __init__(self, program: Program, stage: int, replica: int, total: int) -> None:
+    def __init__(self, program: Program, stage: int, replica: int, total: int, in_flight: tuple[int, ...]) -> None:
         plan = program.plan
         row = plan.stages[stage]
         parts = program.microbatches if plan.unit == "minibatch" else 1
@@ -76,7 +76,7 @@ class _Seat:
         self.start_bytes: int = (
             self.weights_bytes
             + row.optimizer_bytes
-            + message_bytes(sizes, plan.in_flight[stage], row.recompute, plan.peers[stage])
+            + message_bytes(sizes, in_flight[stage], row.recompute, peers_of(plan.replicas, in_flight)[stage])
         )
 
     @property
@@ -119,7 +119,7 @@ class _Seat:
         return [_new(Tag, (stage, k, forward, backward, k // per_update)) for k, forward, backward in versions]
 
 
-def follow(program: Program, rank: int, total: int, spans: Iterable[Span]) -> Held:
+def follow(program: Program, rank: int, total: int, spans: Iterable[Span], in_flight: tuple[int, ...]) -> Held:
     """Returns what a rank held in a run of `total` microbatches.
 
     Args:
@@ -127,8 +127,11 @@ def follow(program: Program, rank: int, total: int, spans: Iterable[Span]) -> He
         rank: which.
         total: microbatches of the run.
         spans: of the rank, in the order of its ops.
+        in_flight: microbatches that a replica of each stage holds (`core.holding.most_in_flight`).
     """
-    seats = {stage: _Seat(program, stage, replica, total) for stage, replica in program.placement.seats(rank)}
+    seats = {
+        stage: _Seat(program, stage, replica, total, in_flight) for stage, replica in program.placement.seats(rank)
+    }
     memory = [sum(seat.start_bytes for seat in seats.values())]
     trains = len(program.kinds) > 1
     last = (Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in program.kinds else Kind.BACKWARD).value

@@ -1,0 +1,23 @@
+"""The best plan of all, its memory counted with all its messages: the oracle of `pipedream.planner.plan`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipedream.core.plan import Plan
+from pipedream.planner import Space
+from pipedream.planner.exhaustive import ranked
+
+__all__ = ["best_plans"]
+
+
+def best_plans(space: Space, **how: Any) -> tuple[Plan | None, Plan | None]:
+    """Returns the best plan that fits as a search counts it, and the best that fits; None where there is none.
+
+    Args:
+        space: whose plans.
+        how: see `pipedream.planner.exhaustive.ranked`.
+    """
+    plans = ranked(space, **how)
+    fitting = (full for plan in plans if space.overfull(full := space.with_bytes(plan)) is None)
+    return (space.with_bytes(plans[0]) if plans else None), next(fitting, None)
