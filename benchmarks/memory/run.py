@@ -13,10 +13,12 @@ import json
 import os
 import platform
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,8 +28,10 @@ from pipedream.api import versions_of
 from pipedream.core.cluster import Cluster
 from pipedream.core.plan import Plan
 from pipedream.core.profile import Profile
+from pipedream.core.units import format_bytes
 from pipedream.planner import by_hand
 from pipedream.planner.space import Space
+from pipedream.report import Pair, scatter_svg
 
 __all__ = ["main"]
 
@@ -49,6 +53,36 @@ class Variant:
         split = f", m = {self.microbatches}" if self.microbatches else ""
         more = (", recompute" if self.recompute else "") + ("" if self.malloc else ", malloc as it is")
         return f"{'-'.join(map(str, self.replicas))} {self.schedule}{split}, {self.optimizer}{more}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One worker: predicted at most, live at most, predicted beyond the weights, resident beyond the start."""
+
+    variant: str
+    malloc: bool
+    stage: int
+    predicted_bytes: int
+    live_bytes: int
+    rise_bytes: int
+    resident_bytes: int
+
+    @property
+    def live_off(self) -> float:
+        """Share by which the prediction is above the live bytes."""
+        return self.predicted_bytes / self.live_bytes - 1
+
+    @property
+    def rise_off(self) -> float:
+        """Share by which the predicted rise is above the resident one."""
+        return self.rise_bytes / self.resident_bytes - 1
+
+    def __str__(self) -> str:
+        return (
+            f"| {self.variant} | {self.stage} | {self.predicted_bytes / 1e6:.0f} MB | {self.live_bytes / 1e6:.0f} MB | "
+            f"{self.live_off:+.1%} | {self.rise_bytes / 1e6:.0f} MB | {self.resident_bytes / 1e6:.0f} MB | "
+            f"{self.rise_off:+.1%} |"
+        )
 
 
 VARIANTS = (
@@ -73,6 +107,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=9)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--minibatches", type=int, default=6)
+    parser.add_argument("--plot", type=Path, help="file for a picture")
     options = parser.parse_args()
     asked = {name: getattr(options, name) for name in ("width", "blocks", "batch", "minibatches")}
     chosen = VARIANTS
@@ -80,12 +115,13 @@ def main() -> int:
         asked |= {"width": 192, "blocks": 3, "batch": 240}
         chosen = VARIANTS[:2]
     before, start = os.getloadavg()[0], time.monotonic()
-    rows = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         profiles = {name: _profile(asked, name, Path(folder)) for name in sorted({v.optimizer for v in chosen})}
         for variant in chosen:
-            rows += _row(variant, profiles[variant.optimizer], asked, Path(folder))
-            print(rows[-1], file=sys.stderr)
+            for row in _rows(variant, profiles[variant.optimizer], asked, Path(folder)):
+                rows.append(row)
+                print(row, file=sys.stderr)
     weights = next(iter(profiles.values())).parameter_bytes
     minutes = (time.monotonic() - start) / 60
     print(
@@ -98,7 +134,18 @@ def main() -> int:
         "| variant | stage | predicted | live | off | predicted rise | resident rise | off |\n"
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     )
-    print("\n".join(rows))
+    print(*rows, sep="\n")
+    print("\n| malloc gives back what is freed | workers | median off | worst off |\n| --- | ---: | ---: | ---: |")
+    for name, offs in (
+        ("live", [abs(row.live_off) for row in rows if row.malloc]),
+        ("resident rise", [abs(row.rise_off) for row in rows if row.malloc]),
+    ):
+        print(f"| {name} | {len(offs)} | {statistics.median(offs):.1%} | {max(offs):.1%} |")
+    if options.plot:
+        pairs = [Pair(row.predicted_bytes, row.live_bytes, f"{row.variant}, live", "live", row.malloc) for row in rows]
+        pairs += [Pair(row.rise_bytes, row.resident_bytes, row.variant, "resident rise", row.malloc) for row in rows]
+        title = "Bytes of a worker, predicted and measured"
+        options.plot.write_text(scatter_svg(pairs, title=title, unit="bytes", tolerance=0.1, write=format_bytes))
     return 0
 
 
@@ -118,7 +165,7 @@ def _plan(variant: Variant, profile: Profile, blocks: int) -> Plan:
     return Space.of(profile, cluster, **how).at_depth(replace(plan, stages=again), plan.in_flight)
 
 
-def _row(variant: Variant, profile: Profile, asked: dict[str, int], folder: Path) -> list[str]:
+def _rows(variant: Variant, profile: Profile, asked: dict[str, int], folder: Path) -> Iterator[Row]:
     plan = _plan(variant, profile, asked["blocks"])
     plan.save(folder / "plan.json")
     with socket.socket() as free:
@@ -134,17 +181,18 @@ def _row(variant: Variant, profile: Profile, asked: dict[str, int], folder: Path
     }
     malloc = TRUE if variant.malloc else {}
     _wait([_start("train", job, malloc | world | {"RANK": str(rank)}) for rank in range(plan.workers)])
-    rows = []
     for rank in range(plan.workers):
         found = json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
-        stage = plan.stages[found["stage"]]
-        rise = stage.peak_bytes - found["start_bytes"]
-        rows.append(
-            f"| {variant} | {found['stage']} | {stage.peak_bytes / 1e6:.0f} MB | {found['live_bytes'] / 1e6:.0f} MB | "
-            f"{stage.peak_bytes / found['live_bytes'] - 1:+.1%} | {rise / 1e6:.0f} MB | "
-            f"{found['resident_rise_bytes'] / 1e6:.0f} MB | {rise / found['resident_rise_bytes'] - 1:+.1%} |"
+        peak = plan.stages[found["stage"]].peak_bytes
+        yield Row(
+            str(variant),
+            variant.malloc,
+            found["stage"],
+            peak,
+            found["live_bytes"],
+            peak - found["start_bytes"],
+            found["resident_rise_bytes"],
         )
-    return rows
 
 
 def _start(command: str, asked: dict[str, object], environment: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -8,16 +8,14 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from math import floor, log10
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["environment", "plot", "tables"]
+from pipedream.report import Pair, scatter_svg
 
-_COLOURS = {"100 mbit/s": "#b5483a", "400 mbit/s": "#c99a2e", "1 gbit/s": "#2f6f9f"}
-_SIDE, _EDGE = 420, 56
+__all__ = ["environment", "plot", "tables"]
 
 
 def tables(rows: Sequence[Any]) -> str:
@@ -80,54 +78,18 @@ def _spearman(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def plot(rows: Sequence[Any]) -> str:
-    """Returns an SVG: a point a plan, minibatches per second predicted and measured, both axes logarithmic."""
-    rates = [1 / seconds for row in rows for seconds in (row.predicted_s, row.measured_s)]
-    low, high = log10(min(rates)) - 0.1, log10(max(rates)) + 0.1
-
-    def at(rate: float) -> float:
-        return (log10(rate) - low) / (high - low) * _SIDE
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_SIDE + 2 * _EDGE} {_SIDE + 2 * _EDGE}" '
-        'font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<g transform="translate({_EDGE},{_EDGE})">',
-        f'<rect width="{_SIDE}" height="{_SIDE}" fill="none" stroke="#888888"/>',
-        f'<line x1="0" y1="{_SIDE}" x2="{_SIDE}" y2="0" stroke="#888888"/>',
+    """Returns an SVG: a point a plan, minibatches per second predicted and measured; filled where it computed."""
+    pairs = [
+        Pair(
+            1 / row.predicted_s,
+            1 / row.measured_s,
+            f"{row.model}, {row.config}, {row.depth}, {row.link}",
+            row.link,
+            row.real,
+        )
+        for row in rows
     ]
-    for share in (0.85, 1.15):  # the goal for the worst
-        shift = log10(share) / (high - low) * _SIDE
-        ends = (0, _SIDE - shift, _SIDE - shift, 0) if shift > 0 else (-shift, _SIDE, _SIDE, -shift)
-        x1, y1, x2, y2 = ends
-        parts.append(
-            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#bbbbbb" stroke-dasharray="4 4"/>'
-        )
-    for tick in _ticks(low, high):
-        place = at(tick)
-        parts.append(f'<text x="{place:.1f}" y="{_SIDE + 16}" text-anchor="middle">{tick:g}</text>')
-        parts.append(f'<text x="-6" y="{_SIDE - place + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    for row in rows:
-        x, y = at(1 / row.predicted_s), _SIDE - at(1 / row.measured_s)
-        label = f"{row.model}, {row.config}, {row.depth}, {row.link}: {_error(row):+.1%}"
-        colour = _COLOURS.get(row.link, "#444444")
-        fill = colour if row.real else "none"
-        parts.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}" stroke="{colour}"><title>{label}</title></circle>'
-        )
-    for number, (link, colour) in enumerate(_COLOURS.items()):
-        parts.append(f'<text x="10" y="{20 + 16 * number}" fill="{colour}">{link}</text>')
-    parts.append('<text x="10" y="68" fill="#444444">filled: real compute; dashed: 15% off</text>')
-    middle = _SIDE / 2
-    parts.append(f'<text x="{middle}" y="{_SIDE + 40}" text-anchor="middle">predicted minibatches/s</text>')
-    parts.append(
-        f'<text transform="translate(-40,{middle}) rotate(-90)" text-anchor="middle">measured minibatches/s</text>'
-    )
-    return "\n".join([*parts, "</g></svg>", ""])
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    every = [digit * 10.0**power for power in range(floor(low), floor(high) + 1) for digit in (1, 2, 5)]
-    return [tick for tick in every if low <= log10(tick) <= high]
+    return scatter_svg(pairs, title="Plans predicted and measured", unit="minibatches/s", tolerance=0.15)
 
 
 def environment(load: float, seconds: float, rounds: int, profiles: dict[str, Any]) -> str:

@@ -3,12 +3,14 @@
 from .curve import curve_svg
 from .gallery import Entry, gallery
 from .html import page, save_page
+from .scatter import Pair, scatter_svg
 from .svg import timeline_svg
 from .text import grid, grid_rich
 from .trace import save_trace, trace
 
 __all__ = [
     "Entry",
+    "Pair",
     "curve_svg",
     "gallery",
     "grid",
@@ -16,6 +18,7 @@ __all__ = [
     "page",
     "save_page",
     "save_trace",
+    "scatter_svg",
     "timeline_svg",
     "trace",
 ]

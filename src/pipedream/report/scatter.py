@@ -1,0 +1,106 @@
+"""Predicted against measured: a point for each case, both axes logarithmic, on the line where the two agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from math import log10
+
+from .axis import figure, length, log_ticks
+from .style import COLOURS, LINES, line_style
+from .svg import frame, text
+
+__all__ = ["Pair", "scatter_svg"]
+
+_SIDE, _LEFT, _TOP, _FOOT, _RIGHT = 400, 74, 44, 46, 20
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One case.
+
+    Attributes:
+        predicted, measured: in the same unit, both above 0.
+        label: said where the pointer rests, before both numbers.
+        series: cases of one series have one colour.
+        filled: False draws a ring.
+    """
+
+    predicted: float
+    measured: float
+    label: str = ""
+    series: str = ""
+    filled: bool = True
+
+
+def scatter_svg(
+    pairs: Sequence[Pair],
+    *,
+    title: str,
+    unit: str,
+    tolerance: float = 0.0,
+    write: Callable[[float], str] = figure,
+    standalone: bool = True,
+) -> str:
+    """Returns the picture of what was predicted and measured.
+
+    Args:
+        pairs: at least one.
+        title: above the picture, and what a screen reader says.
+        unit: named at both axes.
+        tolerance: dashed lines where the measured is by this share above or below the predicted.
+        write: makes a number of a tick short.
+        standalone: False for a picture inside an HTML page.
+
+    Raises:
+        ValueError: no pair, or a number that is not above 0.
+    """
+    numbers = [number for pair in pairs for number in (pair.predicted, pair.measured)]
+    if not numbers or min(numbers) <= 0:
+        raise ValueError(f"predicted and measured numbers are above 0, found {min(numbers, default=None)}")
+    low, high = log10(min(numbers)) - 0.06, log10(max(numbers)) + 0.06
+
+    def along(number: float) -> float:
+        return (log10(number) - low) / (high - low) * _SIDE
+
+    def at(predicted: float, measured: float) -> tuple[float, float]:
+        return _LEFT + along(predicted), _TOP + _SIDE - along(measured)
+
+    series = list(dict.fromkeys(pair.series for pair in pairs))
+    parts = [f"<style>{line_style()}</style>", text(16, 24, title, size=14, weight=600)]
+    parts.append(_line((_LEFT, _TOP), (_LEFT, _TOP + _SIDE)) + _line((_LEFT, _TOP + _SIDE), at(10**high, 10**low)))
+    for tick in log_ticks(10**low, 10**high):
+        x, y = at(tick, tick)
+        parts.append(text(x, _TOP + _SIDE + 16, write(tick), colour="faint", anchor="middle"))
+        parts.append(text(_LEFT - 6, y + 4, write(tick), colour="faint", anchor="end"))
+    parts.append(text(_LEFT + _SIDE / 2, _TOP + _SIDE + 36, f"predicted {unit}", colour="faint", anchor="middle"))
+    parts.append(text(_LEFT + 8, _TOP + 14, f"measured {unit}", colour="faint"))
+    for share in (1.0, 1 + tolerance, 1 - tolerance) if tolerance else (1.0,):
+        ends = max(low, low - log10(share)), min(high, high - log10(share))
+        parts.append(_line(*(at(10**end, 10**end * share) for end in ends), dashed=share != 1))
+    for pair in pairs:
+        colour = list(LINES)[series.index(pair.series) % len(LINES)]
+        x, y = at(pair.predicted, pair.measured)
+        fill = LINES[colour][0] if pair.filled else "none"
+        told = f"{pair.label}: {write(pair.predicted)} predicted, {write(pair.measured)} measured".removeprefix(": ")
+        parts.append(
+            f'<circle class="{colour if pair.filled else "series"} of-{colour}" cx="{length(x)}" cy="{length(y)}" '
+            f'r="4" fill="{fill}" stroke="{LINES[colour][0]}"><title>{escape(told)}</title></circle>'
+        )
+    for number, name in enumerate(series if any(series) else ()):
+        colour, y = list(LINES)[number % len(LINES)], _TOP + _SIDE - 12 - 16 * (len(series) - 1 - number)
+        parts.append(
+            f'<circle class="{colour}" cx="{_LEFT + _SIDE - 110}" cy="{y - 4}" r="4" fill="{LINES[colour][0]}"/>'
+        )
+        parts.append(text(_LEFT + _SIDE - 100, y, name))
+    return frame("".join(parts), _LEFT + _SIDE + _RIGHT, _TOP + _SIDE + _FOOT, title, standalone)
+
+
+def _line(begin: tuple[float, float], end: tuple[float, float], dashed: bool = False) -> str:
+    (x1, y1), (x2, y2) = begin, end
+    dashes = ' stroke-dasharray="5 4"' if dashed else ""
+    return (
+        f'<line class="of-faint" x1="{length(x1)}" y1="{length(y1)}" x2="{length(x2)}" y2="{length(y2)}" '
+        f'stroke="{COLOURS["faint"][0]}" stroke-width="0.8"{dashes}/>'
+    )

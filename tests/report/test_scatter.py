@@ -1,0 +1,56 @@
+"""Predicted against measured: every point where its numbers say, inside the frame."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.report.scatter import Pair, scatter_svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+NUMBER = st.floats(1e-6, 1e12)
+
+
+def points(picture: str) -> list[tuple[float, float]]:
+    tree = ElementTree.fromstring(picture)
+    circles = [circle for circle in tree.iter(f"{SVG}circle") if circle.find(f"{SVG}title") is not None]
+    return [(float(circle.get("cx", "")), float(circle.get("cy", ""))) for circle in circles]
+
+
+@given(st.lists(st.builds(Pair, NUMBER, NUMBER, st.text("ab<&", max_size=3), st.sampled_from("xyz")), min_size=1))
+def test_points_lie_in_the_frame_as_their_numbers_do(pairs: list[Pair]) -> None:
+    found = points(scatter_svg(pairs, title="All & each", unit="s", tolerance=0.15))
+    assert len(found) == len(pairs)
+    for x, y in found:
+        assert 74 <= x <= 474
+        assert 44 <= y <= 444
+    for (x, y), pair in zip(found, pairs, strict=True):
+        up = (444 - y) - (x - 74)  # above the line where both agree
+        assert abs(up) < 0.25 or (up > 0) == (pair.measured > pair.predicted)
+
+
+def test_a_picture_by_hand() -> None:
+    """From 1 to 100 with 6% of room at both ends: 100 stands 2.06 / 2.12 along the axis."""
+    ((x, y), (_, other)) = points(scatter_svg([Pair(100, 1, "far"), Pair(1, 100)], title="t", unit="MB"))
+    assert (x, y) == pytest.approx((74 + 400 * 2.06 / 2.12, 444 - 400 * 0.06 / 2.12), abs=0.1)
+    assert other == pytest.approx(444 - 400 * 2.06 / 2.12, abs=0.1)
+    picture = scatter_svg([Pair(100, 1, "far", "one", filled=False), Pair(1, 100, series="two")], title="t", unit="MB")
+    for words in (
+        "far: 100 predicted, 1 measured",
+        ">1 predicted, 100 measured",
+        "predicted MB",
+        ">two<",
+        'fill="none"',
+    ):
+        assert words in picture
+    assert "stroke-dasharray" not in picture
+    assert scatter_svg([Pair(1, 1)], title="t", unit="s", tolerance=0.15).count("stroke-dasharray") == 2
+
+
+@pytest.mark.parametrize("pairs", [[], [Pair(0.0, 1.0)], [Pair(1.0, -1.0)]])
+def test_refuses_what_has_no_logarithm(pairs: list[Pair]) -> None:
+    with pytest.raises(ValueError, match="are above 0"):
+        scatter_svg(pairs, title="t", unit="s")
