@@ -21,10 +21,10 @@ def schedules(draw: st.DrawFn) -> Schedule:
     """Draws a registered method on any replicated plan, of any depth and lag that the rules allow."""
     replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     lag = tuple(draw(st.integers(0, 1)) if count > 1 and len(replicas) > 1 else 0 for count in replicas)
-    in_flight = legal(tuple(draw(st.integers(1, 5)) for _ in replicas), replicas, lag)
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     if name == "pipedream_2bw":
-        in_flight = legal(in_flight, replicas)  # it does not lag
+        lag = (0,) * len(replicas)  # it does not lag
+    in_flight = legal(tuple(draw(st.integers(1, 5)) for _ in replicas), replicas, lag)
     rows = tuple(Stage(s, s + 1, count) for s, count in enumerate(replicas))
     plan = Plan(rows, in_flight, Cluster.flat(sum(replicas)), lag, unit="microbatch")
     if name == "pipedream_2bw":

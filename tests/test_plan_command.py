@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,16 +236,17 @@ def test_refusals_of_clusters_and_memory(profile: str, capfd: pytest.CaptureFixt
     assert "recompute 'often' is not known; write never, auto, always" in said
 
 
-def test_levels_recomputation_and_the_bound(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_levels_recomputation_and_the_bound(profile: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = asked(capfd, profile, "--workers", "2", "2", "--bandwidth", "1e9", "100")
     assert (found["bound_s"], found["gap"]) == (found["slowest_stage_s"], 0.0)
     assert "on consecutive workers" in found["note"]
-    # Three layers at the input, two minibatches in flight: 9,600 bytes, or 9,300 if one of them keeps its activations.
-    tight = ["--workers", "2", "--bandwidth", "1e9", "--straight", "--memory", "9400"]
-    assert "none of the straight pipelines" in refused(capfd, "plan", profile, *tight)
-    found = asked(capfd, profile, *tight, "--recompute", "auto")
-    assert any(row["recompute"] for row in found["stages"])
-    by_hand = asked(capfd, profile, *tight[:4], "--cuts", "2", "--recompute", "always")
+    # Three layers at the input, two minibatches in flight: 36 kB and some, or 21 if one of them keeps its activations.
+    heavy = str(pd.Profile.of_chain((replace(LAYER, output_bytes=10, activation_bytes=5000),) * 6).save(tmp_path / "h"))
+    tight = ["--workers", "2", "--bandwidth", "1e9", "--straight", "--memory", "30000"]
+    assert "none of the straight pipelines" in refused(capfd, "plan", heavy, *tight)
+    found = asked(capfd, heavy, *tight, "--recompute", "auto")
+    assert [row["recompute"] for row in found["stages"]] == [True, False]
+    by_hand = asked(capfd, heavy, *tight[:4], "--cuts", "2", "--recompute", "always")
     assert [row["recompute"] for row in by_hand["stages"]] == [True, True]
 
 

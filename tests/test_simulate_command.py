@@ -23,7 +23,7 @@ def test_slow_ranks_and_jitter(capfd: pytest.CaptureFixture[str]) -> None:
     run = ("--uniform", "2", "--microbatches", "40")
     plain = asked(capfd, *run)
     assert plain["makespan_s"] == pytest.approx(40 * 3 + 3)
-    assert [row["peak_bytes"] for row in plain["per_rank"]] == [3 + 2, 2 + 1 + 2]
+    assert [row["peak_bytes"] for row in plain["per_rank"]] == [3 + 2 + 3, 2 + 1 + 2 + 3]
     slow = asked(capfd, *run, "--slow", "0=1.5", "--slow", "1=2")
     assert slow["makespan_s"] == pytest.approx(40 * 6 + 4.5)
     first, again, other = (asked(capfd, *run, "--jitter", "0.2", "--seed", seed) for seed in ("1", "1", "2"))

@@ -203,7 +203,7 @@ def test_peak_bytes_count_versions_and_activations() -> None:
     stashing = simulate(lower(build("pipedream", plan)), costs(plan), 8)
     assert stashing.peak_bytes == (5 * 3 + 7 + 2 * 800 + 3 * 80, 5 * 2 + 7 + 800 + 5 * 80)
     flushing = simulate(lower(build("gpipe", plan, 8)), costs(plan, split=8), 8)
-    assert flushing.peak_bytes == (5 * 2 + 7 + 8 * 100 + 3 * 10, 5 * 2 + 7 + 8 * 100 + 5 * 10)
+    assert flushing.peak_bytes == (5 * 2 + 7 + 8 * 100 + 3 * 10, 5 * 2 + 7 + 8 * 100 + 11 * 10)
 
 
 def broken(program: Program, rank: int, change: dict[str, str]) -> Program:

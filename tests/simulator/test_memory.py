@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from drawn import runs
@@ -10,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedream.core.cluster import Cluster
-from pipedream.core.holding import held
 from pipedream.core.memory import StageSizes, message_bytes, peers_of, stage_bytes
 from pipedream.core.plan import Plan, Stage
 from pipedream.core.schedule import Schedule
@@ -78,7 +78,9 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
     )
     schedule = replace(drawn, plan=replace(drawn.plan, stages=rows))
     timeline = simulate(lower(schedule), seconds, total)
-    held_most = tuple(one.in_flight for one in held(schedule))
+    steps = {"F": 1, "B": -1}
+    kinds = ([span.kind for span in timeline.of_rank(first)] for first, *_ in schedule.placement.ranks)
+    held_most = tuple(max(accumulate(steps.get(kind, 0) for kind in row), default=0) for row in kinds)
     for rank in range(timeline.workers):
         ((stage, replica),) = schedule.placement.seats(rank)
         row = rows[stage]

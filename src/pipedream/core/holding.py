@@ -57,18 +57,23 @@ def _in_flight(schedule: Schedule, stage: int) -> int:
     return most
 
 
-def most_in_flight(program: Program) -> tuple[int, ...]:
+def most_in_flight(program: Program, total: int | None = None) -> tuple[int, ...]:
     """Returns the microbatches that a replica of each stage of a program has forwarded and not yet backwarded, at most.
 
     An evaluation has no backwards: what its plan admits.
+
+    Args:
+        program: whose.
+        total: microbatches of a run; as many as fill the pipeline, or fewer. None: of a run without end.
     """
     if len(program.kinds) == 1:
         return program.plan.in_flight
     found = []
-    total = 2 * program.cycle * program.microbatches + 2 * max(program.plan.in_flight) * program.cycle
+    enough = 2 * program.cycle * (program.microbatches + max(program.plan.in_flight))
+    counted = enough if total is None else min(enough, total)
     for stage, (rank, *_) in enumerate(program.placement.ranks):
         in_flight = most = 0
-        for op in program.instructions(rank, total):
+        for op in program.instructions(rank, counted):
             if isinstance(op, Op) and op.stage == stage:
                 in_flight += (op.kind is Kind.FORWARD) - (op.kind is Kind.BACKWARD)
                 most = max(most, in_flight)

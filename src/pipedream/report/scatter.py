@@ -78,7 +78,8 @@ def scatter_svg(
     parts.append(text(_LEFT + 8, _TOP + 14, f"measured {unit}", colour="faint"))
     for share in (1.0, 1 + tolerance, 1 - tolerance) if tolerance else (1.0,):
         ends = max(low, low - log10(share)), min(high, high - log10(share))
-        parts.append(_line(*(at(10**end, 10**end * share) for end in ends), dashed=share != 1))
+        begin, end = (at(10**power, 10**power * share) for power in ends)
+        parts.append(_line(begin, end, dashed=share != 1))
     for pair in pairs:
         colour = list(LINES)[series.index(pair.series) % len(LINES)]
         x, y = at(pair.predicted, pair.measured)

@@ -272,7 +272,7 @@ class _Clock:
 
     def _timeline(self) -> Timeline:
         program = self.program
-        in_flight = most_in_flight(program)
+        in_flight = most_in_flight(program, self.total)
         held = [follow(program, rank.number, self.total, rank.spans, in_flight) for rank in self.ranks]
         spans: list[Span] = []
         for rank in self.ranks:
