@@ -240,9 +240,9 @@ def test_levels_recomputation_and_the_bound(profile: str, tmp_path: Path, capfd:
     found = asked(capfd, profile, "--workers", "2", "2", "--bandwidth", "1e9", "100")
     assert (found["bound_s"], found["gap"]) == (found["slowest_stage_s"], 0.0)
     assert "on consecutive workers" in found["note"]
-    # Three layers at the input, two minibatches in flight: 36 kB and some, or 21 if one of them keeps its activations.
+    # Three layers at the input, two minibatches in flight: 36 kB, or 21 if only one of them keeps its activations.
     heavy = str(pd.Profile.of_chain((replace(LAYER, output_bytes=10, activation_bytes=5000),) * 6).save(tmp_path / "h"))
-    tight = ["--workers", "2", "--bandwidth", "1e9", "--straight", "--memory", "30000"]
+    tight = ["--workers", "2", "--bandwidth", "1e9", "--straight", "--memory", "23000"]
     assert "none of the straight pipelines" in refused(capfd, "plan", heavy, *tight)
     found = asked(capfd, heavy, *tight, "--recompute", "auto")
     assert [row["recompute"] for row in found["stages"]] == [True, False]
