@@ -68,7 +68,7 @@ def _batch(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 MODELS = {
-    "VGG-like": Job(_vgg, _batch(12, 3, 32, 32)),
-    "transformer": Job(_transformer, _batch(4, 32, 256)),
+    "VGG-like": Job(_vgg, _batch(48, 3, 32, 32)),
+    "transformer": Job(_transformer, _batch(16, 32, 256)),
 }
 """Name -> what is trained."""

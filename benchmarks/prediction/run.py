@@ -1,6 +1,6 @@
 """Predicted against measured throughput: plans of up to four workers behind links of three rates.
 
-    python benchmarks/prediction/run.py                          # about ten minutes
+    python benchmarks/prediction/run.py                          # about a quarter of an hour
     python benchmarks/prediction/run.py --quick                  # two minutes, few plans: that it runs
     python benchmarks/prediction/run.py --plans 2-1 1-1-1 --rates "400 mbit/s"
 
@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ from pipedream import Cluster, Plan, Profile, metrics
 
 __all__ = ["main"]
 
-RATES = {"100 mbit/s": ("100mbit", 12.5e6), "400 mbit/s": ("400mbit", 50e6), "1 gbit/s": ("1gbit", 125e6)}
-"""Name -> the rate as tc writes it, and in bytes per second."""
+RATES = {"100 mbit/s": 12.5e6, "400 mbit/s": 50e6, "1 gbit/s": 125e6}
+"""Name -> bytes per second."""
 
 PLANS = (
     ("1-1", "noam"), ("1-1", "full"), ("2", "noam"),
@@ -47,6 +47,7 @@ LATENCY_S = 1e-4
 _SEGMENT_S = 1.0
 _QUIET = 0.05  # share of the cores' time that others may take
 _REAL = 2  # workers that compute, one core each; more wait for the profiled seconds
+_DILATION = 4  # of what is emulated: so many times as long, over links so many times as slow
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Row:
         stage_s: the planner's, of the slowest stage; no latency shows in it.
         predicted_s: the simulator's, in the steady state.
         segments_s: measured, one after the other.
-        peak_bytes: measured, of each rank's process.
         others: share of the cores' time that other processes took meanwhile.
+        drift: of what computes: by how much the profile behind it is slower than that in front of it.
     """
 
     model: str
@@ -70,8 +71,13 @@ class Row:
     stage_s: float
     predicted_s: float
     segments_s: tuple[float, ...]
-    peak_bytes: tuple[int, ...] = ()
     others: float = 0.0
+    drift: float = 0.0
+
+    @property
+    def disturbed(self) -> float:
+        """The larger of both shares."""
+        return max(self.others, abs(self.drift))
 
     @property
     def measured_s(self) -> float:
@@ -129,9 +135,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="three plans, one rate, short segments")
     parser.add_argument("--rounds", type=int, default=3, help="segments of each plan, of which the median counts")
-    parser.add_argument("--patience", type=float, default=90, help="seconds for running again what other processes "
+    parser.add_argument("--patience", type=float, default=120, help="seconds for running again what other processes "
                         "disturb")  # fmt: skip
-    parser.add_argument("--minutes", type=float, default=11.5, help="behind which no further plan begins")
+    parser.add_argument("--minutes", type=float, default=18, help="behind which no further plan begins")
     parser.add_argument("--plans", nargs="+", choices=sorted({config for config, _ in PLANS}), help="all unless given")
     parser.add_argument("--rates", nargs="+", choices=list(RATES), help="all unless given")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="all unless given")
@@ -237,7 +243,7 @@ def _all(
                 off = row.measured_s / row.predicted_s - 1
                 print(
                     f"  {model}, {link}, {config}, {depth}: predicted {row.predicted_s * 1e3:.1f} ms, measured "
-                    f"{row.measured_s * 1e3:.1f} ms ({off:+.1%}), others {row.others:.0%}",
+                    f"{row.measured_s * 1e3:.1f} ms ({off:+.1%}), others {row.others:.0%}, drift {row.drift:+.0%}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -247,16 +253,14 @@ def _all(
 def _least_disturbed(
     crew: _Crew, network: Network, link: str, model: str, profile: Profile, plan: tuple[str, str], patience: _Patience
 ) -> Row:
-    """Measures a plan again while other processes disturb it and there is patience left."""
+    """Measures a plan again while something disturbs it and there is patience left."""
     best: Row | None = None
     while True:
         began = time.monotonic()
-        real = len(crew.workers) <= _REAL
-        # What computes is profiled right before: a machine is not equally fast all the time.
-        row = _measured(crew, network, link, model, crew.profile(model) if real else profile, plan, patience.rounds)
-        if best is None or row.others < best.others:
+        row = _measured(crew, network, link, model, profile, plan, patience.rounds)
+        if best is None or row.disturbed < best.disturbed:
             best = row
-        if best.others <= _QUIET or patience.left_s <= 0:
+        if best.disturbed <= _QUIET or patience.left_s <= 0:
             return best
         patience.left_s -= time.monotonic() - began
 
@@ -264,31 +268,42 @@ def _least_disturbed(
 def _measured(
     crew: _Crew, network: Network, link: str, model: str, profile: Profile, shape: tuple[str, str], rounds: int
 ) -> Row:
-    tc_rate, bytes_per_s = RATES[link]
+    bytes_per_s = RATES[link]
     config, depth = shape
-    cluster = Cluster.flat(_workers(config), bytes_per_s, LATENCY_S)
-    plan = pd.plan(profile, cluster, shape=config, in_flight=depth)
-    predicted_s = _predicted_s(plan)
-    turn = _cycle(plan)
-    segment = turn * max(1, ceil(_SEGMENT_S / predicted_s / turn))
     real = len(crew.workers) <= _REAL
+    dilation = 1 if real else _DILATION
+    cluster = Cluster.flat(_workers(config), bytes_per_s, LATENCY_S)
+    if real:
+        profile = crew.profile(model)
+    plan = pd.plan(profile, cluster, shape=config, in_flight=depth)
+    turn = _cycle(plan)
+    segment = turn * max(1, ceil(_SEGMENT_S / (plan.slowest_stage_s * dilation) / turn))
     network.shape(None)
     ready = crew.asked(
         {
             "do": "run",
             "plan": plan.to_json(),
             "model": model if real else None,
+            "dilation": dilation,
             "warm": turn * ceil(2 * max(map(int.__mul__, plan.in_flight, plan.replicas)) / turn),
             "segment": segment,
             "segments": rounds,
         }
     )
     assert ready == "ready"
-    network.shape(tc_rate)
+    network.shape(f"{8 * bytes_per_s / dilation:.0f}bit")
     busy_s, own_s, began = _busy_s(), crew.cpu_s(), time.monotonic()
     crew.tell("go")
-    found = crew.heard()
+    seconds = crew.heard()
     taken_s = _busy_s() - busy_s - (crew.cpu_s() - own_s)
+    others = max(0.0, taken_s / (time.monotonic() - began) / (os.cpu_count() or 1))
+    drift = 0.0
+    if real:  # a machine is not equally fast all the time: predicted is what it was on both sides
+        network.shape(None)
+        behind = crew.profile(model)
+        drift = _work_s(behind) / _work_s(profile) - 1
+        cuts = tuple(stage.first for stage in plan.stages[1:])
+        plan = pd.plan(_between(profile, behind), cluster, shape=config, cuts=cuts, in_flight=plan.in_flight)
     return Row(
         model,
         link,
@@ -296,11 +311,25 @@ def _measured(
         depth,
         real,
         plan.slowest_stage_s,
-        predicted_s,
-        tuple(found["seconds"]),
-        tuple(found["peak_bytes"]),
-        max(0.0, taken_s / (time.monotonic() - began) / (os.cpu_count() or 1)),
+        _predicted_s(plan),
+        tuple(one / dilation for one in seconds),
+        others,
+        drift,
     )
+
+
+def _between(one: Profile, other: Profile) -> Profile:
+    """Returns the mean of two profiles of a model."""
+    layers = tuple(
+        replace(a, forward_s=(a.forward_s + b.forward_s) / 2, backward_s=(a.backward_s + b.backward_s) / 2)
+        for a, b in zip(one.layers, other.layers, strict=True)
+    )
+    update_s, loss_s = (one.update_s + other.update_s) / 2, (one.loss_s + other.loss_s) / 2
+    return replace(one, layers=layers, update_s=update_s, loss_s=loss_s)
+
+
+def _work_s(profile: Profile) -> float:
+    return profile.forward_s + profile.backward_s + profile.loss_s + profile.update_s
 
 
 def _busy_s() -> float:

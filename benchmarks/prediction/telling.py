@@ -25,8 +25,9 @@ def tables(rows: Sequence[Any]) -> str:
         lines += [
             f"### {model}",
             "",
-            "| plan | depth | compute | link | slowest stage | predicted | measured (least to most) | error | others |",
-            "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
+            "| plan | depth | compute | link | slowest stage | predicted | measured (least to most) | error | others | "
+            "drift |",
+            "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
         for row in rows:
             if row.model == model:
@@ -34,7 +35,7 @@ def tables(rows: Sequence[Any]) -> str:
                     f"| {row.config} | {row.depth} | {'real' if row.real else 'emulated'} | {row.link} | "
                     f"{row.stage_s * 1e3:.1f} ms | {row.predicted_s * 1e3:.1f} ms | {row.measured_s * 1e3:.1f} ms "
                     f"({min(row.segments_s) * 1e3:.1f} to {max(row.segments_s) * 1e3:.1f}) | {_error(row):+.1%} | "
-                    f"{row.others:.0%} |"
+                    f"{row.others:.0%} | {f'{row.drift:+.0%}' if row.real else ''} |"
                 )
         lines.append("")
     return "\n".join([*lines, *_summary(rows)])

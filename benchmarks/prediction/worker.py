@@ -59,21 +59,21 @@ def _profile(name: str) -> str:
         loss=lambda output: job.loss(output, targets),
         optimizer=optimizer,
         device="cpu",
-        warmup=2,
-        runs=9,
+        warmup=1,
+        runs=5,
         autocast=None,
         seed=0,
     ).to_json()
 
 
-def _run(asked: dict[str, Any]) -> dict[str, Any]:
+def _run(asked: dict[str, Any]) -> list[float]:
     """Runs warm-up, segments and drain of a plan; returns the seconds of a minibatch in each segment."""
     plan = Plan.from_json(asked["plan"])
     warm, segment, segments = asked["warm"], asked["segment"], asked["segments"]
     # Minibatches after the timed ones, so that the drain is not among what is timed.
     count = warm + segment * segments + plan.in_flight[0] * plan.replicas[0]
     if asked["model"] is None:
-        made = emulated_pipeline(emulated_plan(plan))
+        made = emulated_pipeline(emulated_plan(plan, asked["dilation"]))
         batches: Any = list(emulated_batches(made, count))
     else:
         job = MODELS[asked["model"]]
@@ -86,12 +86,8 @@ def _run(asked: dict[str, Any]) -> dict[str, Any]:
         sys.stdin.readline()
         for _ in pipeline.train(batches):
             ends.append(time.perf_counter())
-        timeline = pipeline.timeline()
     marks = [ends[warm - 1 + segment * number] for number in range(segments + 1)]
-    return {
-        "seconds": [(end - start) / segment for start, end in pairwise(marks)],
-        "peak_bytes": list(timeline.peak_bytes),
-    }
+    return [(end - start) / segment for start, end in pairwise(marks)]
 
 
 def _say(answer: Any) -> None:
