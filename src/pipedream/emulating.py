@@ -136,7 +136,8 @@ def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) ->
             names=(f"stage{number}",),
             forward_s=seconds(stage.forward_s),
             backward_s=seconds(stage.backward_s),
-            update_s=seconds(stage.update_s),
+            update_s=seconds(stage.update_s - stage.copy_s) + stage.copy_s * byte_scale,
+            copy_s=stage.copy_s * byte_scale,  # which is not emulated
             output_bytes=size(stage.output_bytes),
             activation_bytes=size(stage.activation_bytes),
             working_bytes=size(stage.working_bytes),
@@ -210,6 +211,7 @@ def _at_speed(stage: Stage, speed: float) -> Stage:
         forward_s=stage.forward_s / speed,
         backward_s=stage.backward_s / speed,
         update_s=stage.update_s / speed,
+        copy_s=stage.copy_s / speed,
     )
 
 

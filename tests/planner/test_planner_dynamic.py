@@ -61,6 +61,7 @@ def random_profile(draw: random.Random, most: int = 8) -> Profile:
         batch=4,
         input_shapes=((draw.choice([0, 1, 4]),),),
         update_s=draw.choice([0.0, 1.0, 2.5]),
+        copy_s=draw.choice([0.0, 1.0, 4.0]),
         optimizer_bytes=draw.choice([0, 7, 20]),
         loss_s=draw.choice([0.0, 1.0]),
     )

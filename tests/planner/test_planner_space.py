@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,6 +29,11 @@ TINY = Profile.of_chain(
     optimizer_bytes=401,
     loss_s=0.5,
 )
+
+
+def seconds(space: Space, first: int, last: int, replicas: int) -> float:
+    """Of a stage with neighbours, all links being alike."""
+    return float(space.period_s(space.passes_s(first, last), first, last, space.site(replicas)))
 
 
 def test_every_field_of_every_stage() -> None:
@@ -109,12 +116,27 @@ def test_replicas_share_the_work_and_pay_for_the_sum() -> None:
     cluster = Cluster.flat(4, bandwidth_bytes_per_s=100.0)
     space = Space.of(TINY, cluster)
     # 22.5 s of compute, 400 bytes in a ring of 4: 2 * 3 / 4 * 400 / 100 = 6 s.
-    assert space.seconds(0, 3, 4) == (22.5 + 6.0) / 4
+    assert seconds(space, 0, 3, 4) == (22.5 + 6.0) / 4
     plan = by_hand(TINY, cluster, (2,), (3, 1))
     assert plan.config == "3-1"
-    assert plan.slowest_stage_s == max(space.seconds(0, 2, 3), space.seconds(2, 3, 1))
-    assert whole(TINY, cluster, replicas=4).slowest_stage_s == space.seconds(0, 3, 4)
+    assert plan.slowest_stage_s == max(seconds(space, 0, 2, 3), seconds(space, 2, 3, 1))
+    assert whole(TINY, cluster, replicas=4).slowest_stage_s == seconds(space, 0, 3, 4)
     assert whole(TINY, cluster).config == "1"
+
+
+def test_versions_are_copied_where_one_is_still_read() -> None:
+    """All stages but the last, in proportion to their bytes; the last one too where it lags; none under a flush."""
+    copied = replace(TINY, copy_s=8.0)
+    cluster = Cluster.flat(3)
+
+    def copies(**how: Any) -> list[tuple[float, float]]:
+        return [(stage.update_s, stage.copy_s) for stage in by_hand(copied, cluster, (2,), (1, 2), **how).stages]
+
+    assert copies() == [(1.0 + 2.0, 2.0), (3.0, 0.0)]
+    assert copies(lag=1) == [(1.0 + 2.0, 2.0), (3.0 + 6.0, 6.0)]
+    assert copies(versions=lambda held, lag: 1) == [(1.0, 0.0), (3.0, 0.0)]
+    assert copies(depth=(1, 1)) == [(1.0, 0.0), (3.0, 0.0)]
+    assert [stage.copy_s for stage in whole(copied, cluster, replicas=3).stages] == [0.0]
 
 
 def test_depth_by_hand_renews_the_peak() -> None:

@@ -83,6 +83,7 @@ class Profile(Artifact):
         dtype, device: what was computed with, and on (``cpu: EPYC``).
         runs: measured runs behind each median; 0 where nothing was run.
         update_s: one optimizer step over all parameters.
+        copy_s: copying all parameters, which a stage does before an update where a version is still to be read.
         optimizer: class of the optimizer that was timed, or ''.
         optimizer_bytes: bytes of its state after a step.
         loss_s: forward and backward of the loss.
@@ -113,6 +114,7 @@ class Profile(Artifact):
     update_working_bytes: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    copy_s: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.layers) != len(self.graph.layers):

@@ -18,7 +18,8 @@ class Stage:
         first, last: the layers first <= i < last of the model's graph.
         replicas: workers that share the stage.
         forward_s, backward_s: of one minibatch (or microbatch, see `Plan.unit`) on one worker.
-        update_s: of one optimizer step of the stage.
+        update_s: of one update of the stage: of the optimizer's step, and `copy_s`.
+        copy_s: of copying the weights before it, where a version of them is still to be read.
         output_bytes: of the value it sends on, for the same unit.
         activation_bytes: kept between its forward and its backward, for the same unit.
         working_bytes: that a pass needs beside what it keeps, at most, for the same unit.
@@ -51,6 +52,7 @@ class Stage:
     memory: StageMemory = field(default_factory=StageMemory)
     forward_fixed_s: float = 0.0
     backward_fixed_s: float = 0.0
+    copy_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.last:
@@ -58,7 +60,7 @@ class Stage:
         if not 1 <= self.replicas <= MOST_WORKERS:
             raise ValueError(f"a stage needs between 1 and {MOST_WORKERS} workers, found {self.replicas}")
         sizes = ("output_bytes", "activation_bytes", "working_bytes", "parameter_bytes")
-        for name in ("forward_s", "backward_s", "update_s", "forward_fixed_s", "backward_fixed_s", *sizes):
+        for name in ("forward_s", "backward_s", "update_s", "forward_fixed_s", "backward_fixed_s", "copy_s", *sizes):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
 

@@ -173,10 +173,17 @@ class Pipelines:
         return forward, backward + forward
 
     @cached_property
-    def _rows(self) -> tuple[Any, ...]:
-        """Seconds of updates and bytes of all stages, as `Site` asks for them."""
+    def _bytes(self) -> tuple[Any, ...]:
+        """Bytes of all stages, as `Site` asks for them."""
+        return self.space.bytes_of(self._places[:, None], self._places[None, :])
+
+    @cached_property
+    def _updates(self) -> tuple[Any, Any]:
+        """Seconds of the updates of all stages, without and with a lag, which one stage alone never has."""
         ends = self._places[:, None], self._places[None, :]
-        return np.asarray(self.space.update_s(*ends), dtype=float), *self.space.bytes_of(*ends)
+        without, lagging = (np.array(self.space.update_s(*ends, lag), dtype=float) for lag in (0, 1))
+        lagging[0, -1] = without[0, -1]
+        return without, lagging
 
     @cached_property
     def _costs(self) -> dict[Any, Any]:
@@ -188,7 +195,8 @@ class Pipelines:
 
     def _cost(self, site: Site, recompute: bool) -> Any:
         """Seconds of each stage on a site; infinite where it is none."""
-        update_s, held, before, behind = self._rows
+        held, before, behind = self._bytes
+        update_s = self._updates[self.space.lag if site.replicas > 1 else 0]
         bare = replace(site, ports=(), memory_bytes=None)
         compute_s = self._kept(
             (bare, recompute),

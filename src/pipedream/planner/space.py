@@ -105,8 +105,7 @@ class Space:
             raise PlanError(f"lag {lag} was asked for; give 0 (the paper's) or 1 (updates behind the next forward)")
         if microbatches < 1:
             raise PlanError(f"a minibatch is split into at least 1 microbatch, found {microbatches}; give 1 or more")
-        layers = profile.layers
-        count = len(layers)
+        layers, count = profile.layers, len(profile.layers)
         lattice = Lattice.of(profile.graph)
         is_whole = False
         if downsets is None:
@@ -166,14 +165,21 @@ class Space:
         sizes = inside.sum(axis=1)
         return (inside @ inside.T >= sizes[:, None]) & (sizes[:, None] < sizes[None, :])
 
-    def update_s(self, first: Index, last: Index) -> Any:
-        """Returns the seconds of one optimizer step of a stage: its share, by parameter bytes."""
-        held = self.parameters[last] - self.parameters[first]
-        return self.profile.update_s * held / max(int(self.parameters[len(self.profile.layers)]), 1)
+    def update_s(self, first: Index, last: Index, lag: int = 0) -> Any:
+        """Returns the seconds of one update of a stage: its share of the optimizer's step, by parameter bytes.
 
-    def seconds(self, first: Index, last: Index, replicas: int = 1) -> Any:
-        """Returns the seconds per minibatch of a stage on so many workers, of a pipeline's stage (`core.site`)."""
-        return self.period_s(self.passes_s(first, last), first, last, self.site(replicas))
+        Stages that hold versions copy their weights first, where a forward that is in flight reads them: all but the
+        one at the output, which has none in flight, unless it lags.
+        """
+        copy_s = self._copies(last, lag) * self._share(self.profile.copy_s, first, last)
+        return self._share(self.profile.update_s, first, last) + copy_s
+
+    def _copies(self, last: Index, lag: int) -> Any:
+        return (self.held(2).versions > 1) & (bool(lag) | (np.asarray(last) != len(self.profile.layers)))
+
+    def _share(self, seconds: float, first: Index, last: Index) -> Any:
+        held = self.parameters[last] - self.parameters[first]
+        return seconds * held / max(int(self.parameters[len(self.profile.layers)]), 1)
 
     def passes_s(self, first: Index, last: Index) -> tuple[Any, Any]:
         """Returns the seconds of forward and backward of a stage on one worker."""
@@ -255,12 +261,17 @@ class Space:
     def _rule(self) -> HeldRule:
         return HeldRule(self.versions, self.holds, self.microbatches)
 
-    def stage(self, first: int, last: int, replicas: int = 1, recompute: bool = False) -> Stage:
+    def stage(self, first: int, last: int, replicas: int = 1, recompute: bool = False, lag: int = 0) -> Stage:
         """Returns the stage between two places; what it holds at its worst is a matter of the whole plan."""
         key = first, last
         if key not in self._stages:
             self._stages[key] = self._stage(first, last)
-        return replace(self._stages[key], replicas=replicas, recompute=recompute)
+        stage = replace(self._stages[key], replicas=replicas, recompute=recompute)
+        return self._updating(stage, first, last, bool(self._copies(last, lag)))
+
+    def _updating(self, stage: Stage, first: int, last: int, copies: bool) -> Stage:
+        copy_s = float(self._share(self.profile.copy_s, first, last)) if copies else 0.0
+        return replace(stage, update_s=float(self._share(self.profile.update_s, first, last)) + copy_s, copy_s=copy_s)
 
     @cached_property
     def _stages(self) -> dict[tuple[int, int], Stage]:
@@ -274,7 +285,6 @@ class Space:
             behind.bit_count(),
             forward_s=(self.forward[last] - self.forward[first]) / self.scale,
             backward_s=(self.backward[last] - self.backward[first]) / self.scale,
-            update_s=float(self.update_s(first, last)),
             forward_fixed_s=sum(layer.forward_fixed_s for layer in inside),
             backward_fixed_s=sum(layer.backward_fixed_s for layer in inside),
             output_bytes=int(self.crossing[last]),
@@ -311,12 +321,10 @@ class Space:
         counts = replicas or (1,) * (len(cuts) + 1)
         lags = tuple(self.lag if count > 1 and cuts else 0 for count in counts)
         in_flight = depths.noam(counts, lags)
-        rows = zip(
-            pairwise((0, *cuts, len(self.profile.layers))), counts, recompute or (False,) * len(counts), strict=True
-        )
-        stages = tuple(self.stage(*span, count, again) for span, count, again in rows)
-        profile = self.profile
-        return Plan(stages, in_flight, self.cluster, lags, profile.model, profile.batch, note=note, order=order)
+        again, spans = recompute or (False,) * len(counts), pairwise((0, *cuts, len(self.profile.layers)))
+        stages = tuple(self.stage(*span, *how) for span, *how in zip(spans, counts, again, lags, strict=True))
+        model, batch = self.profile.model, self.profile.batch
+        return Plan(stages, in_flight, self.cluster, lags, model, batch, note=note, order=order)
 
     def at_depth(self, plan: Plan, depth: str | tuple[int, ...]) -> Plan:
         """Returns the plan at a depth, its peak bytes renewed and within the memory of a worker.
@@ -348,13 +356,14 @@ class Space:
         return deep
 
     def with_bytes(self, plan: Plan) -> Plan:
-        """Returns the plan with the peak bytes of what its stages hold."""
+        """Returns the plan with the peak bytes of what its stages hold, and the copies that they make of it."""
         helds = self._rule.of_plan(plan)
         peers = peers_of(plan.replicas, [held.in_flight for held in helds])
         stages = []
         for span, stage, held, one, lag in zip(self.ends(plan), plan.stages, helds, peers, plan.lag, strict=True):
             memory = self.memory(*span, held, one, lag, stage.recompute, stage.replicas)
-            stages.append(replace(stage, peak_bytes=memory.total_bytes, memory=memory))
+            copies = held.versions > 1 and held.in_flight + lag > 1
+            stages.append(replace(self._updating(stage, *span, copies), peak_bytes=memory.total_bytes, memory=memory))
         return replace(plan, stages=tuple(stages))
 
     def ends(self, plan: Plan) -> list[tuple[int, int]]:

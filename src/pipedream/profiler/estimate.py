@@ -98,6 +98,7 @@ def estimate(
         dtype=dtype_name(layers, autocast),
         device=device.name,
         update_s=update.update_s,
+        copy_s=update.copy_s,
         optimizer=update.name,
         optimizer_bytes=update.state_bytes,
         loss_s=loss_s,

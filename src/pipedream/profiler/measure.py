@@ -147,6 +147,7 @@ def measure(
         device=device_text(place),
         runs=runs,
         update_s=update.update_s,
+        copy_s=update.copy_s,
         optimizer=update.name,
         optimizer_bytes=update.state_bytes,
         loss_s=median(f + b for f, b in zip(forward_s[-1], backward_s[-1], strict=True)) if loss is not None else 0.0,

@@ -31,12 +31,14 @@ class UpdateCost:
     Attributes:
         name: class of the optimizer.
         update_s: median of the measured steps.
+        copy_s: the same of copying all parameters.
         state_bytes: of the tensors in its state after them.
         working_bytes: that a step needs at most beside them, weights and gradients.
     """
 
     name: str = ""
     update_s: float = 0.0
+    copy_s: float = 0.0
     state_bytes: int = 0
     working_bytes: int = 0
 
@@ -61,7 +63,14 @@ def measure_update(
             with Allocations(copies[0][1].device) as allocations:
                 stepper.step()
             working = allocations.sections[0].rise_bytes
-    return UpdateCost(type(stepper).__name__, median(laps_s), _state_bytes(dict(stepper.state)), working)
+    sources = [copy.detach() for _, copy in copies]
+    targets = [torch.empty_like(source) for source in sources]
+    for _ in range(warmup + runs):
+        watch.start()
+        torch._foreach_copy_(targets, sources)
+        watch.stop()
+    copy_s = median(watch.laps_s()[warmup:])
+    return UpdateCost(type(stepper).__name__, median(laps_s), copy_s, _state_bytes(dict(stepper.state)), working)
 
 
 def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, watch: Watch) -> UpdateCost:
@@ -76,7 +85,7 @@ def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, wa
     alike: dict[Any, list[nn.Parameter]] = {}
     for _, copy in copies:
         alike.setdefault((copy.shape, copy.stride(), copy.dtype), []).append(copy)
-    update_s, state_bytes = 0.0, 0
+    update_s, copy_s, state_bytes = 0.0, 0.0, 0
     with _blaming(len(copies)):
         stepper = optimizer(copies)
         for same in alike.values():
@@ -84,8 +93,13 @@ def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, wa
             _step(stepper, same[:1], watch)
             same[0].grad = None
             update_s += len(same) * watch.laps_s()[-1]
+            source = same[0].detach()
+            watch.start()
+            torch.empty_like(source).copy_(source)
+            watch.stop()
+            copy_s += len(same) * watch.laps_s()[-1]
             state_bytes += len(same) * _state_bytes(stepper.state[same[0]])
-    return UpdateCost(type(stepper).__name__, update_s, state_bytes)
+    return UpdateCost(type(stepper).__name__, update_s, copy_s, state_bytes)
 
 
 def _step(stepper: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], watch: Watch) -> None:

@@ -50,7 +50,8 @@ def emulated_optimizer(stages: Sequence[Stage]) -> Callable[[list[tuple[str, nn.
 
     def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         numbers = {int(name.split(".")[0].removeprefix("stage")) for name, _ in named}
-        return Waiting([parameter for _, parameter in named], sum(stages[number].update_s for number in numbers))
+        seconds = sum(stages[number].update_s - stages[number].copy_s for number in numbers)  # copies are made
+        return Waiting([parameter for _, parameter in named], seconds)
 
     return make
 
