@@ -19,5 +19,5 @@ def best_plans(space: Space, **how: Any) -> tuple[Plan | None, Plan | None]:
         how: see `pipedream.planner.exhaustive.ranked`.
     """
     plans = ranked(space, **how)
-    fitting = (full for plan in plans if space.overfull(full := space.with_bytes(plan)) is None)
+    fitting = (full for plan in plans if (full := space.with_bytes(plan)).overfull is None)
     return (space.with_bytes(plans[0]) if plans else None), next(fitting, None)

@@ -169,13 +169,22 @@ def plan(
         raise PlanError(f"cost model {cost_model!r} is not known; write pipedream or classic")
     if isinstance(profile, GraphText):
         profile = profile.profile()
+    if microbatches is not None and 1 < profile.batch < microbatches:
+        raise PlanError(
+            f"{microbatches} microbatches were asked of minibatches of {profile.batch} samples; ask for at most as "
+            "many, or profile larger minibatches"
+        )
     if strategy == "2bw":
         if (shape, cuts, lag, in_flight) != ("any", None, 0, "noam"):
             raise PlanError(
                 "strategy 2bw was asked for with a shape, cuts, a lag or a depth, which it chooses or does not know; "
                 "leave them out"
             )
-        found = planner.two_bw(profile, cluster, lambda m: holds_of("pipedream_2bw", m), microbatches=microbatches)
+        planner.check_recompute(recompute)
+        again = {"never": False, "auto": None, "always": True}[recompute]
+        found = planner.two_bw(
+            profile, cluster, lambda m: holds_of("pipedream_2bw", m), microbatches=microbatches, recompute=again
+        )
         return replace(found, schedule="pipedream_2bw")
     if strategy != "search":
         raise PlanError(f"strategy {strategy!r} is not known; write search or 2bw")
@@ -193,34 +202,19 @@ def plan(
             recompute=recompute,
             allow_asynchronous=allow_asynchronous,
         ).plan
-    parts = microbatches or 1
-    holds = holds_of(schedule, parts)
-    if cuts is not None:
-        counts = None if isinstance(shape, str) and shape in planner.SHAPES else planner.counts_of(shape)
-        found = planner.by_hand(
-            profile,
-            cluster,
-            cuts,
-            counts,
-            holds=holds,
-            microbatches=parts,
-            depth=in_flight,
-            lag=lag,
-            recompute=recompute,
-        )
-    else:
-        found = planner.plan(
-            profile,
-            cluster,
-            holds=holds,
-            microbatches=parts,
-            depth=in_flight,
-            shape=shape,
-            lag=lag,
-            all_workers=all_workers,
-            recompute=recompute,
-        )
-    return for_method(found, profile, schedule, microbatches)
+    counts = None if isinstance(shape, str) and shape in planner.SHAPES else planner.counts_of(shape)
+
+    def search(parts: int) -> Plan:
+        rule = holds_of(schedule, parts)
+        how: dict[str, Any] = {"microbatches": parts, "depth": in_flight, "lag": lag, "recompute": recompute}
+        if cuts is not None:
+            return planner.by_hand(profile, cluster, cuts, counts, holds=rule, **how)
+        return planner.plan(profile, cluster, holds=rule, shape=shape, all_workers=all_workers, **how)
+
+    found = for_method(search(microbatches or 1), profile, schedule, microbatches)
+    if microbatches is None and found.overfull is not None:  # in the microbatches that the method splits it into
+        found = for_method(search(found.microbatches), profile, schedule, found.microbatches)
+    return found
 
 
 def choose(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from . import planner, schedules
 from .core.errors import PlanError
@@ -98,23 +99,50 @@ def _renewed(plan: Plan, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
     """Returns the plan with the seconds and bytes of a profile, and what was otherwise."""
     layers = profile.graph.layers
     plan.check_layers(len(layers))
-    planner.check_cuts(profile.graph, tuple(stage.first for stage in plan.stages[1:]))
     strange = {name for stage in plan.stages for name in stage.names} - {layer.name for layer in layers}
     if strange:
         raise PlanError(
             f"the plan names the layer {min(strange)!r}, the profile of {profile.model} has no such layer; give the "
             "profile of the plan's model, or plan again from it"
         )
+    downsets = _downsets(plan, profile)
     space = Space.of(
-        profile, plan.cluster, microbatches=plan.microbatches, holds=holds_of(plan.schedule, plan.microbatches)
+        profile,
+        plan.cluster,
+        microbatches=plan.microbatches,
+        holds=holds_of(plan.schedule, plan.microbatches),
+        downsets=downsets,
     )
+    places = [space.downsets.index(downset) for downset in (0, *downsets)]
     rows, differences = [], []
-    for s, stage in enumerate(plan.stages):
-        row = replace(space.stage(stage.first, stage.last, stage.replicas), recompute=stage.recompute)
+    for s, (stage, span) in enumerate(zip(plan.stages, pairwise(places), strict=True)):
+        row = space.stage(*span, stage.replicas, stage.recompute)
         differences += [f"stage {s}, {line}" for line in _differences(stage, row)]
         rows.append(row)
-    renewed = replace(plan, stages=tuple(rows), batch=profile.batch, model=profile.model, unit="minibatch")
+    renewed = replace(plan, stages=tuple(rows), batch=profile.batch, model=profile.model, unit="minibatch", bound_s=0.0)
     return space.with_bytes(renewed), tuple(differences)
+
+
+def _downsets(plan: Plan, profile: Profile) -> list[int]:
+    """Returns the layers up to the end of each stage: those that its stages name, if they can be run in that order and
+    are as many as it says; else those of the graph's own order."""
+    graph = profile.graph
+    numbers = {layer.name: i for i, layer in enumerate(graph.layers)}
+    named = list(accumulate(sum(1 << numbers[name] for name in stage.names) for stage in plan.stages))
+
+    def is_closed(downset: int) -> bool:
+        def has(layer: int) -> int:
+            return downset >> layer & 1
+
+        return all(has(a) >= has(b) for a, b in graph.edges) and all(len(set(map(has, tie))) == 1 for tie in graph.ties)
+
+    if all(
+        downset.bit_count() == stage.last and is_closed(downset)
+        for downset, stage in zip(named, plan.stages, strict=True)
+    ):
+        return named
+    planner.check_cuts(graph, tuple(stage.first for stage in plan.stages[1:]))
+    return [(1 << stage.last) - 1 for stage in plan.stages]
 
 
 def _differences(stage: Stage, row: Stage) -> list[str]:
@@ -143,7 +171,7 @@ def _with_bytes(plan: Plan, built: Schedule) -> Plan:
     stages = []
     for s, (stage, one, its_peers) in enumerate(zip(plan.stages, holds, peers, strict=True)):
         memory = stage_memory(
-            stage.sizes(parts, plan.stages[s - 1].output_bytes if s else 0, is_last=s == last),
+            stage.sizes(parts, plan.stages[s - 1].output_bytes if s else 0, samples=plan.batch, is_last=s == last),
             versions=one.versions,
             in_flight=one.in_flight,
             per_update=-(-built.microbatches // stage.replicas),
@@ -157,11 +185,11 @@ def _with_bytes(plan: Plan, built: Schedule) -> Plan:
 
 
 def _check_memory(plan: Plan, holds: tuple[Held, ...]) -> None:
-    for s, (stage, site, one) in enumerate(zip(plan.stages, plan.sites, holds, strict=True)):
-        if site.memory_bytes is not None and stage.peak_bytes > site.memory_bytes:
-            raise PlanError(
-                f"stage {s} of the plan (layers {stage.first} to {stage.last - 1}) holds {one.in_flight} in flight and "
-                f"{one.versions} versions under {plan.schedule} and needs {format_bytes(stage.peak_bytes)}, a worker "
-                f"has {format_bytes(site.memory_bytes)}; move layers to another stage, take a smaller depth or more "
-                "microbatches"
-            )
+    if (s := plan.overfull) is not None:
+        stage, one = plan.stages[s], holds[s]
+        raise PlanError(
+            f"stage {s} of the plan (layers {stage.first} to {stage.last - 1}) holds {one.in_flight} in flight and "
+            f"{one.versions} versions under {plan.schedule} and needs {format_bytes(stage.peak_bytes)}, a worker has "
+            f"{format_bytes(plan.sites[s].memory_bytes or 0)}; move layers to another stage, take a smaller depth or "
+            "more microbatches"
+        )

@@ -118,15 +118,19 @@ def _method(name: str) -> planner.Method:
 
 
 def for_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | None) -> Plan:
-    """Returns a plan that names its method and its split, the method's own one where none is given."""
-    try:
-        built = schedules.build(schedule, plan, microbatches)
-    except ScheduleError:  # of the number, which is said where the plan is used
-        built = schedules.build(schedule, plan)
-        return replace(plan, schedule=built.name, microbatches=microbatches or 1)
-    if microbatches is None and built.microbatches > 1:
+    """Returns a plan that names its method and its split, the method's own one where none is given.
+
+    Raises:
+        ScheduleError: the method does not work with this plan, or with so many microbatches.
+    """
+    built = schedules.build(schedule, plan, microbatches)
+    if built.microbatches == 1:
+        return replace(plan, schedule=built.name)
+    if microbatches is None:
         space = planner.Space.of(
             profile, plan.cluster, holds=holds_of(schedule, built.microbatches), microbatches=built.microbatches
         )
         plan = space.with_bytes(plan)
-    return replace(plan, schedule=built.name, microbatches=built.microbatches)
+    # The search's seconds have an update each round of the replicas; these update once a minibatch.
+    note = f"{plan.note}; by its fullest pipeline, without {built.name}'s own updates, see schedule auto"
+    return replace(plan, schedule=built.name, microbatches=built.microbatches, bound_s=0.0, note=note)

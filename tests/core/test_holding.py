@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipedream as pd
-from pipedream import schedules
+from pipedream import planner, schedules
 from pipedream.core.cluster import Cluster
 from pipedream.core.cost import FIRST_BUCKET_BYTES
 from pipedream.core.errors import PlanError, ScheduleError
@@ -88,7 +88,8 @@ def test_the_limit_decides_by_the_method() -> None:
         pd.plan(profile, limit, schedule="gpipe", microbatches=10, shape="1-1")
     # Two replicas share the ten.
     both = pd.plan(profile, Cluster.flat(2), schedule="gpipe", microbatches=10, shape="2").stages[0].peak_bytes
-    assert both == 5 * 4 * 4800 // 10 + 2 * 4 * 70  # weights, and a bucket of gradients
+    # Weights, a bucket of gradients, and gradients: a tenth of them come when a tenth of the activations has gone.
+    assert both == 5 * 4 * 4800 // 10 + 2 * 4 * 70 + 4 * 70 * 9 // 10
     pd.plan(profile, Cluster.flat(2, memory_bytes=both), schedule="gpipe", microbatches=10, shape="2")
 
 
@@ -105,3 +106,24 @@ def test_vertical_sync_is_checked_with_the_whole_plan() -> None:
 def test_a_number_that_a_method_cannot_work_with_counts_as_all_that_is_admitted() -> None:
     assert holds_of("pipedream_2bw", 2)(Plan.uniform(4))[0] == Held(4, 2)
     assert holds_of("gpipe", 1)(Plan.uniform(2, replicas=(2, 1))) == (Held(1, 1), Held(2, 1))
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_search_never_counts_more_than_the_whole_plan_holds(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(METHODS))
+    counts = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    m = data.draw(st.integers(1, 12))
+    profile = Profile.of_chain((LAYER,) * len(counts), batch=data.draw(st.integers(m, 20)))
+    cluster = Cluster.flat(sum(counts))
+    again = data.draw(st.booleans())
+    lag = data.draw(st.integers(0, 1))
+    space = planner.Space.of(profile, cluster, holds=holds_of(name, m), microbatches=m, lag=lag)
+    plan = space.with_bytes(
+        space.plan(tuple(range(1, len(counts))), counts, recompute=(again,) * len(counts)),
+    )
+    for (first, last), stage, count, late in zip(space.ends(plan), plan.stages, plan.in_flight, plan.lag, strict=True):
+        if (first, last) == (0, len(counts)):
+            continue  # of one stage there is nothing to guess
+        need = space.need_bytes(first, last, count, late, again, stage.replicas)
+        assert need <= stage.peak_bytes, (name, counts, m, stage)

@@ -138,7 +138,7 @@ def check_against_every_plan(draw: random.Random, chains: int) -> None:
             continue
         if best != least:
             crowded += 1
-            assert space.overfull(got) is None
+            assert got.overfull is None
             assert got.bound_s <= best.slowest_stage_s <= got.slowest_stage_s
             continue
         assert replace(got, note="", bound_s=0.0) == best

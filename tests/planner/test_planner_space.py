@@ -46,11 +46,12 @@ def test_every_field_of_every_stage() -> None:
     assert (first.parameter_bytes, second.parameter_bytes) == (100, 300)
     assert (first.optimizer_bytes, second.optimizer_bytes) == (100, 301)
     assert (first.names, second.names) == (("layer0", "layer1"), ("layer2",))
-    # Two versions and their gradients; two microbatches of ceil(15 / 2); two minibatches of 15 numbers of 4 bytes are
-    # loaded ahead; two receives of 10 bytes are posted each way, one output and three gradients may have to leave.
-    assert first.memory == StageMemory(100, 100, 100, 100, 2 * 8, 2 * 60 + 3 * 10, 0)
-    assert second.memory == StageMemory(300, 0, 301, 300, 5, 5 * 10, 0)
-    assert first.peak_bytes == first.memory.total_bytes == 566
+    # Two versions and their gradients; two microbatches of at most 3 samples of 5; two minibatches of 15 numbers of 4
+    # bytes are loaded ahead; two receives of 12 bytes are posted each way, one output and three gradients may have to
+    # leave.
+    assert first.memory == StageMemory(100, 100, 100, 100, 2 * 9, 2 * 60 + 3 * 12, 0)
+    assert second.memory == StageMemory(300, 0, 301, 300, 6, 5 * 12, 0)
+    assert first.peak_bytes == first.memory.total_bytes == 574
 
 
 @pytest.mark.parametrize(("dtype", "each"), [("float32", 4), ("bfloat16", 2), ("torch.float64", 8), ("odd", 4)])

@@ -150,6 +150,14 @@ def cluster_of(
 ) -> Cluster:
     """Reads --cluster, or --workers, --bandwidth, --latency and --memory, a level a value. Raises PlanError."""
     if path is not None:
+        told = {
+            "--workers": bool(workers),
+            "--bandwidth": bool(bandwidths),
+            "--latency": bool(latency_s),
+            "--memory": memory is not None,
+        }
+        if also := [name for name, is_given in told.items() if is_given]:
+            raise PlanError(f"--cluster {path} was given, and {', '.join(also)}, which it says itself; leave one out")
         return _named_cluster(path)
     widths = [word for text in workers for word in text.split(",")]
     rates = [word for text in bandwidths for word in text.split(",")] or ["1.25e9"]

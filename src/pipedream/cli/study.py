@@ -132,6 +132,18 @@ def plan(
     schedule = schedule or "pipedream"
     given = measured(profile)
     if over:
+        told = {
+            "--cluster": cluster is not None,
+            "--devices": devices is not None,
+            "--cost-model": cost_model != "pipedream",
+            "--strategy": strategy != "search",
+            "--lag": bool(lag),
+            "--cuts": cuts is not None,
+            "--recompute": recompute != "never",
+            "--output": output is not None,
+        }
+        if unknown := [name for name, is_given in told.items() if is_given]:
+            raise PlanError(f"--sweep knows no {' and no '.join(unknown)}; leave it out, or plan without --sweep")
         sweeping.sweep(
             given.profile(profile.stem) if isinstance(given, GraphText) else given,
             workers=workers or [],
@@ -197,11 +209,9 @@ def plan(
                 strategy=strategy,
             )
         seconds = time.perf_counter() - began
-        kinds = tuple(replace(kind, memory_bytes=None) for kind in joined.kinds)
-        unlimited = replace(joined, memory_bytes=None, kinds=kinds)
         slowest_s = found.slowest_stage_s
         alone_s = known.forward_s + known.backward_s + known.update_s + known.loss_s
-        parallel_s = api.plan(known, unlimited, shape="data-parallel").slowest_stage_s
+        parallel_s = api.plan(known, joined.unlimited(), shape="data-parallel").slowest_stage_s
     if output is not None and output.suffix == ".txt":
         text = given if isinstance(given, GraphText) else GraphText.of(given)
         text.with_stages(stage.names for stage in found.stages).save(output)
@@ -216,8 +226,8 @@ def plan(
         {
             "config": found.config,
             "slowest_stage_s": slowest_s,
-            "speedup_over_one_worker": alone_s / slowest_s,
-            "speedup_over_data_parallel": parallel_s / slowest_s,
+            "speedup_over_one_worker": _ratio(alone_s, slowest_s),
+            "speedup_over_data_parallel": _ratio(parallel_s, slowest_s),
             "planning_s": seconds,
             "in_flight": list(found.in_flight),
             "lag": list(found.lag),
@@ -243,6 +253,11 @@ def plan(
             ],
         }
     )
+
+
+def _ratio(seconds: float, shorter_s: float) -> float | None:
+    """Speed-up, of the profile's device; None where nothing takes time."""
+    return seconds / shorter_s if shorter_s else None
 
 
 def simulate(

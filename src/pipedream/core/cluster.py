@@ -9,7 +9,8 @@ levels in its own way (docs/cost_models.md).
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -213,6 +214,20 @@ class Cluster(Artifact):
         """Memory of each worker; None: not limited."""
         kinds = self.kinds or (Workers(self.workers, memory_bytes=self.memory_bytes),)
         return tuple(kind.memory_bytes for kind in kinds for _ in range(kind.count))
+
+    @property
+    def is_limited(self) -> bool:
+        """Some worker's memory is limited."""
+        return any(memory is not None for memory in self.memories)
+
+    def unlimited(self) -> Cluster:
+        """Returns the same workers, their memory not limited."""
+        return self.with_memory(lambda memory: None)
+
+    def with_memory(self, change: Callable[[int | None], int | None]) -> Cluster:
+        """Returns the same workers, the memory of each kind changed."""
+        kinds = tuple(replace(kind, memory_bytes=change(kind.memory_bytes)) for kind in self.kinds)
+        return replace(self, memory_bytes=change(self.memory_bytes), kinds=kinds)
 
     @property
     def is_flat(self) -> bool:

@@ -32,6 +32,7 @@ __all__ = [
     "bucket_bytes",
     "message_bytes",
     "moments",
+    "part_bytes",
     "peers_of",
     "stage_bytes",
     "stage_memory",
@@ -85,7 +86,8 @@ class StageSizes:
         loaded_bytes: of minibatches that the loader has given and nobody works on, at the model's input.
         working_bytes: that a pass needs at most beside what it keeps.
         relief_bytes: less than activations, gradients and working bytes together that a backward needs which
-            makes all gradients itself: activations go before the last gradient comes.
+            makes all gradients itself: activations go before the last gradient comes. Of a microbatch at least its
+            part of a minibatch's, for gradients are as large.
         largest_parameter_bytes: of its largest parameter.
         update_working_bytes: that an optimizer step needs beside weights, state and gradients.
     """
@@ -190,6 +192,15 @@ def stage_bytes(sizes: StageSizes, **how: Any) -> Any:
     for other in others:
         first = np.maximum(first, other)
     return first
+
+
+def part_bytes(whole_bytes: Any, parts: int, samples: int = 1) -> Any:
+    """Returns the bytes of the largest of so many parts of a minibatch: that of ceil(samples / parts) samples.
+
+    Of a minibatch of fewer samples than parts nothing is known (a plan without a model): its parts are equal.
+    """
+    largest, all_ = (-(-samples // parts), samples) if samples >= parts else (1, parts)
+    return -(-whole_bytes * largest // all_)
 
 
 def bucket_bytes(sizes: StageSizes, peers: Peers | None) -> Any:

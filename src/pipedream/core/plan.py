@@ -251,6 +251,14 @@ class Plan(Artifact):
             raise PlanError(f"the plan was put on another cluster, but {error}; plan again for that one") from None
 
     @property
+    def overfull(self) -> int | None:
+        """The first stage that needs more memory than a worker of it has; None where all fit."""
+        for s, (stage, site) in enumerate(zip(self.stages, self.sites, strict=True)):
+            if site.memory_bytes is not None and stage.peak_bytes > site.memory_bytes:
+                return s
+        return None
+
+    @property
     def gap(self) -> float | None:
         """By what share the period may be above that of the best plan; None where nothing is proved."""
         return self.slowest_stage_s / self.bound_s - 1 if self.bound_s > 0 else None
@@ -311,9 +319,10 @@ class Plan(Artifact):
             ("sends", 9, lambda s, stage: format_bytes(stage.output_bytes) if s < len(self.stages) - 1 else "-"),
             ("weights", 9, lambda s, stage: format_bytes(stage.parameter_bytes)),
             ("in flight", 9, lambda s, stage: str(self.in_flight[s])),
-            ("rate", 5, lambda s, stage: f"{self.rate_factors[s]:.3g}"),
             ("peak", 9, lambda s, stage: format_bytes(stage.peak_bytes) if stage.peak_bytes else "-"),
         ]
+        if self.microbatches == 1:  # whoever splits a minibatch updates once for all of it, at one rate
+            columns.insert(-1, ("rate", 5, lambda s, stage: f"{self.rate_factors[s]:.3g}"))
         if any(self.lag):
             columns.insert(7, ("lag", 3, lambda s, stage: str(self.lag[s])))
         if max(self.replicas) > 1:
@@ -331,5 +340,5 @@ class Plan(Artifact):
 
     def _proof(self) -> str:
         gap = self.gap or 0.0
-        how = "optimal" if gap < 2e-6 else f"within {100 * gap:.2g} %"
+        how = "optimal" if abs(gap) < 2e-6 else f"within {100 * gap:.2g} %"
         return f"proven bound {format_seconds(self.bound_s)} per {self.unit}: {how}"

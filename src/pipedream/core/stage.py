@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .cluster import MOST_WORKERS
-from .memory import StageMemory, StageSizes
+from .memory import StageMemory, StageSizes, part_bytes
 
 __all__ = ["Stage"]
 
@@ -64,23 +64,28 @@ class Stage:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
 
-    def sizes(self, parts: int = 1, received_bytes: int = 0, *, is_last: bool = False) -> StageSizes:
-        """Returns what its layers need for one of so many parts of a unit.
+    def sizes(self, parts: int = 1, received_bytes: int = 0, *, samples: int = 1, is_last: bool = False) -> StageSizes:
+        """Returns what its layers need for the largest of so many parts of a unit.
 
         Args:
             parts: microbatches in a unit.
             received_bytes: of what comes from the stage before, for a unit.
+            samples: of a unit.
             is_last: it sends nothing on.
         """
+
+        def part(whole_bytes: int) -> int:
+            return int(part_bytes(whole_bytes, parts, samples))
+
         return StageSizes(
             parameter_bytes=self.parameter_bytes,
             optimizer_bytes=self.optimizer_bytes,
-            activation_bytes=-(-self.activation_bytes // parts),
-            input_bytes=-(-received_bytes // parts),
-            received_bytes=-(-received_bytes // parts),
-            sent_bytes=0 if is_last else -(-self.output_bytes // parts),
-            working_bytes=-(-self.working_bytes // parts),
-            relief_bytes=self.relief_bytes,
+            activation_bytes=part(self.activation_bytes),
+            input_bytes=part(received_bytes),
+            received_bytes=part(received_bytes),
+            sent_bytes=0 if is_last else part(self.output_bytes),
+            working_bytes=part(self.working_bytes),
+            relief_bytes=part(self.relief_bytes),
             largest_parameter_bytes=self.largest_parameter_bytes,
             update_working_bytes=self.update_working_bytes,
         )

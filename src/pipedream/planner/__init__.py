@@ -3,7 +3,7 @@ and which method to train with."""
 
 from .choosing import Candidate, Comparison, Method, Score, choose
 from .classic import Classic, classic
-from .dynamic import Pipelines
+from .dynamic import Pipelines, check_recompute
 from .exhaustive import every_plan, exhaustive
 from .hand import by_hand, check_cuts, whole
 from .held import Holds, Versions, stash
@@ -24,6 +24,7 @@ __all__ = [
     "Versions",
     "by_hand",
     "check_cuts",
+    "check_recompute",
     "choose",
     "classic",
     "counts_of",

@@ -20,6 +20,8 @@ def with_bound(plan: Plan, space: Space) -> Plan:
     graph, cuts = space.profile.graph, len(space.positions) - 2
     period_s = plan.slowest_stage_s
     if space.is_whole:
+        if space.spare_bytes:
+            return plan  # the best of those that leave so much free
         is_chain = graph.edges == LayerGraph.chain(graph.layers).edges
         if is_chain or plan.bound_s < period_s:
             return plan

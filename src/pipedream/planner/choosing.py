@@ -176,15 +176,18 @@ class _Ways:
         found = space.at_depth(found, depth)
         if depth == "auto" and self.depth == "noam" and found.in_flight == noam:
             raise PlanError("no deeper than the paper's depth")
-        return replace(found, schedule=method.name, microbatches=way.microbatches)
+        return replace(found, schedule=method.name, microbatches=way.microbatches, bound_s=0.0)  # of other updates
 
     def _unlimited(self, shape: str, lag: int) -> Plan:
         if (shape, lag) not in self._plans:
-            kinds = tuple(replace(kind, memory_bytes=None) for kind in self.cluster.kinds)
-            cluster = replace(self.cluster, memory_bytes=None, kinds=kinds)
             again = "always" if self.recompute == "always" else "never"
             self._plans[shape, lag] = plan(
-                self.profile, cluster, shape=shape, lag=lag, all_workers=self.all_workers, recompute=again
+                self.profile,
+                self.cluster.unlimited(),
+                shape=shape,
+                lag=lag,
+                all_workers=self.all_workers,
+                recompute=again,
             )
         return self._plans[shape, lag]
 
@@ -235,7 +238,7 @@ def choose(
         except PipelineError as error:
             refused.append(replace(way, why=str(error)))
             continue
-        key = (method.name, way.microbatches, found.stages, found.in_flight, found.lag)
+        key = (method.name, way.microbatches, found.stages, found.in_flight, found.lag, found.order)
         if key in seen:
             continue
         seen.add(key)

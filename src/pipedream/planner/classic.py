@@ -64,7 +64,7 @@ def classic(
         PlanError: a limit on memory, which the classic model cannot keep, too many workers or states, or a profile of
             no seconds.
     """
-    if cluster.memory_bytes is not None:
+    if cluster.is_limited:
         raise PlanError(
             "the classic cost model was asked for with a limit on memory, which the published planner does not keep; "
             "leave the limit out, or plan with --cost-model pipedream"

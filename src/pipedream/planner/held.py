@@ -38,14 +38,19 @@ class HeldRule:
     microbatches: int
 
     def of_stage(self, in_flight: int, lag: int = 0, replicas: int = 1) -> Held:
-        """Returns what a stage holds of which its neighbours are not known: that of the input stage of a small plan."""
+        """Returns the least that a stage holds, of which the neighbours are not known.
+
+        It is that of the input stage of a small plan; but for the versions where these are a matter of all stages
+        (vertical sync), of which a stage that is not the last has at least two.
+        """
         if self.holds is None:
             return Held(in_flight, self.versions(in_flight, lag))
         share = -(-self.microbatches // replicas)  # replicas matter by their share of a minibatch alone
         key = in_flight, lag, max(-(-self.microbatches // share), 1 + lag)
         if key not in self._known:
             small = replace(Plan.uniform(2, replicas=(key[2], 1)), in_flight=(in_flight, 1), lag=(lag, 0))
-            self._known[key] = self.holds(small)[0]
+            found = self.holds(small)[0]
+            self._known[key] = replace(found, versions=min(found.versions, 2)) if self._is_of_all else found
         return self._known[key]
 
     def of_plan(self, plan: Plan) -> tuple[Held, ...]:
@@ -53,6 +58,13 @@ class HeldRule:
         if self.holds is not None:
             return self.holds(plan)
         return tuple(self.of_stage(*row, 1) for row in zip(plan.in_flight, plan.lag, strict=True))
+
+    @cached_property
+    def _is_of_all(self) -> bool:
+        """Whether the last stage of more stages holds more versions."""
+        assert self.holds is not None
+        few, more = (self.holds(Plan.uniform(stages))[-1].versions for stages in (3, 4))
+        return more > few
 
     @cached_property
     def _known(self) -> dict[tuple[int, int, int], Held]:

@@ -51,7 +51,7 @@ def narrowed(pipelines: Pipelines, *, enough: int = _ENOUGH, first: int = _FIRST
     kept = ahead + behind <= workers
     # Halving finds faster plans, as long as memory cannot forbid them and a plan may be any that was counted.
     every = {(w, count) for w in range(1, workers + 1) for count in counts if count <= w}
-    may_halve = space.cluster.memory_bytes is None and pipelines.starts is None and set(pipelines.states) == every
+    may_halve = not space.cluster.is_limited and pipelines.starts is None and set(pipelines.states) == every
     may_halve &= pipelines.recompute != "always"  # what a stage does again is not counted here
     while may_halve and kept.sum() > enough and high - low > _CLOSE * high:
         low = low or float(sum(space.passes_s(0, len(space.profile.layers)))) / workers

@@ -42,8 +42,9 @@ class Needs:
         allowed[0, -1] = False
         index = np.full(allowed.shape, -1)
         index[allowed] = np.arange(allowed.sum())
-        limited = any(memory is not None for memory in line.cluster.memories)
-        ways = {"never": (False,), "always": (True,), "auto": (False, True) if limited else (False,)}[recompute]
+        ways = {"never": (False,), "always": (True,), "auto": (False, True) if line.cluster.is_limited else (False,)}[
+            recompute
+        ]
         pairs = {again: Pairs.of(space, places, allowed, again) for again in ways}
         return cls(space, line, places, index, pairs, Relaxed(line))
 

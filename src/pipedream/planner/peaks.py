@@ -58,13 +58,12 @@ class Maxima:
 
 @dataclass(frozen=True, eq=False)
 class Peaks:
-    """The peaks of every stage of a profile, for one microbatch of so many.
+    """The peaks of every stage of a profile, for a whole minibatch.
 
     Between two places of the graph's own order a stage is a run of layers, and its peaks are exact. Between others it
     is part of a run, whose layers are taken not to share what they need: bounds from above.
 
     Attributes:
-        microbatches: parts of a minibatch.
         count: layers; the places up to it are those of the graph's order.
         lowest, highest: of a place, the first layer that is not before it, and one behind the last that is.
         kept: bytes kept by all layers before a place, for a whole minibatch; the loss is part of the last layer.
@@ -75,7 +74,6 @@ class Peaks:
         update_working: bytes of an optimizer step, by a byte of the largest parameter and of all.
     """
 
-    microbatches: int
     count: int
     lowest: Any
     highest: Any
@@ -90,12 +88,11 @@ class Peaks:
     update_working: tuple[float, float]
 
     @classmethod
-    def of(cls, profile: Profile, microbatches: int, downsets: Sequence[int], held: PlaceTables) -> Peaks:
+    def of(cls, profile: Profile, downsets: Sequence[int], held: PlaceTables) -> Peaks:
         """Returns the peaks of a profile.
 
         Args:
             profile: of the model.
-            microbatches: parts of a minibatch.
             downsets: the layers before each place, as sets of bits; those of the graph's order first.
             held: what is before each place.
         """
@@ -114,7 +111,6 @@ class Peaks:
         others = np.array(held.crossing[count + 1 :]) * any(layer.arriving_bytes for layer in layers)
         arriving = np.array([layer.arriving_bytes for layer in layers])
         return cls(
-            microbatches,
             count,
             np.array([(~found & (found + 1)).bit_length() - 1 for found in downsets]),
             np.array([found.bit_length() for found in downsets]),
@@ -134,14 +130,14 @@ class Peaks:
         return self.kept[last] - self.kept[first] + self.arriving[first] + self.leaving[last]
 
     def working_bytes(self, first: Any, last: Any) -> Any:
-        """Returns what a pass of a microbatch needs at most beside what the stage keeps of it."""
+        """Returns what a pass of a minibatch needs at most beside what the stage keeps of it."""
         run = np.maximum(self.working.over(*self._run(first, last)) - self.kept[last], 0)
         part = self.alone.over(self.lowest[first], self.highest[last])
-        return -(-np.where(self._is_run(first, last), run, part) // self.microbatches)
+        return np.where(self._is_run(first, last), run, part)
 
     def relief_bytes(self, first: Any, last: Any) -> Any:
         """Returns by how much less a backward of a whole minibatch needs, see `StageSizes`."""
-        held = self.kept[last] + self.working_bytes(first, last) * self.microbatches
+        held = self.kept[last] + self.working_bytes(first, last)
         run = held - self.growing.over(*self._run(first, last)) - self.parameters[first]
         return np.where(self._is_run(first, last), np.maximum(run, 0), 0)
 

@@ -24,14 +24,14 @@ def places(lattice: Lattice, profile: Profile, cluster: Cluster) -> tuple[list[i
     """
     if lattice.is_chain:
         return lattice.downsets(len(lattice.groups) + 1) or [], True
-    if cluster.memory_bytes is not None and (found := lattice.downsets(MOST_PLACES)) is not None:
+    if cluster.is_limited and (found := lattice.downsets(MOST_PLACES)) is not None:
         return found, True
     loss_at = len(profile.layers) - 1 if profile.loss_s else -1
     costs = [bool(layer.forward_s + layer.backward_s + layer.parameter_bytes) for layer in profile.layers]
     costs[loss_at] |= loss_at >= 0
     found = lattice.downsets(MOST_PLACES, lattice.free(costs, [layer.output_bytes for layer in profile.layers]))
     if found is not None:
-        return found, cluster.memory_bytes is None
+        return found, not cluster.is_limited
     return candidates(lattice, profile), False
 
 

@@ -88,24 +88,25 @@ def plan(
     try:
         found = _fitting(space, search)
     except ShortageError as error:
-        raise PlanError(f"{error}; {_enough(space, search, error.need_bytes)}") from None
+        raise PlanError(f"{error}{_enough(space, search, error.need_bytes)}") from None
     return space.at_depth(found, depth)
 
 
 def _enough(space: Space, search: Callable[[Space], Plan], need_bytes: int) -> str:
-    """Names a plan that would fit a little more memory than the least that a search knows of."""
+    """Names a plan that would fit a little more memory than the least that a search knows of; '' if it finds none."""
 
     def more(memory_bytes: int | None) -> int | None:
         return None if memory_bytes is None else max(memory_bytes, need_bytes)
 
-    cluster = space.cluster
-    kinds = tuple(replace(kind, memory_bytes=more(kind.memory_bytes)) for kind in cluster.kinds)
-    larger = replace(space, cluster=replace(cluster, memory_bytes=more(cluster.memory_bytes), kinds=kinds))
-    found = larger.with_bytes(search(larger))
+    larger = replace(space, cluster=space.cluster.with_memory(more))
+    try:
+        found = larger.with_bytes(search(larger))
+    except PlanError:
+        return ""
     most = max(
         stage.peak_bytes for stage, site in zip(found.stages, found.sites, strict=True) if site.memory_bytes is not None
     )
-    return f"the plan {_short(found.config)} would fit {format_bytes(most)} ({most} bytes)"
+    return f"; the plan {_short(found.config)} would fit {format_bytes(most)} ({most} bytes)"
 
 
 def _fitting(space: Space, search: Callable[[Space], Plan]) -> Plan:
@@ -116,7 +117,7 @@ def _fitting(space: Space, search: Callable[[Space], Plan]) -> Plan:
     """
     found = least = space.with_bytes(search(space))
     spare_bytes, too_little = 0, 0
-    while (s := space.overfull(found)) is not None:
+    while (s := found.overfull) is not None:
         too_little = spare_bytes
         spare_bytes += found.stages[s].peak_bytes - (space.memory_bytes(found, s) or 0)
         try:
@@ -128,7 +129,7 @@ def _fitting(space: Space, search: Callable[[Space], Plan]) -> Plan:
     for _ in range(_STEPS):
         middle = (too_little + spare_bytes) // 2
         closer = space.with_bytes(search(replace(space, spare_bytes=middle)))
-        if space.overfull(closer) is not None:
+        if closer.overfull is not None:
             too_little = middle
         elif closer.slowest_stage_s < found.slowest_stage_s:
             spare_bytes, found = middle, closer

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..core import depth as depths
 from ..core.cluster import Cluster
 from ..core.errors import PlanError
 from ..core.holding import Held
-from ..core.memory import Peers, StageMemory, StageSizes, peers_of, stage_bytes, stage_memory
+from ..core.memory import Peers, StageMemory, StageSizes, part_bytes, peers_of, stage_bytes, stage_memory
 from ..core.plan import Plan, Stage
 from ..core.profile import Profile
 from ..core.site import Site
@@ -140,7 +140,6 @@ class Space:
             np.array([profile.optimizer_bytes * held // max(parameters[count], 1) for held in parameters]),
             Peaks.of(
                 profile,
-                microbatches,
                 tuple(known),
                 PlaceTables(
                     np.array(sums([layer.activation_bytes for layer in layers], steps)),
@@ -214,10 +213,9 @@ class Space:
         How many messages it holds depends on its neighbours, which a search does not know: it has at least one on
         either side, and the one before it holds at least as much. The figures of a plan (`with_bytes`) are never below.
         """
-        held, share = self.held(in_flight, lag, replicas), -(-self.microbatches // replicas)
-        # At the paper's depth the stage before holds one more, unless there are no more to hold.
-        more = 1 + (held.versions > 1 or held.in_flight == in_flight < share)
-        peers = Peers(waiting=held.in_flight + more, sums=replicas > 1)
+        held = self.held(in_flight, lag, replicas)
+        before = self.held(in_flight + 1, lag, replicas)  # at the paper's depth it admits one more
+        peers = Peers(waiting=before.in_flight + 1, sums=replicas > 1)
         return stage_bytes(self.sizes(first, last), peers=peers, **self._how(held, lag, recompute, replicas))
 
     def memory(
@@ -227,18 +225,19 @@ class Space:
         return stage_memory(self.sizes(first, last), peers=peers, **self._how(held, lag, recompute, replicas))
 
     def sizes(self, first: Index, last: Index) -> StageSizes:
-        """Returns what the layers of a stage need for one microbatch."""
-        end = len(self.profile.layers)
+        """Returns what the layers of a stage need for one microbatch, the largest."""
+        part = partial(part_bytes, parts=self.microbatches, samples=self.profile.batch)
+        _, received, sent = self.bytes_of(first, last)
         return StageSizes(
             parameter_bytes=self.parameters[last] - self.parameters[first],
             optimizer_bytes=self.optimizer[last] - self.optimizer[first],
-            activation_bytes=-(-self.peaks.activation_bytes(first, last) // self.microbatches),
-            input_bytes=-(-self.crossing[first] // self.microbatches),
-            received_bytes=-(-np.where(np.asarray(first) == 0, 0, self.crossing[first]) // self.microbatches),
+            activation_bytes=part(self.peaks.activation_bytes(first, last)),
+            input_bytes=part(self.crossing[first]),
+            received_bytes=part(received),
             loaded_bytes=np.where(np.asarray(first) == 0, self.crossing[0] * min(self.microbatches, 2), 0),
-            sent_bytes=-(-np.where(np.asarray(last) == end, 0, self.crossing[last]) // self.microbatches),
-            working_bytes=self.peaks.working_bytes(first, last),
-            relief_bytes=self.peaks.relief_bytes(first, last),
+            sent_bytes=part(sent),
+            working_bytes=part(self.peaks.working_bytes(first, last)),
+            relief_bytes=part(self.peaks.relief_bytes(first, last)),
             largest_parameter_bytes=self.peaks.largest_parameter_bytes(first, last),
             update_working_bytes=self.peaks.update_working_bytes(first, last),
         )
@@ -292,7 +291,7 @@ class Space:
             parameter_bytes=int(self.parameters[last] - self.parameters[first]),
             optimizer_bytes=int(self.optimizer[last] - self.optimizer[first]),
             names=tuple(self.profile.graph.layers[i].name for i in bits(behind & ~before)),
-            working_bytes=int(self.peaks.working_bytes(first, last)) * self.microbatches,
+            working_bytes=int(self.peaks.working_bytes(first, last)),
             relief_bytes=int(self.peaks.relief_bytes(first, last)),
             largest_parameter_bytes=int(self.peaks.largest_parameter_bytes(first, last)),
             update_working_bytes=int(self.peaks.update_working_bytes(first, last)),
@@ -322,14 +321,15 @@ class Space:
         lags = tuple(self.lag if count > 1 and cuts else 0 for count in counts)
         in_flight = depths.noam(counts, lags)
         again, spans = recompute or (False,) * len(counts), pairwise((0, *cuts, len(self.profile.layers)))
-        stages = tuple(self.stage(*span, *how) for span, *how in zip(spans, counts, again, lags, strict=True))
+        rows = zip(spans, counts, again, lags, strict=True)
+        stages = tuple(self.stage(*span, count, redone, lag) for span, count, redone, lag in rows)
         model, batch = self.profile.model, self.profile.batch
         return Plan(stages, in_flight, self.cluster, lags, model, batch, note=note, order=order)
 
     def at_depth(self, plan: Plan, depth: str | tuple[int, ...]) -> Plan:
         """Returns the plan at a depth, its peak bytes renewed and within the memory of a worker.
 
-        Depth 'auto' is the deepest between 'noam' and 'full' that fits (`core.depth.fitting`).
+        Depth 'auto' is between 'noam' and 'full', as deep as fits each stage (`core.depth.fitting`).
 
         Raises:
             PlanError: an unknown or ill-formed depth (`Plan.with_depth`), or a stage that does not fit.
@@ -340,15 +340,15 @@ class Space:
             while True:
                 found = depths.fitting(low.in_flight, high.in_flight, tuple(most), plan.replicas)
                 deep = self.with_bytes(plan.with_depth(found))
-                if found == low.in_flight or self.overfull(deep) is None:
+                if found == low.in_flight or deep.overfull is None:
                     return replace(deep, depth="auto")
                 most[0] = found[0] - 1  # messages of a deeper neighbour may be too many
         deep = self.with_bytes(plan.with_depth(depth))
-        if (s := self.overfull(deep)) is not None:
+        if (s := deep.overfull) is not None:
             stage, held, limit = deep.stages[s], deep.in_flight[s], self.memory_bytes(deep, s) or 0
             less = "--in-flight auto for the deepest that fits" if deep.depth == "full" else "a smaller depth"
             raise PlanError(
-                f"depth {deep.depth} was asked: stage {s} (layers {stage.first} to {stage.last - 1}) then holds {held} "
+                f"at depth {deep.depth} stage {s} (layers {stage.first} to {stage.last - 1}) holds {held} "
                 f"in flight and needs {format_bytes(stage.peak_bytes)}, a worker has {format_bytes(limit)}; ask for "
                 f"{less}, cut it further, split minibatches into more microbatches or choose a schedule that holds "
                 "fewer versions"
@@ -385,15 +385,6 @@ class Space:
             held -= 1
         return held
 
-    def overfull(self, plan: Plan) -> int | None:
-        """Returns the first stage that does not fit its workers; None where all do."""
-        for s, stage in enumerate(plan.stages):
-            limit = self.memory_bytes(plan, s)
-            if limit is not None and stage.peak_bytes > limit:
-                return s
-        return None
-
     def memory_bytes(self, plan: Plan, s: int) -> int | None:
         """Returns the memory of the smallest worker of a stage."""
-        memories = [self.cluster.memories[worker] for worker in plan.workers_of(s)]
-        return min((memory for memory in memories if memory is not None), default=None)
+        return plan.sites[s].memory_bytes

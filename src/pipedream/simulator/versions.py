@@ -63,7 +63,10 @@ class _Seat:
         self.alive = self.peak = 1
         self.order: list[int] = []
         sizes = row.sizes(
-            parts, plan.stages[stage - 1].output_bytes if stage else 0, is_last=stage + 1 == len(plan.stages)
+            parts,
+            plan.stages[stage - 1].output_bytes if stage else 0,
+            samples=plan.batch,
+            is_last=stage + 1 == len(plan.stages),
         )
         self.in_flight = 0
         self.has_sums = False
