@@ -40,16 +40,18 @@ def _lacking(marker: str) -> str | None:
     return None
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for its groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips what the machine cannot run, and says what is missing.
 
     Where tests run side by side, those that start processes stay with one of the runners: they would take each
-    other's time, and some of them measure it.
+    other's time, and some of them measure it. They come first, for they are the longest row.
     """
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             if item.get_closest_marker("processes"):
                 item.add_marker(pytest.mark.xdist_group("processes"))
+        items.sort(key=lambda item: item.get_closest_marker("processes") is None)
     for marker in ("gpu", "browser", "network"):
         marked = [item for item in items if item.get_closest_marker(marker)]
         if marked and (reason := _lacking(marker)):

@@ -87,7 +87,7 @@ def test_one_process_loads_what_a_plain_loop_loads(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [pytest.param(w, marks=pytest.mark.slow if w == 3 else ()) for w in JOBS])
+@pytest.mark.parametrize("workers", [pytest.param(w, marks=pytest.mark.long if w == 3 else ()) for w in JOBS])
 def test_several_processes_load_each_sample_once_and_train_as_one(workers: int, tmp_path: Path) -> None:
     jobs = JOBS[workers]
     apart, alone = (folders(tmp_path / name, len(jobs)) for name in ("apart", "alone"))

@@ -70,7 +70,7 @@ def torch_alone(name: str, optimizer: str, replicas: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_one_stage_plan_equals_torch(replicas: int) -> None:
     found = processes.results(both, replicas, replicas)
     assert all(not any(pair) for rank in found[1:] for pair in rank)

@@ -77,7 +77,7 @@ def test_one_worker_needs_no_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("unit", ["minibatch", "microbatch"])
+@pytest.mark.parametrize("unit", ["minibatch", pytest.param("microbatch", marks=pytest.mark.slow)])
 def test_command_runs_more_workers_than_cores(tmp_path: Path, unit: str) -> None:
     plan = replace(plan_of((2, 1)), unit=unit)
     plan.save(tmp_path / "plan.json")

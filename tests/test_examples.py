@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,13 @@ def test_runs_in_one_process(example: Path, tmp_path: Path, capsys: pytest.Captu
     assert "Plan 1-1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.slow if number else ())
+        for number, path in enumerate(EXAMPLES)
+    ],
+)
 def test_flushing_method_takes_it_too(example: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 3, "minibatches": 2, "quiet": True}
     found = pipedream.run(lambda seed: small(example, seed), out=tmp_path / "cut", **options)
@@ -230,8 +237,13 @@ def test_four_ways_to_start_give_the_same_losses(
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["python", "torchrun"])
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(  # that both ways give the same losses is tested above
+    ("example", "how"),
+    [
+        pytest.param(path, how, id=f"{path.stem}-{how}", marks=pytest.mark.long if path.stem == "char_gpt" else ())
+        for path, how in zip(EXAMPLES, cycle(("python", "torchrun")), strict=False)
+    ],
+)
 def test_file_itself_reaches_its_target(example: Path, how: str, tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     arguments = (str(example),) if how == "python" else (*torchrun, str(example))

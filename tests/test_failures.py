@@ -179,6 +179,7 @@ def test_forward_of_a_layer_fails(tmp_path: Path) -> None:
     check(ended, 1, "rank 1", "stage 1", "1F5", "ValueError: the ice is thin")
 
 
+@pytest.mark.slow
 def test_backward_of_a_layer_fails(tmp_path: Path) -> None:
     ended = commands.run(*written(tmp_path, first="Backward"), folder=tmp_path)
     check(ended, 1, "rank 0", "stage 0", "0B5", "ValueError: the way back is steep")
@@ -187,15 +188,16 @@ def test_backward_of_a_layer_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
-        ("raises=True", ("rank 0", "0F", "OSError: the disk is gone")),
+        pytest.param("raises=True", ("rank 0", "0F", "OSError: the disk is gone"), marks=pytest.mark.slow),
         ("nan=True", ("rank 1", "1F5", "minibatch 5 is nan", "learning rate")),
-        ("wide=True", ("rank 0", "stage 0", "0F5", "8x5 and 4x8")),
+        pytest.param("wide=True", ("rank 0", "stage 0", "0F5", "8x5 and 4x8"), marks=pytest.mark.slow),
     ],
 )
 def test_data_fails(tmp_path: Path, loader: str, words: tuple[str, ...]) -> None:
     check(commands.run(*written(tmp_path, loader=loader), folder=tmp_path), 1, *words)
 
 
+@pytest.mark.slow
 def test_plan_does_not_fit_the_model(tmp_path: Path) -> None:
     arguments = written(tmp_path)
     plan_for(2, layers=7).save(tmp_path / "plan.json")
@@ -212,7 +214,7 @@ def test_plan_is_for_other_workers(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("import nothing_of_that_name\n", ("does not import", "nothing_of_that_name", "small.py, line 1")),
-        ("x = 1\n", ("has no function recipe()",)),
+        pytest.param("x = 1\n", ("has no function recipe()",), marks=pytest.mark.slow),
     ],
 )
 def test_recipe_is_none(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
@@ -244,6 +246,7 @@ def test_interrupt_saves(tmp_path: Path, group: bool) -> None:
 def test_worker_is_killed(tmp_path: Path, rank: int) -> None:
     started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
     started.wait_for_file("going")
+    time.sleep(2)  # the launcher looks where its workers are twice a second
     started.kill(int((tmp_path / f"pid{rank}").read_text()))
     check(started.end(), 1, f"rank {rank} was ended by SIGKILL; it was last in", f"stage {rank}, ")
 
@@ -289,7 +292,11 @@ def test_launcher_that_is_stopped_for_a_moment_is_forgiven(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ({"second": "Stuck"}, ("rank 1, stage 1, 1F5", "no progress in a forward for", "--stuck-after")),
+        pytest.param(
+            {"second": "Stuck"},
+            ("rank 1, stage 1, 1F5", "no progress in a forward for", "--stuck-after"),
+            marks=pytest.mark.slow,
+        ),
         ({"loader": "stuck=True"}, ("rank 0, stage 0, 0F", "(loading data)", "no progress in loading data for")),
     ],
     ids=["layer", "loader"],
@@ -335,6 +342,7 @@ def test_wrong_call_is_not_started_again(tmp_path: Path) -> None:
     check_words(ended, 2, "layer '5'", "plan again")
 
 
+@pytest.mark.slow
 def test_local_run_listens_on_loopback_only(tmp_path: Path) -> None:
     started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
     started.wait_for_file("going")

@@ -104,7 +104,7 @@ def spoiled(draw: st.DrawFn, noun: Artifact) -> str:
 
 
 @pytest.mark.parametrize("name", NOUNS)
-@settings(max_examples=1200, **QUIET)
+@settings(max_examples=500, **QUIET)
 @given(data=st.data())
 def test_a_spoiled_noun_is_read_or_refused(name: str, data: st.DataObject) -> None:
     kind = type(NOUNS[name])
@@ -140,7 +140,7 @@ COMMANDS: dict[str, Callable[[str, str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-@settings(max_examples=150, **QUIET)
+@settings(max_examples=60, **QUIET)
 @given(data=st.data())
 def test_the_command_on_a_spoiled_file(
     name: str, data: st.DataObject, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -160,7 +160,7 @@ def test_the_command_on_a_spoiled_file(
         assert err == ""
 
 
-@settings(max_examples=200, **QUIET)
+@settings(max_examples=100, **QUIET)
 @given(data=st.data())
 def test_a_spoiled_checkpoint_is_loaded_or_refused(data: st.DataObject, saved: Path) -> None:
     page = (saved / checkpoints.CONTENTS).read_text()
@@ -240,7 +240,7 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=150, **QUIET)
+@settings(max_examples=60, **QUIET)
 @given(data=st.data())
 def test_a_recipe_with_wrong_fields_is_trained_or_refused(data: st.DataObject, tmp_path: Path) -> None:
     names = sorted(pd.Recipe.__dataclass_fields__)

@@ -120,7 +120,7 @@ def test_example_as_it_is_on_two_machines(machines: tuple[str, str], tmp_path: P
     assert summary["accuracy"] > 0.9
 
 
-@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+@pytest.mark.parametrize("rendezvous", [pytest.param("c10d", marks=pytest.mark.long), "static"])
 def test_both_sides_end_when_the_link_goes_away(machines: tuple[str, str], tmp_path: Path, rendezvous: str) -> None:
     program = written(tmp_path, loader="slow=True, count=100_000")
     program[2:] = ["train", str(tmp_path / "small.py"), "--plan", str(tmp_path / "plan.json"), "--out", "run"]

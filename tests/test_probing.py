@@ -50,7 +50,7 @@ def test_lone_process_has_nothing_to_measure() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_processes_of_one_machine(workers: int) -> None:
     ends = processes.launch(probe, workers)
     assert [end.error for end in ends] == [None] * workers

@@ -54,7 +54,7 @@ def _matrix() -> list[object]:
         for method in METHODS:
             quick = method == "pipedream" or (number + METHODS.index(method)) % 3 == 0
             for others in ({"scheduled": True}, {"depth": "full", "optimizer": "adamw"}):
-                marks = () if quick and "depth" not in others else pytest.mark.slow
+                marks = pytest.mark.long if "depth" in others else () if quick else pytest.mark.slow
                 found.append(pytest.param(case := _case(replicas, method, **others), id=str(case), marks=marks))
             if method in ROUNDS:
                 lag, depth = LAGS[replicas]
@@ -152,7 +152,9 @@ IN_PROCESSES = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6))])
+@pytest.mark.parametrize(
+    "workers", [3, 4, pytest.param(5, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.long)]
+)
 def test_several_processes_give_what_one_gives(workers: int) -> None:
     chosen = [per_worker(case) for case in IN_PROCESSES[workers]]
     of_ranks = processes.results(cases.run_all, workers, chosen, timeout_s=240.0)

@@ -118,21 +118,21 @@ def test_torchruns_restarts_go_on_too(tmp_path: Path) -> None:
     assert summary["minibatches"] == 40
 
 
-def test_a_run_folder_with_checkpoints_is_not_taken_for_a_new_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "length"),
+    [((), 40), pytest.param(("--minibatches", "25"), 25, marks=pytest.mark.slow)],
+    ids=["epochs", "minibatches"],
+)
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, end: tuple[str, ...], length: int) -> None:
     write(tmp_path, "False")
-    ended, _ = train(tmp_path, "--workers", "1")
+    ended, whole = train(tmp_path, "--workers", "1", *end)
     assert ended.status == 0, ended.err
+    # Its folder is not taken for a new run.
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
-    ended, _ = train(tmp_path, "--workers", "1")
+    ended, _ = train(tmp_path, "--workers", "1", *end)
     assert ended.status == 2
     assert "holds checkpoints of an earlier run; go on from them (--resume run)" in ended.err
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
-
-
-@pytest.mark.parametrize(("end", "length"), [((), 40), (("--minibatches", "25"), 25)], ids=["epochs", "minibatches"])
-def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, end: tuple[str, ...], length: int) -> None:
-    write(tmp_path, "False")
-    _, whole = train(tmp_path, "--workers", "1", *end)
     weights = (tmp_path / "run" / "weights.pt").read_bytes()
     ended, summary = train(tmp_path, "--workers", "1", "--resume", "run", *end)
     assert ended.status == 0, ended.err

@@ -33,7 +33,8 @@ def _matrix() -> list[Case]:
             for stages in (1, 2, 3, 4):
                 case = _case(animal, schedule, stages)
                 quick = stages == BASIC[schedule] or (animal == "mlp" and schedule in ASYNCHRONOUS)
-                found.append(pytest.param(case, id=str(case), marks=() if quick else pytest.mark.slow))
+                others = pytest.mark.slow if animal in ("mlp", "cnn") else pytest.mark.long
+                found.append(pytest.param(case, id=str(case), marks=() if quick else others))
     return found
 
 
@@ -145,7 +146,7 @@ IN_PROCESSES = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
     chosen = [per_worker(case) for case in IN_PROCESSES[workers]]
     of_ranks = processes.results(cases.run_all, workers, chosen)

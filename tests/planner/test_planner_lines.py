@@ -99,9 +99,9 @@ def test_equals_exhaustive_search_over_levels(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 120))
+@pytest.mark.parametrize("seed", range(100, 106))
 def test_equals_exhaustive_search_over_levels_often(seed: int) -> None:
-    """The same over 2,000 chains more."""
+    """The same over 600 chains more."""
     check_against_every_plan(random.Random(seed), 100)
 
 

@@ -193,6 +193,6 @@ def test_cuts_by_name() -> None:
 def test_refuses_no_microbatch_and_too_little_memory() -> None:
     with pytest.raises(PlanError, match="at least 1 microbatch, found 0"):
         by_hand(TINY, Cluster.flat(2), (2,), microbatches=0)
-    with pytest.raises(PlanError, match=r"stage 1 \(layers 2 to 2\) then holds 1 in flight and needs 1.00 kB"):
+    with pytest.raises(PlanError, match=r"stage 1 \(layers 2 to 2\) holds 1 in flight and needs 1.00 kB"):
         by_hand(TINY, Cluster.flat(2, memory_bytes=1000), (2,))
     assert by_hand(TINY, Cluster.flat(2, memory_bytes=1001), (2,)).stages[1].peak_bytes == 1001

@@ -112,14 +112,14 @@ def _enough(space: Space, search: Callable[[Space], Plan], need_bytes: int) -> s
 def _fitting(space: Space, search: Callable[[Space], Plan]) -> Plan:
     """The plan of a search, with the messages that it makes a worker hold: known of a whole plan only.
 
-    Where they are too much, the search is made again with some memory left free for them, first as much as is missing,
-    then less. The first search still tells how fast a plan could be.
+    Where they are too much, the search is made again with some memory left free for them, first as much as is missing
+    and then twice as much each time, then less. The first search still tells how fast a plan could be.
     """
     found = least = space.with_bytes(search(space))
     spare_bytes, too_little = 0, 0
     while (s := found.overfull) is not None:
         too_little = spare_bytes
-        spare_bytes += found.stages[s].peak_bytes - (space.memory_bytes(found, s) or 0)
+        spare_bytes += max(spare_bytes, found.stages[s].peak_bytes - (space.memory_bytes(found, s) or 0))
         try:
             found = space.with_bytes(search(replace(space, spare_bytes=spare_bytes)))
         except PlanError:
