@@ -17,7 +17,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 STAMP := .venv/installed
 # Tests that start processes mostly wait, and run one after the other beside those that compute.
-BESIDE := -n 2 --dist loadgroup
+BESIDE := -n 2
 
 train: $(STAMP)
 	@$(BIN)/pipedream train examples/digits.py --workers 2

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import random
 import shutil
 import subprocess
 import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
+
+PROCESSES = "pytest.mark.processes"
 
 # No deadline and no complaint about slow examples: shared cores are sometimes slow. In CI the same examples each time.
 settings.register_profile(
@@ -40,18 +47,37 @@ def _lacking(marker: str) -> str | None:
     return None
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for its groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what the machine cannot run, and says what is missing.
+class _Apart(LoadScopeScheduling):
+    """Where tests run side by side, those that start processes stay with one of the runners.
 
-    Where tests run side by side, those that start processes stay with one of the runners: they would take each
-    other's time, and some of them measure it. They come first, for they are the longest row.
+    They would take each other's time, and some of them measure it. pytest-xdist's own groups do not work with this
+    pytest, which no longer lets names of tests be changed; here the marks are read off the files.
     """
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if item.get_closest_marker("processes"):
-                item.add_marker(pytest.mark.xdist_group("processes"))
-        items.sort(key=lambda item: item.get_closest_marker("processes") is None)
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, test = nodeid.partition("::")
+        return "processes" if test.partition("[")[0] in _starting_processes(file) else nodeid
+
+
+@cache
+def _starting_processes(file: str) -> frozenset[str]:
+    """Returns the tests of a file that are marked `processes`, one by one or all of them."""
+    parsed = ast.parse((Path(__file__).parents[1] / file).read_text(encoding="utf-8")).body
+    tests = [node for node in parsed if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    marks = [node for node in parsed if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"]
+    if any(PROCESSES in ast.unparse(node) for node in marks):
+        return frozenset(test.name for test in tests)
+    return frozenset(test.name for test in tests if any(ast.unparse(mark) == PROCESSES for mark in test.decorator_list))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Deals the tests to the runners, the longest row first."""
+    return _Apart(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what the machine cannot run, and says what is missing."""
     for marker in ("gpu", "browser", "network"):
         marked = [item for item in items if item.get_closest_marker(marker)]
         if marked and (reason := _lacking(marker)):
