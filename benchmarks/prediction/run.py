@@ -44,7 +44,7 @@ PLANS = (
 """Workers of the stages, and the depth."""
 
 LATENCY_S = 1e-4
-_SEGMENT_S = 1.0
+_SEGMENT_S = 6.0
 _QUIET = 0.05  # share of the cores' time that others may take
 _REAL = 2  # workers that compute, one core each; more wait for the profiled seconds
 _DILATION = 4  # of what is emulated: so many times as long, over links so many times as slow
