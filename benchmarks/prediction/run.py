@@ -44,7 +44,8 @@ PLANS = (
 """Workers of the stages, and the depth."""
 
 LATENCY_S = 1e-4
-_SEGMENT_S = 6.0
+_SEGMENT_S = 6.0  # of what is emulated
+_REAL_S = 1.0  # of what computes, in each of as many runs
 _QUIET = 0.05  # share of the cores' time that others may take
 _REAL = 2  # workers that compute, one core each; more wait for the profiled seconds
 _DILATION = 4  # of what is emulated: so many times as long, over links so many times as slow
@@ -60,7 +61,8 @@ class Row:
         predicted_s: the simulator's, in the steady state.
         segments_s: measured, one after the other.
         others: share of the cores' time that other processes took meanwhile.
-        drift: of what computes: by how much the profile behind it is slower than that in front of it.
+        drift: of what computes: by how much the profiles before, between and behind its runs differ.
+        plan: that was run, as JSON, so that it can be predicted again.
     """
 
     model: str
@@ -73,6 +75,7 @@ class Row:
     segments_s: tuple[float, ...]
     others: float = 0.0
     drift: float = 0.0
+    plan: str = ""
 
     @property
     def disturbed(self) -> float:
@@ -116,12 +119,12 @@ def main() -> int:
         with _crew(network, _REAL) as crew:
             profiles = {name: crew.profile(name) for name in options.models or MODELS}
             patience.end_s = began + 60 * options.minutes * sum(count <= _REAL for count in counts) / len(counts)
-            rows += _all(crew, network, wanted, profiles, patience, links)
+            rows += _all(crew, network, wanted, profiles, patience, links, options.every)
         for count in sorted(set(counts) - {_REAL}):
             # Each number of workers has its share of the time, so that none is left out alone.
             patience.end_s = began + 60 * options.minutes * sum(other <= count for other in counts) / len(counts)
             with _crew(network, count) as crew:
-                rows += _all(crew, network, wanted, profiles, patience, links)
+                rows += _all(crew, network, wanted, profiles, patience, links, options.every)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "rows.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
@@ -134,6 +137,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="three plans, one rate, short segments")
+    parser.add_argument("--every", action="store_true", help="each plan and model over each rate, and not over one")
     parser.add_argument("--rounds", type=int, default=3, help="segments of each plan, of which the median counts")
     parser.add_argument("--patience", type=float, default=120, help="seconds for running again what other processes "
                         "disturb")  # fmt: skip
@@ -145,7 +149,7 @@ def _options() -> argparse.Namespace:
     found = parser.parse_args()
     if found.quick:
         found.plans, found.rates = found.plans or ["1-1", "2-1", "2-2"], found.rates or ["400 mbit/s"]
-        found.patience = 0
+        found.patience, found.every = 0, True
     return found
 
 
@@ -229,12 +233,17 @@ def _all(
     profiles: dict[str, Profile],
     patience: _Patience,
     links: list[str],
+    every: bool,
 ) -> Iterator[Row]:
     """Yields a row for each plan of as many workers as the crew has, each model and each rate."""
     for link in links:
         for model, profile in profiles.items():
             for config, depth in wanted:
                 if _workers(config) != len(crew.workers):
+                    continue
+                if not every and (PLANS.index((config, depth)) + list(MODELS).index(model)) % 3 != list(RATES).index(
+                    link
+                ):
                     continue
                 if time.monotonic() > patience.end_s:
                     print(f"  {model}, {link}, {config}, {depth}: left out, no time is left", file=sys.stderr)
@@ -273,21 +282,45 @@ def _measured(
     real = len(crew.workers) <= _REAL
     dilation = 1 if real else _DILATION
     cluster = Cluster.flat(_workers(config), bytes_per_s, LATENCY_S)
-    if real:
-        profile = crew.profile(model)
-    plan = pd.plan(profile, cluster, shape=config, in_flight=depth)
+    plan = pd.plan(crew.profile(model) if real else profile, cluster, shape=config, in_flight=depth)
+    profiles, seconds, others = [], [], 0.0
+    for _ in range(rounds if real else 1):
+        if real:
+            network.shape(None)
+            profiles.append(crew.profile(model))
+        lasted, taken = _run(crew, network, plan, model if real else None, dilation, bytes_per_s, rounds)
+        seconds += [statistics.median(lasted)] if real else lasted
+        others = max(others, taken)
+    drift = 0.0
+    if real:  # a machine is not equally fast all the time: predicted is what it was before, between and behind the runs
+        network.shape(None)
+        profiles.append(crew.profile(model))
+        works = [_work_s(one) for one in profiles]
+        drift = (max(works) - min(works)) / statistics.median(works)
+        cuts = tuple(stage.first for stage in plan.stages[1:])
+        plan = pd.plan(_middle(profiles), cluster, shape=config, cuts=cuts, in_flight=plan.in_flight)
+    return Row(
+        model, link, config, depth, real, plan.slowest_stage_s, _predicted_s(plan), tuple(seconds), others, drift,
+        plan.to_json(),
+    )  # fmt: skip
+
+
+def _run(
+    crew: _Crew, network: Network, plan: Plan, model: str | None, dilation: int, bytes_per_s: float, segments: int
+) -> tuple[list[float], float]:
+    """Returns the seconds of a minibatch in each segment of a run, undilated, and the share that others took of it."""
     turn = _cycle(plan)
-    segment = turn * max(1, ceil(_SEGMENT_S / (plan.slowest_stage_s * dilation) / turn))
     network.shape(None)
     ready = crew.asked(
         {
             "do": "run",
             "plan": plan.to_json(),
-            "model": model if real else None,
+            "model": model,
             "dilation": dilation,
             "warm": turn * ceil(2 * max(map(int.__mul__, plan.in_flight, plan.replicas)) / turn),
-            "segment": segment,
-            "segments": rounds,
+            "segment": turn
+            * max(1, ceil((_REAL_S if model else _SEGMENT_S) / (plan.slowest_stage_s * dilation) / turn)),
+            "segments": segments,
         }
     )
     assert ready == "ready"
@@ -296,36 +329,22 @@ def _measured(
     crew.tell("go")
     seconds = crew.heard()
     taken_s = _busy_s() - busy_s - (crew.cpu_s() - own_s)
-    others = max(0.0, taken_s / (time.monotonic() - began) / (os.cpu_count() or 1))
-    drift = 0.0
-    if real:  # a machine is not equally fast all the time: predicted is what it was on both sides
-        network.shape(None)
-        behind = crew.profile(model)
-        drift = _work_s(behind) / _work_s(profile) - 1
-        cuts = tuple(stage.first for stage in plan.stages[1:])
-        plan = pd.plan(_between(profile, behind), cluster, shape=config, cuts=cuts, in_flight=plan.in_flight)
-    return Row(
-        model,
-        link,
-        config,
-        depth,
-        real,
-        plan.slowest_stage_s,
-        _predicted_s(plan),
-        tuple(one / dilation for one in seconds),
-        others,
-        drift,
-    )
+    return [one / dilation for one in seconds], max(0.0, taken_s / (time.monotonic() - began) / (os.cpu_count() or 1))
 
 
-def _between(one: Profile, other: Profile) -> Profile:
-    """Returns the mean of two profiles of a model."""
+def _middle(profiles: list[Profile]) -> Profile:
+    """Returns the mean of profiles of a model."""
+    count = len(profiles)
     layers = tuple(
-        replace(a, forward_s=(a.forward_s + b.forward_s) / 2, backward_s=(a.backward_s + b.backward_s) / 2)
-        for a, b in zip(one.layers, other.layers, strict=True)
+        replace(
+            rows[0],
+            forward_s=sum(row.forward_s for row in rows) / count,
+            backward_s=sum(row.backward_s for row in rows) / count,
+        )
+        for rows in zip(*(profile.layers for profile in profiles), strict=True)
     )
-    update_s, loss_s = (one.update_s + other.update_s) / 2, (one.loss_s + other.loss_s) / 2
-    return replace(one, layers=layers, update_s=update_s, loss_s=loss_s)
+    update_s, loss_s = (sum(getattr(one, name) for one in profiles) / count for name in ("update_s", "loss_s"))
+    return replace(profiles[0], layers=layers, update_s=update_s, loss_s=loss_s)
 
 
 def _work_s(profile: Profile) -> float:
