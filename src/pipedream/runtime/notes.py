@@ -48,7 +48,10 @@ def leave_place(where: str) -> None:
     """Leaves what this worker does now."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):
-            Path(path).with_name(_PLACE).write_text(where, encoding="utf-8")
+            # As a whole: a worker may be killed while it writes.
+            written = Path(path).with_name(f"{_PLACE}.new")
+            written.write_text(where, encoding="utf-8")
+            written.replace(Path(path).with_name(_PLACE))
 
 
 def word_in(error_file: str) -> str | None:
