@@ -1,14 +1,15 @@
-"""The clock once more, slow and plain: the oracle of the fast one, to the bit.
+"""The clock once more, slow and plain: the oracle of the fast one.
 
 It knows nothing of an order of events. It reads `Program.instructions` one by one, with the arrivals of all messages
-taken from a table; from what the ranks then send and when, it works out how each port serves all that ever reaches it,
-port after port; the arrivals make a new table; and so on until the table stays as it is. A sum is made of all its
-buckets, and begins at the backward that the runtime takes for the last one before it.
+and the ends of all sums taken from a table; from what the ranks then send and when, it works out how all of that flows;
+which makes a new table; and so on until the table stays as it is. A sum begins at the backward that the runtime takes
+for the last one before it; where no message is in its way, its end is that of all its buckets, one by one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pipedream.core.cost import all_reduce_s
@@ -23,9 +24,14 @@ FIRST_BYTES, NEXT_BYTES = 1 << 20, 4 << 20
 Message = tuple[int, int]
 """A channel's number and the microbatch."""
 
-Guest = tuple[float, int, int, tuple[int, int], float]
-"""What reaches a port: when, after how many other ports (-1: a sum), what decides between two; the message, or the
-stage and update of the sum; and the seconds that it keeps the port busy."""
+Row = tuple[str, int]
+"""'message' and a channel's number, or 'sum' and a stage."""
+
+Place = tuple[str, int, int]
+"""A port: its direction, level and component."""
+
+Table = dict[tuple[str, int, int], tuple[float, float]]
+"""Of each message and each sum, by its row and its index, when it begins and when it is there."""
 
 
 @dataclass
@@ -35,19 +41,19 @@ class Pass:
     spans: list[list[Span]]
     sent: dict[Message, float] = field(default_factory=dict)
     posted: dict[Message, float] = field(default_factory=dict)
-    summed: dict[tuple[int, int], float] = field(default_factory=dict)
+    summed: dict[tuple[int, int], list[tuple[float, float]]] = field(default_factory=dict)
 
 
-def slow_clock(program: Program, costs: Costs, total: int, overlap: bool) -> list[list[Span]]:
-    """Returns the spans of each rank, sorted."""
-    arrivals: dict[Message, tuple[float, float]] = {}
+def slow_clock(program: Program, costs: Costs, total: int, overlap: bool, alone: bool = False) -> list[list[Span]]:
+    """Returns the spans of each rank, sorted; `alone`: nothing is in the way of sums, which go bucket by bucket."""
+    arrivals: Table = {}
     for _ in range(10_000):
-        done = ranks_with(program, costs, total, overlap, arrivals)
+        done = ranks_with(program, costs, total, overlap, arrivals, alone)
         again = through_ports(program, costs, done)
         if again == arrivals:
-            for (number, index), (start, arrival) in arrivals.items():
-                channel = program.channels[number]
-                if arrival > start:
+            for (kind, number, index), (start, arrival) in arrivals.items():
+                if kind == "message" and arrival > start:
+                    channel = program.channels[number]
                     row = done.spans[channel.sender]
                     row.append(Span(channel.sender, "send", channel.source, index, start, arrival))
             return [sorted(rows) for rows in done.spans]
@@ -55,9 +61,7 @@ def slow_clock(program: Program, costs: Costs, total: int, overlap: bool) -> lis
     raise AssertionError("no fixed point")
 
 
-def ranks_with(
-    program: Program, costs: Costs, total: int, overlap: bool, arrivals: dict[Message, tuple[float, float]]
-) -> Pass:
+def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arrivals: Table, alone: bool) -> Pass:
     """Looks at all ranks in turn until nobody can go on."""
     ranks = range(program.placement.workers)
     texts = [list(program.instructions(rank, total)) for rank in ranks]
@@ -100,8 +104,10 @@ def ranks_with(
             if len(brought[one.channel, one.index]) < len(members):
                 return False
             times = list(brought[one.channel, one.index].values())
-            done.summed[one.channel, one.index] = max(end for _, end in times)
-            wait(rank, one.channel, one.index, sum_end(program, costs, one.channel, times, overlap))
+            done.summed[one.channel, one.index] = times
+            _, over = arrivals.get(("sum", one.channel, one.index), (0.0, max(end for _, end in times)))
+            closed = sum_end(program, costs, one.channel, times) if alone else over
+            wait(rank, one.channel, one.index, closed)
         elif one.kind is Move.SEND:
             done.sent[one.channel, one.index] = now[rank]
         else:
@@ -109,7 +115,12 @@ def ranks_with(
             if message not in done.sent or message not in done.posted:
                 return False
             first_guess = max(done.sent[message], done.posted[message])
-            wait(rank, program.channels[one.channel].target, one.index, arrivals.get(message, (0.0, first_guess))[1])
+            wait(
+                rank,
+                program.channels[one.channel].target,
+                one.index,
+                arrivals.get(("message", *message), (0.0, first_guess))[1],
+            )
             received[rank].append(message)
         at[rank] += 1
         return True
@@ -124,79 +135,106 @@ def ranks_with(
     return done
 
 
-def through_ports(program: Program, costs: Costs, done: Pass) -> dict[Message, tuple[float, float]]:
-    """Returns of each message when it enters the last port, and when it is there.
-
-    Ports into the network come before those out of it, and the outer ones lie between: in that order each port
-    knows what reaches it.
-    """
+def through_ports(program: Program, costs: Costs, done: Pass) -> Table:
+    """Returns when each message begins to flow and is there, and when each sum is over."""
     cluster = costs.cluster
-    reached, ended = dict(done.sent), dict(done.sent)
-    crossed = dict.fromkeys(done.sent, 0)
-    order = {message: number for number, message in enumerate(done.sent)}  # of one rank: that of its sends
-    way = [("out", level) for level in range(len(cluster.levels))]
-    way += [("in", level) for level in reversed(range(len(cluster.levels)))]
-    for direction, level in way:
+
+    def rate(direction: str, level: int) -> float:
         row = cluster.levels[level]
-        rate = row.bandwidth_bytes_per_s
         if direction == "in" and row.receive_bytes_per_s is not None:
-            rate = row.receive_bytes_per_s
-        guests: defaultdict[int, list[Guest]] = defaultdict(list)
-        for message in done.sent:
-            channel, size = program.channels[message[0]], costs.channel_bytes(program.channels[message[0]])
-            ends = costs.worker(channel.sender), costs.worker(channel.receiver)
-            if size and level <= cluster.reach(*ends):
-                if (direction, level) == ("in", 0):
-                    reached[message] = max(reached[message], done.posted[message])
-                place = cluster.component(level, ends[0 if direction == "out" else 1])
-                ties = order[message] if (direction, level) == ("out", 0) else message[0]
-                guests[place].append((reached[message], crossed[message], ties, message, size / rate))
-        for (stage, update), at in done.summed.items():
-            size = (costs.sum_bytes or (0.0,) * (stage + 1))[stage]
-            places = {cluster.component(level, costs.worker(r)) for r in program.placement.ranks[stage]}
-            if size and len(places) > 1:
-                for place in places:
-                    guests[place].append((at, -1, stage, (stage, update), size / rate))
-        for rows in guests.values():
-            for message, start, end in served(sorted(rows)):
-                crossed[message] += 1
-                reached[message], ended[message] = start, max(ended[message], end)
-    found = {}
-    for message, posted in done.posted.items():
-        if message in done.sent:
-            channel = program.channels[message[0]]
-            start = reached[message]
-            if not costs.channel_bytes(channel):
-                start = ended[message] = max(start, posted)
-            found[message] = start, ended[message] + costs.latency_s(channel)
+            return row.receive_bytes_per_s
+        return row.bandwidth_bytes_per_s
+
+    rows: dict[Row, list[tuple[float, float, int]]] = {}
+    ways: dict[Row, dict[Place, float]] = {}
+    found: Table = {}
+    for number, channel in enumerate(program.channels):
+        size, ends = costs.channel_bytes(channel), (costs.worker(channel.sender), costs.worker(channel.receiver))
+        theirs = sorted(
+            (max(done.sent[m], done.posted[m]), m[1]) for m in done.sent if m[0] == number if m in done.posted
+        )
+        if not size or ends[0] == ends[1]:
+            found |= {("message", number, k): (at, at + costs.latency_s(channel)) for at, k in theirs}
+            continue
+        order = sorted((done.sent[number, k], k) for _, k in theirs)
+        rows["message", number] = [(max(done.sent[number, k], done.posted[number, k]), size, k) for _, k in order]
+        ways["message", number] = {
+            (direction, level, cluster.component(level, ends[direction == "in"])): rate(direction, level)
+            for level in range(cluster.reach(*ends) + 1)
+            for direction in ("out", "in")
+        }
+    for stage, ranks in enumerate(program.placement.ranks):
+        workers = [costs.worker(rank) for rank in ranks]
+        size, seconds = (costs.sum_bytes or (0.0,) * (stage + 1))[stage], costs.sum_s(stage)
+        for update, times in sorted(
+            (update, at) for (at_stage, update), at in done.summed.items() if at_stage == stage
+        ):
+            parts = costs.sum_parts(stage, [(end, end - start) for start, end in times])
+            if size and seconds and len(ranks) > 1:
+                rows.setdefault(("sum", stage), []).extend((at, part, update) for at, part, _ in parts)
+                continue
+            over = 0.0
+            for at, _, lasts in parts:
+                over = max(over, at) + lasts
+            found["sum", stage, update] = over, over
+        if ("sum", stage) in rows:
+            ways["sum", stage] = {("own", stage, 0): size / seconds}
+            for level in range(cluster.reach(*workers) + 1):
+                places = {cluster.component(level, worker) for worker in workers}
+                if len(places) > 1:
+                    ways["sum", stage] |= {(d, level, at): rate(d, level) for at in places for d in ("out", "in")}
+    for row, index, start, end in flowing(rows, ways):
+        late = costs.latency_s(program.channels[row[1]]) if row[0] == "message" else 0.0
+        found[*row, index] = start, end + late
     return found
 
 
-def served(rows: list[Guest]) -> list[tuple[Message, float, float]]:
-    """Returns how one port serves messages and sums that reach it in this order: each message, its start and end."""
-    busy_until, found = 0.0, []
-    owed: list[tuple[int, float]] = []
-    for at, hop, _, message, seconds in rows:
-        idle = max(0.0, at - busy_until)
-        while owed and idle > 0:
-            stage, left = owed.pop(0)
-            if left > idle:
-                owed.insert(0, (stage, left - idle))
-            idle -= left
-        busy_until = max(at, busy_until)
-        if hop < 0:
-            busy_until += sum(left for stage, left in owed if stage == message[0])
-            owed = [(stage, left) for stage, left in owed if stage != message[0]] + [(message[0], seconds)]
-        else:
-            found.append((message, busy_until, busy_until + seconds))
-            busy_until += seconds
-    return found
+def flowing(
+    rows: dict[Row, list[tuple[float, float, int]]], ways: dict[Row, dict[Place, float]]
+) -> Iterator[tuple[Row, int, float, float]]:
+    """Lets what is in each row flow, one behind the other, all that share a place sharing its rate; yields what was
+    there, when it began and when it ended."""
+    now = 0.0
+    at = dict.fromkeys(rows, 0)
+    going: dict[Row, list[float]] = {}  # when it began, what is left
+    free = dict.fromkeys(rows, 0.0)
+    while True:
+        speeds = fair(going, ways)
+        ends = {row: now + left / speeds[row] for row, (_, left) in going.items()}
+        starts = {
+            row: max(rows[row][at[row]][0], free[row]) for row in rows if row not in going and at[row] < len(rows[row])
+        }
+        following = min([*ends.values(), *starts.values()], default=None)
+        if following is None:
+            return
+        for row in going:
+            going[row][1] = max(0.0, going[row][1] - speeds[row] * (following - now))
+        now = following
+        for row in [row for row, end in ends.items() if end == now]:
+            yield row, rows[row][at[row]][2], going.pop(row)[0], now
+            at[row] += 1
+            free[row] = now
+        for row in [row for row, start in starts.items() if start == now]:
+            going[row] = [now, rows[row][at[row]][1]]
 
 
-def sum_end(program: Program, costs: Costs, stage: int, times: list[tuple[float, float]], overlap: bool) -> float:
-    """Returns when the last bucket of a sum is there."""
-    if not overlap:
-        return max(end for _, end in times) + costs.sync_s[stage]
+def fair(going: Iterable[Row], ways: dict[Row, dict[Place, float]]) -> dict[Row, float]:
+    """Returns the rates of max-min fairness: none can be raised but at the cost of one that is no larger."""
+    speeds: dict[Row, float] = {}
+    while rest := [row for row in going if row not in speeds]:
+        shares = {}
+        for place in {place for row in rest for place in ways[row]}:
+            users = [row for row in going if place in ways[row]]
+            taken = sum(speeds[row] for row in users if row in speeds)
+            shares[place] = (ways[users[0]][place] - taken) / sum(row not in speeds for row in users)
+        least = min(shares.values())
+        narrow = next(place for place, share in shares.items() if share == least)
+        speeds |= {row: least for row in rest if narrow in ways[row]}
+    return speeds
+
+
+def sum_end(program: Program, costs: Costs, stage: int, times: list[tuple[float, float]]) -> float:
+    """Returns when the last bucket of a sum is there that nothing is in the way of."""
     row, cluster = program.plan.stages[stage], costs.cluster
     link = cluster.sum_link(cluster.reach(*(costs.worker(rank) for rank in program.placement.ranks[stage])))
     sizes, left = [], row.parameter_bytes

@@ -191,7 +191,9 @@ class Plan(Artifact):
                 ),
                 default=0.0,
             )
-            found.append(2 * seconds + queue_s)
+            # Of the replicas that one worker talks to, all may do so at once, and share its port.
+            beside = max(-(-counts[s] // counts[s + 1]), -(-counts[s + 1] // counts[s]))
+            found.append(2 * seconds * beside + queue_s)
         return tuple(found)
 
     @property

@@ -3,18 +3,15 @@
 - A rank does its instructions in order; an op takes its seconds.
 - Messages and sums share the ports of the cluster (`simulator.ports`): each worker has one, whatever it sends and
   to whom; machines and racks have theirs.
-- A send never blocks its rank. Its message enters the receiver's own port when its receive is posted; receive i of a
-  channel of depth d is posted when the consumer of receive i - d, the op behind it, is done. What no receive is posted
-  for yet keeps the ports in front of it busy for no longer than its bytes. What has no bytes enters no port.
+- A send never blocks its rank. Its message begins to flow when its receive is posted (`simulator.messages`); receive i
+  of a channel of depth d is posted when the consumer of receive i - d, the op behind it, is done.
 - A receive blocks its rank until the message is there.
 - A sum over the replicas of a stage begins inside the last backward before it (`costs`), or, of a replica that has no
   backward in it, when it comes to its update; it blocks its ranks there until it is done. A coupled update waits until
   all ranks have reached theirs of the same number.
 
-Each rank runs ahead until it waits for another. When all wait, the earliest message that is about to enter a port does:
-nothing that a rank does later can come before it, so ports see their messages in the order of time. Of those that
-reach a port at the same time the one that has entered fewer goes first, then that of the lower channel; a rank's own
-port takes them in the order of its sends.
+Each rank runs ahead until it waits for another. When all wait, the earliest flow that is about to begin or to end
+does: nothing that a rank does later can come before it, so ports see all that happens in the order of time.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import Any, NoReturn
 
@@ -107,13 +105,18 @@ class _Rank:
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
-    """Ranks that wait until all have come: how many have not yet, and have not yet gone; when the last has come,
-    and when it is over."""
+    """Ranks that wait until all have come and their sum is there.
+
+    Attributes:
+        missing, staying: how many have not yet come, and have not yet gone.
+        came: of each that has come, when, and the seconds of the backward that gradients came in until then.
+        over_s: when it is over; None where that is not yet known.
+    """
 
     missing: int
     staying: int
-    come_s: float = 0.0
-    over_s: float = 0.0
+    came: list[tuple[float, float]] = field(default_factory=list)
+    over_s: float | None = None
     waiting: list[_Rank] = field(default_factory=list)
 
 
@@ -220,7 +223,7 @@ class _Clock:
             elif code == GIVE:
                 stage, update, updates = what
                 backward_s = now - spans[-1].start_s
-                self._come(rank, stage, update + turn * updates, now, self.costs.sum_s(stage, backward_s))
+                self._come(rank, stage, update + turn * updates, now, backward_s)
             else:
                 stage = what if code == SYNC else _ALL
                 over_s = self._met(rank, stage, index, now)
@@ -232,8 +235,8 @@ class _Clock:
             position += 1
         rank.position, rank.turn, rank.missing, rank.now = position, turn, missing, now
 
-    def _come(self, rank: _Rank, stage: int, update: int, now: float, lasts_s: float) -> None:
-        """Notes that a rank has come to a meeting, which is not over before some seconds from then on."""
+    def _come(self, rank: _Rank, stage: int, update: int, now: float, backward_s: float) -> None:
+        """Notes that a rank has come to a meeting, at the end of a backward of some seconds."""
         key = stage, update
         meeting = self.meetings.get(key)
         if meeting is None:
@@ -244,23 +247,29 @@ class _Clock:
             )
             meeting = self.meetings[key] = _Meeting(members, members)
         rank.brought[stage] = update
-        meeting.come_s = max(meeting.come_s, now)
-        meeting.over_s = max(meeting.over_s, now + lasts_s)
+        meeting.came.append((now, backward_s))
         meeting.missing -= 1
-        if not meeting.missing:
-            if stage != _ALL:
-                self.messages.sum_up(stage, update, meeting.come_s)
-            self.ready.extend(meeting.waiting)
-            meeting.waiting.clear()
+        if meeting.missing:
+            return
+        if stage == _ALL:
+            self._over(meeting, 0.0)
+        else:
+            self.messages.sum_up(stage, self.costs.sum_parts(stage, meeting.came), partial(self._over, meeting))
+
+    def _over(self, meeting: _Meeting, now: float) -> None:
+        """Lets those go on that wait for a meeting."""
+        meeting.over_s = max(now, *(came_s for came_s, _ in meeting.came))
+        self.ready.extend(meeting.waiting)
+        meeting.waiting.clear()
 
     def _met(self, rank: _Rank, stage: int, update: int, now: float) -> float | None:
-        """Returns when a meeting is over that a rank has reached, or None: some have not yet come."""
+        """Returns when a meeting is over that a rank has reached, or None: that is not yet known."""
         if stage == _ALL and update <= rank.coupled:
             return now  # another stage of this rank has met
         if rank.brought.get(stage, 0) < update:
-            self._come(rank, stage, update, now, 0.0 if stage == _ALL else self.costs.sum_s(stage))
+            self._come(rank, stage, update, now, 0.0)
         meeting = self.meetings[stage, update]
-        if meeting.missing:
+        if meeting.over_s is None:
             meeting.waiting.append(rank)
             return None
         meeting.staying -= 1

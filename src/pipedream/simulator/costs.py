@@ -6,12 +6,13 @@ backward before the update, counted in bytes; the all-reduce of a bucket begins 
 the bucket before it is done, and takes what `core.cost.all_reduce_s` says at the stage's own link (`core.site`). With
 q_k the share of the bytes that lies in buckets up to k, T_k the seconds of bucket k and all behind it, and D those of
 the backward, a sum is over max_k (T_k - (1 - q_k) D) after the end of the slowest replica's backward: at least the
-last bucket's seconds. That shows, unless the update lags: then the next forward hides it too. What it puts on the
-ports the pipeline's messages do without (`simulator.ports`).
+last bucket's seconds. That shows, unless the update lags: then the next forward hides it too. Messages
+that meet it in a port make it longer (`simulator.ports`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.cluster import Cluster
@@ -109,6 +110,23 @@ class Costs:
         if not self.buckets:
             return self.sync_s[stage]
         return max((tail_s - (1 - ready) * backward_s for ready, tail_s in self.buckets[stage]), default=0.0)
+
+    def sum_parts(self, stage: int, came: Sequence[tuple[float, float]]) -> list[tuple[float, float, float]]:
+        """Returns the parts of a sum, one behind the other: when each may begin, its bytes through a port, its seconds.
+
+        Args:
+            stage: whose.
+            came: of each replica when its last backward ended, and how long it took.
+        """
+        size = self.sum_bytes[stage] if self.sum_bytes else 0.0
+        buckets = self.buckets[stage] if self.buckets else ((1.0, self.sync_s[stage]),)
+        tails_s = [tail_s for _, tail_s in buckets]
+        parts = []
+        for (ready, tail_s), behind_s in zip(buckets, [*tails_s[1:], 0.0], strict=True):
+            at_s = max(end_s - (1 - ready) * backward_s for end_s, backward_s in came)
+            seconds = tail_s - behind_s
+            parts.append((at_s, size * seconds / tails_s[0] if tails_s[0] else 0.0, seconds))
+        return parts
 
     def channel_bytes(self, channel: Channel) -> float:
         """Returns the bytes of one message: the value of the boundary that the channel crosses."""

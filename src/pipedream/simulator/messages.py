@@ -1,12 +1,15 @@
-"""Messages on their way: from a send through the ports to the receive that is posted for it, in the order of time.
+"""Messages and sums on their way: from a send to the receive that is posted for it, in the order of time.
 
-`simulator.ports` says what a port does with them, the clock when they are sent and received.
+A message begins to flow (`simulator.ports`) when it is sent and its receive is posted, as gloo and NCCL do, behind
+those that were sent before it on its channel; it is there with its last byte, and one latency. What has no bytes is
+there at once, and one latency. A sum over replicas flows around them, bucket behind bucket, each when it is ready on
+all replicas.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
@@ -14,45 +17,64 @@ from typing import Any
 from ..core.program import Channel, Program
 from ..core.timeline import Span
 from .costs import Costs
-from .ports import Port, Ports
+from .ports import Flow, Flows, Port, Ports
 
 __all__ = ["Messages", "Wire", "described"]
 
 _new: Callable[..., Any] = tuple.__new__  # makes a named tuple without a call in Python
-_SUM = -1  # in the place of a hop: a sum, which is before all messages of the same time
 
 
 @dataclass(slots=True, eq=False)
-class Wire:
-    """A channel at work.
+class _Row:
+    """What goes one behind the other through the same ports.
 
     Attributes:
-        number: its index in the program.
-        hops: the ports that its messages enter, in the order of their way, and the seconds for which they are busy.
-        goes_at_once: nothing but its sender's messages enters the first port, so that these need not wait for others.
-        latency_s: from the last byte to the arrival.
-        posted: times at which receives were posted for which no message has come yet.
-        stays: messages that no receive is posted for: when they could enter the last port, and when their last
-            byte has come as far as there.
-        arrived: messages and when they were there, not yet received.
-        sends: spans of the sender's messages.
-        waiting: the receiver, where it waits for a message.
+        number: decides between those that may begin at the same time.
+        ports: () where what goes has no bytes.
+        coming: when each may begin, its bytes, what it is; the first is under way where it `is_busy`.
+        free_s: until when the one before was under way.
     """
 
     number: int
-    channel: Channel
-    hops: list[tuple[Port, float]]
-    goes_at_once: bool
-    latency_s: float
-    posted: deque[float]
-    sends: list[Span]
-    stays: deque[tuple[int, float, float]] = field(default_factory=deque)
+    ports: Sequence[Port]
+    coming: deque[tuple[float, float, Any]] = field(default_factory=deque)
+    is_busy: bool = False
+    free_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Wire(_Row):
+    """A channel at work.
+
+    Attributes:
+        size_bytes: of a message.
+        latency_s: from the last byte to the arrival.
+        posted: times at which receives were posted for which no message has been sent yet.
+        stays: messages that no receive is posted for, and when they were sent.
+        arrived: messages and when they were there, not yet received.
+        sends: spans of the sender's messages.
+        waiting: the receiver, where it waits for a message.
+        began_s: when the message that is under way began to flow.
+    """
+
+    channel: Channel = None  # type: ignore[assignment]
+    size_bytes: float = 0.0
+    latency_s: float = 0.0
+    posted: deque[float] = field(default_factory=deque)
+    stays: deque[tuple[int, float]] = field(default_factory=deque)
     arrived: deque[tuple[int, float]] = field(default_factory=deque)
+    sends: list[Span] = field(default_factory=list)
     waiting: Any = None
+    began_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Ring(_Row):
+    """The sums of a stage: `coming` tells of the last bucket of each what is to be called when it is there."""
 
 
 class Messages:
-    """All messages of a run.
+    """All messages and sums of a run.
 
     Attributes:
         wires: one a channel.
@@ -61,84 +83,81 @@ class Messages:
 
     def __init__(self, program: Program, costs: Costs, sends: list[list[Span]], ready: list[Any]) -> None:
         """Takes the lists into which the spans of each rank's messages go."""
-        stages, ports = program.placement.stages, Ports(costs.cluster)
+        ports = Ports(costs.cluster)
         self.ready = ready
-        self._rings = [
-            [(port, size / rate) for port, rate in ports.around([costs.worker(rank) for rank in ranks])] if size else []
-            for ranks, size in zip(program.placement.ranks, costs.sum_bytes or (0.0,) * stages, strict=True)
-        ]
-        of_sums = {port for ring in self._rings for port, _ in ring}
         self.wires = []
         for number, channel in enumerate(program.channels):
             size = costs.channel_bytes(channel)
-            way = ports.path(costs.worker(channel.sender), costs.worker(channel.receiver)) if size else []
             self.wires.append(
                 Wire(
                     number,
-                    channel,
-                    [(port, size / rate) for port, rate in way],
-                    not of_sums & {port for port, _ in way[:1]},
-                    costs.latency_s(channel),
-                    deque([0.0] * channel.depth),
-                    sends[channel.sender],
+                    ports.path(costs.worker(channel.sender), costs.worker(channel.receiver)) if size else (),
+                    channel=channel,
+                    size_bytes=size,
+                    latency_s=costs.latency_s(channel),
+                    posted=deque([0.0] * channel.depth),
+                    sends=sends[channel.sender],
                 )
             )
-        # When it reaches its next port, how many it has entered, its channel (of a sum its stage; in front of its
-        # sender's port how many were sent before it), its index; the wire, and when its last byte has come through
-        # the ports behind it. The earliest comes first.
-        self._entering: list[tuple[float, int, int, int, Any, float]] = []
-        self._sent = 0
+        self._rings = [
+            _Ring(-1 - stage, self._around(ports, [costs.worker(rank) for rank in ranks], costs, stage))
+            for stage, ranks in enumerate(program.placement.ranks)
+        ]
+        self._flows = Flows()
+        self._starts: list[tuple[float, int, _Row]] = []
+
+    def _around(self, ports: Ports, workers: Sequence[int], costs: Costs, stage: int) -> Sequence[Port]:
+        """The ports of a ring, and one more for what an all-reduce reaches alone."""
+        size, seconds = (costs.sum_bytes[stage] if costs.sum_bytes else 0.0), costs.sum_s(stage)
+        return [Port(size / seconds), *ports.around(workers)] if size and seconds and len(workers) > 1 else ()
 
     def send(self, wire: Wire, index: int, now: float) -> None:
         """Sends a message."""
-        hops = wire.hops
-        if not hops:
-            self._come_up(wire, index, now, now)
-        elif wire.goes_at_once:
-            port, busy_s = hops[0]
-            start = port.free_s
-            if now > start:
-                start = now
-            port.free_s = ended_s = start + busy_s
-            if len(hops) == 2:
-                self._come_up(wire, index, start, ended_s)
-            else:
-                heappush(self._entering, (start, 1, wire.number, index, wire, ended_s))
-        else:
-            self._sent += 1
-            heappush(self._entering, (now, 0, self._sent, index, wire, now))
+        wire.stays.append((index, now))
+        if wire.posted:
+            self._begin(wire, wire.posted.popleft())
 
     def post(self, wire: Wire, now: float) -> None:
         """Posts a receive."""
         if wire.stays:
-            self._pass(wire, now)
+            self._begin(wire, now)
         else:
             wire.posted.append(now)
 
-    def sum_up(self, stage: int, update: int, now: float) -> None:
-        """Puts the bytes of a sum on the ports of the stage's workers."""
-        if self._rings[stage]:
-            heappush(self._entering, (now, _SUM, stage, update, None, 0.0))
+    def sum_up(self, stage: int, parts: Sequence[tuple[float, float, float]], done: Callable[[float], None]) -> None:
+        """Sums up over the replicas of a stage.
+
+        Args:
+            stage: whose.
+            parts: when each may begin, its bytes, and its seconds where nothing else is in the way.
+            done: called with the time at which the last is over.
+        """
+        ring = self._rings[stage]
+        if not ring.ports:
+            over_s = 0.0
+            for at_s, _, seconds in parts:
+                over_s = max(over_s, at_s) + seconds
+            done(over_s)
+            return
+        for number, (at_s, size, _) in enumerate(parts):
+            ring.coming.append((at_s, size, done if number == len(parts) - 1 else None))
+        self._go(ring)
 
     def go_on(self) -> None:
-        """Lets the earliest messages enter their next ports, until a receiver has waited for one of them."""
-        while self._entering and not self.ready:
-            reached_s, hop, number, index, wire, ended_s = heappop(self._entering)
-            if hop == _SUM:
-                for port, busy_s in self._rings[number]:
-                    port.owe(number, reached_s, busy_s)
-                continue
-            port, busy_s = wire.hops[hop]
-            start = port.enter(reached_s, busy_s)
-            if start + busy_s > ended_s:
-                ended_s = start + busy_s
-            left = len(wire.hops) - hop - 1
-            if not left:
-                self._arrive(wire, index, start, ended_s + wire.latency_s)
-            elif left == 1:
-                self._come_up(wire, index, start, ended_s)
+        """Lets time pass, until a receiver has waited for a message or for a sum."""
+        starts, flows = self._starts, self._flows
+        while not self.ready:
+            end_s = flows.next_s()
+            if starts and (end_s is None or starts[0][0] < end_s):
+                now, _, row = heappop(starts)
+                if isinstance(row, Wire):
+                    row.began_s = now
+                flows.start(Flow(row.ports, row.coming[0][1], row), now)
+            elif end_s is not None:
+                now, row = flows.end()
+                self._end(row, now)
             else:
-                heappush(self._entering, (start, hop + 1, wire.number, index, wire, ended_s))
+                return
 
     def left(self) -> Iterator[tuple[Channel, int]]:
         """Yields what was sent and never received."""
@@ -146,21 +165,30 @@ class Messages:
             for index in (*(message[0] for message in wire.arrived), *(message[0] for message in wire.stays)):
                 yield wire.channel, index
 
-    def _come_up(self, wire: Wire, index: int, reached_s: float, ended_s: float) -> None:
-        """Notes that a message has come to the receiver's own port, which it enters when its receive is posted."""
-        wire.stays.append((index, reached_s, ended_s))
-        if wire.posted:
-            self._pass(wire, wire.posted.popleft())
-
-    def _pass(self, wire: Wire, posted_s: float) -> None:
+    def _begin(self, wire: Wire, posted_s: float) -> None:
         """Gives the message that has stayed longest the receive that was posted at a time."""
-        index, reached_s, ended_s = wire.stays.popleft()
-        if posted_s > reached_s:
-            reached_s = posted_s
-        if wire.hops:
-            heappush(self._entering, (reached_s, len(wire.hops) - 1, wire.number, index, wire, ended_s))
+        index, sent_s = wire.stays.popleft()
+        at_s = posted_s if posted_s > sent_s else sent_s
+        if wire.ports:
+            wire.coming.append((at_s, wire.size_bytes, index))
+            self._go(wire)
         else:
-            self._arrive(wire, index, reached_s, reached_s + wire.latency_s)
+            self._arrive(wire, index, at_s, at_s + wire.latency_s)
+
+    def _go(self, row: _Row) -> None:
+        """Lets the first of a row begin when it may, if none is under way."""
+        if not row.is_busy and row.coming:
+            row.is_busy = True
+            heappush(self._starts, (max(row.coming[0][0], row.free_s), row.number, row))
+
+    def _end(self, row: _Row, now: float) -> None:
+        _, _, what = row.coming.popleft()
+        row.is_busy, row.free_s = False, now
+        self._go(row)
+        if isinstance(row, Wire):
+            self._arrive(row, what, row.began_s, now + row.latency_s)
+        elif what is not None:
+            what(now)
 
     def _arrive(self, wire: Wire, index: int, start_s: float, arrival_s: float) -> None:
         if arrival_s > start_s:

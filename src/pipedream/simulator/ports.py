@@ -1,62 +1,118 @@
 """The ports of a cluster at work (`core.cluster`: the network is a tree of levels, with a port for each component).
 
-A message from worker a to worker b leaves through the ports of a's components up to the outermost level that it
-crosses, and enters through those of b's components, down to b's own. It cuts through: it enters the next port as soon
-as that is free, while the rest of it still comes. Each port takes messages one after the other, in the order in which
-they reach it, and each for its bytes / the port's own bandwidth: the rest of its capacity is left to others, even where
-a slower port on the way makes the message itself take longer. So a port that is never idle carries its full bandwidth,
-whatever waits elsewhere. A message is there with its last byte through the slowest port, and one latency.
-
-A sum over replicas is not slowed down by messages; its bytes go through the ports of its members while these have
-nothing else to carry. What of them is still left when the next sum of the stage comes is carried first, before any
-message: so over a round a port carries the bytes of messages and of sums, and no more than it can.
+What goes from worker a to worker b leaves through the ports of a's components up to the outermost level that it
+crosses, and enters through those of b's components, down to b's own, all at the same time: it is a *flow* through them.
+Flows that share ports share their bandwidth fairly, as connections of TCP do: the rates are those of max-min fairness
+(Bertsekas and Gallager, Data Networks, section 6.5.2: progressive filling). All grow evenly, until a port is full;
+those through it stay as they are, the others grow on. So no port that is the narrowest of some flow is ever idle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import Any
 
 from ..core.cluster import Cluster
 
-__all__ = ["Port", "Ports"]
+__all__ = ["Flow", "Flows", "Port", "Ports"]
 
 _IN, _OUT = 0, 1
 
 
 class Port:
-    """One direction of a component's port: until when messages keep it busy, and what it owes to sums."""
+    """One direction of a component's port: its bandwidth, and what flows through it."""
 
-    __slots__ = ("free_s", "owed_s")
+    __slots__ = ("bytes_per_s", "flows")
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.flows: dict[Flow, None] = {}
+
+
+class Flow:
+    """Bytes on their way.
+
+    Attributes:
+        ports: that they go through.
+        left_bytes: what was left of them at `since_s`, since when they have gone at `bytes_per_s`.
+        version: counts the changes of that, so that an end that was foretold before is known to be wrong.
+        what: whose they are.
+    """
+
+    __slots__ = ("bytes_per_s", "left_bytes", "ports", "since_s", "version", "what")
+
+    def __init__(self, ports: Sequence[Port], size_bytes: float, what: Any) -> None:
+        self.ports = ports
+        self.left_bytes = size_bytes
+        self.what = what
+        self.bytes_per_s = self.since_s = 0.0
+        self.version = 0
+
+
+class Flows:
+    """All that flows. Times given never go back."""
 
     def __init__(self) -> None:
-        self.free_s = 0.0
-        self.owed_s: dict[int, float] = {}
+        self._ends: list[tuple[float, int, int, Flow]] = []
+        self._count = 0
 
-    def enter(self, reached_s: float, busy_s: float) -> float:
-        """Returns when a message enters that has reached it and keeps it busy for some seconds."""
-        free_s = self.free_s
-        if reached_s > free_s:
-            if self.owed_s:
-                self._pay(reached_s - free_s)
-            free_s = reached_s
-        self.free_s = free_s + busy_s
-        return free_s
+    def start(self, flow: Flow, now: float) -> None:
+        """Lets a flow begin, through at least one port."""
+        for port in flow.ports:
+            port.flows[flow] = None
+        self._share(flow, now)
 
-    def owe(self, stage: int, at_s: float, busy_s: float) -> None:
-        """Takes over the bytes of a stage's sum."""
-        if at_s > self.free_s:
-            self._pay(at_s - self.free_s)
-            self.free_s = at_s
-        self.free_s += self.owed_s.pop(stage, 0.0)
-        self.owed_s[stage] = busy_s
+    def next_s(self) -> float | None:
+        """Returns when the first flow ends, as things stand; None where nothing flows."""
+        ends = self._ends
+        while ends and ends[0][2] != ends[0][3].version:
+            heappop(ends)
+        return ends[0][0] if ends else None
 
-    def _pay(self, idle_s: float) -> None:
-        for stage, left_s in list(self.owed_s.items()):
-            if left_s > idle_s:
-                self.owed_s[stage] = left_s - idle_s
-                return
-            del self.owed_s[stage]
-            idle_s -= left_s
+    def end(self) -> tuple[float, Any]:
+        """Ends the flow that `next_s` tells of; returns when, and whose it is."""
+        now, _, _, flow = heappop(self._ends)
+        flow.version = -1
+        for port in flow.ports:
+            del port.flows[flow]
+        for port in flow.ports:
+            if port.flows:
+                self._share(next(iter(port.flows)), now)
+        return now, flow.what
+
+    def _share(self, flow: Flow, now: float) -> None:
+        """Gives a flow, and all that shares a port with it or with one that does, their bandwidth."""
+        if all(len(port.flows) == 1 for port in flow.ports):
+            self._run(flow, min(port.bytes_per_s for port in flow.ports), now)
+            return
+        flows, ports = {flow: None}, {}
+        found = [flow]
+        for one in found:
+            for port in one.ports:
+                if port not in ports:
+                    ports[port] = [port.bytes_per_s, len(port.flows)]
+                    found += [other for other in port.flows if other not in flows]
+                    flows.update(port.flows)
+        waiting = dict.fromkeys(found)
+        while waiting:
+            narrow = min((port for port, (_, count) in ports.items() if count), key=lambda p: ports[p][0] / ports[p][1])
+            rate = ports[narrow][0] / ports[narrow][1]
+            for one in [other for other in narrow.flows if other in waiting]:
+                del waiting[one]
+                for port in one.ports:
+                    ports[port][0] -= rate
+                    ports[port][1] -= 1
+                self._run(one, rate, now)
+
+    def _run(self, flow: Flow, bytes_per_s: float, now: float) -> None:
+        if bytes_per_s == flow.bytes_per_s:
+            return
+        flow.left_bytes = max(0.0, flow.left_bytes - flow.bytes_per_s * (now - flow.since_s))
+        flow.bytes_per_s, flow.since_s = bytes_per_s, now
+        flow.version += 1
+        self._count += 1
+        heappush(self._ends, (now + flow.left_bytes / bytes_per_s, self._count, flow.version, flow))
 
 
 class Ports:
@@ -66,23 +122,26 @@ class Ports:
         self.cluster = cluster
         self._made: dict[tuple[int, int, int], Port] = {}
 
-    def path(self, sender: int, receiver: int) -> list[tuple[Port, float]]:
-        """Returns the ports between two workers, in the order of the way, each with its bandwidth (bytes/s)."""
+    def path(self, sender: int, receiver: int) -> list[Port]:
+        """Returns the ports between two workers, in the order of the way."""
         if sender == receiver:
             return []
         levels = range(self.cluster.reach(sender, receiver) + 1)
         out = [self._one(level, sender, _OUT) for level in levels]
         return out + [self._one(level, receiver, _IN) for level in reversed(levels)]
 
-    def around(self, workers: Sequence[int]) -> list[tuple[Port, float]]:
-        """Returns the ports that a ring over some workers leaves and enters by, each with its bandwidth (bytes/s)."""
-        found: dict[Port, float] = {}
+    def around(self, workers: Sequence[int]) -> list[Port]:
+        """Returns the ports that a ring over some workers leaves and enters by."""
+        found: dict[Port, None] = {}
         for level in range(self.cluster.reach(*workers) + 1):
             if len({self.cluster.component(level, worker) for worker in workers}) > 1:
-                found.update(self._one(level, worker, way) for worker in workers for way in (_IN, _OUT))
-        return list(found.items())
+                found.update(dict.fromkeys(self._one(level, worker, way) for worker in workers for way in (_IN, _OUT)))
+        return list(found)
 
-    def _one(self, level: int, worker: int, way: int) -> tuple[Port, float]:
-        row = self.cluster.levels[level]
-        rate = row.bandwidth_bytes_per_s if way == _OUT else row.receive_bytes_per_s or row.bandwidth_bytes_per_s
-        return self._made.setdefault((level, self.cluster.component(level, worker), way), Port()), rate
+    def _one(self, level: int, worker: int, way: int) -> Port:
+        key = level, self.cluster.component(level, worker), way
+        if key not in self._made:
+            row = self.cluster.levels[level]
+            rate = row.bandwidth_bytes_per_s if way == _OUT else row.receive_bytes_per_s or row.bandwidth_bytes_per_s
+            self._made[key] = Port(rate)
+        return self._made[key]
