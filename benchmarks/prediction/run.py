@@ -106,6 +106,10 @@ class _Patience:
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
     options = _options()
+    if options.again:
+        rows = [Row(**{**row, "segments_s": tuple(row["segments_s"])}) for row in json.loads(options.again.read_text())]
+        _written([_predicted_again(row) for row in rows], options.out)
+        return 0
     if (reason := lacking()) is not None:
         print(f"benchmarks/prediction cannot run here: {reason}")
         return 0
@@ -125,18 +129,28 @@ def main() -> int:
             patience.end_s = began + 60 * options.minutes * sum(other <= count for other in counts) / len(counts)
             with _crew(network, count) as crew:
                 rows += _all(crew, network, wanted, profiles, patience, links, options.every)
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "rows.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
-        (options.out / "prediction.svg").write_text(plot(rows))
     print(environment(load, time.monotonic() - began, options.rounds, profiles))
-    print(tables(rows))
+    _written(rows, options.out)
     return 0
+
+
+def _written(rows: list[Row], folder: Path | None) -> None:
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        (folder / "prediction.svg").write_text(plot(rows))
+    print(tables(rows))
+
+
+def _predicted_again(row: Row) -> Row:
+    plan = Plan.from_json(row.plan)
+    return replace(row, stage_s=plan.slowest_stage_s, predicted_s=_predicted_s(plan))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="three plans, one rate, short segments")
+    parser.add_argument("--again", type=Path, metavar="ROWS.JSON", help="predict again what was measured before")
     parser.add_argument("--every", action="store_true", help="each plan and model over each rate, and not over one")
     parser.add_argument("--rounds", type=int, default=3, help="segments of each plan, of which the median counts")
     parser.add_argument("--patience", type=float, default=120, help="seconds for running again what other processes "
@@ -335,12 +349,9 @@ def _run(
 def _middle(profiles: list[Profile]) -> Profile:
     """Returns the mean of profiles of a model."""
     count = len(profiles)
+    seconds = ("forward_s", "backward_s", "forward_fixed_s", "backward_fixed_s")
     layers = tuple(
-        replace(
-            rows[0],
-            forward_s=sum(row.forward_s for row in rows) / count,
-            backward_s=sum(row.backward_s for row in rows) / count,
-        )
+        replace(rows[0], **{name: sum(getattr(row, name) for row in rows) / count for name in seconds})
         for rows in zip(*(profile.layers for profile in profiles), strict=True)
     )
     update_s, loss_s = (sum(getattr(one, name) for one in profiles) / count for name in ("update_s", "loss_s"))
