@@ -100,16 +100,9 @@ class Costs:
         }
         return by_kind[kind][stage]
 
-    def sum_s(self, stage: int, backward_s: float = 0.0) -> float:
-        """Returns the seconds from the end of the last backward before a sum to the sum's end.
-
-        Args:
-            stage: whose.
-            backward_s: seconds of that backward; 0 where all gradients come at once.
-        """
-        if not self.buckets:
-            return self.sync_s[stage]
-        return max((tail_s - (1 - ready) * backward_s for ready, tail_s in self.buckets[stage]), default=0.0)
+    def sum_s(self, stage: int) -> float:
+        """Returns the seconds of a whole sum of a stage, nothing of it being hidden, nothing in its way."""
+        return self.buckets[stage][0][1] if self.buckets and self.buckets[stage] else self.sync_s[stage]
 
     def sum_parts(self, stage: int, came: Sequence[tuple[float, float]]) -> list[tuple[float, float, float]]:
         """Returns the parts of a sum, one behind the other: when each may begin, its bytes through a port, its seconds.

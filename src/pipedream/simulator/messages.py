@@ -31,7 +31,8 @@ class _Row:
     Attributes:
         number: decides between those that may begin at the same time.
         ports: () where what goes has no bytes.
-        coming: when each may begin, its bytes, what it is; the first is under way where it `is_busy`.
+        coming: when each may begin, its bytes, what it is (of a message its index, of the last bucket of a sum what is
+            to be called when it is there); the first is under way where it `is_busy`.
         free_s: until when the one before was under way.
     """
 
@@ -42,7 +43,7 @@ class _Row:
     free_s: float = 0.0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Wire(_Row):
     """A channel at work.
 
@@ -57,20 +58,15 @@ class Wire(_Row):
         began_s: when the message that is under way began to flow.
     """
 
-    channel: Channel = None  # type: ignore[assignment]
-    size_bytes: float = 0.0
-    latency_s: float = 0.0
-    posted: deque[float] = field(default_factory=deque)
+    channel: Channel
+    size_bytes: float
+    latency_s: float
+    posted: deque[float]
+    sends: list[Span]
     stays: deque[tuple[int, float]] = field(default_factory=deque)
     arrived: deque[tuple[int, float]] = field(default_factory=deque)
-    sends: list[Span] = field(default_factory=list)
     waiting: Any = None
     began_s: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Ring(_Row):
-    """The sums of a stage: `coming` tells of the last bucket of each what is to be called when it is there."""
 
 
 class Messages:
@@ -100,7 +96,7 @@ class Messages:
                 )
             )
         self._rings = [
-            _Ring(-1 - stage, self._around(ports, [costs.worker(rank) for rank in ranks], costs, stage))
+            _Row(-1 - stage, self._around(ports, [costs.worker(rank) for rank in ranks], costs, stage))
             for stage, ranks in enumerate(program.placement.ranks)
         ]
         self._flows = Flows()
