@@ -96,6 +96,13 @@ def test_half_duplex_link_gives_each_direction_what_is_left() -> None:
     assert level.bandwidth_bytes_per_s == pytest.approx(5.5e8)
 
 
+def test_unequal_directions_are_not_half_duplex_while_one_of_them_keeps_its_own() -> None:
+    # Acknowledgements of the faster direction stand behind what the slower one sends.
+    links = (Link(0, 0, 1, 1e-4, 2.4e7, 9e6), Link(0, 1, 0, 1e-4, 1e7, 9.8e6))
+    (level,) = survey("aa", links=links).cluster().levels
+    assert level.bandwidth_bytes_per_s == pytest.approx(1.7e7)
+
+
 def test_workers_that_are_unlike_become_kinds() -> None:
     seen = (SEEN, replace(SEEN, work_s=0.0105), replace(SEEN, work_s=0.02), replace(SEEN, memory_bytes=4_000_000_000))
     cluster = survey("aaaa", workers=seen).cluster()

@@ -24,7 +24,7 @@ _FASTER = 1.25
 """What is called unlike: noise of the measurements is smaller."""
 
 _HALF_DUPLEX = 0.7
-"""Share of both directions alone that they reach together; 0.5 where they share the link."""
+"""Share of its bandwidth alone that a direction keeps while the other is used too; 0.5 where they share the link."""
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,14 @@ class Survey(Artifact):
             if width == 1:
                 return Level(1, 1e30)
             raise PlanError(f"no link of level {number} was measured; probe again with more time")
-        alone = sum(link.alone_bytes_per_s for link in links)
-        both = sum(link.both_bytes_per_s for link in links)
-        # Ports are full duplex to the planner; where they are not, each direction has what is left of it.
-        half = both < _HALF_DUPLEX * alone
+        # Ports are full duplex to the planner; where they are not, each direction has what is left of it. Of unequal
+        # directions the faster one may wait for its acknowledgements behind what the slower one sends, so both of a
+        # pair must have lost.
+        kept: dict[frozenset[int], float] = {}
+        for link in links:
+            pair = frozenset((link.sender, link.receiver))
+            kept[pair] = max(kept.get(pair, 0.0), link.both_bytes_per_s / link.alone_bytes_per_s)
+        half = median(kept.values()) < _HALF_DUPLEX
         rate = median(link.both_bytes_per_s if half else link.alone_bytes_per_s for link in links)
         out, into = (
             max((fan.bytes_per_s for fan in self.fans if fan.level == number and fan.sends is sends), default=0.0)
