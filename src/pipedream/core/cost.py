@@ -77,12 +77,13 @@ def sum_buckets(
     first = np.minimum(size, FIRST_BUCKET_BYTES)
     whole, rest = np.divmod(size - first, BUCKET_BYTES)
     behind_s = np.where(rest > 0, seconds(rest), 0.0)
+    bucket_s = seconds(BUCKET_BYTES)
     below = np.maximum(size, 1.0)
-    start = np.where(size > 0, first / below, 1.0), seconds(first) + whole * seconds(BUCKET_BYTES) + behind_s
+    start = np.where(size > 0, first / below, 1.0), seconds(first) + whole * bucket_s + behind_s
     found = [start]
     for count in (whole, np.minimum(whole, 1.0)):
         ready = (FIRST_BUCKET_BYTES + (whole - count + 1) * BUCKET_BYTES) / below
-        tail_s = count * seconds(BUCKET_BYTES) + behind_s
+        tail_s = count * bucket_s + behind_s
         found.append((np.where(whole > 0, ready, start[0]), np.where(whole > 0, tail_s, start[1])))
     return (*found, (np.ones_like(size), behind_s))
 

@@ -29,7 +29,9 @@ __all__ = ["TOLERANCE", "Bisection"]
 TOLERANCE = 1e-6
 """Of the lower bound, relative."""
 
-_FIRST_EXCESS, _LAST_EXCESS = 1 / 256, 1e9  # over the bound, where the plan does not reach it; doubled each time
+_COARSE = 1e-4  # the same, where no plan reaches it
+
+_FIRST_EXCESS, _LAST_EXCESS = 1 / 256, 1e9  # over the bound, where the plan does not reach it; each time twice as far
 _STEPS = 3  # of the plan's own bisection then
 
 
@@ -55,20 +57,36 @@ class Bisection:
         if needs.at(np.inf).fewest()[0] > needs.workers:
             return None
         least_s = needs.work_s / sum(self.line.cluster.speeds) * (1 - 1e-12)
-        low, high, factor = needs.at(least_s), None, 1.02
-        while high is None or high.period - low.period > TOLERANCE * high.period:
-            if high is None:
-                period = max(low.period * factor, needs.smallest_s)
-                factor = min(factor**2, 4.0)
-            else:
-                period = (low.period + high.period) / 2
-            middle = needs.at(period, low, high)
+        low, high = self._bracket(needs.at(least_s))
+        found: Plan | None = None
+        for tolerance in (_COARSE, TOLERANCE):  # where no plan comes near the bound, it need not be known well
+            low, high = self._narrowed(low, high, tolerance)
+            nearer = self._plan(high)
+            found = nearer or found
+            if nearer is None:
+                break
+        found = found or self._nearest(high)
+        return None if found is None else replace(found, bound_s=min(low.period, found.slowest_stage_s))
+
+    def _bracket(self, low: Period) -> tuple[Period, Period]:
+        """Returns two periods, of which the longer one's needs are met, from one that may be too short."""
+        needs, factor = low.needs, 1.02
+        while True:
+            high = needs.at(max(low.period * factor, needs.smallest_s), low)
+            if high.fewest()[0] <= needs.workers:
+                return low, high
+            low, factor = high, min(factor**2, 4.0)
+
+    def _narrowed(self, low: Period, high: Period, tolerance: float) -> tuple[Period, Period]:
+        """Bisects between a period whose needs are not met and one whose are."""
+        needs = low.needs
+        while high.period - low.period > tolerance * high.period:
+            middle = needs.at((low.period + high.period) / 2, low, high)
             if middle.fewest()[0] <= needs.workers:
                 high = middle
             else:
                 low = middle
-        found = self._plan(high) or self._nearest(high)
-        return None if found is None else replace(found, bound_s=min(low.period, found.slowest_stage_s))
+        return low, high
 
     def _nearest(self, bound: Period) -> Plan | None:
         """The fastest plan that bisection above the bound finds."""

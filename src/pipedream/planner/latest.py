@@ -34,16 +34,18 @@ def latest(known: Period, all_workers: bool) -> list[Found] | None:
 
     From each place on several suffixes are kept: the one that begins last, and the one that begins last at the start of
     a component, for each level. Which are tried in front of them: of each stage and number of workers behind it the
-    fewest workers that may do, one more, and as many as reach back to the start of a component.
+    fewest workers that may do, one more, and as many as reach back to the start of a component. A suffix that leaves
+    too few workers for the layers in front of it goes no further.
     """
     needs, period = known.needs, known.period * (1 + 1e-12)
     levels = len(needs.line.cluster.levels)
     end = len(needs.places) - 1
     starts = np.full((levels, end + 1), -1)  # the first worker of each suffix; -1: none
     starts[:, end] = needs.workers
+    ahead = known.ahead()
     stages: list[list[Found | None]] = [[None] * (end + 1) for _ in range(levels)]
     for i in range(end - 1, -1, -1):
-        candidates = _Candidates.before(known, starts, i, all_workers and i == 0)
+        candidates = _Candidates.before(known, starts, i, int(ahead[i]), all_workers and i == 0)
         for level, found in enumerate(candidates.best(needs, period)):
             if found is not None:
                 starts[level, i], stages[level][i] = found.worker, found
@@ -61,7 +63,7 @@ def latest(known: Period, all_workers: bool) -> list[Found] | None:
 
 @dataclass(frozen=True, eq=False)
 class _Candidates:
-    """Stages that may begin at a place, as arrays, the one that begins last on the line in front."""
+    """Stages that may begin at a place, as arrays, the one that begins last on the line in front; not too many."""
 
     place: int
     last: Any
@@ -71,19 +73,17 @@ class _Candidates:
     again: Any
 
     @classmethod
-    def before(cls, known: Period, starts: Any, i: int, exact: bool) -> _Candidates:
-        """Returns those of a place; `exact`: only those that begin at the line's first worker."""
+    def before(cls, known: Period, starts: Any, i: int, ahead: int, exact: bool) -> _Candidates:
+        """Returns those of a place that leave so many workers ahead; `exact`: that begin at the line's first one."""
         needs = known.needs
-        ends = np.flatnonzero(needs.index[i] >= 0)
+        ends = np.flatnonzero((needs.index[i] >= 0) & (starts.max(axis=0) > ahead))
         pairs = needs.index[i, ends]
-        able = np.any(
-            [known.alone[again][pairs] | (known.more[again][pairs] <= needs.workers) for again in needs.pairs], 0
-        )
+        able = known.able[pairs]
         ends, pairs = ends[able], pairs[able]
         rows: list[list[Any]] = []
         for suffix, row in enumerate(starts):
             fronts = row[ends]
-            distinct = (fronts > 0) & ((suffix == 0) | (fronts != starts[0][ends]))
+            distinct = (fronts > ahead) & ((suffix == 0) | (fronts != starts[0][ends]))
             for again in needs.pairs:
                 for chosen, counts in _counts(known, again, pairs, fronts):
                     some = np.flatnonzero(distinct & chosen)
@@ -91,14 +91,14 @@ class _Candidates:
                         same = np.full(len(some), suffix), np.full(len(some), int(again))
                         rows.append([ends[some], same[0], fronts[some] - replicas, replicas, same[1]])
         columns = [np.concatenate(column) for column in zip(*rows, strict=True)]
-        fine = columns[2] >= (1 if i else 0)  # in front of a stage that is not at the input there is another
-        order = np.argsort(-columns[2][fine], kind="stable")
+        fine = columns[2] >= ahead
+        order = np.argsort(-columns[2][fine], kind="stable")[: _TRIED * _ROUNDS]
         return cls(i, *(column[fine][order] for column in columns))
 
     def best(self, needs: Needs, period: float) -> list[Found | None]:
         """Returns, for each level, the one within the period and the memory that begins last at a component's start."""
         best: list[Found | None] = [None] * len(needs.line.cluster.levels)
-        for begin in range(0, min(len(self.last), _TRIED * _ROUNDS), _TRIED):
+        for begin in range(0, len(self.last), _TRIED):
             fits = np.flatnonzero(self._fits(needs, slice(begin, begin + _TRIED), period)) + begin
             for level in range(len(best)):
                 aligned = fits[needs.line.start(level, self.worker[fits]) == self.worker[fits]]

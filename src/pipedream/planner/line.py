@@ -195,7 +195,7 @@ class _Runs:
 
 @dataclass(frozen=True, eq=False)
 class _Extremes:
-    """Least or greatest of any run of a row, each from two runs of a power of two."""
+    """Least or greatest of any run of a row, each from two runs of a power of two; one table where all are alike."""
 
     tables: Any
     extreme: np.ufunc
@@ -203,6 +203,8 @@ class _Extremes:
     @classmethod
     def of(cls, row: Any, extreme: np.ufunc) -> _Extremes:
         tables, width = [row], 1
+        if (row == row[0]).all():
+            return cls(row[None], extreme)
         while 2 * width <= len(row):
             before = tables[-1]
             after = before.copy()
@@ -212,5 +214,7 @@ class _Extremes:
         return cls(np.stack(tables), extreme)
 
     def between(self, first: Any, behind: Any) -> Any:
+        if len(self.tables) == 1:  # of a row of one, or of likes
+            return self.tables[0][first]
         power = np.frexp(behind - first)[1] - 1
         return self.extreme(self.tables[power, first], self.tables[power, behind - (1 << power)])

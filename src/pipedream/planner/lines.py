@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ..core.plan import Plan
 from .bisection import Bisection
 from .dynamic import Pipelines, State, of_counts, rank, replicated, straights
@@ -78,12 +80,13 @@ class Lines:
         best: tuple[float, int, Line, bool] | None = None
         end = len(self.space.profile.layers)
         forward_s, backward_s = self.space.passes_s(0, end)
-        for count in counts:
-            need = {again: int(self.space.need_bytes(0, end, 1, 0, again, count)) for again in (False, True)}
-            for line in self.lines:
-                site = line.site(self.workers - count, count)
+        tried = np.array(list(counts))
+        sites = [line.each(self.workers - tried, tried) for line in self.lines]
+        for number, count in enumerate(tried.tolist()):
+            for line, row in zip(self.lines, sites, strict=True):
+                site, most = row[number], row[number].memory_bytes
                 for again in {"never": (False,), "auto": (False, True), "always": (True,)}[self.recompute]:
-                    if site.memory_bytes is not None and need[again] > site.memory_bytes:
+                    if most is not None and self.space.need_bytes(0, end, 1, 0, again, count) > most:
                         continue
                     passes_s = forward_s, backward_s + forward_s if again else backward_s
                     seconds = float(self.space.period_s(passes_s, 0, end, site))

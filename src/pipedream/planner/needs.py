@@ -90,7 +90,7 @@ class Needs:
     def _alone_s(self) -> dict[bool, Any]:
         how = self.line.cluster.sums
         return {
-            again: period_s(pairs, self.relaxed.at(np.ones(len(pairs.first), dtype=int)), how)
+            again: period_s(pairs, self.relaxed.at(1), how)
             for again, pairs in self.pairs.items()
         }
 
@@ -139,6 +139,11 @@ class Period:
     alone: dict[bool, Any]
     more: dict[bool, Any]
 
+    @cached_property
+    def able(self) -> Any:
+        """Which stages some count of workers may run within it."""
+        return np.any([self.alone[again] | (self.more[again] <= self.needs.workers) for again in self.needs.pairs], 0)
+
     def fewest(self) -> Any:
         """Returns the fewest workers that run the layers from each place on, a large number if they are too few."""
         needs, workers = self.needs, self.needs.workers
@@ -164,6 +169,20 @@ class Period:
                     counts = np.minimum(counts, np.where((room >= 2) | ((behind == 0) & (room >= 1)), shared, far))
                 best = min(best, int((counts + behind).min()))
             found[i] = min(best, far)
+        return found
+
+    def ahead(self) -> Any:
+        """Returns the fewest workers that run the layers up to each place, whatever their memory holds."""
+        far = 4 * self.needs.workers + 4
+        ways = [
+            np.where(self.alone[again], 1, np.where(self.more[again] > self.needs.workers, far, self.more[again]))
+            for again in self.needs.pairs
+        ]
+        table = self._square(np.minimum.reduce(ways))
+        found = np.full(len(self.needs.places), far)
+        found[0] = 0
+        for j in range(1, len(found)):
+            found[j] = min(far, int((found[:j] + table[:j, j]).min()))
         return found
 
     def _square(self, row: Any) -> Any:
