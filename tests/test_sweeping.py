@@ -51,6 +51,32 @@ def test_rows_are_what_plan_and_simulate_say(swept: Sweep) -> None:
         assert one.peak_bytes == max(stage.peak_bytes for stage in plan.stages)
 
 
+def test_a_split_is_for_the_methods_that_split() -> None:
+    found = sweep(
+        CHAIN,
+        pd.Cluster.flat(1),
+        workers=(2,),
+        bandwidths=(3e6,),
+        schedules=("pipedream", "gpipe", "auto"),
+        microbatches=2,
+        crossovers=False,
+    )
+    assert {one.schedule: one.microbatches for one in found.points} == {
+        DATA_PARALLEL: 1,
+        "pipedream": 1,
+        "gpipe": 2,
+        "auto": 2,
+    }
+    assert all(one.samples_per_s for one in found.points)
+
+
+def test_no_crossover_is_told_of_a_method_without_a_plan() -> None:
+    small = pd.Cluster.flat(1, memory_bytes=CHAIN.parameter_bytes)
+    found = sweep(CHAIN, small, workers=(2,), bandwidths=(3e6,), schedules=("pipedream",))
+    assert [one.samples_per_s for one in found.points] == [None, None]
+    assert found.crossovers == ()
+
+
 def test_the_lead_changes_at_a_crossover(swept: Sweep) -> None:
     assert len(swept.crossovers) == 4
     for one in swept.crossovers:

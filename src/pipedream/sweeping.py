@@ -42,8 +42,9 @@ def sweep(
     Args:
         cluster: of one level, whose latency and memory are kept.
         workers, bandwidths, schedules: the values; bytes per second; names of methods, or 'auto'.
-        microbatches, in_flight, shape, allow_asynchronous: see `api.plan`.
-        crossovers: look for them; it takes some twenty plans for each.
+        microbatches: of the methods that split minibatches.
+        in_flight, shape, allow_asynchronous: see `api.plan`.
+        crossovers: look for those of the methods that have a plan; it takes some twenty plans for each.
 
     Raises:
         PlanError: no values, a worker count below one, or a cluster of several levels.
@@ -51,7 +52,9 @@ def sweep(
     """
     if not (workers and bandwidths and schedules) or min(workers) < 1 or min(bandwidths) <= 0:
         raise PlanError("a sweep needs at least one worker count from 1 on, one bandwidth above 0 and one method")
-    methods_of([name for name in schedules if name != "auto"])  # an unknown name is no reason of a single point
+    known = [name for name in schedules if name != "auto"]
+    methods = methods_of(known) if known else []  # an unknown name is no reason of a single point
+    whole = {DATA_PARALLEL, *(name for name, method in zip(known, methods, strict=True) if not method.splits)}
     if not cluster.is_flat:
         raise PlanError("a sweep is over workers that are alike, joined by one level of links; give such a cluster")
     level = cluster.levels[0]
@@ -65,7 +68,7 @@ def sweep(
                 profile,
                 joined,
                 schedule="pipedream" if parallel else schedule,
-                microbatches=None if parallel else microbatches,
+                microbatches=None if schedule in whole else microbatches,
                 in_flight="noam" if parallel else in_flight,
                 shape="data-parallel" if parallel else shape,
                 allow_asynchronous=allow_asynchronous,
@@ -87,6 +90,8 @@ def sweep(
     found = []
     for count in (count for count in workers if count > 1 and crossovers):
         for name in names[1:]:
+            if not any(one.samples_per_s for one in points if (one.workers, one.schedule) == (count, name)):
+                continue
 
             def lead(rate: float, count: int = count, name: str = name) -> float:
                 ours, theirs = point(count, rate, name).samples_per_s, point(count, rate, DATA_PARALLEL).samples_per_s
