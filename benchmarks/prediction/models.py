@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from paced import PacedSGD
 from torch import nn
 from torch.nn import functional
 
 __all__ = ["MODELS", "Job", "optimizer"]
 
-optimizer = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+optimizer = partial(PacedSGD, lr=1e-3, momentum=0.9)
 
 _CLASSES = 10
 
@@ -28,12 +29,12 @@ class Job:
         loss: of the model's output and the targets.
     """
 
-    make: Callable[[], nn.Module]
+    make: Callable[[], nn.Sequential]
     batch: tuple[torch.Tensor, torch.Tensor]
     loss: Callable[[Any, Any], torch.Tensor] = functional.cross_entropy
 
 
-def _vgg() -> nn.Module:
+def _vgg() -> nn.Sequential:
     """In the manner of VGG: convolutions with large outputs, then dense layers with most of the 20 MB of weights."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
@@ -47,7 +48,7 @@ def _vgg() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(1024, _CLASSES))
 
 
-def _transformer() -> nn.Module:
+def _transformer() -> nn.Sequential:
     """Eight layers that are alike, 25 MB of weights, small outputs."""
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True) for _ in range(8)]

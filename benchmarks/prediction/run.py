@@ -14,18 +14,16 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Any
 
+from crew import REAL, Crew, crew_of
 from models import MODELS
-from network import LINK, Network, lacking, namespaces
+from network import Network, lacking, namespaces
 from telling import environment, plot, tables
 
 import pipedream as pd
@@ -45,10 +43,9 @@ PLANS = (
 
 LATENCY_S = 1e-4
 _SEGMENT_S = 6.0  # of what is emulated
-_REAL_S = 1.0  # of what computes, in each of as many runs
+_FREE_S = 1.0  # of what computes, in each of as many runs
 _QUIET = 0.05  # share of the cores' time that others may take
-_REAL = 2  # workers that compute, one core each; more wait for the profiled seconds
-_DILATION = 4  # of what is emulated: so many times as long, over links so many times as slow
+_DILATION = 4  # so many times as long, over links so many times as slow
 
 
 @dataclass(frozen=True)
@@ -57,6 +54,7 @@ class Row:
 
     Attributes:
         real: computed; otherwise emulated.
+        dilation: it ran so many times as slow, at a steady pace; all seconds are as if it had not.
         stage_s: the planner's, of the slowest stage; no latency shows in it.
         predicted_s: the simulator's, in the steady state.
         segments_s: measured, one after the other.
@@ -76,6 +74,7 @@ class Row:
     others: float = 0.0
     drift: float = 0.0
     plan: str = ""
+    dilation: int = 1
 
     @property
     def disturbed(self) -> float:
@@ -94,11 +93,13 @@ class _Patience:
 
     Attributes:
         rounds: segments.
+        free: what computes does so as fast as it can.
         left_s: seconds for running again what other processes disturbed.
         end_s: by the monotonic clock: no further plan of this number of workers begins behind it.
     """
 
     rounds: int
+    free: bool
     left_s: float
     end_s: float = float("inf")
 
@@ -116,18 +117,19 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces and workers go too
     load, began = os.getloadavg()[0], time.monotonic()
     wanted = [plan for plan in PLANS if not options.plans or plan[0] in options.plans]
-    patience, links = _Patience(options.rounds, options.patience), options.rates or list(RATES)
+    patience = _Patience(options.rounds, options.free, options.patience)
+    links = options.rates or list(RATES)
     rows: list[Row] = []
     counts = [_workers(config) for config, _ in wanted]
     with namespaces(max(counts)) as network:
-        with _crew(network, _REAL) as crew:
+        with crew_of(network, REAL) as crew:
             profiles = {name: crew.profile(name) for name in options.models or MODELS}
-            patience.end_s = began + 60 * options.minutes * sum(count <= _REAL for count in counts) / len(counts)
+            patience.end_s = began + 60 * options.minutes * sum(count <= REAL for count in counts) / len(counts)
             rows += _all(crew, network, wanted, profiles, patience, links, options.every)
-        for count in sorted(set(counts) - {_REAL}):
+        for count in sorted(set(counts) - {REAL}):
             # Each number of workers has its share of the time, so that none is left out alone.
             patience.end_s = began + 60 * options.minutes * sum(other <= count for other in counts) / len(counts)
-            with _crew(network, count) as crew:
+            with crew_of(network, count) as crew:
                 rows += _all(crew, network, wanted, profiles, patience, links, options.every)
     print(environment(load, time.monotonic() - began, options.rounds, profiles))
     _written(rows, options.out)
@@ -153,6 +155,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--again", type=Path, metavar="ROWS.JSON", help="predict again what was measured before")
     parser.add_argument("--every", action="store_true", help="each plan and model over each rate, and not over one")
     parser.add_argument("--rounds", type=int, default=3, help="segments of each plan, of which the median counts")
+    parser.add_argument("--free", action="store_true", help="what computes does so as fast as it can, not at a pace")
     parser.add_argument("--patience", type=float, default=120, help="seconds for running again what other processes "
                         "disturb")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=18, help="behind which no further plan begins")
@@ -167,81 +170,8 @@ def _options() -> argparse.Namespace:
     return found
 
 
-class _Crew:
-    """Workers that wait for cases."""
-
-    def __init__(self, network: Network, workers: list[subprocess.Popen[str]]) -> None:
-        self.workers = workers
-        self._network = network
-
-    def asked(self, case: dict[str, Any]) -> Any:
-        """Returns rank 0's answer."""
-        self.tell(case)
-        return self.heard()
-
-    def profile(self, model: str) -> Profile:
-        """Returns a model's profile, measured on all workers at the same time."""
-        return Profile.from_json(self.asked({"do": "profile", "model": model}))
-
-    def cpu_s(self) -> float:
-        """Returns the seconds of a core that the workers have used."""
-        rows = [Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split() for worker in self.workers]
-        return sum(int(row[11]) + int(row[12]) for row in rows) / os.sysconf("SC_CLK_TCK")
-
-    def tell(self, words: Any) -> None:
-        """Sends a line to all."""
-        for worker in self.workers:
-            assert worker.stdin is not None
-            worker.stdin.write(json.dumps(words) + "\n")
-            worker.stdin.flush()
-
-    def heard(self) -> Any:
-        """Returns the next line of rank 0."""
-        assert self.workers[0].stdout is not None
-        line = self.workers[0].stdout.readline()
-        if not line:
-            raise SystemExit(f"a worker ended: {[worker.poll() for worker in self.workers]}")
-        return json.loads(line)
-
-
-@contextmanager
-def _crew(network: Network, count: int) -> Iterator[_Crew]:
-    """Starts so many workers, one in each namespace."""
-    cores = sorted(os.sched_getaffinity(0))
-    workers: list[subprocess.Popen[str]] = []
-    try:
-        for rank, name in enumerate(network.names[:count]):
-            # Those that compute have a core each; those that wait go where there is room.
-            pinned = ("taskset", "-c", str(cores[rank])) if count <= min(_REAL, len(cores)) else ()
-            variables = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(count),
-                "MASTER_ADDR": network.addresses[0],
-                "MASTER_PORT": str(29500 + count),
-                "GLOO_SOCKET_IFNAME": LINK,
-                "OMP_NUM_THREADS": "1",
-                "TORCH_CPP_LOG_LEVEL": "ERROR",
-            }
-            command = ("ip", "netns", "exec", name, *pinned, sys.executable, str(Path(__file__).with_name("worker.py")))
-            output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-            workers.append(
-                subprocess.Popen(command, env=os.environ | variables, stdin=subprocess.PIPE, stdout=output, text=True)
-            )
-        yield _Crew(network, workers)
-        for worker in workers:
-            assert worker.stdin is not None
-            worker.stdin.close()
-        for worker in workers:
-            worker.wait(timeout=60)
-    finally:
-        for worker in workers:
-            if worker.poll() is None:
-                worker.kill()
-                worker.wait()
-
-
 def _all(
-    crew: _Crew,
+    crew: Crew,
     network: Network,
     wanted: list[tuple[str, str]],
     profiles: dict[str, Profile],
@@ -274,13 +204,13 @@ def _all(
 
 
 def _least_disturbed(
-    crew: _Crew, network: Network, link: str, model: str, profile: Profile, plan: tuple[str, str], patience: _Patience
+    crew: Crew, network: Network, link: str, model: str, profile: Profile, plan: tuple[str, str], patience: _Patience
 ) -> Row:
     """Measures a plan again while something disturbs it and there is patience left."""
     best: Row | None = None
     while True:
         began = time.monotonic()
-        row = _measured(crew, network, link, model, profile, plan, patience.rounds)
+        row = _measured(crew, network, link, model, profile, plan, patience)
         if best is None or row.disturbed < best.disturbed:
             best = row
         if best.disturbed <= _QUIET or patience.left_s <= 0:
@@ -289,38 +219,54 @@ def _least_disturbed(
 
 
 def _measured(
-    crew: _Crew, network: Network, link: str, model: str, profile: Profile, shape: tuple[str, str], rounds: int
+    crew: Crew, network: Network, link: str, model: str, profile: Profile, shape: tuple[str, str], how: _Patience
 ) -> Row:
     bytes_per_s = RATES[link]
     config, depth = shape
-    real = len(crew.workers) <= _REAL
-    dilation = 1 if real else _DILATION
+    real = len(crew.workers) <= REAL
     cluster = Cluster.flat(_workers(config), bytes_per_s, LATENCY_S)
-    plan = pd.plan(crew.profile(model) if real else profile, cluster, shape=config, in_flight=depth)
-    profiles, seconds, others = [], [], 0.0
-    for _ in range(rounds if real else 1):
-        if real:
-            network.shape(None)
+    profiles, drift = [], 0.0
+    if real and how.free:
+        plan = pd.plan(crew.profile(model), cluster, shape=config, in_flight=depth)
+        seconds, others = [], 0.0
+        for _ in range(how.rounds):
             profiles.append(crew.profile(model))
-        lasted, taken = _run(crew, network, plan, model if real else None, dilation, bytes_per_s, rounds)
-        seconds += [statistics.median(lasted)] if real else lasted
-        others = max(others, taken)
-    drift = 0.0
-    if real:  # a machine is not equally fast all the time: predicted is what it was before, between and behind the runs
-        network.shape(None)
+            lasted, taken = _run(crew, network, plan, bytes_per_s, _Compute(model), _FREE_S, how.rounds)
+            seconds.append(statistics.median(lasted))
+            others = max(others, taken)
+        # A machine is not equally fast all the time: predicted is what it was before, between and behind the runs.
         profiles.append(crew.profile(model))
         works = [_work_s(one) for one in profiles]
         drift = (max(works) - min(works)) / statistics.median(works)
         cuts = tuple(stage.first for stage in plan.stages[1:])
         plan = pd.plan(_middle(profiles), cluster, shape=config, cuts=cuts, in_flight=plan.in_flight)
+    else:
+        plan = pd.plan(profile, cluster, shape=config, in_flight=depth)
+        compute = _Compute(model if real else None, profile.to_json() if real else None, _DILATION)
+        seconds, others = _run(crew, network, plan, bytes_per_s, compute, _SEGMENT_S, how.rounds)
     return Row(
         model, link, config, depth, real, plan.slowest_stage_s, _predicted_s(plan), tuple(seconds), others, drift,
-        plan.to_json(),
+        plan.to_json(), 1 if profiles else _DILATION,
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Compute:
+    """How a plan computes.
+
+    Attributes:
+        model: by its layers, or emulated where there is none.
+        profile: at the pace of this one, as JSON, or as fast as it can.
+        dilation: so many times as slow.
+    """
+
+    model: str | None
+    profile: str | None = None
+    dilation: int = 1
+
+
 def _run(
-    crew: _Crew, network: Network, plan: Plan, model: str | None, dilation: int, bytes_per_s: float, segments: int
+    crew: Crew, network: Network, plan: Plan, bytes_per_s: float, compute: _Compute, segment_s: float, segments: int
 ) -> tuple[list[float], float]:
     """Returns the seconds of a minibatch in each segment of a run, undilated, and the share that others took of it."""
     turn = _cycle(plan)
@@ -329,21 +275,21 @@ def _run(
         {
             "do": "run",
             "plan": plan.to_json(),
-            "model": model,
-            "dilation": dilation,
+            **asdict(compute),
             "warm": turn * ceil(2 * max(map(int.__mul__, plan.in_flight, plan.replicas)) / turn),
-            "segment": turn
-            * max(1, ceil((_REAL_S if model else _SEGMENT_S) / (plan.slowest_stage_s * dilation) / turn)),
+            "segment": turn * max(1, ceil(segment_s / (plan.slowest_stage_s * compute.dilation) / turn)),
             "segments": segments,
         }
     )
     assert ready == "ready"
-    network.shape(f"{8 * bytes_per_s / dilation:.0f}bit")
+    network.shape(f"{8 * bytes_per_s / compute.dilation:.0f}bit")
     busy_s, own_s, began = _busy_s(), crew.cpu_s(), time.monotonic()
     crew.tell("go")
     seconds = crew.heard()
     taken_s = _busy_s() - busy_s - (crew.cpu_s() - own_s)
-    return [one / dilation for one in seconds], max(0.0, taken_s / (time.monotonic() - began) / (os.cpu_count() or 1))
+    return [one / compute.dilation for one in seconds], max(
+        0.0, taken_s / (time.monotonic() - began) / (os.cpu_count() or 1)
+    )
 
 
 def _middle(profiles: list[Profile]) -> Profile:

@@ -32,10 +32,10 @@ def tables(rows: Sequence[Any]) -> str:
         for row in rows:
             if row.model == model:
                 lines.append(
-                    f"| {row.config} | {row.depth} | {'real' if row.real else 'emulated'} | {row.link} | "
+                    f"| {row.config} | {row.depth} | {_compute(row)} | {row.link} | "
                     f"{row.stage_s * 1e3:.1f} ms | {row.predicted_s * 1e3:.1f} ms | {row.measured_s * 1e3:.1f} ms "
                     f"({min(row.segments_s) * 1e3:.1f} to {max(row.segments_s) * 1e3:.1f}) | {_error(row):+.1%} | "
-                    f"{row.others:.0%} | {f'{row.drift:+.0%}' if row.real else ''} |"
+                    f"{row.others:.0%} | {f'{row.drift:+.0%}' if row.drift else ''} |"
                 )
         lines.append("")
     return "\n".join([*lines, *_summary(rows)])
@@ -51,16 +51,24 @@ def _summary(rows: Sequence[Any]) -> list[str]:
         "| which | plans | median error | worst | Spearman's rank correlation |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
-    groups: dict[str, list[Any]] = {"all": list(rows)}
+    groups: dict[str, list[Any]] = {"all but free": [row for row in rows if _compute(row) != "free"]}
+    for row in groups["all but free"]:
+        for name in (row.model, row.link):
+            groups.setdefault(name, []).append(row)
     for row in rows:
-        groups.setdefault(row.model, []).append(row)
-        groups.setdefault("real compute" if row.real else "emulated", []).append(row)
-        groups.setdefault(row.link, []).append(row)
+        groups.setdefault(_compute(row), []).append(row)
     for name, group in groups.items():
+        if not group:
+            continue
         errors = [abs(_error(row)) for row in group]
         rank = _spearman([row.predicted_s for row in group], [row.measured_s for row in group])
         lines.append(f"| {name} | {len(group)} | {statistics.median(errors):.1%} | {max(errors):.1%} | {rank:.3f} |")
     return lines
+
+
+def _compute(row: Any) -> str:
+    """Returns how a plan computed: at a steady pace, as fast as it could, or not at all."""
+    return "emulated" if not row.real else "paced" if row.dilation > 1 else "free"
 
 
 def _error(row: Any) -> float:

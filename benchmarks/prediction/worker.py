@@ -1,7 +1,8 @@
 """One worker: reads cases from its standard input, one JSON object a line, and runs them; rank 0 answers.
 
 {"do": "profile", "model": ...}             every worker profiles the model at the same time; rank 0 tells its own
-{"do": "run", "plan": ..., "model": ...}    runs a plan: by the model's layers, or emulated where model is null
+{"do": "run", "plan": ..., "model": ...}    runs a plan: by the model's layers, or emulated where model is null;
+                                            with a profile, by layers that take `dilation` times its seconds
 
 A run is put together on a link without a limit; rank 0 says "ready", and all begin at the next line.
 Started by run.py, which sets torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
@@ -14,14 +15,16 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from models import MODELS, optimizer
+from paced import paced
 
-from pipedream import Pipeline, Plan
+from pipedream import Pipeline, Plan, Profile
 from pipedream.capture import capture, untouched
 from pipedream.emulating import emulated_batches, emulated_pipeline, emulated_plan
 from pipedream.profiler import measure
@@ -57,7 +60,7 @@ def _profile(name: str) -> str:
         model_name=name,
         untouched=untouched,
         loss=lambda output: job.loss(output, targets),
-        optimizer=optimizer,
+        optimizer=partial(optimizer, factor=1),
         device="cpu",
         warmup=1,
         runs=5,
@@ -77,7 +80,10 @@ def _run(asked: dict[str, Any]) -> list[float]:
         batches: Any = list(emulated_batches(made, count))
     else:
         job = MODELS[asked["model"]]
-        made = Pipeline(job.make(), plan, loss=job.loss, optimizer=optimizer)
+        model = job.make()
+        if asked["profile"] is not None:
+            model = paced(model, Profile.from_json(asked["profile"]), asked["dilation"])
+        made = Pipeline(model, plan, loss=job.loss, optimizer=partial(optimizer, factor=asked["dilation"]))
         batches = [job.batch] * count
     ends: list[float] = []
     with made as pipeline:
