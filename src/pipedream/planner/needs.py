@@ -89,10 +89,7 @@ class Needs:
     @cached_property
     def _alone_s(self) -> dict[bool, Any]:
         how = self.line.cluster.sums
-        return {
-            again: period_s(pairs, self.relaxed.at(1), how)
-            for again, pairs in self.pairs.items()
-        }
+        return {again: period_s(pairs, self.relaxed.at(1), how) for again, pairs in self.pairs.items()}
 
     def held(self, memory_bytes: float, replicas: int, again: bool) -> Any:
         """Returns for each stage the most in flight that so many replicas have the memory for, at most all workers.
