@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from pipedream.core.plan import Plan
 from pipedream.core.profile import LayerProfile, Profile
 from pipedream.lowering import lower
 from pipedream.methods import holds_of
+from pipedream.planner.held import HeldRule, stash
 from pipedream.verifier import verify
 
 METHODS = sorted(schedules.SCHEDULES)
@@ -101,6 +104,15 @@ def test_vertical_sync_is_checked_with_the_whole_plan() -> None:
         for name in ("pipedream", "pipedream_vertical_sync")
     ]
     assert peaks[1] - peaks[0] == 3 * 70
+
+
+@pytest.mark.parametrize("replicas", list(product((1, 2, 3), repeat=3)), ids=str)
+def test_a_stage_alone_never_holds_more_versions_than_in_a_plan(replicas: tuple[int, ...]) -> None:
+    for name in METHODS:
+        rule = HeldRule(stash, holds_of(name), 1)
+        plan = Plan.uniform(3, replicas=replicas)
+        alone = [rule.of_stage(count).versions for count in plan.in_flight]
+        assert all(map(int.__le__, alone, (held.versions for held in rule.of_plan(plan)))), (name, alone)
 
 
 def test_a_number_that_a_method_cannot_work_with_counts_as_all_that_is_admitted() -> None:

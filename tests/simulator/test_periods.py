@@ -7,7 +7,7 @@ from fractions import Fraction
 from math import lcm
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipedream.core.cluster import Cluster, Level, Workers
@@ -255,6 +255,8 @@ def test_replicas_share_each_others_links() -> None:
 
 
 @settings(max_examples=25)
+@example([1, 4], (1, 1), 3)  # four replicas answer one worker at once
+@example([3, 2], (1, 2), 3)
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=4), st.sampled_from([(1, 1), (1, 2), (2, 1)]), st.integers(0, 4)
 )
