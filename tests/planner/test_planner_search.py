@@ -54,6 +54,19 @@ def test_takes_the_fastest_of_all(
     assert "\n" not in found.note
 
 
+@given(chains(), st.integers(2, 6), st.sampled_from([0.1, 1.0, 10.0]), st.integers(20, 200))
+def test_never_loses_to_replicas_alike_where_memory_is_short(
+    profile: Profile, workers: int, bandwidth: float, memory: int
+) -> None:
+    cluster = Cluster.flat(workers, bandwidth, 0.0, memory)
+    for stages in (count for count in range(2, workers + 1) if workers % count == 0 and count <= len(profile.layers)):
+        try:
+            asked = plan(profile, cluster, shape=(workers // stages,) * stages)
+        except PlanError:
+            continue
+        assert plan(profile, cluster).slowest_stage_s <= asked.slowest_stage_s * (1 + 1e-9)
+
+
 def test_slow_links_make_a_pipeline_and_fast_ones_data_parallelism() -> None:
     slow = plan(EIGHT, Cluster.flat(4, 100.0))
     assert slow.config == "1-1-1-1"

@@ -6,8 +6,9 @@ the depth ``full``; at the paper's depth more may show (`core.depth`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ..core.cluster import Cluster
 from ..core.errors import PlanError, ShortageError
@@ -26,7 +27,7 @@ __all__ = ["SHAPES", "counts_of", "plan"]
 SHAPES = ("any", "pipeline", "straight", "data-parallel")
 """What may be asked for, beside replica counts."""
 
-_STEPS = 4  # towards the least memory that must be kept free for messages
+_STEPS = 5  # towards the least memory that must be kept free for messages
 
 
 def plan(
@@ -73,6 +74,15 @@ def plan(
     check_recompute(recompute)
     space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches, holds=holds)
 
+    def alike(space: Space, counts: tuple[int, ...]) -> Plan:
+        return with_bound(_of_counts(Lines.of(space, recompute), counts), space)
+
+    def straight(space: Space) -> Plan:
+        found = Lines.of(space, recompute).straight()
+        if found is None:
+            raise PlanError("no straight pipeline fits")
+        return with_bound(replace(found, note="optimal among straight pipelines"), space)
+
     def search(space: Space) -> Plan:
         lines = Lines.of(space, recompute)
         if shape in ("any", "pipeline"):
@@ -85,8 +95,13 @@ def plan(
             found = _of_counts(lines, counts_of(shape))
         return with_bound(found, space)
 
+    workers, longest = cluster.workers, len(space.positions) - 1
+    others: list[Callable[[Space], Plan]] = []
+    if shape in ("any", "pipeline"):
+        counts = [(workers // stages,) * stages for stages in range(2, min(longest, workers)) if workers % stages == 0]
+        others = [straight, *(partial(alike, counts=row) for row in counts)]
     try:
-        found = _fitting(space, search)
+        found = _fitting(space, search, others)
     except ShortageError as error:
         raise PlanError(f"{error}{_enough(space, search, error.need_bytes)}") from None
     return space.at_depth(found, depth)
@@ -109,34 +124,53 @@ def _enough(space: Space, search: Callable[[Space], Plan], need_bytes: int) -> s
     return f"; the plan {_short(found.config)} would fit {format_bytes(most)} ({most} bytes)"
 
 
-def _fitting(space: Space, search: Callable[[Space], Plan]) -> Plan:
+def _fitting(space: Space, search: Callable[[Space], Plan], others: Sequence[Callable[[Space], Plan]]) -> Plan:
     """The plan of a search, with the messages that it makes a worker hold: known of a whole plan only.
 
-    Where they are too much, the search is made again with some memory left free for them, first as much as is missing
-    and then twice as much each time, then less. The first search still tells how fast a plan could be.
+    Where they are too much, the search is made again with some memory left free for them (`_spared`); and `others`,
+    narrower searches, are made too, for what is left free is the same at every stage. The first search still tells how
+    fast a plan could be.
     """
-    found = least = space.with_bytes(search(space))
-    spare_bytes, too_little = 0, 0
-    while (s := found.overfull) is not None:
-        too_little = spare_bytes
-        spare_bytes += max(spare_bytes, found.stages[s].peak_bytes - (space.memory_bytes(found, s) or 0))
+    least = space.with_bytes(search(space))
+    if least.overfull is None:
+        return least
+    fitting = [plan for how in (search, *others) for plan in _spared(space, how)]
+    if not fitting:
+        return least  # whose depth is refused, by what it needs
+    best = min(fitting, key=lambda plan: (plan.period_s, plan.slowest_stage_s))
+    return replace(best, bound_s=min(least.bound_s, best.slowest_stage_s))
+
+
+def _spared(space: Space, search: Callable[[Space], Plan]) -> Iterator[Plan]:
+    """Yields plans of a search that fit, with more and more memory left free for messages until one does, then less.
+
+    Free is first what is missing, then twice as much each time; where nothing is found so, less.
+    """
+    too_little, spare_bytes, grows, steps = 0, 0, True, _STEPS
+    while steps:
         try:
             found = space.with_bytes(search(replace(space, spare_bytes=spare_bytes)))
         except PlanError:
-            return least  # whose depth is refused, by what it needs
-    if not spare_bytes:
-        return found
-    for _ in range(_STEPS):
-        middle = (too_little + spare_bytes) // 2
-        closer = space.with_bytes(search(replace(space, spare_bytes=middle)))
-        if closer.overfull is not None:
-            too_little = middle
-        elif closer.slowest_stage_s < found.slowest_stage_s:
-            spare_bytes, found = middle, closer
+            found = None
+        if found is not None and found.overfull is not None:
+            too_little, missing_bytes = spare_bytes, _missing_bytes(space, found)
+        elif found is not None:
+            free = f"{format_bytes(spare_bytes)} of a worker's memory were kept free for messages"
+            yield replace(found, note=f"{found.note}; {free}") if spare_bytes else found
+        if found is None or found.overfull is None:
+            grows, enough = False, spare_bytes
+            if not spare_bytes:
+                return
+        if grows:
+            spare_bytes += max(spare_bytes, missing_bytes)
         else:
-            spare_bytes = middle
-    note = f"{found.note}; {format_bytes(spare_bytes)} of a worker's memory were kept free for messages"
-    return replace(found, bound_s=min(least.bound_s, found.slowest_stage_s), note=note)
+            steps -= 1
+            spare_bytes = (too_little + enough) // 2
+
+
+def _missing_bytes(space: Space, plan: Plan) -> int:
+    rows = zip(plan.stages, range(len(plan.stages)), strict=True)
+    return max(stage.peak_bytes - (space.memory_bytes(plan, s) or stage.peak_bytes) for stage, s in rows)
 
 
 def counts_of(shape: str | tuple[int, ...]) -> tuple[int, ...]:
