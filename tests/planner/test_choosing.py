@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def periods(profile: Profile, cluster: Cluster, names: tuple[str, ...]) -> dict[
     workers = cluster.workers
     equal = ["-".join([str(workers // stages)] * stages) for stages in range(2, workers + 1)]
     found = {}
-    for way in product(names, (1, 2, 4), ("any", "data-parallel", *equal), ("noam", "auto"), (0, 1)):
+    for way in product(names, (1, 2, 4), ("any", "data-parallel", "1", *equal), ("noam", "auto"), (0, 1)):
         name, m, shape, depth, lag = way
         if m > profile.batch:
             continue
@@ -125,6 +126,16 @@ def test_memory_decides_between_methods() -> None:
     peak = max(stage.peak_bytes for stage in tight.stages)
     least = pd.plan(CHAIN, Cluster.flat(2, 1e4, memory_bytes=peak - 1), schedule="auto", shape="1-1", microbatches=8)
     assert least.schedule == "naive"
+
+
+def test_never_slower_than_one_worker() -> None:
+    """Links that cost more than all compute, and minibatches that cannot be split."""
+    cluster = Cluster.flat(4, 1e-3)
+    for batch in (1, 8):
+        found = pd.plan(replace(CHAIN, batch=batch), cluster, schedule="auto")
+        assert score(found).period_s <= CHAIN.forward_s + CHAIN.backward_s + CHAIN.update_s + CHAIN.loss_s + 1e-9
+        assert found.workers == 1
+        assert ("a minibatch of one sample is not split" in found.note) == (batch == 1)
 
 
 def test_what_is_said_is_kept() -> None:

@@ -216,9 +216,9 @@ def choose(
     Args:
         methods: that may be taken.
         score: simulates a plan by its method in its microbatches; raises a PipelineError where that does not work.
-        shape: 'any' looks at the fastest plan, at one stage on all workers, and at as many replicas for each of 2, 3,
-            ... stages as the workers allow, as PipeDream-2BW's planner does (ICML 2021, section 3.3); 'pipeline'
-            leaves out plans of one stage; any other shape is taken alone.
+        shape: 'any' looks at the fastest plan, at one stage on all workers and on one, and at as many replicas for
+            each of 2, 3, ... stages as the workers allow, as PipeDream-2BW's planner does (ICML 2021, section 3.3);
+            'pipeline' leaves out plans of one stage; any other shape is taken alone.
         microbatches: None tries powers of two up to the samples of a minibatch.
         depth: 'noam' also tries 'auto' where a method can be deeper.
         lag: 0 also tries 1 where a method can lag.
@@ -271,6 +271,8 @@ def choose(
     note = _note(candidates, len(simulated))
     if any(method.name == candidates[0].schedule and not method.flushes for method in methods):
         note += "; its gradients are late, so it may learn otherwise than one process does"
+    if profile.batch == 1 and microbatches is None:
+        note += "; a minibatch of one sample is not split: say how many it has (--batch, where a graph.txt does not)"
     return Comparison(replace(simulated[0][4], note=note), candidates)
 
 
@@ -284,7 +286,8 @@ def _shapes(shape: str | tuple[int, ...], cluster: Cluster, all_workers: bool) -
         for stages in range(2, workers + 1)
         if every or workers % stages == 0
     ]
-    return (str(shape), *(["data-parallel"] if shape == "any" else []), *equal)
+    whole = ["data-parallel", *([] if all_workers or workers == 1 else ["1"])] if shape == "any" else []
+    return (str(shape), *whole, *equal)
 
 
 def _splits(batch: int) -> list[int]:
