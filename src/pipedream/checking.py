@@ -79,7 +79,8 @@ def check_plan(
         schedule, microbatches: what it is to be trained with; the plan's own unless said.
 
     Raises:
-        PlanError: it does not cover the model's layers, cuts it where it cannot be cut, or does not fit the memory.
+        PlanError: it does not cover the model's layers, cuts it where it cannot be cut, does not fit the memory, or
+            tells too little to be checked without a profile.
         ScheduleError: the method does not work with it, or its program does not.
     """
     name, parts = plan.method(schedule, microbatches)
@@ -87,12 +88,26 @@ def check_plan(
     plan = replace(plan, schedule=built.name, microbatches=built.microbatches)
     differences: tuple[str, ...] = ()
     if profile is None:
-        plan = _with_bytes(plan, built)
+        _check_figures(plan)
+        plan = _with_bytes(replace(plan, bound_s=0.0), built)  # nothing is proved of a plan that was edited
     else:
         plan, differences = _renewed(plan, profile)
     _check_memory(plan, held(built))
     proof = verify(lower(replace(built, plan=plan)))
     return Check(plan, differences, proof, score(plan))
+
+
+def _check_figures(plan: Plan) -> None:
+    for s, stage in enumerate(plan.stages):
+        if stage.names and len(stage.names) != stage.last - stage.first:
+            raise PlanError(
+                f"stage {s} of the plan has the layers {stage.first} to {stage.last - 1} and names {len(stage.names)}: "
+                "its cut was moved, its figures were not; check it with the model's profile (--profile)"
+            )
+    if not any(stage.forward_s + stage.backward_s for stage in plan.stages):
+        raise PlanError(
+            "the plan tells no seconds of its stages; check it with the model's profile (--profile), which has them"
+        )
 
 
 def _renewed(plan: Plan, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
