@@ -74,6 +74,13 @@ def test_one_worker_needs_no_others(tmp_path: Path) -> None:
     assert 0.5 < summary["throughput"]["measured_per_s"] * 0.031 <= 1.0
     assert (tmp_path / "run" / "report.html").exists()
     assert not (tmp_path / "run" / "weights.pt").exists()
+    assert summary["configuration"]["schedule"] == "pipedream"
+
+
+def test_the_plans_own_method_is_emulated(tmp_path: Path) -> None:
+    plan = replace(plan_of((1,)), schedule="gpipe", microbatches=2)
+    found = emulate(plan, minibatches=2, out=tmp_path / "run", quiet=True)["configuration"]
+    assert (found["schedule"], found["microbatches"]) == ("gpipe", 2)
 
 
 @pytest.mark.processes

@@ -25,7 +25,7 @@ __all__ = ["emulate", "emulated_batches", "emulated_pipeline", "emulated_plan"]
 def emulate(
     plan: Plan,
     *,
-    schedule: str = "pipedream",
+    schedule: str | None = None,
     microbatches: int | None = None,
     minibatches: int = 32,
     in_flight: str | tuple[int, ...] | None = None,
@@ -42,7 +42,7 @@ def emulate(
 
     Args:
         plan: to be run.
-        schedule: a method's name.
+        schedule: a method's name; None: the plan's, or PipeDream.
         microbatches: parts of a minibatch, for methods that split it.
         minibatches: how many are run.
         in_flight: depth; None leaves the plan's.
@@ -67,7 +67,8 @@ def emulate(
     set_threads(processes)
     named = f"runs/emulated-{plan.config}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(talk.from_rank_0(lambda: str(out or named), rank))
-    with emulated_pipeline(scaled, schedule=schedule, microbatches=microbatches) as pipeline:
+    name, parts = scaled.method(schedule, microbatches)
+    with emulated_pipeline(scaled, schedule=name, microbatches=parts) as pipeline:
         if rank == 0 and not quiet:
             print(f"{scaled}\n\n{pipeline.proof}\n", flush=True)
         losses = [(done.number, done.loss) for done in pipeline.train(emulated_batches(pipeline, minibatches))]

@@ -11,14 +11,16 @@ import typer
 
 from ..core.errors import PlanError
 from ..core.plan import Plan
-from .options import Json, Microbatches, ScheduleName, depth_of, print_json
+from .options import Json, Microbatches, depth_of, print_json
 
 __all__ = ["emulate"]
 
 
 def emulate(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan's file.")],
-    schedule: ScheduleName = "pipedream",
+    schedule: Annotated[
+        str | None, typer.Option(help="A method: see 'pipedream schedules'; the plan's, or pipedream.")
+    ] = None,
     microbatches: Microbatches = None,
     minibatches: Annotated[int, typer.Option(min=1, help="Minibatches of the run.")] = 32,
     in_flight: Annotated[
