@@ -206,12 +206,37 @@ def test_a_graph_of_the_original(graph: str, capfd: pytest.CaptureFixture[str], 
         ([], "say how many workers"),
         (["--workers", "2", "--memory", "1GB"], "leave the limit out"),
         (["--workers", "2", "--straight"], "--cost-model classic knows no --straight"),
+        (["--workers", "2+1", "2", "--bandwidth", "2e9", "1e9"], "machines of unequal sizes"),
+        (["--workers", "2", "--strategy", "2bw"], "--strategy (of --cost-model pipedream): not used here"),
     ],
 )
 def test_refusals_of_the_classic_model(
     graph: str, capfd: pytest.CaptureFixture[str], options: list[str], says: str
 ) -> None:
     assert says in refused(capfd, "plan", graph, "--cost-model", "classic", *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--plot", "a.svg"], "--plot (of --sweep)"),
+        (["--explain"], "--explain (of --schedule auto)"),
+        (["--allow-asynchronous"], "--allow-asynchronous (of --schedule auto and --sweep)"),
+        (["--strategy", "2bw", "--schedule", "1f1b"], "--strategy 2bw plans for pipedream_2bw"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    graph: str, capfd: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    assert says in refused(capfd, "plan", graph, "--workers", "2", *options)
+
+
+def test_the_methods_own_seconds_are_told(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
+    for options in ([], ["--schedule", "1f1b", "--microbatches", "2"], ["--strategy", "2bw"]):
+        found = asked(capfd, profile, "--workers", "4", "--bandwidth", "100", *options)
+        assert found["simulated_s"] >= found["slowest_stage_s"] * (1 - 1e-9)
+        alone_s = found["speedup_over_one_worker"] * found["simulated_s"]
+        assert alone_s == pytest.approx(asked(capfd, profile, "--workers", "1")["simulated_s"])
 
 
 def test_a_damaged_graph(graph: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -340,7 +340,10 @@ def simulate_program(
     overlap: bool = True,
 ) -> Timeline:
     """Predicts a run of `total` microbatches of a program; see `simulate`."""
-    seconds = clock.costs(program.plan, split=program.microbatches, weight_s=weight_s, overlap=overlap)
+    try:
+        seconds = clock.costs(program.plan, split=program.microbatches, weight_s=weight_s, overlap=overlap)
+    except ValueError as error:
+        raise PlanError(f"these seconds make no sense: {error}") from None
     return clock.simulate(program, seconds, total, stragglers)
 
 

@@ -11,13 +11,15 @@ from dataclasses import replace
 
 from . import metrics, planner, schedules
 from . import simulator as clock
-from .core.errors import ScheduleError
+from .core.errors import PipelineError, ScheduleError
 from .core.holding import Held, held
 from .core.plan import Plan
 from .core.profile import Profile
 from .lowering import lower
 
-__all__ = ["for_method", "holds_of", "methods_of", "score", "versions_of"]
+__all__ = ["for_method", "holds_of", "methods_of", "score", "simulated_period_s", "versions_of"]
+
+_MOST_SIMULATED = 128  # workers, or microbatches until replicas come round: more take seconds
 
 
 def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -> list[planner.Method]:
@@ -50,6 +52,15 @@ def score(plan: Plan) -> planner.Score:
     timeline = clock.simulate(program, clock.costs(plan, split=m), total)
     found = metrics.between_updates(timeline, settled // per_update, end // per_update, per_update=per_update)
     return planner.Score(m / found.throughput_per_s, found.bubble)
+
+
+def simulated_period_s(plan: Plan) -> float | None:
+    """Returns the seconds per minibatch that a plan's own method comes to; None where simulating it takes long."""
+    if max(plan.workers, plan.placement.cycle) > _MOST_SIMULATED:
+        return None
+    with suppress(PipelineError):
+        return score(plan).period_s
+    return None
 
 
 def holds_of(schedule: str, microbatches: int | None = None) -> planner.Holds:

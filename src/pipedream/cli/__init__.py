@@ -15,8 +15,9 @@ import typer
 from ..core.errors import PeerError, PipelineError, WorkerError
 from .emulation import emulate
 from .options import SeveralValues
+from .planning import plan
 from .probe import probe
-from .study import list_schedules, plan, show, simulate
+from .study import list_schedules, show, simulate
 from .work import compare, profile, report, train
 
 __all__ = ["app", "main", "script"]

@@ -341,6 +341,8 @@ class Plan(Artifact):
         return "\n".join([head, *rows, *([self.note] if self.note else []), *([self._proof()] if self.bound_s else [])])
 
     def _proof(self) -> str:
-        gap = self.gap or 0.0
-        how = "optimal" if abs(gap) < 2e-6 else f"within {100 * gap:.2g} %"
-        return f"proven bound {format_seconds(self.bound_s)} per {self.unit}: {how}"
+        gap = max(self.gap or 0.0, 0.0)
+        how = "optimal" if gap < 2e-6 else f"within {100 * gap:.2g} %" if gap < 1 else f"within {1 + gap:.2g} times"
+        stage_s = self.slowest_stage_s
+        shared = "" if self.period_s == stage_s else f"slowest stage {format_seconds(stage_s)}, "
+        return f"{shared}proven bound {format_seconds(self.bound_s)} per {self.unit}: {how}"

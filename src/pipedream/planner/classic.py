@@ -61,13 +61,18 @@ def classic(
         depth: of the plan; the classic model has none.
 
     Raises:
-        PlanError: a limit on memory, which the classic model cannot keep, too many workers or states, or a profile of
-            no seconds.
+        PlanError: a limit on memory, which the classic model cannot keep, machines of unequal sizes, too many workers
+            or states, or a profile of no seconds.
     """
     if cluster.is_limited:
         raise PlanError(
             "the classic cost model was asked for with a limit on memory, which the published planner does not keep; "
             "leave the limit out, or plan with --cost-model pipedream"
+        )
+    if any(level.sizes for level in cluster.levels):
+        raise PlanError(
+            "the classic cost model was asked for machines of unequal sizes, which the published planner does not "
+            "know; give one width a level, or plan with --cost-model pipedream"
         )
     text = GraphText.of(graph) if isinstance(graph, Profile) else graph
     states = States.of(text)
