@@ -33,6 +33,10 @@ CLASSIC = (
 
 RATES = (1e9, 1.25e9, 2.5e9, 1e10)
 
+LEVELS = (((4, 4), (12e9, 1.25e9)), ((8, 2), (30e9, 3.125e9)))
+
+LARGE = ("inception_v3", "nasnetamobile", "nasnetalarge", "gnmt_large")
+
 
 def main() -> None:
     """Prints the tables."""
@@ -66,6 +70,17 @@ def main() -> None:
         cells = (f"{' / '.join(took)} s", ", ".join(configs), " / ".join(gaps))
         print(f"| {file.stem} | {len(profile.layers)} | {' | '.join(cells)} |")
     print(f"\nAt {', '.join(f'{rate:.3g}' for rate in RATES)} bytes/s.\n")
+
+    print("| two levels | workers | planning | config | gap |\n| --- | --- | ---: | --- | --- |")
+    for file in sorted(Path(folder).glob("*.txt")):
+        if file.stem in LARGE:
+            profile = GraphText.load(file).profile(file.stem)
+            for widths, rates in LEVELS:
+                cluster = Cluster(tuple(Level(width, rate) for width, rate in zip(widths, rates, strict=True)))
+                seconds, plan = timed(partial(api.plan, profile, cluster))
+                size = "x".join(map(str, widths))
+                print(f"| {file.stem} | {size} | {seconds:.1f} s | {plan.config} | {gap_of(plan)} |")
+    print()
 
     print("| a chain | workers | planning | gap |\n| --- | --- | ---: | --- |")
     for layers, levels in ((200, (64,)), (1000, (8, 16, 8))):

@@ -75,7 +75,9 @@ def sum_buckets(
 
     size = np.asarray(size_bytes, dtype=float)
     first = np.minimum(size, FIRST_BUCKET_BYTES)
-    whole, rest = np.divmod(size - first, BUCKET_BYTES)
+    left = size - first
+    whole = np.floor(left / BUCKET_BYTES)
+    rest = left - whole * BUCKET_BYTES
     behind_s = np.where(rest > 0, seconds(rest), 0.0)
     bucket_s = seconds(BUCKET_BYTES)
     below = np.maximum(size, 1.0)
@@ -85,7 +87,7 @@ def sum_buckets(
         ready = (FIRST_BUCKET_BYTES + (whole - count + 1) * BUCKET_BYTES) / below
         tail_s = count * bucket_s + behind_s
         found.append((np.where(whole > 0, ready, start[0]), np.where(whole > 0, tail_s, start[1])))
-    return (*found, (np.ones_like(size), behind_s))
+    return (*found, (1.0, behind_s))
 
 
 def visible_sum_s(

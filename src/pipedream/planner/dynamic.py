@@ -196,18 +196,24 @@ class Pipelines:
     def _cost(self, site: Site, recompute: bool) -> Any:
         """Seconds of each stage on a site; infinite where it is none."""
         held, before, behind = self._bytes
-        update_s = self._updates[self.space.lag if site.replicas > 1 else 0]
         bare = replace(site, ports=(), memory_bytes=None)
-        compute_s = self._kept(
-            (bare, recompute),
-            lambda: np.where(
-                self._allowed,
-                site.compute_s(*(self._redone if recompute else self._passes), update_s, held),
-                np.inf,
-            ),
-        )
+        compute_s = self._kept((bare, recompute), lambda: self._compute_s(site, recompute))
         port_s = self._kept(site.ports, lambda: site.port_s(held, before, behind))
         return np.maximum(compute_s, port_s)
+
+    def _compute_s(self, site: Site, recompute: bool) -> Any:
+        lag = self.space.lag if site.replicas > 1 else 0
+        if (recompute, lag) not in self._rows:
+            rows = (*(self._redone if recompute else self._passes), self._updates[lag], self._bytes[0])
+            self._rows[recompute, lag] = tuple(row[self._allowed] for row in rows)
+        found = np.full(self._allowed.shape, np.inf)
+        found[self._allowed] = site.compute_s(*self._rows[recompute, lag])
+        return found
+
+    @cached_property
+    def _rows(self) -> dict[tuple[bool, int], tuple[Any, ...]]:
+        """What `Site.compute_s` asks of the stages that are allowed, one after the other."""
+        return {}
 
     def _kept(self, key: Site | tuple[Port, ...] | tuple[Site, bool], make: Callable[[], Any]) -> Any:
         if key in self._costs:
