@@ -46,8 +46,8 @@ def score(plan: Plan) -> planner.Score:
     program = lower(schedules.build(plan.schedule, plan, plan.microbatches))
     m, cycle, per_update = program.microbatches, program.cycle, program.updates.per_update[0]
     admitted = 0 if program.flushes else max(c * r for c, r in zip(plan.in_flight, plan.replicas, strict=True))
-    settled = -(-(2 * admitted) // cycle) * cycle + cycle
-    end = settled + max(2 * cycle, -(-admitted // cycle) * cycle)
+    settled = -(-(4 * admitted) // cycle) * cycle + cycle
+    end = settled + max(2 * cycle, -(-(4 * admitted) // cycle) * cycle)
     total = end + (0 if program.flushes else -(-2 * admitted // cycle) * cycle)
     timeline = clock.simulate(program, clock.costs(plan, split=m), total)
     found = metrics.between_updates(timeline, settled // per_update, end // per_update, per_update=per_update)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pipedream as pd
@@ -21,6 +21,16 @@ from pipedream.core.profile import LayerProfile, Profile
 from pipedream.methods import methods_of, score
 
 FLUSHING = ("1f1b", "gpipe", "naive")
+
+SETTLES_LATE = Profile.of_chain(
+    (
+        LayerProfile(1.0, 1.5863973238461657, output_bytes=27, parameter_bytes=19),
+        LayerProfile(1.6445223326150744, 1.0, output_bytes=13, parameter_bytes=8),
+        LayerProfile(2.0, 1.0, output_bytes=0, parameter_bytes=0),
+    ),
+    batch=1,
+)
+"""As deep as can be its first updates come faster than its slowest stage allows for long."""
 
 
 @st.composite
@@ -57,6 +67,7 @@ def periods(profile: Profile, cluster: Cluster, names: tuple[str, ...]) -> dict[
 
 
 @settings(max_examples=15)
+@example(SETTLES_LATE, 3, 20.0, None, True)
 @given(profiles(), st.integers(1, 3), st.sampled_from([2.0, 20.0, 1e9]), st.sampled_from([None, 300]), st.booleans())
 def test_no_way_is_faster(
     profile: Profile, workers: int, rate: float, memory: int | None, allow_asynchronous: bool
