@@ -7,6 +7,7 @@ the depth ``full``; at the paper's depth more may show (`core.depth`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -103,25 +104,27 @@ def plan(
     try:
         found = _fitting(space, search, others)
     except ShortageError as error:
-        raise PlanError(f"{error}{_enough(space, search, error.need_bytes)}") from None
+        raise PlanError(f"{error}{_enough(space, (search, *others), error.need_bytes)}") from None
     return space.at_depth(found, depth)
 
 
-def _enough(space: Space, search: Callable[[Space], Plan], need_bytes: int) -> str:
+def _enough(space: Space, searches: Iterable[Callable[[Space], Plan]], need_bytes: int) -> str:
     """Names a plan that would fit a little more memory than the least that a search knows of; '' if it finds none."""
 
     def more(memory_bytes: int | None) -> int | None:
         return None if memory_bytes is None else max(memory_bytes, need_bytes)
 
     larger = replace(space, cluster=space.cluster.with_memory(more))
-    try:
-        found = larger.with_bytes(search(larger))
-    except PlanError:
+    found: list[tuple[int, Plan]] = []
+    for search in searches:
+        with suppress(PlanError):
+            plan = larger.with_bytes(search(larger))
+            sites = zip(plan.stages, plan.sites, strict=True)
+            found.append((max(stage.peak_bytes for stage, site in sites if site.memory_bytes is not None), plan))
+    if not found:
         return ""
-    most = max(
-        stage.peak_bytes for stage, site in zip(found.stages, found.sites, strict=True) if site.memory_bytes is not None
-    )
-    return f"; the plan {_short(found.config)} would fit {format_bytes(most)} ({most} bytes)"
+    most, plan = min(found, key=lambda row: row[0])
+    return f"; the plan {_short(plan.config)} would fit {format_bytes(most)} ({most} bytes)"
 
 
 def _fitting(space: Space, search: Callable[[Space], Plan], others: Sequence[Callable[[Space], Plan]]) -> Plan:
@@ -134,15 +137,16 @@ def _fitting(space: Space, search: Callable[[Space], Plan], others: Sequence[Cal
     least = space.with_bytes(search(space))
     if least.overfull is None:
         return least
-    fitting = [plan for how in (search, *others) for plan in _spared(space, how)]
-    if not fitting:
-        return least  # whose depth is refused, by what it needs
+    found = [plan for how in (search, *others) for plan in _spared(space, how)]
+    fitting = [plan for plan in found if plan.overfull is None]
+    if not fitting:  # the depth of the one that comes nearest is refused, by what it needs
+        return min((least, *found), key=lambda plan: _missing_bytes(space, plan))
     best = min(fitting, key=lambda plan: (plan.period_s, plan.slowest_stage_s))
     return replace(best, bound_s=min(least.bound_s, best.slowest_stage_s))
 
 
 def _spared(space: Space, search: Callable[[Space], Plan]) -> Iterator[Plan]:
-    """Yields plans of a search that fit, with more and more memory left free for messages until one does, then less.
+    """Yields plans of a search, with more and more memory left free for messages until one fits, then less.
 
     Free is first what is missing, then twice as much each time; where nothing is found so, less.
     """
@@ -156,7 +160,9 @@ def _spared(space: Space, search: Callable[[Space], Plan]) -> Iterator[Plan]:
             too_little, missing_bytes = spare_bytes, _missing_bytes(space, found)
         elif found is not None:
             free = f"{format_bytes(spare_bytes)} of a worker's memory were kept free for messages"
-            yield replace(found, note=f"{found.note}; {free}") if spare_bytes else found
+            found = replace(found, note=f"{found.note}; {free}") if spare_bytes else found
+        if found is not None:
+            yield found
         if found is None or found.overfull is None:
             grows, enough = False, spare_bytes
             if not spare_bytes:
