@@ -134,6 +134,9 @@ def test_command_plans_for_unlike_devices(tmp_path: Path, capfd: pytest.CaptureF
     assert cli.main(["profile", recipe, "--device", "meta", "--as", "V100", "-o", profile]) == 0
     command = ["plan", profile, "--devices", "2xV100,1xRTX-4090", "-o", str(out)]
     assert cli.main([*command, "--memory", "20GB"]) == 0
+    told = capfd.readouterr().out
+    assert " on\n" in told
+    assert "V100-16GB" in told, "the plan says which stage is on which device"
     first, second = pipedream.Plan.load(out).cluster.kinds
     assert (first.count, first.device, first.speed, first.memory_bytes) == (2, "V100-16GB", 1.0, 16 * 10**9)
     assert (second.count, second.device, second.memory_bytes) == (1, "RTX-4090", 20 * 10**9)

@@ -159,7 +159,9 @@ def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) ->
         )
         for level in plan.cluster.levels
     )
-    return replace(plan, stages=stages, cluster=replace(plan.cluster, levels=levels), bound_s=seconds(plan.bound_s))
+    note = plan.note if dilation == byte_scale == 1 else ""  # its seconds are those of the plan
+    cluster = replace(plan.cluster, levels=levels)
+    return replace(plan, stages=stages, cluster=cluster, bound_s=seconds(plan.bound_s), note=note)
 
 
 def emulated_pipeline(plan: Plan, *, schedule: str = "pipedream", microbatches: int | None = None) -> Pipeline:

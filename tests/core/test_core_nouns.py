@@ -15,7 +15,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.graph import Layer, LayerGraph
 from pipedream.core.placement import Placement
 from pipedream.core.plan import Plan, Stage
-from pipedream.core.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_rate
+from pipedream.core.units import format_bytes, format_excess, format_rate, format_seconds, parse_bytes, parse_rate
 
 
 class TestUnits:
@@ -55,6 +55,8 @@ class TestUnits:
             (format_bytes(0), "0 B"),
             (format_bytes(-2000), "-2.00 kB"),
             (format_rate(1.25e9), "1.25 GB/s"),
+            (format_excess(0.268), "within 27 %"),
+            (format_excess(5.6), "within 6.6 times"),
             (format_seconds(0.00241), "2.41 ms"),
             (format_seconds(12.0), "12.0 s"),
             (format_seconds(3.2e-8), "0.032 us"),

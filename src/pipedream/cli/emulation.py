@@ -42,6 +42,9 @@ def emulate(
     given = Plan.load(plan)
     if workers not in (None, given.workers):
         raise PlanError(f"{workers} workers were asked for, the plan {given.config} has {given.workers}; give as many")
+    for name, factor in (("--dilation", dilation), ("--byte-scale", byte_scale)):
+        if not 0 < factor < float("inf"):  # here: before workers are started
+            raise PlanError(f"{name} {factor} was asked for; give a positive number")
     launched = "TORCHELASTIC_RUN_ID" in os.environ or "WORLD_SIZE" in os.environ
     if not launched and given.workers > 1:
         from ..runtime.launch import launch  # torch is loaded only where workers run

@@ -277,12 +277,13 @@ def plan(
                     "first": stage.first,
                     "last": stage.last,
                     "replicas": stage.replicas,
+                    "devices": [found.cluster.devices[worker] for worker in found.workers_of(s)],
                     "recompute": stage.recompute,
                     "compute_s": stage.compute_s,
                     "peak_bytes": stage.peak_bytes,
                     "memory": encode(stage.memory),
                 }
-                for stage in found.stages
+                for s, stage in enumerate(found.stages)
             ],
         }
     )

@@ -210,6 +210,13 @@ class Cluster(Artifact):
         return tuple(kind.speed for kind in kinds for _ in range(kind.count))
 
     @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """What each worker is, in words."""
+        if not self.kinds:
+            return (self.device,) * self.workers
+        return tuple(kind.device for kind in self.kinds for _ in range(kind.count))
+
+    @cached_property
     def memories(self) -> tuple[int | None, ...]:
         """Memory of each worker; None: not limited."""
         kinds = self.kinds or (Workers(self.workers, memory_bytes=self.memory_bytes),)

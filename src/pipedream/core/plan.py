@@ -20,7 +20,7 @@ from .placement import Placement
 from .ports import ports_s
 from .site import Site
 from .stage import Stage
-from .units import format_bytes, format_seconds
+from .units import format_bytes, format_excess, format_seconds
 
 __all__ = ["Plan", "Stage"]
 
@@ -325,6 +325,12 @@ class Plan(Artifact):
         ]
         if self.microbatches == 1:  # whoever splits a minibatch updates once for all of it, at one rate
             columns.insert(-1, ("rate", 5, lambda s, stage: f"{self.rate_factors[s]:.3g}"))
+        if self.cluster.kinds:
+            taken = [
+                dict.fromkeys(self.cluster.devices[w] for w in self.workers_of(s)) for s in range(len(self.stages))
+            ]
+            width = max(2, *(len("+".join(devices)) for devices in taken))
+            columns.append(("on", width, lambda s, stage: "+".join(taken[s])))
         if any(self.lag):
             columns.insert(7, ("lag", 3, lambda s, stage: str(self.lag[s])))
         if max(self.replicas) > 1:
@@ -342,7 +348,7 @@ class Plan(Artifact):
 
     def _proof(self) -> str:
         gap = max(self.gap or 0.0, 0.0)
-        how = "optimal" if gap < 2e-6 else f"within {100 * gap:.2g} %" if gap < 1 else f"within {1 + gap:.2g} times"
+        how = "optimal" if gap < 2e-6 else format_excess(gap)
         stage_s = self.slowest_stage_s
         shared = "" if self.period_s == stage_s else f"slowest stage {format_seconds(stage_s)}, "
         return f"{shared}proven bound {format_seconds(self.bound_s)} per {self.unit}: {how}"

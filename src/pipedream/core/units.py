@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 
-__all__ = ["format_bytes", "format_rate", "format_seconds", "parse_bytes", "parse_rate"]
+__all__ = ["format_bytes", "format_excess", "format_rate", "format_seconds", "parse_bytes", "parse_rate"]
 
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
@@ -46,6 +46,11 @@ def parse_rate(text: str | float) -> float:
 def format_bytes(value: float) -> str:
     """Writes bytes with three significant digits: ``1.34 MB``."""
     return _scaled(value, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
+
+
+def format_excess(excess: float) -> str:
+    """Writes by what share a number may be above another: ``within 27 %``, or from twice on ``within 2.8 times``."""
+    return f"within {100 * excess:.2g} %" if excess < 1 else f"within {1 + excess:.2g} times"
 
 
 def format_rate(value: float) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ..core.graph import LayerGraph
 from ..core.plan import Plan
+from ..core.units import format_excess
 from .space import Space
 
 __all__ = ["least_period_s", "with_bound"]
@@ -30,7 +31,7 @@ def with_bound(plan: Plan, space: Space) -> Plan:
     if bound_s == period_s:
         proved = "optimal, for no plan can be faster"
     else:
-        proved = f"within {100 * (period_s / bound_s - 1):.2g} % of a proven bound" if bound_s else "nothing is proved"
+        proved = f"{format_excess(period_s / bound_s - 1)} of a proven bound" if bound_s else "nothing is proved"
     return replace(plan, bound_s=bound_s, note=f"{plan.note}; {cuts} of the graph's cuts were tried: {proved}")
 
 
