@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -65,6 +66,30 @@ def test_never_loses_to_replicas_alike_where_memory_is_short(
         except PlanError:
             continue
         assert plan(profile, cluster).slowest_stage_s <= asked.slowest_stage_s * (1 + 1e-9)
+    try:
+        whole = plan(profile, cluster, all_workers=True)
+    except PlanError:
+        return
+    assert whole.workers == workers
+
+
+@pytest.mark.parametrize(
+    ("workers", "memory", "rows"),
+    [
+        (3, 248, [(20, 50, 10), (20, 50, 0)]),
+        (3, 225, [(20, 50, 0), (100, 50, 0)]),
+        (4, 375, [(20, 50, 0), (20, 50, 10), (1, 50, 10)]),
+    ],
+)
+def test_no_worker_is_left_out_where_memory_is_short(
+    workers: int, memory: int, rows: list[tuple[int, int, int]]
+) -> None:
+    """A straight pipeline of fewer stages than workers fits, and is taken only if workers may be idle."""
+    profile = Profile.of_chain(tuple(LayerProfile(1.0, 1.0, *row) for row in rows))
+    cluster = Cluster.flat(workers, 1e3, memory_bytes=memory)
+    assert plan(profile, cluster).workers < workers
+    with suppress(PlanError):
+        assert plan(profile, cluster, all_workers=True).workers == workers
 
 
 def test_slow_links_make_a_pipeline_and_fast_ones_data_parallelism() -> None:

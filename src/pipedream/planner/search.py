@@ -28,7 +28,7 @@ __all__ = ["SHAPES", "counts_of", "plan"]
 SHAPES = ("any", "pipeline", "straight", "data-parallel")
 """What may be asked for, beside replica counts."""
 
-_STEPS = 5  # towards the least memory that must be kept free for messages
+_STEPS = 4  # towards the least memory that must be kept free for messages
 
 
 def plan(
@@ -82,7 +82,8 @@ def plan(
         found = Lines.of(space, recompute).straight()
         if found is None:
             raise PlanError("no straight pipeline fits")
-        return with_bound(replace(found, note="optimal among straight pipelines"), space)
+        best = "best found" if space.spare_bytes else "optimal"
+        return with_bound(replace(found, note=f"{best} among straight pipelines"), space)
 
     def search(space: Space) -> Plan:
         lines = Lines.of(space, recompute)
@@ -99,8 +100,9 @@ def plan(
     workers, longest = cluster.workers, len(space.positions) - 1
     others: list[Callable[[Space], Plan]] = []
     if shape in ("any", "pipeline"):
-        counts = [(workers // stages,) * stages for stages in range(2, min(longest, workers)) if workers % stages == 0]
-        others = [straight, *(partial(alike, counts=row) for row in counts)]
+        sizes = (stages for stages in range(2, min(longest, workers) + 1) if workers % stages == 0)
+        others = [partial(alike, counts=(workers // stages,) * stages) for stages in sizes]
+        others += [] if all_workers else [straight]
     try:
         found = _fitting(space, search, others)
     except ShortageError as error:
@@ -150,33 +152,36 @@ def _spared(space: Space, search: Callable[[Space], Plan]) -> Iterator[Plan]:
 
     Free is first what is missing, then twice as much each time; where nothing is found so, less.
     """
-    too_little, spare_bytes, grows, steps = 0, 0, True, _STEPS
-    while steps:
+
+    def tried(spare_bytes: int) -> Plan | None:
         try:
             found = space.with_bytes(search(replace(space, spare_bytes=spare_bytes)))
         except PlanError:
-            found = None
-        if found is not None and found.overfull is not None:
-            too_little, missing_bytes = spare_bytes, _missing_bytes(space, found)
-        elif found is not None:
-            free = f"{format_bytes(spare_bytes)} of a worker's memory were kept free for messages"
-            found = replace(found, note=f"{found.note}; {free}") if spare_bytes else found
+            return None
+        free = f"; {format_bytes(spare_bytes)} of a worker's memory were kept free for messages"
+        return replace(found, note=f"{found.note}{free if spare_bytes else ''}")
+
+    too_little, enough, found = 0, 0, tried(0)
+    while found is not None and found.overfull is not None:
+        yield found
+        too_little, enough = enough, enough + max(enough, _missing_bytes(space, found))
+        found = tried(enough)
+    if found is not None:
+        yield found
+    for _ in range(_STEPS if enough else 0):
+        middle = (too_little + enough) // 2
+        found = tried(middle)
         if found is not None:
             yield found
-        if found is None or found.overfull is None:
-            grows, enough = False, spare_bytes
-            if not spare_bytes:
-                return
-        if grows:
-            spare_bytes += max(spare_bytes, missing_bytes)
+        if found is not None and found.overfull is not None:
+            too_little = middle
         else:
-            steps -= 1
-            spare_bytes = (too_little + enough) // 2
+            enough = middle
 
 
 def _missing_bytes(space: Space, plan: Plan) -> int:
-    rows = zip(plan.stages, range(len(plan.stages)), strict=True)
-    return max(stage.peak_bytes - (space.memory_bytes(plan, s) or stage.peak_bytes) for stage, s in rows)
+    limits = [space.memory_bytes(plan, s) for s in range(len(plan.stages))]
+    return max(stage.peak_bytes - (limit or stage.peak_bytes) for stage, limit in zip(plan.stages, limits, strict=True))
 
 
 def counts_of(shape: str | tuple[int, ...]) -> tuple[int, ...]:
