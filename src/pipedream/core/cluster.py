@@ -206,21 +206,21 @@ class Cluster(Artifact):
     @cached_property
     def speeds(self) -> tuple[float, ...]:
         """How much faster than the profile's device each worker computes."""
-        kinds = self.kinds or (Workers(self.workers),)
-        return tuple(kind.speed for kind in kinds for _ in range(kind.count))
+        return tuple(kind.speed for kind in self._all_kinds for _ in range(kind.count))
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
         """What each worker is, in words."""
-        if not self.kinds:
-            return (self.device,) * self.workers
-        return tuple(kind.device for kind in self.kinds for _ in range(kind.count))
+        return tuple(kind.device for kind in self._all_kinds for _ in range(kind.count))
 
     @cached_property
     def memories(self) -> tuple[int | None, ...]:
         """Memory of each worker; None: not limited."""
-        kinds = self.kinds or (Workers(self.workers, memory_bytes=self.memory_bytes),)
-        return tuple(kind.memory_bytes for kind in kinds for _ in range(kind.count))
+        return tuple(kind.memory_bytes for kind in self._all_kinds for _ in range(kind.count))
+
+    @property
+    def _all_kinds(self) -> tuple[Workers, ...]:
+        return self.kinds or (Workers(self.workers, self.device, memory_bytes=self.memory_bytes),)
 
     @property
     def is_limited(self) -> bool:

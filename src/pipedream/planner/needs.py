@@ -145,7 +145,7 @@ class Period:
         """Returns the fewest workers that run the layers from each place on, a large number if they are too few."""
         needs, workers = self.needs, self.needs.workers
         memory = needs.line.memory_bytes
-        far = 4 * workers + 4
+        far = self._far
         found = np.full(len(needs.places), far)
         found[-1] = 0
         tables = []
@@ -170,7 +170,7 @@ class Period:
 
     def ahead(self) -> Any:
         """Returns the fewest workers that run the layers up to each place, whatever their memory holds."""
-        far = 4 * self.needs.workers + 4
+        far = self._far
         ways = [
             np.where(self.alone[again], 1, np.where(self.more[again] > self.needs.workers, far, self.more[again]))
             for again in self.needs.pairs
@@ -182,6 +182,11 @@ class Period:
             found[j] = min(far, int((found[:j] + table[:j, j]).min()))
         return found
 
+    @property
+    def _far(self) -> int:
+        """Stands for too many workers: more than there are, with room to be added up."""
+        return 4 * self.needs.workers + 4
+
     def _square(self, row: Any) -> Any:
-        table = np.append(row, 4 * self.needs.workers + 4 if row.dtype != bool else False)
+        table = np.append(row, self._far if row.dtype != bool else False)
         return table[self.needs.index]
