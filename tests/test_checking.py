@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,15 @@ def test_a_good_plan_is_predicted(edited: Callable[..., tuple[int, str]]) -> Non
     status, out = edited(nothing)
     assert "holds: pipedream, free of deadlock" in out
     assert "predicted: " in out
+
+
+def test_a_bound_that_a_plan_is_faster_than_proves_nothing() -> None:
+    plan = pd.plan(CHAIN, pd.Cluster.flat(4))
+    assert plan.gap == pytest.approx(0.0, abs=1e-6)
+    assert "proven bound" in str(plan)
+    edited = replace(plan, bound_s=1.1 * plan.slowest_stage_s)
+    assert edited.gap is None
+    assert "proven bound" not in str(edited)
 
 
 def test_a_layer_that_was_moved_is_found_with_the_profile(edited: Callable[..., tuple[int, str]]) -> None:

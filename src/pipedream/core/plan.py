@@ -24,6 +24,8 @@ from .units import format_bytes, format_excess, format_seconds
 
 __all__ = ["Plan", "Stage"]
 
+_SAME = 2e-6  # relative: a gap that is none
+
 
 @dataclass(frozen=True)
 class Plan(Artifact):
@@ -262,8 +264,12 @@ class Plan(Artifact):
 
     @property
     def gap(self) -> float | None:
-        """By what share the period may be above that of the best plan; None where nothing is proved."""
-        return self.slowest_stage_s / self.bound_s - 1 if self.bound_s > 0 else None
+        """By what share the period may be above that of the best plan; None where nothing is proved.
+
+        A bound that the plan is faster than is of another plan (one that was edited since), and proves nothing.
+        """
+        found = self.slowest_stage_s / self.bound_s - 1 if self.bound_s > 0 else -1.0
+        return None if found < -_SAME else max(found, 0.0)
 
     def method(self, schedule: str | None = None, microbatches: int | None = None) -> tuple[str, int | None]:
         """Returns the method to use and its split: what is said, else what the plan was made for, else PipeDream.
@@ -344,11 +350,12 @@ class Plan(Artifact):
             if stage.names:
                 span = stage.names[0] if len(stage.names) == 1 else f"{stage.names[0]} .. {stage.names[-1]}"
             rows.append("  ".join([f"{s:>5}", f"{span:<24}", *(f"{cell(s, stage):>{w}}" for _, w, cell in columns)]))
-        return "\n".join([head, *rows, *([self.note] if self.note else []), *([self._proof()] if self.bound_s else [])])
+        return "\n".join(
+            [head, *rows, *([self.note] if self.note else []), *([] if self.gap is None else [self._proof(self.gap)])]
+        )
 
-    def _proof(self) -> str:
-        gap = max(self.gap or 0.0, 0.0)
-        how = "optimal" if gap < 2e-6 else format_excess(gap)
+    def _proof(self, gap: float) -> str:
+        how = "optimal" if gap < _SAME else format_excess(gap)
         stage_s = self.slowest_stage_s
         shared = "" if self.period_s == stage_s else f"slowest stage {format_seconds(stage_s)}, "
         return f"{shared}proven bound {format_seconds(self.bound_s)} per {self.unit}: {how}"
