@@ -14,6 +14,7 @@ from . import api, schedules
 from .core.artifact import write_text
 from .core.errors import PlanError
 from .core.plan import Plan, Stage
+from .core.units import check_factor
 from .pipeline import Pipeline
 from .runfolder import last_segment, software_versions, summarise, write_run
 from .runtime import talk
@@ -119,9 +120,8 @@ def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) ->
     Raises:
         PlanError: factors that are not positive.
     """
-    for name, factor in (("dilation", dilation), ("byte scale", byte_scale)):
-        if not 0 < factor < float("inf"):
-            raise PlanError(f"a {name} of {factor} was asked for; give a positive number")
+    check_factor("dilation", dilation)
+    check_factor("byte scale", byte_scale)
 
     def seconds(value: float) -> float:
         return value * dilation

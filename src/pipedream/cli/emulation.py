@@ -11,16 +11,15 @@ import typer
 
 from ..core.errors import PlanError
 from ..core.plan import Plan
-from .options import Json, Microbatches, depth_of, print_json
+from ..core.units import check_factor
+from .options import Json, Microbatches, PlansSchedule, depth_of, print_json
 
 __all__ = ["emulate"]
 
 
 def emulate(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan's file.")],
-    schedule: Annotated[
-        str | None, typer.Option(help="A method: see 'pipedream schedules'; the plan's, or pipedream.")
-    ] = None,
+    schedule: PlansSchedule = None,
     microbatches: Microbatches = None,
     minibatches: Annotated[int, typer.Option(min=1, help="Minibatches of the run.")] = 32,
     in_flight: Annotated[
@@ -42,9 +41,8 @@ def emulate(
     given = Plan.load(plan)
     if workers not in (None, given.workers):
         raise PlanError(f"{workers} workers were asked for, the plan {given.config} has {given.workers}; give as many")
-    for name, factor in (("--dilation", dilation), ("--byte-scale", byte_scale)):
-        if not 0 < factor < float("inf"):  # here: before workers are started
-            raise PlanError(f"{name} {factor} was asked for; give a positive number")
+    check_factor("dilation", dilation)  # here: before workers are started
+    check_factor("byte scale", byte_scale)
     launched = "TORCHELASTIC_RUN_ID" in os.environ or "WORLD_SIZE" in os.environ
     if not launched and given.workers > 1:
         from ..runtime.launch import launch  # torch is loaded only where workers run

@@ -27,6 +27,7 @@ __all__ = [
     "Lag",
     "Microbatches",
     "PlanSchedule",
+    "PlansSchedule",
     "RecipeFile",
     "ScheduleName",
     "SeveralValues",
@@ -62,6 +63,10 @@ ScheduleName = Annotated[str, typer.Option("--schedule", help="A method: see 'pi
 PlanSchedule = Annotated[
     str | None,
     typer.Option("--schedule", help="A method: see 'pipedream schedules'; auto: the fastest by simulation; pipedream."),
+]
+PlansSchedule = Annotated[
+    str | None,
+    typer.Option("--schedule", help="A method: see 'pipedream schedules'; the plan's, or pipedream."),
 ]
 AllowAsynchronous = Annotated[
     bool, typer.Option("--allow-asynchronous", help="With auto: also methods whose gradients are late.")

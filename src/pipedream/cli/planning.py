@@ -239,7 +239,7 @@ def plan(
         slowest_s = found.slowest_stage_s
         alone_s = known.forward_s + known.backward_s + known.update_s + known.loss_s
         parallel_s = api.plan(known, joined.unlimited(), shape="data-parallel").slowest_stage_s
-        simulated_s = simulated_period_s(found)
+        simulated_s = compared[0].period_s if compared else simulated_period_s(found)
     if output is not None and output.suffix == ".txt":
         text = given if isinstance(given, GraphText) else GraphText.of(given)
         text.with_stages(stage.names for stage in found.stages).save(output)

@@ -22,6 +22,7 @@ from .options import (
     ClusterName,
     Depth,
     Json,
+    PlansSchedule,
     cluster_of,
     depth_of,
     print_json,
@@ -37,9 +38,7 @@ def simulate(
     backward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a backward, with --uniform.")] = 2.0,
     transfer_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a message one way, with --uniform.")] = 0.0,
     weight_s: Annotated[float | None, typer.Option(min=0.0, help="Seconds of the weight gradient.")] = None,
-    schedule: Annotated[
-        str | None, typer.Option(help="A method: see 'pipedream schedules'; the plan's, or pipedream.")
-    ] = None,
+    schedule: PlansSchedule = None,
     microbatches: Annotated[
         int | None,
         typer.Option(min=1, help="Of the run, from an empty pipeline to an empty one; the plan's, or 16."),

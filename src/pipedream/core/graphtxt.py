@@ -328,7 +328,7 @@ def _number(field: str, text: str) -> float:
 
 
 def _at(source: str, number: int, why: str) -> str:
-    return f"{source}, line {number}: {why}; give a whole graph.txt, with times and sizes from 0 on"
+    return f"{source}, line {number}: {why}; give a whole graph.txt"
 
 
 def _exact_text(value: float) -> str:

@@ -10,7 +10,17 @@ from __future__ import annotations
 import math
 import re
 
-__all__ = ["format_bytes", "format_excess", "format_rate", "format_seconds", "parse_bytes", "parse_rate"]
+from .errors import PlanError
+
+__all__ = [
+    "check_factor",
+    "format_bytes",
+    "format_excess",
+    "format_rate",
+    "format_seconds",
+    "parse_bytes",
+    "parse_rate",
+]
 
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
@@ -46,6 +56,12 @@ def parse_rate(text: str | float) -> float:
 def format_bytes(value: float) -> str:
     """Writes bytes with three significant digits: ``1.34 MB``."""
     return _scaled(value, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
+
+
+def check_factor(what: str, factor: float) -> None:
+    """Raises PlanError for a factor that is not positive, or infinite."""
+    if not 0 < factor < math.inf:
+        raise PlanError(f"a {what} of {factor} was asked for; give a positive number")
 
 
 def format_excess(excess: float) -> str:
