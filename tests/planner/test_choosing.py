@@ -139,14 +139,14 @@ def test_memory_decides_between_methods() -> None:
     assert least.schedule == "naive"
 
 
-def test_never_slower_than_one_worker() -> None:
-    """Links that cost more than all compute, and minibatches that cannot be split."""
-    cluster = Cluster.flat(4, 1e-3)
-    for batch in (1, 8):
-        found = pd.plan(replace(CHAIN, batch=batch), cluster, schedule="auto")
-        assert score(found).period_s <= CHAIN.forward_s + CHAIN.backward_s + CHAIN.update_s + CHAIN.loss_s + 1e-9
-        assert found.workers == 1
-        assert ("a minibatch of one sample is not split" in found.note) == (batch == 1)
+@pytest.mark.parametrize("rate", [1e-3, 300.0, 1000.0, 3000.0])
+def test_never_slower_than_one_worker(rate: float) -> None:
+    """Minibatches of one sample cannot be split, and a flush leaves all workers but one idle."""
+    found = pd.plan(replace(CHAIN, batch=1), Cluster.flat(4, rate), schedule="auto")
+    assert score(found).period_s <= CHAIN.forward_s + CHAIN.backward_s + CHAIN.update_s + CHAIN.loss_s + 1e-9
+    assert found.workers == 1
+    assert "a minibatch of one sample is not split" in found.note
+    assert "is not split" not in pd.plan(CHAIN, Cluster.flat(4, rate), schedule="auto").note
 
 
 def test_what_is_said_is_kept() -> None:
