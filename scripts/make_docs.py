@@ -72,9 +72,9 @@ def about(name: str) -> str:
 
 def pages() -> dict[Path, str]:
     """Returns all files that this program writes: path -> text."""
-    plan = Plan.uniform(STAGES)
     entries, files = [], {}
     for name, factory in SCHEDULES.items():
+        plan = uniform(name, STAGES)
         schedule = factory(plan, split(name))
         shown = simulated(schedule, MICROBATCHES)
         run = shown if schedule.flushes else simulated(schedule, LONG)

@@ -17,7 +17,7 @@ from torch import Tensor
 import pipedream as pd
 from pipedream.core.plan import Plan
 
-FLUSHING = ("naive", "gpipe", "1f1b")
+FLUSHING = ("naive", "gpipe", "1f1b", "interleaved_1f1b")
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -34,6 +34,7 @@ class Case:
         leave_at: minibatch after which the loop is left, and a second `train` goes on; negative for never.
         lag: of the plan; None for 0 at every stage.
         recompute: of every stage.
+        chunks: stages of each worker, p stages apart.
     """
 
     animal: str
@@ -55,6 +56,7 @@ class Case:
     autocast: torch.dtype | None = None
     lag: tuple[int, ...] | None = None
     recompute: bool = False
+    chunks: int = 1
 
     def __str__(self) -> str:
         plan = "-".join(map(str, self.replicas or (1,) * self.stages))
@@ -77,6 +79,8 @@ class Case:
         """Returns the plan."""
         plan = zoo.plan_of(zoo.make(self.animal, self.dtype), self.stages, self.replicas, self.depth)
         plan = plan if self.lag is None else replace(plan, lag=self.lag)
+        if self.chunks > 1:
+            plan = replace(plan, order=tuple(range(self.stages // self.chunks)) * self.chunks)
         return replace(plan, stages=tuple(replace(stage, recompute=self.recompute) for stage in plan.stages))
 
 

@@ -177,7 +177,7 @@ def emulated_pipeline(plan: Plan, *, schedule: str = "pipedream", microbatches: 
     if plan.unit == "microbatch":
         plan = replace(plan, unit="minibatch", stages=tuple(_of_minibatch(stage, parts) for stage in plan.stages))
     rank, _ = talk.join("cpu")
-    speed = plan.cluster.speeds[sorted(plan.order)[rank] if plan.order else rank]
+    speed = plan.cluster.speeds[sorted(set(plan.order))[rank] if plan.order else rank]
     stages = [_at_speed(stage, speed) for stage in plan.stages]
     return Pipeline(
         emulated.emulated_model(stages, parts),

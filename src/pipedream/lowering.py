@@ -3,8 +3,9 @@
 1. Around each op stand its messages: what it reads is received just before it, what it makes is sent just
    after it, targets go straight from the input stage to the output stage, and the update of a replicated
    stage begins with a sum over its replicas.
-2. Each direction between two ranks is a channel of its own, in the order in which its sender sends. One
-   channel for both directions deadlocks at two stages: each side's next message waits behind its own.
+2. Each direction across each boundary of stages between two ranks is a channel of its own, in the order in which its
+   sender sends. One channel for both directions deadlocks at two stages: each side's next message waits behind its
+   own. Stages of one rank hand over without a message.
 3. The endless order of each rank is folded into a warm-up and a period, and the fold is checked.
 
 Receives are posted ahead: a channel's depth is how many. It is what may lie between sender and receiver
@@ -45,7 +46,7 @@ def lower(schedule: Schedule) -> Program:
             f"up to {_MOST_PROVED} can be proved; choose fewer workers, or counts that divide each other"
         )
     channels = _channels(schedule.placement, schedule.plan.in_flight)
-    numbers = {(c.sender, c.receiver, c.carries): i for i, c in enumerate(channels)}
+    numbers = {(c.sender, c.receiver, c.carries, c.source): i for i, c in enumerate(channels)}
     ranks = tuple(_fold(schedule, rank, _expand(schedule, rank, numbers)) for rank in range(schedule.placement.workers))
     return Program(
         schedule=schedule.name,
@@ -64,7 +65,7 @@ def lower(schedule: Schedule) -> Program:
 
 
 def _channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel, ...]:
-    found: dict[tuple[int, int, str], Channel] = {}
+    found: dict[tuple[int, int, str, int], Channel] = {}
     last = placement.stages - 1
 
     def join(carries: str, source: int, target: int, depth: int) -> None:
@@ -72,7 +73,7 @@ def _channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel
             sender, receiver = placement.rank_of(source, k), placement.rank_of(target, k)
             if sender != receiver:
                 channel = Channel(sender, receiver, carries, source, target, max(2, min(depth, _MOST_AHEAD)))
-                found.setdefault((sender, receiver, carries), channel)
+                found.setdefault((sender, receiver, carries, source), channel)
 
     for stage in range(last):
         here, after = placement.replicas[stage], placement.replicas[stage + 1]
@@ -85,14 +86,15 @@ def _channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel
     return tuple(found.values())
 
 
-def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, str], int]) -> Iterator[Instruction]:
+def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, str, int], int]) -> Iterator[Instruction]:
     """Yields a rank's ops with their messages around them."""
     placement = schedule.placement
     last = placement.stages - 1
     gradient = Kind.INPUT_GRADIENT if schedule.splits_backward else Kind.BACKWARD
 
-    def channel(sender: int, receiver: int, carries: str) -> int | None:
-        return numbers.get((sender, receiver, carries))
+    def channel(carries: str, source: int, target: int, k: int) -> int | None:
+        """The number of the channel; None where both stages are on this rank."""
+        return numbers.get((placement.rank_of(source, k), placement.rank_of(target, k), carries, source))
 
     for op in schedule.order(rank):
         kind, stage, k, _ = op
@@ -100,18 +102,18 @@ def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, str], i
         leaves: list[int | None] = []
         if kind is Kind.FORWARD:
             if stage:
-                arrives.append(channel(placement.rank_of(stage - 1, k), rank, "activation"))
+                arrives.append(channel("activation", stage - 1, stage, k))
             if stage == last:
-                arrives.append(channel(placement.rank_of(0, k), rank, "input"))
+                arrives.append(channel("input", 0, stage, k))
             else:
-                leaves.append(channel(rank, placement.rank_of(stage + 1, k), "activation"))
+                leaves.append(channel("activation", stage, stage + 1, k))
             if stage == 0:
-                leaves.append(channel(rank, placement.rank_of(last, k), "input"))
+                leaves.append(channel("input", 0, last, k))
         elif kind is gradient:
             if stage < last:
-                arrives.append(channel(placement.rank_of(stage + 1, k), rank, "gradient"))
+                arrives.append(channel("gradient", stage + 1, stage, k))
             if stage:
-                leaves.append(channel(rank, placement.rank_of(stage - 1, k), "gradient"))
+                leaves.append(channel("gradient", stage, stage - 1, k))
         elif kind is Kind.UPDATE and placement.replicas[stage] > 1:
             yield Transfer(Move.SYNC, stage, k)
         yield from (Transfer(Move.RECEIVE, number, k) for number in arrives if number is not None)

@@ -14,7 +14,7 @@ from pipedream.core.schedule import Schedule
 from pipedream.core.timeline import Timeline
 from pipedream.lowering import lower
 from pipedream.metrics import in_flight, measure, staleness
-from pipedream.schedules import SCHEDULES, build
+from pipedream.schedules import CHUNKED, SCHEDULES, build, uniform
 from pipedream.simulator import costs, simulate
 
 STAGES = range(1, 7)
@@ -25,9 +25,8 @@ TIMES = ((1.0, 1.0), (1.0, 2.0), (3.0, 1.25))
 @cache
 def made(name: str, p: int, m: int, times: tuple[float, float] = (1.0, 2.0)) -> Schedule | None:
     """Returns a method's schedule, m microbatches a minibatch where it splits one; None where it refuses."""
-    plan = Plan.uniform(p, *times)
     try:
-        return build(name, plan, m)
+        return build(name, uniform(name, p, *times), m)
     except ScheduleError:
         return None
 
@@ -74,7 +73,8 @@ def test_in_flight_staleness_and_versions(name: str, p: int, m: int) -> None:
         if claims.staleness:
             assert staleness(timeline, s) == claims.staleness(p, counted, s) == schedule.weights.staleness(s)
         if claims.versions:
-            assert timeline.peak_versions[s] == claims.versions(p, counted, s) == schedule.weights.versions(s)
+            each = sum(schedule.weights.versions(stage) for stage, _ in schedule.placement.seats(s))
+            assert timeline.peak_versions[s] == claims.versions(p, counted, s) == each
 
 
 @pytest.mark.parametrize("p", STAGES)
@@ -106,3 +106,16 @@ def test_versions_of_vertical_sync_with_replicas(replicas: tuple[int, ...]) -> N
     timeline = run(schedule, 6 * lcm(*replicas) + 8 * sum(replicas))
     for s, ranks in enumerate(schedule.placement.ranks):
         assert max(timeline.peak_versions[rank] for rank in ranks) == schedule.weights.versions(s)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("p", STAGES)
+@pytest.mark.parametrize("name", sorted(CHUNKED))
+def test_bubble_shrinks_with_the_stages_of_a_worker(name: str, p: int, chunks: int) -> None:
+    for m in (p, 2 * p, 5 * p):
+        schedule = build(name, uniform(name, p, 1.0, 2.0, chunks=chunks), m)
+        timeline = run(schedule, m)
+        assert timeline.makespan_s == pytest.approx((chunks * m + p - 1) * 3.0)
+        assert measure(timeline).bubble == pytest.approx((p - 1) / (chunks * m + p - 1), abs=1e-9)
+        for rank in range(p):
+            assert in_flight(timeline, rank) == min(2 * (p - 1 - rank) + (chunks - 1) * p + 1, chunks * m)

@@ -31,12 +31,19 @@ from .options import (
 __all__ = ["list_schedules", "show", "simulate"]
 
 
+Chunks = Annotated[
+    int, typer.Option("--chunks", min=1, help="Stages of each worker, for methods that interleave.")
+]
+
+
 def simulate(
     plan: Annotated[Path | None, typer.Argument(metavar="[PLAN]", help="A plan's file; or give --uniform.")] = None,
-    uniform: Annotated[int | None, typer.Option(min=1, metavar="P", help="P equal stages instead of a plan.")] = None,
+    uniform: Annotated[int | None, typer.Option(min=1, metavar="P", help="P workers with equal stages instead of a plan.")
+    ] = None,
     forward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a forward, with --uniform.")] = 1.0,
     backward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a backward, with --uniform.")] = 2.0,
     transfer_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a message one way, with --uniform.")] = 0.0,
+    chunks: Chunks = 2,
     weight_s: Annotated[float | None, typer.Option(min=0.0, help="Seconds of the weight gradient.")] = None,
     schedule: PlansSchedule = None,
     microbatches: Annotated[
@@ -69,7 +76,9 @@ def simulate(
         chosen = chosen if cluster is None else chosen.on(cluster_of(cluster, [], [], 0.0, None))
         chosen = chosen if in_flight == "noam" and chosen.depth != "noam" else chosen.with_depth(depth_of(in_flight))
     else:
-        chosen = Plan.uniform(uniform or 1, forward_s, backward_s, transfer_s).with_depth(depth_of(in_flight))
+        name = schedule or "pipedream"
+        chosen = schedules.uniform(name, uniform or 1, forward_s, backward_s, transfer_s, chunks=chunks)
+        chosen = chosen.with_depth(depth_of(in_flight))
     timeline = api.simulate(
         chosen,
         schedule=schedule,
@@ -108,7 +117,7 @@ def simulate(
 
 def list_schedules(as_json: Json = False) -> None:
     """List the methods, with the claims of their papers."""
-    built = {name: schedules.build(name, Plan.uniform(4)) for name in schedules.SCHEDULES}
+    built = {name: schedules.build(name, schedules.uniform(name, 4)) for name in schedules.SCHEDULES}
     if as_json:
         print_json({name: schedules.claims_at(schedule, 4, 8) for name, schedule in built.items()})
     else:
@@ -117,7 +126,8 @@ def list_schedules(as_json: Json = False) -> None:
 
 def show(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A method: see 'pipedream schedules'.")],
-    stages: Annotated[int, typer.Option(min=1, help="Stages.")] = 4,
+    stages: Annotated[int, typer.Option(min=1, help="Stages; workers, where each has several stages.")] = 4,
+    chunks: Chunks = 2,
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of the run.")] = 8,
     in_flight: Depth = "noam",
     forward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a forward.")] = 1.0,
@@ -127,7 +137,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Draw a method's grid; with --verify print the proof: in flight, versions, staleness."""
-    chosen = Plan.uniform(stages, forward_s, backward_s).with_depth(depth_of(in_flight))
+    chosen = schedules.uniform(name, stages, forward_s, backward_s, chunks=chunks).with_depth(depth_of(in_flight))
     tried = schedules.build(name, chosen)
     built = schedules.build(name, chosen, microbatches) if tried.flushes else tried
     proof = verify(lower(built))

@@ -42,7 +42,8 @@ class Plan(Artifact):
             made by hand and not from a profile.
         depth: 'noam', 'full', 'auto' or 'hand'.
         note: what the planner promises about it.
-        order: the cluster's workers in the order in which the stages take them; () as they stand.
+        order: the cluster's workers in the order in which the stages take them, a worker for each replica; () as
+            they stand. One that is named again runs several stages (chunks).
         bound_s: no plan of the space that the note names is faster, in seconds per unit; 0 where nothing is proved.
         schedule: the method that it was planned for; '' if none.
         microbatches: parts of a minibatch that it was planned for.
@@ -83,8 +84,10 @@ class Plan(Artifact):
             raise ValueError(f"unit is minibatch or microbatch, found {self.unit!r}")
         if self.workers > self.cluster.workers:
             raise ValueError(f"the stages take {self.workers} workers, the cluster has {self.cluster.workers}")
-        if self.order and (len(set(self.order)) != len(self.order) or len(self.order) != self.workers):
-            raise ValueError(f"the order names each of the {self.workers} workers once, found {self.order}")
+        if self.order and len(self.order) != sum(self.replicas):
+            raise ValueError(f"the order names a worker for each of {sum(self.replicas)} replicas, found {self.order}")
+        if any(len(set(self.workers_of(s))) != count for s, count in enumerate(self.replicas)):
+            raise ValueError(f"the replicas of a stage are on workers of their own, found {self.order}")
         if self.order and not 0 <= min(self.order) <= max(self.order) < self.cluster.workers:
             raise ValueError(f"the order names workers below {self.cluster.workers}, found {self.order}")
         for stage, lag in zip(self.stages, self.lag, strict=True):
@@ -104,18 +107,19 @@ class Plan(Artifact):
         transfer_s: float = 0.0,
         update_s: float = 0.0,
         replicas: tuple[int, ...] | None = None,
+        order: tuple[int, ...] = (),
     ) -> Plan:
         """Returns a plan of equal stages, in seconds per microbatch: for studies and pictures.
 
         A message takes ``transfer_s`` each way (one byte over a link of 1 / transfer_s bytes per second).
         """
         counts = replicas or (1,) * stages
-        cluster = Cluster.flat(sum(counts), 1 / transfer_s if transfer_s else 1e30)
+        cluster = Cluster.flat(len(set(order)) or sum(counts), 1 / transfer_s if transfer_s else 1e30)
         rows = tuple(
             Stage(s, s + 1, counts[s], forward_s, backward_s, update_s, 1, 1, 1, names=(f"stage{s}",))
             for s in range(stages)
         )
-        return cls(rows, depth.noam(counts), cluster, unit="microbatch")
+        return cls(rows, depth.noam(counts), cluster, unit="microbatch", order=order)
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -125,7 +129,7 @@ class Plan(Artifact):
     @property
     def workers(self) -> int:
         """All workers."""
-        return sum(self.replicas)
+        return len(set(self.order)) or sum(self.replicas)
 
     @property
     def config(self) -> str:
@@ -137,7 +141,7 @@ class Plan(Artifact):
         """One rank a worker: stage by stage, or, where there is an order, in the order of the cluster's workers."""
         if not self.order:
             return Placement.replicated(self.replicas)
-        ranks = {worker: rank for rank, worker in enumerate(sorted(self.order))}
+        ranks = {worker: rank for rank, worker in enumerate(sorted(set(self.order)))}
         return Placement(tuple(tuple(ranks[w] for w in self.workers_of(s)) for s in range(len(self.stages))))
 
     @property

@@ -63,7 +63,7 @@ _PATIENCE = 1_000_000  # instructions left out in a row, after which a program i
 
 @dataclass(frozen=True)
 class Channel:
-    """One direction between two ranks, first in, first out.
+    """One direction between a stage's rank and another's, first in, first out.
 
     Attributes:
         sender, receiver: ranks.
@@ -247,7 +247,7 @@ class Program(Artifact):
         return f"stage {channel.source}, sending {channel.carries} of microbatch {instruction.index}"
 
     def channel_id(self, sender: int, receiver: int, carries: str) -> int:
-        """Returns the index of a channel. Raises KeyError where there is none."""
+        """Returns the index of the first channel of this kind. Raises KeyError where there is none."""
         for index, channel in enumerate(self.channels):
             if (channel.sender, channel.receiver, channel.carries) == (sender, receiver, carries):
                 return index

@@ -9,6 +9,7 @@ stand in the program, which was verified before.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from .channel import Pending, Receiver, Sender
 from .doing import Doing
 from .feed import Ending
 from .intake import Door, Intake
-from .message import Content, Message
+from .message import Content, Message, copied
 from .recorder import Recorder
 from .reduction import last_backwards
 from .results import Done, Output, Results
@@ -182,7 +183,7 @@ class Worker:
     # -- forward ------------------------------------------------------------------------------------
 
     def _forward_op(self, op: Op) -> None:
-        message = self._admit(op) if op.stage == 0 else self._inbox.pop("activation")
+        message = self._admit(op) if op.stage == 0 else self._arrived("activation", op)
         if message is None:
             return
         start = self.recorder.mark()
@@ -198,10 +199,10 @@ class Worker:
             result = self._forward_training(op, seat, message)
         else:
             result = self._forward_alone(op, seat, message)
-        if op.stage == self._last:
-            self._inbox.pop("input", None)
+        if op.stage < self._last:
+            self._hand_on("activation", op.stage + 1, result)
         else:
-            self._outbox["activation"] = result
+            self._inbox.pop(("input", op.stage, op.index), None)
         self.doing.end()
         seat.next_forward = op.index + self.program.placement.replicas[op.stage]
         self.recorder.note("F", op.stage, self._number(op.index), start)
@@ -212,7 +213,7 @@ class Worker:
     def _forward_training(self, op: Op, seat: Seated, message: Message) -> Message:
         weights = seat.versions.read(self.program.weights.forward_version(op.stage, op.index))
         held = self._held[op.stage, op.index] = Held(weights, (), (), message.gradients, op.index)
-        targets = self._inbox["input"] if op.stage == self._last else None
+        targets = self._arrived("input", op) if op.stage == self._last else None
 
         def run(message: Message, again: bool = False) -> Message:
             if op.stage == 0:
@@ -243,7 +244,7 @@ class Worker:
                 self.results.give_output(op.index, message.carrying(*flatten(output)))
             else:
                 with seat.module.casting():
-                    self._scorer.assess(message, output, self._value_of(self._inbox["input"]))
+                    self._scorer.assess(message, output, self._value_of(self._arrived("input", op)))
         return message
 
     def _admit(self, op: Op) -> Message | None:
@@ -257,8 +258,7 @@ class Worker:
             self._end(self._intake.ended_at * self._split, found)
             return None
         inputs, targets = found
-        box = self._inbox if self._last == 0 else self._outbox
-        box["input"] = targets
+        self._hand_on("input", self._last, targets)
         return inputs
 
     def _value_of(self, message: Message) -> Any:
@@ -270,7 +270,7 @@ class Worker:
         seat = self.seats[op.stage]
         held = self._held.pop((op.stage, op.index))
         last = seat.optimizer.reduction is not None and self._ends_update(op)
-        message = self._inbox.pop("gradient") if op.stage < self._last else None
+        message = self._arrived("gradient", op) if op.stage < self._last else None
         start = self.recorder.mark()
         back: list[torch.Tensor | None] = []
         if held.weights is not None:
@@ -296,7 +296,9 @@ class Worker:
             seat.optimizer.close(seat.gradients, float(self.wishes_to_stop()))
         if op.stage:
             content = Content.EMPTY if held.weights is None else Content.DATA
-            self._outbox["gradient"] = Message(op.index, content, tensors=tuple(back), weight=held.weight)
+            self._hand_on(
+                "gradient", op.stage - 1, Message(op.index, content, tensors=tuple(back), weight=held.weight)
+            )
         self.recorder.note("B", op.stage, self._number(op.index), start)
 
     def _update_op(self, op: Op) -> Generator[Any, None, None]:
@@ -350,7 +352,20 @@ class Worker:
         elif message.microbatch != index:
             raise AssertionError(f"microbatch {message.microbatch} came on the {channel.carries} channel for {index}")
         else:
-            self._inbox[channel.carries] = message
+            self._inbox[channel.carries, channel.target, index] = message
+
+    def _arrived(self, carries: str, op: Op) -> Message:
+        """Takes what an op reads: a message received, or handed on by another stage of this rank."""
+        return self._inbox.pop((carries, op.stage, op.index))
+
+    def _hand_on(self, carries: str, target: int, message: Message) -> None:
+        """Gives what an op made to the send behind it, or to a stage of this rank."""
+        if self.program.placement.rank_of(target, message.microbatch) == self.rank:
+            # A copy, as a wire makes it: the stage may write into what it got.
+            tensors = tuple(None if t is None else copied(t) for t in message.tensors)
+            self._inbox[carries, target, message.microbatch] = replace(message, tensors=tensors)
+        else:
+            self._outbox[carries] = message
 
     def _send(self, program: Program, number: int) -> None:
         channel = program.channels[number]
@@ -358,14 +373,30 @@ class Worker:
         message = self._outbox.pop(channel.carries)
         self.senders[number].send(message)
         self.recorder.note("send", channel.source, self._number(message.microbatch), start)
+        self._sent[number] = message.microbatch
+        if self._total is not None:
+            self._end_channel(number)
 
     def _end(self, total: int, ending: Ending) -> None:
         """Ends the stream at `total` microbatches and tells the stages behind."""
         self._total = total
         self.ending = ending
-        for number, channel in enumerate(self.program.channels):
-            if channel.sender == self.rank and channel.carries in _FORWARD:
-                self.senders[number].send(Message(total, Content.END, flags=int(ending)))
+        for number in range(len(self.program.channels)):
+            self._end_channel(number)
+
+    def _end_channel(self, number: int) -> None:
+        """Tells the other side of the end, behind the last message; another stage of this rank may be behind."""
+        channel, placement = self.program.channels[number], self.program.placement
+        if channel.sender != self.rank or channel.carries not in _FORWARD:
+            return
+        assert self._total is not None
+        begin = self._sent.get(number, -1) + 1
+        ways = (
+            (placement.rank_of(channel.source, k), placement.rank_of(channel.target, k))
+            for k in range(begin, min(self._total, begin + placement.cycle))
+        )
+        if (channel.sender, channel.receiver) not in ways:
+            self.senders[number].send(Message(self._total, Content.END, flags=int(self.ending)))
 
     # -- small things -------------------------------------------------------------------------------
 
@@ -379,10 +410,11 @@ class Worker:
         self._ema = ema
         self._training = self._predicting = False
         self._total = None
-        self._inbox: dict[str, Message] = {}
+        self._inbox: dict[tuple[str, int, int], Message] = {}
         self._outbox: dict[str, Message] = {}
         self._held: dict[tuple[int, int], Held] = {}
         self._ended: set[int] = set()
+        self._sent: dict[int, int] = {}
         self.results.begin()
 
     def _stop_feed(self, ending: Ending) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 from ..core.op import Kind, Op
-from ..core.placement import Seat
 from ..core.plan import Plan
 from ..core.schedule import Schedule
 from ..core.update import UpdateRule
 from ..core.weights import Flush
-from .idioms import at_one_seat, endless, forward
+from .idioms import forward
 
 __all__ = ["evaluation"]
 
@@ -18,14 +18,19 @@ __all__ = ["evaluation"]
 def evaluation(plan: Plan) -> Schedule:
     """Returns the order of forwards alone, all of the newest weights."""
 
-    def ops(seat: Seat) -> Iterator[Op]:
-        return (forward(seat, k) for k in endless(seat, plan.replicas[seat[0]]))
+    def order(rank: int) -> Iterator[Op]:
+        seats = plan.placement.seats(rank)
+        for slot in count():  # a wave: all stages of a rank, each as far behind the data as it stands behind the input
+            for stage, replica in seats:
+                k = slot - stage
+                if k >= 0 and k % plan.replicas[stage] == replica:
+                    yield forward((stage, replica), k)
 
     return Schedule(
         name="evaluation",
         plan=plan,
         placement=plan.placement,
-        order=at_one_seat(plan.placement, ops),
+        order=order,
         weights=Flush(2**62),
         updates=UpdateRule((1,) * len(plan.stages)),
         kinds=(Kind.FORWARD,),

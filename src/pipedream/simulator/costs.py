@@ -181,7 +181,7 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
         sync_s=plan.sync_s,
         output_bytes=tuple(stage.output_bytes / parts for stage in stages),
         cluster=cluster,
-        workers=tuple(sorted(plan.order)),
+        workers=tuple(sorted(set(plan.order))),
         buckets=tuple(
             bucket_costs(stage.parameter_bytes, stage.replicas, *link, how=cluster.sums)
             for stage, link in zip(stages, links, strict=True)

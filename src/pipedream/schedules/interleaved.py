@@ -1,0 +1,82 @@
+"""Interleaved 1F1B: each worker has v stages, p stages apart, so that the pipeline fills v times as fast.
+
+Narayanan et al., Megatron-LM, SC 2021, section 2.2.2: bubble (p - 1)/(vm + p - 1), for v times the messages. The digits
+are stage and microbatch; rank 0 has stages 0 and 2.
+
+    rank 0 | 0F0 0F1 2F0 2F1 .   2B0 .   2B1 .   0B0'.   0B1'
+    rank 1 | .   1F0 1F1 3F0 3B0 3F1 3B1'1B0 1B1'.   .   .
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from ..core.errors import ScheduleError
+from ..core.op import Op
+from ..core.plan import Plan
+from ..core.schedule import Claims, Schedule
+from ..core.update import UpdateRule
+from ..core.weights import Flush
+from .idioms import backward, forward, with_updates
+
+__all__ = ["interleaved_1f1b"]
+
+
+def interleaved_1f1b(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns interleaved 1F1B with a flush; 4 microbatches a worker unless asked.
+
+    Args:
+        plan: of v p stages on p workers, stage s on worker s mod p (`Plan.looped`).
+        microbatches: a multiple of p.
+
+    Raises:
+        ScheduleError: another plan, or another number of microbatches.
+    """
+    p, chunks = plan.workers, len(plan.stages) // plan.workers
+    if plan.placement.ranks != tuple((s % p,) for s in range(p * chunks)):
+        raise ScheduleError(
+            f"schedule 'interleaved_1f1b' needs stage s on worker s mod p, without replicas; found plan {plan.config} "
+            f"on workers {plan.order or tuple(range(plan.workers))}; make a plan with --chunks"
+        )
+    m = microbatches or 4 * p
+    if m % p:
+        raise ScheduleError(
+            f"schedule 'interleaved_1f1b' on {p} workers with {m} microbatches a minibatch: it takes them in groups of "
+            f"{p}; split the minibatch into a multiple of that"
+        )
+
+    def order(rank: int) -> Iterator[Op]:
+        def nth(i: int, first: int, *, back: bool) -> Op:
+            """The i-th forward or backward of a minibatch: p microbatches at one stage, then at the next."""
+            group, i = divmod(i, p * chunks)
+            chunk, k = divmod(i, p)
+            stage = rank + p * (chunks - 1 - chunk if back else chunk)
+            return (backward if back else forward)((stage, 0), first + group * p + k)
+
+        total = m * chunks
+        warmup = min(2 * (p - 1 - rank) + (chunks - 1) * p, total)
+        for number in count():
+            for i in range(total + warmup):
+                if i < total:
+                    yield nth(i, number * m, back=False)
+                if i >= warmup:
+                    yield nth(i - warmup, number * m, back=True)
+
+    return Schedule(
+        name="interleaved_1f1b",
+        plan=plan,
+        placement=plan.placement,
+        order=lambda rank: with_updates(order(rank), replicas=1, per_update=m),
+        weights=Flush(m),
+        updates=UpdateRule((m,) * len(plan.stages)),
+        microbatches=m,
+        flushes=True,
+        claims=Claims(
+            assumption="p workers with v equal stages each, messages cost nothing, m a multiple of p",
+            bubble=lambda p, m: (p - 1) / (chunks * m + p - 1),
+            in_flight=lambda p, m, s: min(2 * (p - 1 - s) + (chunks - 1) * p + 1, chunks * m),
+            staleness=lambda p, m, s: 0,
+            versions=lambda p, m, s: chunks,
+        ),
+    )
