@@ -10,13 +10,12 @@ import sys
 from pathlib import Path
 
 from pipedream.core.artifact import write_text
-from pipedream.core.plan import Plan
 from pipedream.core.schedule import Schedule
 from pipedream.core.timeline import Timeline
 from pipedream.lowering import lower
 from pipedream.report.gallery import Entry, gallery, prose
 from pipedream.report.svg import timeline_svg
-from pipedream.schedules import SCHEDULES
+from pipedream.schedules import SCHEDULES, uniform
 from pipedream.simulator import costs, simulate
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -31,14 +31,13 @@ from .options import (
 __all__ = ["list_schedules", "show", "simulate"]
 
 
-Chunks = Annotated[
-    int, typer.Option("--chunks", min=1, help="Stages of each worker, for methods that interleave.")
-]
+Chunks = Annotated[int, typer.Option("--chunks", min=1, help="Stages of each worker, for methods that interleave.")]
 
 
 def simulate(
     plan: Annotated[Path | None, typer.Argument(metavar="[PLAN]", help="A plan's file; or give --uniform.")] = None,
-    uniform: Annotated[int | None, typer.Option(min=1, metavar="P", help="P workers with equal stages instead of a plan.")
+    uniform: Annotated[
+        int | None, typer.Option(min=1, metavar="P", help="P workers with equal stages instead of a plan.")
     ] = None,
     forward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a forward, with --uniform.")] = 1.0,
     backward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a backward, with --uniform.")] = 2.0,

@@ -31,8 +31,8 @@ _PATIENCE = 1_000_000
 class Claims:
     """What the paper promises, as functions; None where it promises nothing.
 
-    Legend: p workers, m microbatches per minibatch (or in the run, for orders without a flush), s worker: a stage has one
-    of its own, or a worker has several stages, of which what is held is added up.
+    Legend: p workers, m microbatches per minibatch (or in the run, for orders without a flush), s worker: each has one
+    stage, or several, of which what is held is added up.
 
     Attributes:
         assumption: under which the forms hold.

@@ -9,7 +9,6 @@ stand in the program, which was verified before.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +22,8 @@ from .channel import Pending, Receiver, Sender
 from .doing import Doing
 from .feed import Ending
 from .intake import Door, Intake
-from .message import Content, Message, copied
+from .mail import Mail
+from .message import Content, Message
 from .recorder import Recorder
 from .reduction import last_backwards
 from .results import Done, Output, Results
@@ -32,8 +32,6 @@ from .seat import Seated, evaluating
 from .stage import Held, outputs_of
 
 __all__ = ["Worker"]
-
-_FORWARD = ("activation", "input")
 
 
 class Worker:
@@ -77,6 +75,7 @@ class Worker:
         self.recorder = Recorder(rank, device)
         self.ending = Ending.DATA
         self._total: int | None = None
+        self._mail = Mail(rank, program.placement, program.channels, senders, receivers)
         self.done_minibatches = 0
         self._at: tuple[Program, Instruction] | None = None
         self.doing = Doing()
@@ -176,14 +175,13 @@ class Worker:
                 text = f"{type(error).__name__}: {str(error).strip() or repr(error)}"
                 raise WorkerError(self.rank, self.where, text) from error
         # The end of a stream comes once on each channel that carries forwards; read those still unread.
-        for number, channel in enumerate(program.channels):
-            if channel.receiver == self.rank and channel.carries in _FORWARD and number not in self._ended:
-                yield from self._receive(program, number, self._total or 0)
+        for number in self._mail.unread(program.channels):
+            yield from self._receive(program, number, self._total or 0)
 
     # -- forward ------------------------------------------------------------------------------------
 
     def _forward_op(self, op: Op) -> None:
-        message = self._admit(op) if op.stage == 0 else self._arrived("activation", op)
+        message = self._admit(op) if op.stage == 0 else self._mail.take("activation", op)
         if message is None:
             return
         start = self.recorder.mark()
@@ -200,9 +198,9 @@ class Worker:
         else:
             result = self._forward_alone(op, seat, message)
         if op.stage < self._last:
-            self._hand_on("activation", op.stage + 1, result)
+            self._mail.hand_on("activation", op.stage + 1, result)
         else:
-            self._inbox.pop(("input", op.stage, op.index), None)
+            self._mail.drop("input", op)
         self.doing.end()
         seat.next_forward = op.index + self.program.placement.replicas[op.stage]
         self.recorder.note("F", op.stage, self._number(op.index), start)
@@ -213,7 +211,7 @@ class Worker:
     def _forward_training(self, op: Op, seat: Seated, message: Message) -> Message:
         weights = seat.versions.read(self.program.weights.forward_version(op.stage, op.index))
         held = self._held[op.stage, op.index] = Held(weights, (), (), message.gradients, op.index)
-        targets = self._arrived("input", op) if op.stage == self._last else None
+        targets = self._mail.take("input", op) if op.stage == self._last else None
 
         def run(message: Message, again: bool = False) -> Message:
             if op.stage == 0:
@@ -244,7 +242,7 @@ class Worker:
                 self.results.give_output(op.index, message.carrying(*flatten(output)))
             else:
                 with seat.module.casting():
-                    self._scorer.assess(message, output, self._value_of(self._arrived("input", op)))
+                    self._scorer.assess(message, output, self._value_of(self._mail.take("input", op)))
         return message
 
     def _admit(self, op: Op) -> Message | None:
@@ -258,7 +256,7 @@ class Worker:
             self._end(self._intake.ended_at * self._split, found)
             return None
         inputs, targets = found
-        self._hand_on("input", self._last, targets)
+        self._mail.hand_on("input", self._last, targets)
         return inputs
 
     def _value_of(self, message: Message) -> Any:
@@ -270,7 +268,7 @@ class Worker:
         seat = self.seats[op.stage]
         held = self._held.pop((op.stage, op.index))
         last = seat.optimizer.reduction is not None and self._ends_update(op)
-        message = self._arrived("gradient", op) if op.stage < self._last else None
+        message = self._mail.take("gradient", op) if op.stage < self._last else None
         start = self.recorder.mark()
         back: list[torch.Tensor | None] = []
         if held.weights is not None:
@@ -296,7 +294,7 @@ class Worker:
             seat.optimizer.close(seat.gradients, float(self.wishes_to_stop()))
         if op.stage:
             content = Content.EMPTY if held.weights is None else Content.DATA
-            self._hand_on(
+            self._mail.hand_on(
                 "gradient", op.stage - 1, Message(op.index, content, tensors=tuple(back), weight=held.weight)
             )
         self.recorder.note("B", op.stage, self._number(op.index), start)
@@ -338,65 +336,22 @@ class Worker:
     # -- messages -----------------------------------------------------------------------------------
 
     def _receive(self, program: Program, number: int, index: int) -> Generator[Any, None, None]:
-        channel = program.channels[number]
         start = self.recorder.mark()
-        pending = self.receivers[number].receive()
-        if not pending.ready():
-            yield pending
-        message = pending.result()
-        self.recorder.note("wait", channel.target, self._number(index), start)
-        if message.content is Content.END:
-            self._ended.add(number)
-            if self._total is None:
-                self._end(message.microbatch, Ending(message.flags))
-        elif message.microbatch != index:
-            raise AssertionError(f"microbatch {message.microbatch} came on the {channel.carries} channel for {index}")
-        else:
-            self._inbox[channel.carries, channel.target, index] = message
-
-    def _arrived(self, carries: str, op: Op) -> Message:
-        """Takes what an op reads: a message received, or handed on by another stage of this rank."""
-        return self._inbox.pop((carries, op.stage, op.index))
-
-    def _hand_on(self, carries: str, target: int, message: Message) -> None:
-        """Gives what an op made to the send behind it, or to a stage of this rank."""
-        if self.program.placement.rank_of(target, message.microbatch) == self.rank:
-            # A copy, as a wire makes it: the stage may write into what it got.
-            tensors = tuple(None if t is None else copied(t) for t in message.tensors)
-            self._inbox[carries, target, message.microbatch] = replace(message, tensors=tensors)
-        else:
-            self._outbox[carries] = message
+        ended = yield from self._mail.receive(number, index)
+        self.recorder.note("wait", program.channels[number].target, self._number(index), start)
+        if ended is not None and self._total is None:
+            self._end(*ended)
 
     def _send(self, program: Program, number: int) -> None:
-        channel = program.channels[number]
         start = self.recorder.mark()
-        message = self._outbox.pop(channel.carries)
-        self.senders[number].send(message)
-        self.recorder.note("send", channel.source, self._number(message.microbatch), start)
-        self._sent[number] = message.microbatch
-        if self._total is not None:
-            self._end_channel(number)
+        index = self._mail.send(number)
+        self.recorder.note("send", program.channels[number].source, self._number(index), start)
 
     def _end(self, total: int, ending: Ending) -> None:
         """Ends the stream at `total` microbatches and tells the stages behind."""
         self._total = total
         self.ending = ending
-        for number in range(len(self.program.channels)):
-            self._end_channel(number)
-
-    def _end_channel(self, number: int) -> None:
-        """Tells the other side of the end, behind the last message; another stage of this rank may be behind."""
-        channel, placement = self.program.channels[number], self.program.placement
-        if channel.sender != self.rank or channel.carries not in _FORWARD:
-            return
-        assert self._total is not None
-        begin = self._sent.get(number, -1) + 1
-        ways = (
-            (placement.rank_of(channel.source, k), placement.rank_of(channel.target, k))
-            for k in range(begin, min(self._total, begin + placement.cycle))
-        )
-        if (channel.sender, channel.receiver) not in ways:
-            self.senders[number].send(Message(self._total, Content.END, flags=int(self.ending)))
+        self._mail.end(total, ending)
 
     # -- small things -------------------------------------------------------------------------------
 
@@ -410,11 +365,8 @@ class Worker:
         self._ema = ema
         self._training = self._predicting = False
         self._total = None
-        self._inbox: dict[tuple[str, int, int], Message] = {}
-        self._outbox: dict[str, Message] = {}
+        self._mail.begin()
         self._held: dict[tuple[int, int], Held] = {}
-        self._ended: set[int] = set()
-        self._sent: dict[int, int] = {}
         self.results.begin()
 
     def _stop_feed(self, ending: Ending) -> None:

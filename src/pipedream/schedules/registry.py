@@ -32,7 +32,12 @@ SCHEDULES: dict[str, Callable[[Plan, int | None], Schedule]] = {
 CHUNKED = frozenset({"interleaved_1f1b"})
 """Those whose workers run several stages, p stages apart."""
 
-ALIASES = {"pipedream_flush": "1f1b", "2bw": "pipedream_2bw", "vertical_sync": "pipedream_vertical_sync", "interleaved": "interleaved_1f1b"}
+ALIASES = {
+    "pipedream_flush": "1f1b",
+    "2bw": "pipedream_2bw",
+    "vertical_sync": "pipedream_vertical_sync",
+    "interleaved": "interleaved_1f1b",
+}
 """Other names that papers use."""
 
 
