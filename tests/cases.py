@@ -16,8 +16,9 @@ from torch import Tensor
 
 import pipedream as pd
 from pipedream.core.plan import Plan
+from pipedream.schedules import LAYOUTS
 
-FLUSHING = ("naive", "gpipe", "1f1b", "interleaved_1f1b")
+FLUSHING = ("naive", "gpipe", "1f1b", *LAYOUTS)
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -34,7 +35,7 @@ class Case:
         leave_at: minibatch after which the loop is left, and a second `train` goes on; negative for never.
         lag: of the plan; None for 0 at every stage.
         recompute: of every stage.
-        chunks: stages of each worker, p stages apart.
+        workers: of a method that puts several stages on one; half as many as stages unless said.
     """
 
     animal: str
@@ -56,7 +57,7 @@ class Case:
     autocast: torch.dtype | None = None
     lag: tuple[int, ...] | None = None
     recompute: bool = False
-    chunks: int = 1
+    workers: int | None = None
 
     def __str__(self) -> str:
         plan = "-".join(map(str, self.replicas or (1,) * self.stages))
@@ -77,10 +78,13 @@ class Case:
 
     def plan(self) -> Plan:
         """Returns the plan."""
-        plan = zoo.plan_of(zoo.make(self.animal, self.dtype), self.stages, self.replicas, self.depth)
+        layout = LAYOUTS.get(self.schedule)
+        replicas = self.replicas if layout is None else (layout.replicas,) * self.stages
+        plan = zoo.plan_of(zoo.make(self.animal, self.dtype), self.stages, replicas, self.depth)
         plan = plan if self.lag is None else replace(plan, lag=self.lag)
-        if self.chunks > 1:
-            plan = replace(plan, order=tuple(range(self.stages // self.chunks)) * self.chunks)
+        if layout is not None:
+            workers = self.workers or max(1, self.stages * layout.replicas // 2)
+            plan = replace(plan, order=layout.order(workers, self.stages * layout.replicas // workers))
         return replace(plan, stages=tuple(replace(stage, recompute=self.recompute) for stage in plan.stages))
 
 
@@ -177,7 +181,9 @@ def answer(case: Case, outcome: Outcome) -> reference.Answer:
         "microbatches": outcome.split,
     }
     if case.schedule in FLUSHING:
-        return reference.plain(animal.model, names, batches, total, case.optimize, **common)
+        layout = LAYOUTS.get(case.schedule)
+        holders = 1 if layout is None else layout.replicas
+        return reference.plain(animal.model, names, batches, total, case.optimize, holders=holders, **common)
     owned, statistics = (
         [[n for n, _ in named if any(n.startswith(f"{layer}.") for layer in stage.names)] for stage in plan.stages]
         for named in (list(animal.model.named_parameters()), list(animal.model.named_buffers()))

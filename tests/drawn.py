@@ -10,18 +10,36 @@ from pipedream.core.cluster import Cluster, Level, Workers
 from pipedream.core.depth import legal
 from pipedream.core.plan import Plan, Stage
 from pipedream.core.schedule import Schedule
-from pipedream.schedules import SCHEDULES, build
+from pipedream.schedules import LAYOUTS, SCHEDULES, build, uniform
 from pipedream.simulator import Costs
 
 SECONDS = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.1, 5.0))
 
 
+STRAIGHT = sorted(set(SCHEDULES) - set(LAYOUTS))
+"""The methods of one stage a worker."""
+
+
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    """Draws a registered method on any replicated plan, of any depth and lag that the rules allow."""
+def laid_out(draw: st.DrawFn, most: int = 4) -> Schedule:
+    """Draws a registered method whose workers have several stages, on up to `most` workers."""
+    name = draw(st.sampled_from(sorted(LAYOUTS)))
+    step = 2 if LAYOUTS[name].replicas > 1 else 1
+    workers = step * draw(st.integers(1, most // step))
+    return build(name, uniform(name, workers, chunks=draw(st.integers(1, 3))), workers * draw(st.integers(1, 3)))
+
+
+def schedules() -> st.SearchStrategy[Schedule]:
+    """Draws a registered method on a plan that it can work with."""
+    return st.one_of(straight(), straight(), laid_out())
+
+
+@st.composite
+def straight(draw: st.DrawFn) -> Schedule:
+    """Draws a method of one stage a worker, on any replicated plan, of any depth and lag that the rules allow."""
     replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     lag = tuple(draw(st.integers(0, 1)) if count > 1 and len(replicas) > 1 else 0 for count in replicas)
-    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    name = draw(st.sampled_from(STRAIGHT))
     if name == "pipedream_2bw":
         lag = (0,) * len(replicas)  # it does not lag
     in_flight = legal(tuple(draw(st.integers(1, 5)) for _ in replicas), replicas, lag)

@@ -82,6 +82,7 @@ def plain(
     ema: float | None = None,
     autocast: torch.dtype | None = None,
     drains: Sequence[int] = (),
+    holders: int = 1,
 ) -> Answer:
     """Trains a copy of the model in one process.
 
@@ -89,6 +90,8 @@ def plain(
         names: of the layers, as they are seeded.
         total: (output, targets) -> (sum, weight).
         drains: minibatch numbers at which the model is noted; nothing else happens there.
+        holders: of each stage, which take the microbatches in turn. The gradients do not depend on it; buffers are each
+            holder's own, averaged at drains, and counts are added up.
     """
     model = copy.deepcopy(model)
     model.train()
@@ -96,9 +99,23 @@ def plain(
     schedule = scheduler(stepper) if scheduler else None
     averages = {name: p.detach().clone() for name, p in model.named_parameters()} if ema is not None else {}
     answer, number = Answer(), [0]
+    buffers = [name for name, _ in model.named_buffers()] if holders > 1 else []
+    held = [_of(model.state_dict(), buffers) for _ in range(holders)]
+    before = held[0]
+
+    def average_buffers() -> None:
+        nonlocal held, before
+        for name in buffers:
+            seen = torch.stack([own[name] for own in held])
+            whole = seen.mean(0) if seen.is_floating_point() else seen.sum(0) - (holders - 1) * before[name]
+            model.get_buffer(name).copy_(whole)
+        before = _of(model.state_dict(), buffers)
+        held = [dict(before) for _ in range(holders)]
+
     with seeded(model, names, number, seed):
         for k, (x, y) in enumerate(batches):
             if k in drains:
+                average_buffers()
                 answer.at_drains[k] = _frozen(model)
             stepper.zero_grad()
             loss = weight = 0.0
@@ -106,9 +123,11 @@ def plain(
                 number[0] = k * microbatches + part
                 if not len(xs):
                     continue
+                model.load_state_dict(held[number[0] % holders], strict=False)
                 with torch.autocast("cpu", autocast) if autocast else nullcontext():
                     found, amount = total(model(xs.clone()), ys)
                 found.backward()
+                held[number[0] % holders] = _of(model.state_dict(), buffers)
                 loss, weight = loss + float(found.detach()), weight + amount
             for p in model.parameters():
                 if p.grad is not None:
@@ -123,6 +142,7 @@ def plain(
                 average.copy_(ema * average + (1 - ema) * model.get_parameter(name).detach())
             answer.losses.append(loss / weight)
             answer.weights.append(weight)
+    average_buffers()
     answer.state, answer.ema = _values(model.state_dict()), averages
     return answer
 

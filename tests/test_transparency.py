@@ -14,11 +14,13 @@ import processes
 import pytest
 import torch
 import zoo
-from cases import ASYNCHRONOUS, FLUSHING, Case, check, check_same, per_worker, run
+from cases import ASYNCHRONOUS, FLUSHING, LAYOUTS, Case, check, check_same, per_worker, run
 
 KINDS = {"mlp": "sgd", "cnn": "adamw", "lstm": "sgd", "transformer": "adamw"}
-PARTS = {"naive": 2, "gpipe": 3, "1f1b": 4, "pipedream_2bw": 3}  # the last minibatch has 2 samples
+PARTS = {"naive": 2, "gpipe": 3, "1f1b": 4, "pipedream_2bw": 3, "breadth_first": 3}  # the last minibatch has 2 samples
+PARTS |= {"interleaved_1f1b": 4, "chimera": 4}
 BASIC = {"naive": 4, "gpipe": 3, "1f1b": 3, "pipedream": 4, "pipedream_vertical_sync": 3, "pipedream_2bw": 3}
+BASIC |= {"interleaved_1f1b": 4, "breadth_first": 4, "chimera": 4}
 
 
 def _case(animal: str, schedule: str, stages: int) -> Case:
@@ -30,7 +32,7 @@ def _matrix() -> list[Case]:
     found = []
     for animal in zoo.NAMES:
         for schedule in (*FLUSHING, *ASYNCHRONOUS):
-            for stages in (1, 2, 3, 4):
+            for stages in (2, 4) if schedule in LAYOUTS else (1, 2, 3, 4):
                 case = _case(animal, schedule, stages)
                 quick = stages == BASIC[schedule] or (animal == "mlp" and schedule in ASYNCHRONOUS)
                 others = pytest.mark.slow if animal in ("mlp", "cnn") else pytest.mark.long
@@ -50,6 +52,22 @@ def test_every_method_trains_every_animal_as_plain_pytorch(case: Case) -> None:
         late = {"pipedream": p - 1 - stage, "pipedream_vertical_sync": p - 1, "pipedream_2bw": 1}.get(case.schedule, 0)
         assert max(outcome.late[stage]) == late
         assert outcome.storages[stage] <= late + 1
+
+
+ON_SHARED_WORKERS = [
+    # All stages on one worker, and four on each of two.
+    *(Case("cnn", name, 4, workers=1, microbatches=3) for name in ("interleaved_1f1b", "breadth_first")),
+    Case("transformer", "interleaved_1f1b", 4, workers=1, microbatches=2, optimizer="adamw"),
+    Case("lstm", "breadth_first", 3, workers=1, microbatches=4),
+    Case("mlp", "chimera", 2, microbatches=4, clip_grad_norm=0.1, scheduled=True, ema=0.9),
+    Case("mlp", "chimera", 4, microbatches=8, drain_at=-1, leave_at=17),
+    Case("mlp", "interleaved_1f1b", 4, microbatches=4, clip_grad_norm=0.1, ema=0.9, recompute=True),
+]
+
+
+@pytest.mark.parametrize("case", ON_SHARED_WORKERS, ids=str)
+def test_several_stages_a_worker(case: Case) -> None:
+    check(case, run(case))
 
 
 OTHERS = [
@@ -121,13 +139,15 @@ def test_the_comparison_can_fail() -> None:
 
 IN_PROCESSES = {
     2: [
-        *(_case("mlp", schedule, 2) for schedule in (*FLUSHING, *ASYNCHRONOUS)),
+        *(_case("mlp", schedule, 2) for schedule in (*FLUSHING, *ASYNCHRONOUS) if schedule not in LAYOUTS),
         _case("cnn", "gpipe", 2),
         _case("lstm", "pipedream", 2),
         Case("mlp", "pipedream", 1, replicas=(2,), scheduled=True),
         Case("mlp", "pipedream", 2, dtype=torch.float32, autocast=torch.bfloat16),
         Case("mlp", "1f1b", 2, microbatches=4, clip_grad_norm=0.1, ema=0.9),
         Case("mlp", "pipedream", 2, drain_at=-1, leave_at=7),
+        Case("mlp", "interleaved_1f1b", 4, microbatches=4, clip_grad_norm=0.1),
+        Case("cnn", "breadth_first", 4, microbatches=3),
     ],
     3: [
         *(_case("lstm", schedule, 3) for schedule in ("1f1b", "pipedream_vertical_sync", "pipedream_2bw")),
@@ -137,6 +157,7 @@ IN_PROCESSES = {
         Case("mlp", "gpipe", 2, replicas=(2, 1), microbatches=4),
     ],
     4: [
+        _case("cnn", "chimera", 4),
         _case("transformer", "1f1b", 4),
         _case("transformer", "pipedream", 4),
         _case("cnn", "pipedream_2bw", 4),

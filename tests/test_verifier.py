@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
+from drawn import STRAIGHT, laid_out
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -17,9 +18,10 @@ from pipedream.core.errors import DeadlockError, PlanError, ScheduleError
 from pipedream.core.op import Kind
 from pipedream.core.plan import Plan
 from pipedream.core.program import Instruction, Move, Program, RankProgram
+from pipedream.core.schedule import Schedule
 from pipedream.core.weights import DoubleBuffer, Flush, Stash
 from pipedream.lowering import lower
-from pipedream.schedules import SCHEDULES, build, evaluation
+from pipedream.schedules import build, evaluation, uniform
 from pipedream.verifier import verify
 
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
@@ -57,7 +59,7 @@ def cases(draw: st.DrawFn) -> Case:
         in_flight = (*deeper, *in_flight[last + 1 :])
     lag = tuple(draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
     in_flight = depth.legal(in_flight, replicas, lag)
-    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    name = draw(st.sampled_from(STRAIGHT))
     microbatches = None if name in ("pipedream", "pipedream_vertical_sync") else draw(st.integers(max(replicas), 12))
     if name == "pipedream_2bw":
         assert microbatches is not None
@@ -80,6 +82,27 @@ def test_all_methods_pass(case: Case) -> None:
         if program.schedule in ASYNCHRONOUS:
             assert max(held) == program.plan.in_flight[stage]
             assert program.schedule == "pipedream_2bw" or max(peaks) == weights.versions(stage)
+
+
+@given(laid_out(most=6))
+@settings(max_examples=40)
+def test_several_stages_a_worker_pass(schedule: Schedule) -> None:
+    proof = verify(lower(schedule))
+    p, m, claims = schedule.placement.workers, schedule.microbatches, schedule.claims
+    assert claims.in_flight is not None
+    assert proof.peak_in_flight == tuple(claims.in_flight(p, m, rank) for rank in range(p))
+    assert set(proof.staleness) == {0}
+    assert set(proof.peak_versions) == {len(schedule.placement.seats(0))}
+    verify(lower(schedule), lanes=lambda channel: (channel.sender, channel.receiver, channel.carries, channel.source))
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "chimera"])
+def test_updates_that_wait_for_all_stages_stand_behind_all_gradients_of_their_rank(name: str) -> None:
+    schedule = build(name, uniform(name, 2), 2)
+    verify(lower(schedule.coupled()))
+    if name == "interleaved_1f1b":  # whose first stage is done before its second has begun
+        with pytest.raises(ScheduleError, match="waits for all stages, but 0B0 of this rank comes later"):
+            verify(lower(replace(schedule, couples_updates=True)))
 
 
 @given(cases())
@@ -171,7 +194,7 @@ def test_lag_without_the_depth_for_it_deadlocks() -> None:
     verify(Case("pipedream", replicas, (8, 4, 2, 1), lag, None).program())
 
 
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("name", STRAIGHT)
 @pytest.mark.parametrize("replicas", [(1, 1), (1, 1, 1), (2, 1)])
 def test_one_lane_a_pair_deadlocks(name: str, replicas: tuple[int, ...]) -> None:
     """Both directions on one communicator: each side's receive, posted ahead, stands before its send."""
@@ -179,7 +202,7 @@ def test_one_lane_a_pair_deadlocks(name: str, replicas: tuple[int, ...]) -> None
         verify(program_of(name, *replicas), lanes=lambda channel: frozenset((channel.sender, channel.receiver)))
 
 
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("name", STRAIGHT)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 7])
 def test_claims_of_the_papers(name: str, stages: int, microbatches: int) -> None:

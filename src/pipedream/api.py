@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from . import planner, schedules
+from . import laying, planner, schedules
 from . import profiler as profiling
 from . import simulator as clock
 from .capture import Captured, capture, find_layers, stand_ins, untouched
@@ -131,6 +131,7 @@ def plan(
     cost_model: str = "pipedream",
     allow_asynchronous: bool = False,
     strategy: str = "search",
+    chunks: int | None = None,
 ) -> Plan:
     """Cuts a profiled model into stages, so that the slowest is as fast as can be and the memory holds.
 
@@ -154,6 +155,7 @@ def plan(
         allow_asynchronous: 'auto' may take a method whose gradients are late.
         strategy: 'search', or '2bw' for the planner of PipeDream-2BW: as many replicas for each stage, and the
             microbatches, by that paper's cost model (`pipedream.planner.two_bw`).
+        chunks: stages of each worker, for methods that put several on one (`laying.lay_out`).
 
     Raises:
         PlanError: nothing fits, or the model or the cluster does not allow the shape.
@@ -202,6 +204,16 @@ def plan(
             recompute=recompute,
             allow_asynchronous=allow_asynchronous,
         ).plan
+    if schedules.layout_of(schedule) is not None:
+        if shape not in ("any", "pipeline") or cuts is not None or lag or in_flight != "noam" or recompute == "auto":
+            raise PlanError(
+                f"schedule {schedule!r} lays its stages out on all workers, but a shape, cuts, a lag, a depth or "
+                "recomputation of some stages was asked for; leave these out"
+            )
+        again = recompute == "always"
+        return laying.lay_out(profile, cluster, schedule, chunks=chunks, microbatches=microbatches, recompute=again)
+    if chunks is not None:
+        raise PlanError(f"{chunks} chunks were asked of {schedule!r}, whose workers have one stage each; leave it out")
     counts = None if isinstance(shape, str) and shape in planner.SHAPES else planner.counts_of(shape)
 
     def search(parts: int) -> Plan:

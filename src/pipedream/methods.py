@@ -33,7 +33,7 @@ def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -
     if names:
         return [_method(name) for name in names]
     # Plans have one stage a worker, but for those that are made by hand.
-    found = [_method(name) for name in schedules.SCHEDULES if name not in schedules.CHUNKED]
+    found = [_method(name) for name in schedules.SCHEDULES if name not in schedules.LAYOUTS]
     flushing = [method for method in found if method.flushes]
     return [*reversed(flushing), *(method for method in found if allow_asynchronous and not method.flushes)]
 
@@ -74,7 +74,7 @@ def holds_of(schedule: str, microbatches: int | None = None) -> planner.Holds:
     Raises:
         ScheduleError: no such method.
     """
-    schedules.build(schedule, Plan.uniform(1))
+    schedules.layout_of(schedule)  # there is such a method
 
     def holds(plan: Plan) -> tuple[Held, ...]:
         for parts in () if microbatches is None else (microbatches, max(microbatches, *plan.replicas)):
@@ -109,10 +109,9 @@ def versions_of(schedule: str) -> Callable[[int, int], int]:
 
 def _method(name: str) -> planner.Method:
     """Returns what planning must know of a method, as small plans show it."""
-    if name in schedules.CHUNKED:
+    if schedules.layout_of(name) is not None:
         raise ScheduleError(
-            f"schedule {name!r} puts several stages on a worker, which is not planned yet; make a plan by hand: "
-            "stages of your choice, and their workers in its order"
+            f"schedule {name!r} puts several stages on a worker, unlike plans that are compared; plan for it alone"
         )
     small = Plan.uniform(2, replicas=(2, 1))
     built, deep = (schedules.build(name, replace(small, in_flight=(count, 1))) for count in (2, 3))

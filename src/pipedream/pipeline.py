@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -118,7 +117,7 @@ class Pipeline:
                 "update at different times and no moment has one global norm. Take clip='local' (each stage by its own "
                 "norm) or a flushing schedule (1f1b, gpipe)"
             )
-        self.schedule = replace(built, couples_updates=couples and len(plan.stages) > 1)
+        self.schedule = built.coupled() if couples and len(plan.stages) > 1 else built
         self.program: Program = lower(self.schedule)
         self.proof: Proof = verify(self.program)
         evaluation = lower(schedules.evaluation(plan))

@@ -52,6 +52,7 @@ def train_recipe(
     lag: int = 0,
     recompute: bool = False,
     in_flight: str | tuple[int, ...] = "noam",
+    chunks: int | None = None,
     microbatches: int | None = None,
     allow_asynchronous: bool = False,
     epochs: int | None = None,
@@ -81,6 +82,7 @@ def train_recipe(
         lag: 1 puts the updates of replicated stages behind their next forward.
         recompute: every stage does its forward again in its backward; False leaves it to the plan.
         in_flight: depth: 'noam', 'full', 'auto' or counts.
+        chunks: stages of each worker, for methods that put several on one.
         microbatches: parts of a minibatch, for methods that split it; those of `plan` unless said.
         allow_asynchronous: 'auto' may take a method whose gradients are late.
         epochs, minibatches: how long; the recipe's epochs, all their minibatches, unless said.
@@ -144,6 +146,7 @@ def train_recipe(
             shape=shape,
             lag=lag,
             all_workers=True,
+            chunks=chunks,
             allow_asynchronous=allow_asynchronous,
         )
         console.print(f"\n{profile}")

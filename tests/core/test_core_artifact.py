@@ -25,7 +25,7 @@ from pipedream.core.program import Program
 from pipedream.core.timeline import Span, Tag, Timeline
 from pipedream.core.weights import DoubleBuffer, Flush, Stash, VerticalSync, WeightRule
 from pipedream.lowering import lower
-from pipedream.schedules import SCHEDULES, Choice, build, evaluation
+from pipedream.schedules import LAYOUTS, SCHEDULES, Choice, build, evaluation, uniform
 
 counts = st.integers(1, 3)
 sizes = st.integers(0, 2**60)
@@ -89,12 +89,14 @@ def timelines(draw: st.DrawFn) -> Timeline:
 def programs(draw: st.DrawFn) -> Program:
     plan = Plan.uniform(2, replicas=(draw(counts), draw(counts)))
     name = draw(st.sampled_from(sorted({*SCHEDULES, "evaluation"})))
+    if name in LAYOUTS:
+        return lower(build(name, uniform(name, 2)))
     return lower(evaluation(plan) if name == "evaluation" else build(name, plan))
 
 
 @st.composite
 def choices(draw: st.DrawFn) -> Choice:
-    return Choice.of(build(draw(st.sampled_from(sorted(SCHEDULES))), draw(plans())))
+    return Choice.of(build(draw(st.sampled_from(sorted(set(SCHEDULES) - set(LAYOUTS)))), draw(plans())))
 
 
 placements = st.lists(counts, min_size=1, max_size=4).map(lambda r: Placement.replicated(tuple(r)))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipedream.core.timeline import Span, Timeline
 from pipedream.report.text import grid, grid_rich, slot
-from pipedream.schedules import SCHEDULES
+from pipedream.schedules import SCHEDULES, uniform
 
 Simulated = Callable[..., Timeline]
 
@@ -52,7 +52,11 @@ def test_updates_that_fill_a_column_are_ops(simulated: Simulated) -> None:
 
 
 DOCSTRINGS = {
-    name: [row.strip() for row in (import_module(build.__module__).__doc__ or "").splitlines() if "rank" in row]
+    name: [
+        row.strip()
+        for row in (import_module(build.__module__).__doc__ or "").splitlines()
+        if row.strip().startswith("rank ")
+    ]
     for name, build in SCHEDULES.items()
 }
 
@@ -65,7 +69,8 @@ def test_pictures_of_docstrings(simulated: Simulated, name: str) -> None:
     split = (
         None if name.startswith("pipedream") and name != "pipedream_2bw" else 2 if name == "pipedream_2bw" else total
     )
-    drawn = grid(simulated(name, stages=len(told), split=split, total=total, backward_s=1.0)).splitlines()[1:]
+    plan = uniform(name, len(told), 1.0, 1.0)
+    drawn = grid(simulated(name, plan=plan, split=split, total=total)).splitlines()[1:]
     assert len(told) == len(drawn)
     for short, long in zip(told, drawn, strict=True):
         assert long.split()[: len(short.split())] == short.split()

@@ -14,7 +14,7 @@ from pipedream.core.schedule import Schedule
 from pipedream.core.timeline import Timeline
 from pipedream.lowering import lower
 from pipedream.metrics import in_flight, measure, staleness
-from pipedream.schedules import CHUNKED, SCHEDULES, build, uniform
+from pipedream.schedules import SCHEDULES, build, uniform
 from pipedream.simulator import costs, simulate
 
 STAGES = range(1, 7)
@@ -56,6 +56,9 @@ def test_bubble_of_one_minibatch(name: str, p: int, m: int, times: tuple[float, 
     schedule = made(name, p, m, times)
     assert schedule is not None
     assert schedule.claims.bubble is not None
+    if schedule.claims.ratio is not None:
+        schedule = made(name, p, m, (times[0], times[0] * schedule.claims.ratio))
+        assert schedule is not None
     assert measure(run(schedule, m)).bubble == pytest.approx(schedule.claims.bubble(p, m), abs=1e-9)
 
 
@@ -110,12 +113,27 @@ def test_versions_of_vertical_sync_with_replicas(replicas: tuple[int, ...]) -> N
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 @pytest.mark.parametrize("p", STAGES)
-@pytest.mark.parametrize("name", sorted(CHUNKED))
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "breadth_first"])
 def test_bubble_shrinks_with_the_stages_of_a_worker(name: str, p: int, chunks: int) -> None:
     for m in (p, 2 * p, 5 * p):
         schedule = build(name, uniform(name, p, 1.0, 2.0, chunks=chunks), m)
         timeline = run(schedule, m)
         assert timeline.makespan_s == pytest.approx((chunks * m + p - 1) * 3.0)
         assert measure(timeline).bubble == pytest.approx((p - 1) / (chunks * m + p - 1), abs=1e-9)
+
+
+@pytest.mark.parametrize("p", [2, 4, 6, 8, 16])
+def test_two_pipelines_in_each_others_bubbles(p: int) -> None:
+    """Chimera, SC 2021, sections 3.1 and 3.5: at m = p the makespan is 3p - 2 equal slots, of which p - 2 are idle."""
+    equal, longer = (run(build("chimera", uniform("chimera", p, 1.0, b), p), p) for b in (1.0, 2.0))
+    assert equal.makespan_s == 3 * p - 2
+    assert longer.makespan_s == 5 * p - 4
+    for timeline, idle in ((equal, p - 2), (longer, 2 * (p - 2))):
         for rank in range(p):
-            assert in_flight(timeline, rank) == min(2 * (p - 1 - rank) + (chunks - 1) * p + 1, chunks * m)
+            busy = sum(span.end_s - span.start_s for span in timeline.of_rank(rank) if span.kind in "FB")
+            assert timeline.makespan_s - busy == idle
+    assert [in_flight(equal, rank) for rank in range(p // 2)] == list(range(p // 2 + 1, p + 1))
+    for units in (2, 3, 5):  # further units stand in the bubbles of those before
+        assert run(build("chimera", uniform("chimera", p, 1.0, 1.0), units * p), units * p).makespan_s == (
+            2 * units * p + p - 2
+        )

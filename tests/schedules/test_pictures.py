@@ -13,7 +13,7 @@ import pytest
 from pipedream.core.op import Kind, Op
 from pipedream.core.plan import Plan
 from pipedream.core.schedule import Schedule
-from pipedream.schedules import SCHEDULES, build
+from pipedream.schedules import LAYOUTS, SCHEDULES, build, uniform
 
 
 def slots_of(schedule: Schedule, slots: int) -> dict[Op, int]:
@@ -51,9 +51,10 @@ def picture(schedule: Schedule, slots: int) -> list[str]:
         rank = schedule.placement.ranks[op.stage][op.replica]
         if op.kind is Kind.UPDATE:
             last = max(i for i in range(slots) if rows[rank][i] != ".")
-            rows[rank][last] += "'"
+            rows[rank][last] = rows[rank][last].rstrip("'") + "'"
         else:
-            rows[rank][slot] = f"{op.kind.value}{op.index}"
+            shared = len(schedule.placement.seats(rank)) > 1
+            rows[rank][slot] = str(op) if shared else f"{op.kind.value}{op.index}"
     width = max(len(cell) for row in rows for cell in row)
     lines = []
     for rank, row in enumerate(rows):
@@ -92,6 +93,24 @@ STAIRCASES = {
         rank 2 | .   .   F0  F1  .   B0  F2  B1  F3  B2  F4  B3  F5  B4  F6  B5  F7  B6  .   B7'
         rank 3 | .   .   .   F0  B0  F1  B1  F2  B2  F3  B3  F4  B4  F5  B5  F6  B6  F7  B7'
     """,
+    ("interleaved_1f1b", 4, 22): """
+rank 0 | 0F0  0F1  0F2  0F3  4F0  4F1  4F2  4F3  .    .    .    4B0  .    4B1  .    4B2  .    4B3' 0B0  0B1  0B2  0B3'
+rank 1 | .    1F0  1F1  1F2  1F3  5F0  5F1  5F2  5F3  .    5B0  .    5B1  .    5B2  .    5B3' 1B0  1B1  1B2  1B3'
+rank 2 | .    .    2F0  2F1  2F2  2F3  6F0  6F1  6F2  6B0  6F3  6B1  .    6B2  .    6B3' 2B0  2B1  2B2  2B3'
+rank 3 | .    .    .    3F0  3F1  3F2  3F3  7F0  7B0  7F1  7B1  7F2  7B2  7F3  7B3' 3B0  3B1  3B2  3B3'
+    """,
+    ("breadth_first", 4, 22): """
+rank 0 | 0F0  0F1  0F2  0F3  4F0  4F1  4F2  4F3  .    .    .    .    .    .    4B0  4B1  4B2  4B3' 0B0  0B1  0B2  0B3'
+rank 1 | .    1F0  1F1  1F2  1F3  5F0  5F1  5F2  5F3  .    .    .    .    5B0  5B1  5B2  5B3' 1B0  1B1  1B2  1B3'
+rank 2 | .    .    2F0  2F1  2F2  2F3  6F0  6F1  6F2  6F3  .    .    6B0  6B1  6B2  6B3' 2B0  2B1  2B2  2B3'
+rank 3 | .    .    .    3F0  3F1  3F2  3F3  7F0  7F1  7F2  7F3  7B0  7B1  7B2  7B3' 3B0  3B1  3B2  3B3'
+    """,
+    ("chimera", 4, 10): """
+        rank 0 | 0F0  0F2  .    3F1  3B1  3F3  3B3  0B0  .    0B2'
+        rank 1 | .    1F0  2F1  1F2  2F3  2B1  1B0  2B3  1B2'
+        rank 2 | .    1F1  2F0  1F3  2F2  2B0  1B1  2B2  1B3'
+        rank 3 | 0F1  0F3  .    3F0  3B0  3F2  3B2  0B1  .    0B3'
+    """,
     ("pipedream", None, 12): """
         rank 0 | F0  F1  F2  F3  .   .   .   B0' F4  B1' F5  B2'
         rank 1 | .   F0  F1  F2  .   .   B0' F3  B1' F4  B2' F5
@@ -116,7 +135,7 @@ STAIRCASES = {
 @pytest.mark.parametrize("method", STAIRCASES, ids=lambda method: f"{method[0]}-{method[1]}")
 def test_four_stages(method: tuple[str, int | None, int]) -> None:
     name, microbatches, slots = method
-    assert picture(build(name, Plan.uniform(4), microbatches), slots) == golden(STAIRCASES[method])
+    assert picture(build(name, uniform(name, 4), microbatches), slots) == golden(STAIRCASES[method])
 
 
 def test_every_method_has_its_staircase() -> None:
@@ -137,5 +156,5 @@ def test_file_shows_its_own_picture(name: str) -> None:
     """Two stages; four microbatches where a flush ends the picture, else ten slots."""
     text = import_module(SCHEDULES[name].__module__).__doc__ or ""
     shown = [line.strip() for line in text.splitlines() if line.strip().startswith("rank ")]
-    split = {"gpipe": 4, "1f1b": 4, "pipedream_2bw": 2}.get(name)
-    assert shown == picture(build(name, Plan.uniform(2), split), 10)
+    split = {"gpipe": 4, "1f1b": 4, "pipedream_2bw": 2}.get(name, 2 if name in LAYOUTS else None)
+    assert shown == picture(build(name, uniform(name, 2), split), 12 if name in LAYOUTS else 10)

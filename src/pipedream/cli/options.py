@@ -18,6 +18,7 @@ from ..core.profile import Profile
 
 __all__ = [
     "AllowAsynchronous",
+    "Chunks",
     "ClusterName",
     "Config",
     "DataParallel",
@@ -58,6 +59,10 @@ ClusterName = Annotated[
         metavar="FILE|NAME[:MACHINES]",
         help=f"A cluster's file, or one of the papers': {', '.join(presets.PRESETS)}; as in pipedream-a:4.",
     ),
+]
+Chunks = Annotated[
+    int | None,
+    typer.Option("--chunks", min=1, help="Stages of each worker, for methods that interleave; 2."),
 ]
 ScheduleName = Annotated[str, typer.Option("--schedule", help="A method: see 'pipedream schedules'.")]
 PlanSchedule = Annotated[

@@ -21,6 +21,7 @@ from . import checking, sweeping
 from .mixed import Devices, kinds_of, with_kinds
 from .options import (
     AllowAsynchronous,
+    Chunks,
     ClusterName,
     Config,
     DataParallel,
@@ -75,6 +76,7 @@ def plan(
         str, typer.Option(metavar="search|2bw", help="2bw: equal replicas, by PipeDream-2BW's planner and cost model.")
     ] = "search",
     explain: Annotated[bool, typer.Option("--explain", help="With auto: print what was compared.")] = False,
+    chunks: Chunks = None,
     microbatches: Microbatches = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Samples of a minibatch, for a graph.txt, which does not say; 1.")
@@ -148,6 +150,7 @@ def plan(
             and not over
             and schedule != "auto",
             "--profile (of --check)": against is not None,
+            "--chunks (of a method with several stages a worker)": chunks is not None and (over or schedule == "auto"),
             "--batch (of a graph.txt)": batch is not None and (profile.suffix != ".txt" or cost_model == "classic"),
             "--strategy (of --cost-model pipedream)": strategy != "search" and cost_model == "classic",
             "--schedule (--strategy 2bw plans for pipedream_2bw)": strategy == "2bw"
@@ -234,6 +237,7 @@ def plan(
                 recompute=recompute,
                 cost_model=cost_model,
                 strategy=strategy,
+                chunks=chunks,
             )
         seconds = time.perf_counter() - began
         slowest_s = found.slowest_stage_s

@@ -19,6 +19,7 @@ from ..report.svg import timeline_svg
 from ..report.text import grid, grid_rich
 from ..verifier import verify
 from .options import (
+    Chunks,
     ClusterName,
     Depth,
     Json,
@@ -31,9 +32,6 @@ from .options import (
 __all__ = ["list_schedules", "show", "simulate"]
 
 
-Chunks = Annotated[int, typer.Option("--chunks", min=1, help="Stages of each worker, for methods that interleave.")]
-
-
 def simulate(
     plan: Annotated[Path | None, typer.Argument(metavar="[PLAN]", help="A plan's file; or give --uniform.")] = None,
     uniform: Annotated[
@@ -42,7 +40,7 @@ def simulate(
     forward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a forward, with --uniform.")] = 1.0,
     backward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a backward, with --uniform.")] = 2.0,
     transfer_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a message one way, with --uniform.")] = 0.0,
-    chunks: Chunks = 2,
+    chunks: Chunks = None,
     weight_s: Annotated[float | None, typer.Option(min=0.0, help="Seconds of the weight gradient.")] = None,
     schedule: PlansSchedule = None,
     microbatches: Annotated[
@@ -126,7 +124,7 @@ def list_schedules(as_json: Json = False) -> None:
 def show(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A method: see 'pipedream schedules'.")],
     stages: Annotated[int, typer.Option(min=1, help="Stages; workers, where each has several stages.")] = 4,
-    chunks: Chunks = 2,
+    chunks: Chunks = None,
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of the run.")] = 8,
     in_flight: Depth = "noam",
     forward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a forward.")] = 1.0,

@@ -16,6 +16,7 @@ from ..planner import counts_of
 from ..runtime.judge import STUCK_AFTER_S
 from .options import (
     AllowAsynchronous,
+    Chunks,
     Config,
     DataParallel,
     Depth,
@@ -52,6 +53,7 @@ def train(
         bool, typer.Option("--recompute", help="Keep only inputs: each backward does its forward again.")
     ] = False,
     in_flight: Depth = "noam",
+    chunks: Chunks = None,
     microbatches: Microbatches = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs; the recipe's own unless said.")] = None,
     minibatches: Annotated[int | None, typer.Option(min=1, help="Stop after so many minibatches.")] = None,
@@ -85,9 +87,9 @@ def train(
     summary.json, weights.pt, trace.json (Perfetto) and report.html in the run folder.
     """
     shape = shape_of(straight=straight, data_parallel=data_parallel, config=config, usual="pipeline")
-    if plan is not None and (shape != "pipeline" or lag):
+    if plan is not None and (shape != "pipeline" or lag or chunks):
         raise PlanError(
-            "--plan already says stages, workers and lag; give it without --straight, --config and the like"
+            "--plan already says stages, workers and lag; give it without --straight, --config, --chunks and the like"
         )
     given = Plan.load(plan) if plan is not None else None
     count = workers or _planned_workers(given, config, resume) or 2
@@ -123,6 +125,7 @@ def train(
         lag=lag,
         recompute=recompute,
         in_flight=depth_of(in_flight),
+        chunks=chunks,
         microbatches=microbatches,
         allow_asynchronous=allow_asynchronous,
         epochs=epochs,

@@ -156,6 +156,24 @@ class Plan(Artifact):
         return tuple(self.order[worker] for worker in taken) if self.order else tuple(taken)
 
     @property
+    def is_shared(self) -> bool:
+        """Some worker has several stages."""
+        return len(set(self.order)) < len(self.order)
+
+    @property
+    def worker_bytes(self) -> dict[int, int]:
+        """Peak bytes of each of the cluster's workers that is used: at most those of all its stages."""
+        return {w: sum(self.stages[s].peak_bytes for s in stages) for w, stages in self._stages_of.items()}
+
+    @property
+    def _stages_of(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for s in range(len(self.stages)):
+            for worker in self.workers_of(s):
+                found.setdefault(worker, []).append(s)
+        return found
+
+    @property
     def sites(self) -> tuple[Site, ...]:
         """Where each stage lives: what its workers and their ports allow."""
         taken = [self.workers_of(stage) for stage in range(len(self.stages))]
@@ -235,8 +253,12 @@ class Plan(Artifact):
         """Predicted seconds per unit of the full pipeline: of its slowest stage's compute, or of its busiest port.
 
         `slowest_stage_s` is what the planner minimises, stage by stage; where stages share the port of a machine or
-        a rack, this is longer.
+        a rack, this is longer. Where a worker has several stages it is what the busiest worker's come to, each with
+        the longer of its compute and its messages.
         """
+        if self.is_shared:
+            seconds = self.periods_s
+            return max(sum(seconds[s] for s in stages) for stages in self._stages_of.values())
         if len(self.cluster.levels) == 1:
             return self.slowest_stage_s
         taken = [self.workers_of(stage) for stage in range(len(self.stages))]

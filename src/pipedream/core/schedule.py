@@ -9,7 +9,7 @@ that do not exist left out, which is exactly how a pipeline drains.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import lcm
 
 from .errors import ScheduleError
@@ -37,6 +37,7 @@ class Claims:
     Attributes:
         assumption: under which the forms hold.
         bubble: (p, m) -> share of the time that workers wait, over one minibatch of a flushing order.
+        ratio: of a backward's seconds to a forward's for which the bubble holds; None for any.
         in_flight: (p, m, s) -> most microbatches in flight.
         staleness: (p, m, s) -> updates a gradient is late.
         versions: (p, m, s) -> most versions of the weights.
@@ -44,6 +45,7 @@ class Claims:
 
     assumption: str = "straight pipeline, paper's depth, equal stages, messages cost nothing"
     bubble: Callable[[int, int], float] | None = None
+    ratio: float | None = None
     in_flight: Callable[[int, int, int], int] | None = None
     staleness: Callable[[int, int, int], int] | None = None
     versions: Callable[[int, int, int], int] | None = None
@@ -96,6 +98,26 @@ class Schedule:
             ScheduleError: the order does not yield all of them.
         """
         return truncate(self.order(rank), self, rank, total)
+
+    def coupled(self) -> Schedule:
+        """Returns the schedule with the updates of all stages waiting for each other (clipping by the global norm).
+
+        A rank that has several stages makes their updates together, behind the last of their gradients.
+        """
+
+        def order(rank: int) -> Iterator[Op]:
+            seats = len(self.placement.seats(rank))
+            due: list[Op] = []
+            for op in self.order(rank):
+                if op.kind is not Kind.UPDATE:
+                    yield op
+                    continue
+                due.append(op)
+                if len(due) == seats:
+                    yield from due
+                    due.clear()
+
+        return replace(self, order=order, couples_updates=True)
 
     def requires(self, op: Op, total: int | None = None) -> tuple[Op, ...]:
         """Returns the ops that must be done before an op: by data, by weights, by updates.

@@ -15,6 +15,7 @@ from torch import nn
 from ..core.holding import most_in_flight
 from ..core.program import Program
 from .channel import Group, LocalChannel, LocalGroup, Receiver, Sender
+from .coupling import GlobalNorm
 from .losses import Loss, Metric
 from .optimize import Gradients, Optimizer
 from .recompute import Recomputation
@@ -106,7 +107,7 @@ def local_crew(
     channels = {number: LocalChannel() for number in range(len(program.channels))}
     owners = placement.ranks[-1]
     results = {(owner, rank): LocalChannel() for owner in owners for rank in range(placement.workers) if rank != owner}
-    norm = LocalGroup(sum(placement.replicas))
+    norm = LocalGroup(placement.workers)
     sums = [LocalGroup(count) for count in placement.replicas]
     crew = []
     for rank in range(placement.workers):
@@ -122,7 +123,6 @@ def local_crew(
                 own_handles,
                 settings,
                 device,
-                norm.member(rank) if program.couples_updates else None,
                 sums[stage].member(replica) if placement.replicas[stage] > 1 else None,
             )
         crew.append(
@@ -137,6 +137,7 @@ def local_crew(
                 {owner: channel for (owner, other), channel in results.items() if other == rank},
                 settings,
                 device,
+                norm.member(rank),
             )
         )
     return crew
@@ -196,13 +197,22 @@ def wire_worker(
             handles[stage],
             settings,
             device,
-            WireGroup(wires.everyone) if program.couples_updates else None,
             WireGroup(group) if (group := wires.stages[stage]) is not None else None,
         )
         for stage, _ in placement.seats(rank)
     }
     return _worker(
-        rank, program, evaluation, seats, senders, receivers, result_senders, result_receivers, settings, device
+        rank,
+        program,
+        evaluation,
+        seats,
+        senders,
+        receivers,
+        result_senders,
+        result_receivers,
+        settings,
+        device,
+        WireGroup(wires.everyone),
     )
 
 
@@ -250,7 +260,6 @@ def _seat(
     handles: dict[str, nn.Parameter],
     settings: Settings,
     device: torch.device,
-    norm_group: Group | None,
     replica_group: Group | None,
 ) -> Seated:
     plan = program.plan
@@ -270,8 +279,7 @@ def _seat(
             scheduler=settings.scheduler,
             rate_factor=Fraction(program.updates.per_update[stage], program.updates.per_update[0]),
             replicas=plan.replicas[stage],
-            clip_grad_norm=settings.clip_grad_norm,
-            norm_group=norm_group,
+            clip_grad_norm=None if program.couples_updates else settings.clip_grad_norm,
             replica_group=replica_group,
             mean_of_rounds=program.updates.mean_of_rounds,
             ema=settings.ema,
@@ -291,7 +299,9 @@ def _worker(
     result_receivers: Mapping[int, Receiver],
     settings: Settings,
     device: torch.device,
+    everyone: Group,
 ) -> Worker:
+    limit = settings.clip_grad_norm if program.couples_updates else None
     results = Results(rank, program.placement.ranks[-1], result_senders, result_receivers, list(settings.metrics))
     return Worker(
         rank,
@@ -303,4 +313,5 @@ def _worker(
         results=results,
         scorer=Scorer(settings.loss, settings.metrics, results, program.updates.mean_of_rounds, settings.on_nan),
         device=device,
+        norm=None if limit is None else GlobalNorm(limit, everyone, seats),
     )

@@ -84,8 +84,7 @@ class Optimizer:
         scheduler: factory: torch optimizer -> scheduler with ``step()``; None for a constant rate.
         rate_factor: on the learning rate: microbatches in an update of this stage over those in one of stage 0.
         replicas: r_s.
-        clip_grad_norm: greatest norm of the gradients; None does not clip.
-        norm_group: adds up the squared norm over the stages (global norm); None takes this stage's alone.
+        clip_grad_norm: greatest norm of this stage's gradients by themselves; None does not clip.
         replica_group: adds up gradients over the stage's replicas; None where there is one.
         mean_of_rounds: see `UpdateRule`.
         ema: decay of the exponential moving average of the weights; None keeps none.
@@ -100,7 +99,6 @@ class Optimizer:
         rate_factor: Fraction = Fraction(1),
         replicas: int = 1,
         clip_grad_norm: float | None = None,
-        norm_group: Group | None = None,
         replica_group: Group | None = None,
         mean_of_rounds: bool = False,
         ema: float | None = None,
@@ -115,7 +113,6 @@ class Optimizer:
         self._rate_factor = rate_factor
         self.replicas = replicas
         self._clip = clip_grad_norm
-        self._norm_group = norm_group
         self.replica_group = replica_group
         self.reduction = None if replica_group is None else Reduction(self._handles, replica_group)
         self._mean_of_rounds = mean_of_rounds
@@ -157,12 +154,25 @@ class Optimizer:
         present = [s for s in sums if s is not None]
         if present and divisor != 1.0 and divisor > 0.0:
             torch._foreach_div_(present, divisor)
-        if self._clip is not None:
-            present = yield from self._clipped(present)
         ready = iter(present)
         for handle, held in zip(self._handles, sums, strict=True):
             handle.grad = None if held is None else next(ready)
+        if self._clip is not None:
+            self.clip(self._clip, self.squares**0.5)
         return (count / self.replicas if self._mean_of_rounds else 1.0), wish > 0
+
+    @property
+    def squares(self) -> float:
+        """The sum of the squares of the gradients in the handles."""
+        gradients = [handle.grad for handle in self._handles if handle.grad is not None]
+        return sum((float(n) ** 2 for n in torch._foreach_norm(gradients)), 0.0) if gradients else 0.0
+
+    def clip(self, limit: float, norm: float) -> None:
+        """Scales the gradients in the handles so that a norm does not exceed a limit, if it does."""
+        scale = limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        gradients = [handle.grad for handle in self._handles if handle.grad is not None]
+        if scale < 1.0 and gradients:
+            torch._foreach_mul_(gradients, scale)
 
     def step(self, present_share: float = 1.0) -> None:
         """Makes the update from the handles' ``.grad``: step, schedule, EMA."""
@@ -197,17 +207,3 @@ class Optimizer:
             for _ in range(steps):
                 self.scheduler.step()
                 self.scheduled += 1
-
-    def _clipped(self, gradients: list[torch.Tensor]) -> Generator[Pending[Any], None, list[torch.Tensor]]:
-        assert self._clip is not None
-        squares = sum((float(n) ** 2 for n in torch._foreach_norm(gradients)), 0.0) if gradients else 0.0
-        if self._norm_group is not None:
-            # Replicas hold the same gradients after their sum: each gives its share of the stage's square.
-            pending = self._norm_group.add_up(torch.tensor([squares / self.replicas], dtype=torch.float64))
-            if not pending.ready():
-                yield pending
-            squares = float(pending.result())
-        scale = self._clip / (squares**0.5 + 1e-6)  # as torch.nn.utils.clip_grad_norm_
-        if scale < 1.0 and gradients:
-            torch._foreach_mul_(gradients, scale)
-        return gradients

@@ -19,6 +19,7 @@ from ..core.program import Instruction, Move, Program
 from ..core.timeline import Tag
 from .batches import flatten, to_device, unflatten
 from .channel import Pending, Receiver, Sender
+from .coupling import GlobalNorm
 from .doing import Doing
 from .feed import Ending
 from .intake import Door, Intake
@@ -46,6 +47,7 @@ class Worker:
         results: this rank's part in losses and metrics.
         scorer: of the last stage's outputs.
         device: where it computes.
+        norm: of the gradients of all stages, where they are clipped by it.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Worker:
         results: Results,
         scorer: Scorer,
         device: torch.device,
+        norm: GlobalNorm | None = None,
     ) -> None:
         self.rank = rank
         self.program = program
@@ -70,6 +73,7 @@ class Worker:
         self.results = results
         self._scorer = scorer
         self._device = device
+        self._norm = norm
         self._last = program.placement.stages - 1
         self._ends_update = last_backwards(program, rank)
         self.recorder = Recorder(rank, device)
@@ -304,7 +308,10 @@ class Worker:
         before = self.recorder.mark()
         shared = self.program.placement.replicas[op.stage] > 1
         wish = shared and self.wishes_to_stop()
-        share, wishes = yield from seat.optimizer.prepare(seat.gradients, float(wish))
+        if self._norm is None:
+            share, wishes = yield from seat.optimizer.prepare(seat.gradients, float(wish))
+        else:
+            share, wishes = yield from self._norm.prepare(op.stage, float(wish))
         if shared or self.program.couples_updates:
             self.recorder.note("wait", op.stage, op.index, before)
         start = self.recorder.mark()

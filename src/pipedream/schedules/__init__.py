@@ -1,6 +1,18 @@
 """One published method, one file; all are answers to the same four questions (docs/design.md)."""
 
 from .evaluation import evaluation
-from .registry import ALIASES, CHUNKED, SCHEDULES, Choice, build, claims_at, uniform
+from .layouts import Layout
+from .registry import ALIASES, LAYOUTS, SCHEDULES, Choice, build, claims_at, layout_of, uniform
 
-__all__ = ["ALIASES", "CHUNKED", "SCHEDULES", "Choice", "build", "claims_at", "evaluation", "uniform"]
+__all__ = [
+    "ALIASES",
+    "LAYOUTS",
+    "SCHEDULES",
+    "Choice",
+    "Layout",
+    "build",
+    "claims_at",
+    "evaluation",
+    "layout_of",
+    "uniform",
+]

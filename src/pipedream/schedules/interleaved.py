@@ -3,8 +3,8 @@
 Narayanan et al., Megatron-LM, SC 2021, section 2.2.2: bubble (p - 1)/(vm + p - 1), for v times the messages. The digits
 are stage and microbatch; rank 0 has stages 0 and 2.
 
-    rank 0 | 0F0 0F1 2F0 2F1 .   2B0 .   2B1 .   0B0'.   0B1'
-    rank 1 | .   1F0 1F1 3F0 3B0 3F1 3B1'1B0 1B1'.   .   .
+    rank 0 | 0F0  0F1  2F0  2F1  .    2B0  .    2B1' 0B0  0B1'
+    rank 1 | .    1F0  1F1  3F0  3B0  3F1  3B1' 1B0  1B1'
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
 from ..core.weights import Flush
 from .idioms import backward, forward, with_updates
+from .layouts import looped
 
 __all__ = ["interleaved_1f1b"]
 
@@ -27,18 +28,13 @@ def interleaved_1f1b(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns interleaved 1F1B with a flush; 4 microbatches a worker unless asked.
 
     Args:
-        plan: of v p stages on p workers, stage s on worker s mod p (`Plan.looped`).
+        plan: of v p stages on p workers, laid out `looped`.
         microbatches: a multiple of p.
 
     Raises:
-        ScheduleError: another plan, or another number of microbatches.
+        ScheduleError: the plan is laid out otherwise, or another number of microbatches.
     """
-    p, chunks = plan.workers, len(plan.stages) // plan.workers
-    if plan.placement.ranks != tuple((s % p,) for s in range(p * chunks)):
-        raise ScheduleError(
-            f"schedule 'interleaved_1f1b' needs stage s on worker s mod p, without replicas; found plan {plan.config} "
-            f"on workers {plan.order or tuple(range(plan.workers))}; make a plan with --chunks"
-        )
+    p, chunks = plan.workers, looped.check("interleaved_1f1b", plan)
     m = microbatches or 4 * p
     if m % p:
         raise ScheduleError(

@@ -9,34 +9,40 @@ from ..core.artifact import Artifact
 from ..core.errors import ScheduleError
 from ..core.plan import Plan
 from ..core.schedule import Schedule
+from .breadth_first import breadth_first
+from .chimera import chimera
 from .gpipe import gpipe
 from .interleaved import interleaved_1f1b
+from .layouts import Layout, looped, mirrored
 from .naive import naive
 from .one_f_one_b import one_f_one_b
 from .pipedream import pipedream, pipedream_vertical_sync
 from .two_bw import pipedream_2bw
 
-__all__ = ["ALIASES", "CHUNKED", "SCHEDULES", "Choice", "build", "claims_at", "uniform"]
+__all__ = ["ALIASES", "LAYOUTS", "SCHEDULES", "Choice", "build", "claims_at", "layout_of", "uniform"]
 
 SCHEDULES: dict[str, Callable[[Plan, int | None], Schedule]] = {
     "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved_1f1b": interleaved_1f1b,
+    "breadth_first": breadth_first,
+    "chimera": chimera,
     "pipedream": pipedream,
     "pipedream_vertical_sync": pipedream_vertical_sync,
     "pipedream_2bw": pipedream_2bw,
 }
 """The methods, each by its name."""
 
-CHUNKED = frozenset({"interleaved_1f1b"})
-"""Those whose workers run several stages, p stages apart."""
+LAYOUTS: dict[str, Layout] = {"interleaved_1f1b": looped, "breadth_first": looped, "chimera": mirrored}
+"""Of those whose workers have several stages: where each goes. Any other takes a plan of one stage a worker."""
 
 ALIASES = {
     "pipedream_flush": "1f1b",
     "2bw": "pipedream_2bw",
     "vertical_sync": "pipedream_vertical_sync",
     "interleaved": "interleaved_1f1b",
+    "looped_bfs": "breadth_first",
 }
 """Other names that papers use."""
 
@@ -65,20 +71,33 @@ def uniform(
     backward_s: float = 2.0,
     transfer_s: float = 0.0,
     *,
-    chunks: int = 2,
+    chunks: int | None = None,
 ) -> Plan:
     """Returns a plan of equal stages that a method can work with, for studies and pictures (`Plan.uniform`).
 
     Args:
         forward_s, backward_s: of one microbatch at one stage.
-        chunks: stages of each worker, where the method runs several.
+        chunks: stages of each worker, where the method has several and leaves the choice; its usual number unless said.
 
     Raises:
         ScheduleError: no such method.
     """
-    each = chunks if _key(name) in CHUNKED else 1
-    order = tuple(range(workers)) * each if each > 1 else ()
-    return Plan.uniform(workers * each, forward_s, backward_s, transfer_s, order=order)
+    layout = layout_of(name)
+    if layout is None:
+        return Plan.uniform(workers, forward_s, backward_s, transfer_s)
+    order = layout.order(workers, chunks or layout.chunks or 1)
+    stages = len(order) // layout.replicas
+    replicas = (layout.replicas,) * stages
+    return Plan.uniform(stages, forward_s, backward_s, transfer_s, replicas=replicas, order=order)
+
+
+def layout_of(name: str) -> Layout | None:
+    """Returns how a method lays out its stages where workers have several; None where each has one.
+
+    Raises:
+        ScheduleError: no such method.
+    """
+    return LAYOUTS.get(_key(name))
 
 
 def _key(name: str) -> str:

@@ -196,6 +196,8 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int, routes: _Route
         if joined is None or joined > position:
             raise run.error(rank, position, f"no sum over the replicas, ={op.stage}:{op.index}, comes before it")
         limit = joined  # its own gradients must be in the sum; the others' are checked at their own update
+    if op.kind is Kind.UPDATE and program.couples_updates:
+        _check_whole_rank(run, op, rank, position)
     for need in program.requires(op, run.total):
         place = run.ops.get(need)
         if place is None:
@@ -205,6 +207,16 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int, routes: _Route
                 raise run.error(rank, position, f"needs {need}, which comes later, at instruction {place[1]}")
         elif op.kind is not Kind.UPDATE:
             _check_arrival(run, op, need, "activation" if op.kind is Kind.FORWARD else "gradient", routes)
+
+
+def _check_whole_rank(run: Unrolled, op: Op, rank: int, position: int) -> None:
+    """Checks that a rank whose updates wait for all stages has the gradients of all its own before it makes one."""
+    program = run.program
+    for stage, replica in program.placement.seats(rank):
+        for need in program.requires(Op(Kind.UPDATE, stage, op.index, replica), run.total):
+            place = run.ops.get(need)
+            if need.kind is not Kind.UPDATE and place is not None and place[0] == rank and place[1] > position:
+                raise run.error(rank, position, f"waits for all stages, but {need} of this rank comes later")
 
 
 def _check_arrival(run: Unrolled, op: Op, need: Op, carries: str, routes: _Routes) -> None:

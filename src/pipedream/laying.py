@@ -1,0 +1,91 @@
+"""Planning for methods whose workers have several stages: cut into a row of stages, laid out over the workers.
+
+Each of p workers gets as many stages as any other, so that a row of equal stages keeps them equally busy: the row is
+the straight pipeline of the planner on as many workers as there are stages, over the cluster's slowest links.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from . import planner, schedules
+from .core import depth
+from .core.cluster import Cluster
+from .core.errors import PlanError
+from .core.plan import Plan
+from .core.profile import Profile
+from .core.units import format_bytes
+from .methods import holds_of
+
+__all__ = ["check_memory", "lay_out"]
+
+
+def lay_out(
+    profile: Profile,
+    cluster: Cluster,
+    schedule: str,
+    *,
+    chunks: int | None = None,
+    microbatches: int | None = None,
+    recompute: bool = False,
+) -> Plan:
+    """Plans for a method of `schedules.LAYOUTS`, on all workers of a cluster.
+
+    Args:
+        profile: of the model.
+        cluster: of workers that are equally fast.
+        schedule: the method's name.
+        chunks: stages of each worker; the method's usual number unless said.
+        microbatches: parts of a minibatch; the method's own unless said.
+        recompute: every stage keeps only its input between forward and backward.
+
+    Raises:
+        PlanError: the model cannot be cut so finely, workers are unlike, or a worker's stages do not fit its memory.
+        ScheduleError: the method does not work with so many workers or microbatches.
+    """
+    layout = schedules.layout_of(schedule)
+    assert layout is not None, f"{schedule} has one stage a worker"
+    if len(set(cluster.speeds)) > 1:
+        raise PlanError(
+            f"schedule {schedule!r} was asked for workers that are not equally fast; its stages are laid out for equal "
+            "ones. Plan for another method, or cut by hand and name the workers in the plan's order"
+        )
+    p = cluster.workers
+    order = layout.order(p, chunks or layout.chunks or 1)
+    count = len(order) // layout.replicas
+    row = Cluster.flat(count, cluster.bandwidth_bytes_per_s, cluster.latency_s)
+    cut = planner.plan(profile, row, versions=lambda in_flight, lag: 1, shape="straight")
+    replicas = (layout.replicas,) * count
+    stages = tuple(replace(stage, replicas=layout.replicas, recompute=recompute) for stage in cut.stages)
+    note = f"fastest straight cut into {count} stages, {len(order) // p} on each of {p} workers: {layout.words}"
+    plan = replace(
+        cut, stages=stages, in_flight=depth.noam(replicas), lag=(0,) * count, cluster=cluster, order=order, bound_s=0.0
+    )  # fmt: skip
+    built = schedules.build(schedule, plan, microbatches)
+    m = built.microbatches
+    if 1 < profile.batch < m:
+        raise PlanError(
+            f"schedule {schedule!r} on {p} workers splits a minibatch into {m} microbatches, but one has "
+            f"{profile.batch} samples; profile larger minibatches, or ask for fewer microbatches"
+        )
+    plan = replace(plan, schedule=built.name, microbatches=m, note=note)
+    space = planner.Space.of(profile, cluster, holds=holds_of(schedule, m), microbatches=m)
+    plan = space.with_bytes(plan)
+    check_memory(plan)
+    return plan
+
+
+def check_memory(plan: Plan) -> None:
+    """Checks that what all stages of a worker hold fits its memory.
+
+    Raises:
+        PlanError: it does not.
+    """
+    for worker, need in plan.worker_bytes.items():
+        limit = plan.cluster.memories[worker]
+        if limit is not None and need > limit:
+            held = [s for s in range(len(plan.stages)) if worker in plan.workers_of(s)]
+            raise PlanError(
+                f"stages {', '.join(map(str, held))} of worker {worker} need {format_bytes(need)} under "
+                f"{plan.schedule}, it has {format_bytes(limit)}; use more workers, recomputation, or another method"
+            )

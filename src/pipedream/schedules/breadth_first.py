@@ -1,0 +1,66 @@
+"""Breadth-first: each worker has v stages, p stages apart, and takes all microbatches through one before the next.
+
+Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023, section 4.1: the bubble of interleaved 1F1B,
+(p - 1)/(vm + p - 1), for any m >= p, with the activations of GPipe; a stage's microbatches follow each other, so that
+its messages, and under replicas its sums, have the longest time. The digits are stage and microbatch; rank 0 has
+stages 0 and 2.
+
+    rank 0 | 0F0  0F1  2F0  2F1  .    .    2B0  2B1' 0B0  0B1'
+    rank 1 | .    1F0  1F1  3F0  3F1  3B0  3B1' 1B0  1B1'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from ..core.op import Op
+from ..core.plan import Plan
+from ..core.schedule import Claims, Schedule
+from ..core.update import UpdateRule
+from ..core.weights import Flush
+from .idioms import backward, forward, with_updates
+from .layouts import looped
+
+__all__ = ["breadth_first"]
+
+
+def breadth_first(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns the breadth-first order with a flush; 4 microbatches a worker unless asked.
+
+    Args:
+        plan: of v p stages on p workers, laid out `looped`.
+        microbatches: m; below p a stage waits for the last worker before it takes the next chunk.
+
+    Raises:
+        ScheduleError: the plan is laid out otherwise.
+    """
+    p, chunks = plan.workers, looped.check("breadth_first", plan)
+    m = microbatches or 4 * p
+
+    def order(rank: int) -> Iterator[Op]:
+        for number in count():
+            mine = range(number * m, (number + 1) * m)
+            for chunk in range(chunks):
+                yield from (forward((rank + p * chunk, 0), k) for k in mine)
+            for chunk in reversed(range(chunks)):
+                yield from (backward((rank + p * chunk, 0), k) for k in mine)
+
+    return Schedule(
+        name="breadth_first",
+        plan=plan,
+        placement=plan.placement,
+        order=lambda rank: with_updates(order(rank), replicas=1, per_update=m),
+        weights=Flush(m),
+        updates=UpdateRule((m,) * len(plan.stages)),
+        microbatches=m,
+        flushes=True,
+        claims=Claims(
+            assumption="p workers with v equal stages each, messages cost nothing",
+            # Below p a worker waits for the last one before each further chunk.
+            bubble=lambda p, m: 1 - chunks * m / ((chunks - 1) * max(m, p) + m + p - 1),
+            in_flight=lambda p, m, s: chunks * m,
+            staleness=lambda p, m, s: 0,
+            versions=lambda p, m, s: chunks,
+        ),
+    )

@@ -1,0 +1,79 @@
+"""Where a method wants its stages: one on each worker, or several.
+
+The planner cuts a model into a row of stages. A method that shares a worker between stages says by a layout which
+worker each stage of such a row goes to, and how often it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..core.errors import ScheduleError
+from ..core.plan import Plan
+
+__all__ = ["Layout", "looped", "mirrored", "wave"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a method lays stages out on p workers.
+
+    Attributes:
+        words: what it asks for.
+        order: (p, v) -> the workers of the stages, in the order of `Plan.order`, v stages a worker if it may choose;
+            raises ScheduleError for a number of workers that it cannot serve.
+        replicas: workers of each stage.
+        chunks: v, stages of a worker unless said; None where the method leaves no choice.
+    """
+
+    words: str
+    order: Callable[[int, int], tuple[int, ...]]
+    replicas: int = 1
+    chunks: int | None = 2
+
+    def stages(self, workers: int, chunks: int | None = None) -> int:
+        """Returns how many stages p workers take."""
+        return len(self.order(workers, chunks or self.chunks or 1)) // self.replicas
+
+    def check(self, name: str, plan: Plan) -> int:
+        """Returns v, the stages of each worker of a plan that is laid out so.
+
+        Raises:
+            ScheduleError: it is not.
+        """
+        held = sum(plan.replicas)
+        taken = plan.order or tuple(range(held))
+        chunks = held // plan.workers // self.replicas
+        if set(plan.replicas) != {self.replicas} or taken != self.order(plan.workers, chunks):
+            raise ScheduleError(
+                f"schedule {name!r} needs {self.words}; found plan {plan.config} on workers {taken}; plan for this "
+                "method, or name the workers in the plan's order"
+            )
+        return chunks
+
+
+def _looped(workers: int, chunks: int) -> tuple[int, ...]:
+    return tuple(range(workers)) * chunks
+
+
+def _wave(workers: int, chunks: int) -> tuple[int, ...]:
+    there = tuple(range(workers))
+    return tuple(worker for c in range(chunks) for worker in (reversed(there) if c % 2 else there))
+
+
+def _mirrored(workers: int, chunks: int) -> tuple[int, ...]:
+    if workers % 2:
+        raise ScheduleError(f"two pipelines in opposite directions need an even number of workers, found {workers}")
+    return tuple(worker for s in range(workers) for worker in (s, workers - 1 - s))
+
+
+looped = Layout("stage s on worker s mod p, without replicas", _looped)
+"""p stages apart (Megatron-LM, SC 2021, section 2.2.2)."""
+
+wave = Layout("the stages there and back over the workers (a V), without replicas", _wave)
+"""There and back, so that the first worker has the first stage and, with two stages each, the last one: the V of zero
+bubble (Qi et al., NeurIPS 2024) and, with more, the waves of Hanayo (SC 2023)."""
+
+mirrored = Layout("two replicas of each stage, on workers s and p - 1 - s, p even", _mirrored, replicas=2, chunks=None)
+"""Two pipelines in opposite directions (Chimera, SC 2021)."""
