@@ -29,6 +29,14 @@ CHOOSE = {
     "with less memory.",
     "1f1b": "The first choice where the result must be that of one process: GPipe's bubble, and a stage holds at most "
     "p microbatches instead of m. Split the minibatch as finely as the workers stay efficient.",
+    "interleaved_1f1b": "When the bubble of 1f1b is too long and the minibatch cannot be split further: v stages a "
+    "worker make it nearly v times shorter, for v times the messages. On slow links these cost more than the bubble "
+    "saves: simulate both.",
+    "breadth_first": "Where messages are slow beside the compute of a microbatch, and memory is plentiful: the bubble "
+    "of interleaved_1f1b, but a stage's microbatches follow each other, so that a message has the longest time.",
+    "chimera": "When a minibatch has few microbatches, about as many as workers, and the weights are small beside the "
+    "activations: about half of 1f1b's bubble, for two sets of weights a worker and a sum over two holders at each "
+    "update. The number of workers must be even.",
     "pipedream": "When the minibatch cannot be split or the bubble of a flush is too dear: no worker waits in steady "
     "state, at the price of stale gradients and of a set of weights for each minibatch in flight. The plan may "
     "replicate stages.",
@@ -41,6 +49,9 @@ PICTURES = {
     "naive": ("Naive model parallelism, m = 1", 1, 4),
     "gpipe": ("GPipe: all forwards, then all backwards, flush; m = 4", 4, 8),
     "1f1b": ("1F1B with a flush, m = 4", 4, 8),
+    "interleaved_1f1b": ("Interleaved 1F1B: two stages (s) a worker, m = 4", 4, 8),
+    "breadth_first": ("Breadth-first: two stages (s) a worker, m = 4", 4, 8),
+    "chimera": ("Chimera: one pipeline down, one up; s is the stage; m = 4", 4, 8),
     "pipedream": ("PipeDream: 1F1B, no flush; v is the version of the weights that an op reads", None, 12),
     "pipedream_vertical_sync": (
         "PipeDream with vertical sync: one version (v) for a minibatch at all stages",
@@ -74,6 +85,8 @@ def pages() -> dict[Path, str]:
     entries, files = [], {}
     for name, factory in SCHEDULES.items():
         plan = uniform(name, STAGES)
+        ratio = factory(plan, split(name)).claims.ratio
+        plan = plan if ratio is None else uniform(name, STAGES, 1.0, ratio)
         schedule = factory(plan, split(name))
         shown = simulated(schedule, MICROBATCHES)
         run = shown if schedule.flushes else simulated(schedule, LONG)

@@ -48,15 +48,16 @@ def gallery(entries: Iterable[Entry]) -> str:
         "schedule, lowered to a program and simulated. `make docs` writes the page again, and a test compares them.",
         "",
         "A row is a rank. `F3` and `B3` are the forward and the backward of microbatch 3, a backward takes two",
-        "columns, `.` is waiting, and `'` behind an op is an update. In the pictures `v` is the version of the weights",
-        "that an op reads.",
+        "columns (one where a method's claims ask for it), `.` is waiting, and `'` behind an op is an update. In the",
+        "pictures `v` is the version of the weights that an op reads.",
         "",
         "| schedule | bubble | staleness | weight sets | microbatches in flight |",
         "| --- | --- | --- | --- | --- |",
         *(_overview(entry) for entry in entries),
         "",
-        "Several numbers are those of the stages, from first to last. The bubble is that of one minibatch where the",
-        "schedule flushes, and that of the steady state where it does not.",
+        "Several numbers are those of the workers, from first to last; a worker that has several stages is named with",
+        "what they come to together, and the letters of its ops with the stage, as in `2F3`. The bubble is that of one",
+        "minibatch where the schedule flushes, and that of the steady state where it does not.",
     ]
     return "\n".join([*head, *(_section(entry) for entry in entries)]).rstrip() + "\n"
 
@@ -95,13 +96,13 @@ def _overview(entry: Entry) -> str:
 
 def _section(entry: Entry) -> str:
     schedule = entry.schedule
-    stages = len(schedule.plan.stages)
+    workers = schedule.placement.workers
     lines = ["", f"## {schedule.name}", ""]
     if entry.about:
         lines += [entry.about, ""]
     if entry.choose:
         lines += [f"**When to choose it.** {entry.choose}", ""]
-    lines += [f"![{schedule.name}, {stages} stages]({entry.picture})", ""]
+    lines += [f"![{schedule.name}, {workers} workers]({entry.picture})", ""]
     lines += ["```", grid(entry.shown, width=_GRID_WIDTH), "```", ""]
     lines += _claims(entry)
     return "\n".join(lines)
@@ -109,7 +110,7 @@ def _section(entry: Entry) -> str:
 
 def _claims(entry: Entry) -> list[str]:
     schedule, claims = entry.schedule, entry.schedule.claims
-    p, m = len(schedule.plan.stages), entry.shown.microbatches
+    p, m = schedule.placement.workers, entry.shown.microbatches
     ranks = measure(entry.run).per_rank
     where = "over one minibatch" if schedule.flushes else "in steady state"
 
@@ -128,11 +129,11 @@ def _claims(entry: Entry) -> list[str]:
     ]
     held, _, sets = (row[2] for row in rows[1:])
     return [
-        f"| p = {p}, m = {m}, stages from first to last | claimed | simulated |",
+        f"| p = {p}, m = {m}, workers from first to last | claimed | simulated |",
         "| --- | --- | --- |",
         *(f"| {' | '.join(row)} |" for row in rows),
         "",
-        f"Memory of a stage: its weights times {sets}, and its activations of a microbatch times {held}. "
+        f"Memory of a worker: a stage's weights times {sets}, and its activations of a microbatch times {held}. "
         f"Claims: {claims.assumption}.",
     ]
 
@@ -142,7 +143,7 @@ def _tidy(value: float) -> float:
 
 
 def _together(values: Iterable[int | None]) -> str:
-    """Writes one number where all stages are alike, else all of them.
+    """Writes one number where all workers are alike, else all of them.
 
     >>> _together([3, 2, 1]), _together([1, 1])
     ('3, 2, 1', '1')

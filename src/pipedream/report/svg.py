@@ -216,7 +216,10 @@ def _labels(
     lane_px: float,
     read: Callable[[Span], int | None] | None,
 ) -> list[str]:
-    """Returns the microbatches' numbers, and the versions below them, where there is room."""
+    """Returns the microbatches' numbers, where there is room; below versions, or stages where a rank has several."""
+    stages: dict[int, set[int]] = defaultdict(set)
+    for span in spans:
+        stages[span.rank].add(span.stage)
     parts = []
     for span in spans:
         if span.kind not in WORK or span.kind == "U":
@@ -226,14 +229,15 @@ def _labels(
         if right - left < 7 * len(str(span.index)) + 3:
             continue
         version = read(span) if read else None
-        if version is None:
+        below = f"s{span.stage}" if len(stages[span.rank]) > 1 else None if version is None else f"v{version}"
+        if read is None or below is None:
             parts.append(text(middle, y(span.rank) + lane_px / 2 + 4, str(span.index), colour="on-op", anchor="middle"))
             continue
         parts.append(
             text(middle, y(span.rank) + 16, str(span.index), colour="on-op", size=12, weight=600, anchor="middle")
         )
-        if right - left >= 6 * len(f"v{version}") + 2:
-            parts.append(text(middle, y(span.rank) + 29, f"v{version}", colour="on-op", size=10, anchor="middle"))
+        if right - left >= 6 * len(below) + 2:
+            parts.append(text(middle, y(span.rank) + 29, below, colour="on-op", size=10, anchor="middle"))
     return parts
 
 

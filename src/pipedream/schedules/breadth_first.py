@@ -30,7 +30,7 @@ def breadth_first(plan: Plan, microbatches: int | None = None) -> Schedule:
 
     Args:
         plan: of v p stages on p workers, laid out `looped`.
-        microbatches: m; below p a stage waits for the last worker before it takes the next chunk.
+        microbatches: m; below p a stage waits for the last worker before it goes round again.
 
     Raises:
         ScheduleError: the plan is laid out otherwise.
@@ -41,10 +41,10 @@ def breadth_first(plan: Plan, microbatches: int | None = None) -> Schedule:
     def order(rank: int) -> Iterator[Op]:
         for number in count():
             mine = range(number * m, (number + 1) * m)
-            for chunk in range(chunks):
-                yield from (forward((rank + p * chunk, 0), k) for k in mine)
-            for chunk in reversed(range(chunks)):
-                yield from (backward((rank + p * chunk, 0), k) for k in mine)
+            for lap in range(chunks):
+                yield from (forward((rank + p * lap, 0), k) for k in mine)
+            for lap in reversed(range(chunks)):
+                yield from (backward((rank + p * lap, 0), k) for k in mine)
 
     return Schedule(
         name="breadth_first",
@@ -57,7 +57,7 @@ def breadth_first(plan: Plan, microbatches: int | None = None) -> Schedule:
         flushes=True,
         claims=Claims(
             assumption="p workers with v equal stages each, messages cost nothing",
-            # Below p a worker waits for the last one before each further chunk.
+            # Below p a worker waits for the last one before each further lap.
             bubble=lambda p, m: 1 - chunks * m / ((chunks - 1) * max(m, p) + m + p - 1),
             in_flight=lambda p, m, s: chunks * m,
             staleness=lambda p, m, s: 0,

@@ -46,8 +46,8 @@ def interleaved_1f1b(plan: Plan, microbatches: int | None = None) -> Schedule:
         def nth(i: int, first: int, *, back: bool) -> Op:
             """The i-th forward or backward of a minibatch: p microbatches at one stage, then at the next."""
             group, i = divmod(i, p * chunks)
-            chunk, k = divmod(i, p)
-            stage = rank + p * (chunks - 1 - chunk if back else chunk)
+            lap, k = divmod(i, p)
+            stage = rank + p * (chunks - 1 - lap if back else lap)
             return (backward if back else forward)((stage, 0), first + group * p + k)
 
         total = m * chunks
