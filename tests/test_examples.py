@@ -240,7 +240,7 @@ def test_four_ways_to_start_give_the_same_losses(
 @pytest.mark.parametrize(  # that both ways give the same losses is tested above
     ("example", "how"),
     [
-        pytest.param(path, how, id=f"{path.stem}-{how}", marks=pytest.mark.long if path.stem == "char_gpt" else ())
+        pytest.param(path, how, id=f"{path.stem}-{how}", marks=() if path.stem == "digits" else pytest.mark.long)
         for path, how in zip(EXAMPLES, cycle(("python", "torchrun")), strict=False)
     ],
 )
@@ -255,7 +255,7 @@ def test_file_itself_reaches_its_target(example: Path, how: str, tmp_path: Path)
     assert summary["seconds_to_target"] is not None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_worst_accuracy_of_three_seeds(tmp_path: Path) -> None:
     found = []
     for number in range(3):

@@ -54,12 +54,12 @@ def _matrix() -> list[object]:
         for method in METHODS:
             quick = method == "pipedream" or (number + METHODS.index(method)) % 3 == 0
             for others in ({"scheduled": True}, {"depth": "full", "optimizer": "adamw"}):
-                marks = pytest.mark.long if "depth" in others else () if quick else pytest.mark.slow
+                marks = () if quick and "depth" not in others else pytest.mark.long
                 found.append(pytest.param(case := _case(replicas, method, **others), id=str(case), marks=marks))
             if method in ROUNDS:
                 lag, depth = LAGS[replicas]
                 case = _case(replicas, method, lag=lag, depth=depth)
-                marks = () if number % 3 == METHODS.index(method) else pytest.mark.slow
+                marks = () if number % 3 == METHODS.index(method) else pytest.mark.long
                 found.append(pytest.param(case, id=str(case), marks=marks))
     return found
 

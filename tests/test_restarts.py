@@ -120,7 +120,7 @@ def test_torchruns_restarts_go_on_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("end", "length"),
-    [((), 40), pytest.param(("--minibatches", "25"), 25, marks=pytest.mark.slow)],
+    [((), 40), pytest.param(("--minibatches", "25"), 25, marks=pytest.mark.long)],
     ids=["epochs", "minibatches"],
 )
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, end: tuple[str, ...], length: int) -> None:

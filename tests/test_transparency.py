@@ -35,7 +35,7 @@ def _matrix() -> list[Case]:
             for stages in (2, 4) if schedule in LAYOUTS else (1, 2, 3, 4):
                 case = _case(animal, schedule, stages)
                 quick = stages == BASIC[schedule] or (animal == "mlp" and schedule in ASYNCHRONOUS)
-                others = pytest.mark.slow if animal in ("mlp", "cnn") else pytest.mark.long
+                others = pytest.mark.slow if animal == "cnn" and stages == 2 else pytest.mark.long
                 found.append(pytest.param(case, id=str(case), marks=() if quick else others))
     return found
 

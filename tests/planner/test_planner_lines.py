@@ -98,7 +98,7 @@ def test_equals_exhaustive_search_over_levels(seed: int) -> None:
     check_against_every_plan(random.Random(seed), 20)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(100, 106))
 def test_equals_exhaustive_search_over_levels_often(seed: int) -> None:
     """The same over 600 chains more."""
