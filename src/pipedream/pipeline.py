@@ -52,6 +52,8 @@ class Pipeline:
         loss: ``loss(output, batch)`` -> scalar tensor or (sum, weight); a loss of torch's own gets (output,
             targets); None where the model's output carries ``.loss``.
         optimizer: factory from a list of (name, parameter) to a torch optimizer; called once a stage.
+        compensation: what makes up for late gradients, in the place of the method's own: one or several of
+            `core.compensation`, or texts: 'spike', 'nesterov', 'error_feedback', 't1:500'; () for none.
         microbatches: parts of a minibatch, for methods that split it; those of the plan unless said.
         metrics: name -> ``metric(output, batch)``, a mean over samples or (sum, weight).
         inputs: batch -> the model's input, a tuple for several; by default the first of a pair, else the batch.
@@ -84,6 +86,7 @@ class Pipeline:
         schedule: str | Schedule | None = None,
         loss: Any = None,
         optimizer: Callable[[list[tuple[str, Any]]], Any],
+        compensation: Any = None,
         microbatches: int | None = None,
         metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
         inputs: Callable[[Any], Any] | None = None,
@@ -109,6 +112,7 @@ class Pipeline:
         else:
             name, parts = plan.method(schedule, microbatches)
             built = schedules.build(name, plan, parts)
+        built = built if compensation is None else built.compensated(compensation)
         _check_words(clip=(clip, ("global", "local")), on_nan=(on_nan, ("error", "continue")))
         couples = clip_grad_norm is not None and clip == "global" and plan.workers > 1
         if couples and not built.flushes and len(plan.stages) > 1:
@@ -265,10 +269,14 @@ class Pipeline:
             self._interrupted = True
             raise KeyboardInterrupt
 
-    def state_dict(self, *, ema: bool = False) -> dict[str, Any]:
-        """Returns the whole model's state dict under the user's names at rank 0, an empty one elsewhere; drains."""
+    def state_dict(self, *, ema: bool = False, predicted: bool = True) -> dict[str, Any]:
+        """Returns the whole model's state dict under the user's names at rank 0, an empty one elsewhere; drains.
+
+        Where a compensation keeps weights that are a prediction, those are returned (and evaluated); with
+        `predicted=False` the weights behind it, w of `core.compensation`, which SpecTrain and LWP evaluate.
+        """
         self.drain()
-        return self._session.state_dict(ema)
+        return self._session.state_dict(ema, predicted)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the weights of a plain state dict of the model; drains. Optimizer state is kept as it is.
@@ -359,10 +367,10 @@ class Pipeline:
         return {int(rank): value for row in rows for rank, value in row.items()}
 
     def learning_rates(self) -> tuple[float, ...]:
-        """Returns each stage's learning rate now: the user's, times r_s / r_0 where a round is an update."""
-        rate = self._session.rate()
-        held = self.schedule.updates.per_update
-        return tuple(rate * count / held[0] for count in held)
+        """Returns each stage's learning rate now: the user's, times r_s / r_0 where a round is an update, and T1's."""
+        rate, rounds = self._session.rate()
+        updates, weights = self.schedule.updates, self.schedule.weights
+        return tuple(rate * updates.rate_factor(s, weights.staleness(s), rounds) for s in range(len(self.plan.stages)))
 
     def __enter__(self) -> Self:
         self._session.interrupts.start()

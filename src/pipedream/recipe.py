@@ -42,7 +42,7 @@ class Recipe:
         epochs: how many, unless the command line says.
         target: (metric, value) to be reached; the seconds until then are reported. For 'loss', lower is better.
         sample: the model's input for one minibatch, for the profile; by default the first training batch's.
-        inputs, targets, weight, scheduler, clip_grad_norm, clip, ema, autocast: see `Pipeline`.
+        inputs, targets, weight, scheduler, clip_grad_norm, clip, ema, autocast, compensation: see `Pipeline`.
         name: of the recipe; by default the file's.
     """
 
@@ -63,6 +63,7 @@ class Recipe:
     clip: str = "global"
     ema: float | None = None
     autocast: Any = None
+    compensation: Any = None
     name: str = ""
 
     def __post_init__(self) -> None:

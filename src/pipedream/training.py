@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from . import api, resuming
+from . import api, resuming, schedules
 from .core.cluster import Cluster
 from .core.errors import PlanError, RecipeError
 from .core.plan import Plan
@@ -47,6 +47,7 @@ def train_recipe(
     *,
     workers: int | None = None,
     schedule: str | None = None,
+    compensation: Any = None,
     plan: Plan | None = None,
     shape: str | tuple[int, ...] = "pipeline",
     lag: int = 0,
@@ -77,6 +78,7 @@ def train_recipe(
         workers: of the run; under torchrun the number of processes.
         schedule: a method's name; that of `plan`, or PipeDream's own, unless said. 'auto' takes the fastest by
             simulation, see `pipedream.plan`.
+        compensation: as of `Pipeline`; the recipe's unless said, where the method does not flush.
         plan: made before; None profiles the model here and plans.
         shape: what to plan, see `pipedream.plan`; 'pipeline' and 'any' use all workers.
         lag: 1 puts the updates of replicated stages behind their next forward.
@@ -90,9 +92,9 @@ def train_recipe(
         checkpoint_every: minibatches between checkpoints (each drains the pipeline); None saves where it is drained for
             an evaluation, 0 never. They lie in the run folder, under ``checkpoints``.
         keep: how many of them are left.
-        resume: run folder or checkpoint to go on from. What is not said here (schedule, plan, microbatches, seed) is
-            the checkpoint's; for another number of workers a new plan is made. A launcher's restart goes on from
-            the newest checkpoint of its run folder by itself.
+        resume: run folder or checkpoint to go on from. What is not said here (schedule and its compensation, plan,
+            microbatches, seed) is the checkpoint's; for another number of workers a new plan is made. A launcher's
+            restart goes on from the newest checkpoint of its run folder by itself.
         seed: of the recipe and of everything random inside the layers; 0 unless said.
         device: 'cpu' or 'cuda'.
         cluster: workers and links; None takes this machine.
@@ -121,6 +123,8 @@ def train_recipe(
         workers = start.page.plan.workers
     count = _workers(workers, plan, shape, processes)
     recipe = make(seed)
+    if compensation is None and start is not None and schedule == start.page.schedule:
+        compensation = start.page.compensation
     if recipe.target is not None and recipe.target[0] not in {"loss", *recipe.metrics}:
         raise RecipeError(
             f"the recipe's target is on {recipe.target[0]!r}, its metrics are {sorted(recipe.metrics)}; name one "
@@ -160,7 +164,7 @@ def train_recipe(
         keep_plan(folder, plan, profile)  # a run that goes on with fewer workers plans again
     loggers = _loggers(logs, folder) if rank == 0 else []
     with blaming("while the pipeline was put together"):
-        made = _pipeline(recipe, plan, schedule, microbatches, seed, str(place), loggers, stuck_after_s)
+        made = _pipeline(recipe, plan, schedule, compensation, microbatches, seed, str(place), loggers, stuck_after_s)
     with made as pipeline:
         console.print(f"\n{plan}\n\n{pipeline.proof}\n")
         if weights is not None:
@@ -205,6 +209,7 @@ def train_recipe(
             "workers": plan.workers,
             "processes": processes,
             "schedule": pipeline.program.schedule,
+            "compensation": [str(one) for one in pipeline.program.updates.compensation],
             "microbatches": pipeline.program.microbatches,
             "in_flight": list(plan.in_flight),
             "depth": plan.depth,
@@ -281,18 +286,24 @@ def _pipeline(
     recipe: Recipe,
     plan: Plan,
     schedule: str,
+    compensation: Any,
     microbatches: int | None,
     seed: int,
     device: str,
     loggers: Iterable[Any],
     stuck_after_s: float,
 ) -> Pipeline:
+    if compensation is None and recipe.compensation is not None:
+        # Asked for here it is refused by a method that flushes; in a recipe it is for the methods that do not.
+        flushes = schedules.build(schedule, plan, microbatches).flushes
+        compensation = None if flushes else recipe.compensation
     return Pipeline(
         recipe.model,
         plan,
         schedule=schedule,
         loss=recipe.loss,
         optimizer=recipe.optimizer,
+        compensation=compensation,
         microbatches=microbatches,
         metrics=recipe.metrics,
         inputs=recipe.inputs,

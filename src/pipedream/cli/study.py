@@ -114,7 +114,8 @@ def simulate(
 
 def list_schedules(as_json: Json = False) -> None:
     """List the methods, with the claims of their papers."""
-    built = {name: schedules.build(name, schedules.uniform(name, 4)) for name in schedules.SCHEDULES}
+    names = [*schedules.SCHEDULES, *schedules.COMPENSATED]
+    built = {name: schedules.build(name, schedules.uniform(name, 4)) for name in names}
     if as_json:
         print_json({name: schedules.claims_at(schedule, 4, 8) for name, schedule in built.items()})
     else:

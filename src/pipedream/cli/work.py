@@ -43,6 +43,13 @@ def train(
         str | None,
         typer.Option(help="A method: see 'pipedream schedules'; auto: the fastest; the plan's, or pipedream."),
     ] = None,
+    compensation: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:NUMBER]",
+            help="What makes up for late gradients: spike, nesterov, error_feedback, t1:500, ..., none; once for each.",
+        ),
+    ] = None,
     allow_asynchronous: AllowAsynchronous = False,
     plan: Annotated[Path | None, typer.Option(help="A plan's file; none: profile the model and plan here.")] = None,
     straight: Straight = False,
@@ -120,6 +127,7 @@ def train(
         lambda chosen: load_recipe(recipe, seed=chosen),
         workers=workers,
         schedule=schedule,
+        compensation=None if compensation is None else [text for text in compensation if text != "none"],
         plan=given,
         shape=shape,
         lag=lag,

@@ -89,7 +89,9 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
 
 
 def encode(value: Any) -> Any:
-    """Turns dataclasses, enums, tuples and numbers into what `json` writes."""
+    """Turns dataclasses, enums, tuples and numbers into what `json` writes; a noun with several kinds has `encoded`."""
+    if hasattr(type(value), "encoded"):
+        return value.encoded()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):

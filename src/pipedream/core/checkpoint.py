@@ -1,8 +1,8 @@
 """A checkpoint's contents page: where a run stood at a drain, and where in its files each tensor lies.
 
-Tensors are kept under the user's own parameter names (``model/NAME``, ``optimizer/NAME/KEY``, ``ema/NAME``), so
-that a checkpoint belongs to no plan: any other one can take it up. At a drain each stage has one version of
-its weights, so no stash is kept.
+Tensors are kept under the user's own parameter names (``model/NAME``, ``optimizer/NAME/KEY``, ``ema/NAME``,
+``compensation/NAME/KEY``), so that a checkpoint belongs to no plan: any other one can take it up. At a drain each stage
+has one version of its weights, so no stash is kept.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .artifact import Artifact
+from .compensation import Compensation
 from .plan import Plan
 
 __all__ = ["Checkpoint", "Group", "StageState", "Stored"]
@@ -65,6 +66,7 @@ class StageState:
         scheduler: state of the learning-rate scheduler; None without one.
         updates: optimizer steps made.
         scheduled: scheduler steps made.
+        rounds_before: updates of the input stage under the plans before, which `updates` does not count.
     """
 
     groups: tuple[Group, ...]
@@ -72,14 +74,18 @@ class StageState:
     scheduler: Any = None
     updates: int = 0
     scheduled: int = 0
+    rounds_before: int = 0
 
     def __post_init__(self) -> None:
         if not self.groups:
             raise ValueError("an optimizer has at least one parameter group, found none")
         if self.scheduler is not None and not isinstance(self.scheduler, dict):
             raise ValueError(f"a scheduler's state is an object, found {self.scheduler!r}")
-        if min(self.updates, self.scheduled) < 0:
-            raise ValueError(f"counts cannot be negative, found {self.updates} updates, {self.scheduled} scheduled")
+        if min(self.updates, self.scheduled, self.rounds_before) < 0:
+            raise ValueError(
+                f"counts cannot be negative, found {self.updates} updates, {self.scheduled} scheduled, "
+                f"{self.rounds_before} rounds before"
+            )
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class Checkpoint(Artifact):
         minibatches: done since the start of training.
         epoch, epoch_batches: where the data goes on.
         drains: minibatch numbers at which the pipeline was drained; this is the last of them.
-        schedule, microbatches, seed, plan: of the run that saved it.
+        schedule, compensation, microbatches, seed, plan: of the run that saved it.
         stages: one for each of the plan's.
         tensors: by name.
         files: name -> bytes; a file of another size is damaged.
@@ -118,6 +124,7 @@ class Checkpoint(Artifact):
     random: tuple[str, ...] = ()
     data: Any = None
     software: dict[str, str] = field(default_factory=dict)
+    compensation: tuple[Compensation, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.minibatches, self.epoch, self.epoch_batches) < 0 or self.microbatches < 1:

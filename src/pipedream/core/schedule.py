@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import lcm
+from typing import Any
 
+from .compensation import check, compensations
 from .errors import ScheduleError
 from .op import Kind, Op, requires
 from .placement import Placement
@@ -67,6 +69,9 @@ class Schedule:
         kinds: kinds of op that each microbatch needs at each stage.
         couples_updates: updates of all stages wait for each other (clipping by the global norm).
         claims: the paper's closed forms.
+
+    Raises:
+        ScheduleError: the updates compensate delay in a way that makes no sense here (`compensation.check`).
     """
 
     name: str
@@ -80,6 +85,32 @@ class Schedule:
     kinds: tuple[Kind, ...] = (Kind.FORWARD, Kind.BACKWARD)
     couples_updates: bool = False
     claims: Claims = field(default_factory=Claims, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.updates.compensation:
+            check(self.updates.compensation, self.weights, flushes=self.flushes, reads_one=self._reads_one)
+
+    def compensated(self, asked: Any) -> Schedule:
+        """Returns the schedule with other compensations in the place of its own.
+
+        Args:
+            asked: one or several of `core.compensation`, or their texts, as in ``spike`` or ``t1:500``; () for none.
+
+        Raises:
+            ScheduleError: an unknown one, or one that makes no sense here.
+        """
+        return replace(self, updates=replace(self.updates, compensation=compensations(asked)))
+
+    @property
+    def _reads_one(self) -> bool:
+        """All microbatches of an update read one version; looked up behind the warm-up, for a whole cycle."""
+        for stage, count in enumerate(self.updates.per_update):
+            settled = self.weights.staleness(stage) + self.cycle // count
+            for update in range(1, settled + self.cycle // count + 1):
+                members = self.updates.members(stage, update)
+                if len({self.weights.forward_version(stage, k) for k in members}) > 1:
+                    return False
+        return True
 
     @property
     def splits_backward(self) -> bool:

@@ -5,11 +5,15 @@ microbatches it holds is arithmetic; how their gradients are divided is said her
 
 - a *flushing* or *accumulating* update divides the sum of gradients by the summed loss weight, once;
 - a *round* of PipeDream normalises each minibatch by itself and takes the plain mean over the replicas.
+
+What an update makes of late gradients is said by its compensations (`core.compensation`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from .compensation import Compensation, rate_factor
 
 __all__ = ["UpdateRule"]
 
@@ -22,10 +26,12 @@ class UpdateRule:
         per_update: for each stage, microbatches in one update, over all replicas.
         mean_of_rounds: True where each microbatch is a whole minibatch, normalised by itself (PipeDream);
             False where the sum of gradients is divided by the summed loss weight.
+        compensation: what makes up for late gradients.
     """
 
     per_update: tuple[int, ...]
     mean_of_rounds: bool = False
+    compensation: tuple[Compensation, ...] = ()
 
     def members(self, stage: int, update: int, total: int | None = None) -> range:
         """Returns the microbatches whose gradients update n of a stage holds, of `total` in the run."""
@@ -40,3 +46,12 @@ class UpdateRule:
     def updates(self, stage: int, total: int) -> int:
         """Returns how many updates a stage makes for so many microbatches."""
         return -(-total // self.per_update[stage])
+
+    def rate_factor(self, stage: int, staleness: int, rounds: int) -> float:
+        """Returns the factor on the user's learning rate at a stage.
+
+        Args:
+            stage: whose gradients are `staleness` updates late.
+            rounds: updates of the input stage so far.
+        """
+        return self.per_update[stage] / self.per_update[0] * rate_factor(self.compensation, staleness, rounds)

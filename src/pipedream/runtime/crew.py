@@ -283,6 +283,8 @@ def _seat(
             replica_group=replica_group,
             mean_of_rounds=program.updates.mean_of_rounds,
             ema=settings.ema,
+            compensation=program.updates.compensation,
+            staleness=program.weights.staleness(stage),
         ),
         recomputation=Recomputation(module) if plan.stages[stage].recompute else None,
     )

@@ -84,6 +84,7 @@ class Keeper:
             stages=tuple(whole[stage] for stage in range(len(self._names))),
             random=tuple(json.loads(text)[1] for text in said),
             software={name: version(name) for name in ("pipedream", "torch")},
+            compensation=self._program.updates.compensation,
         )
         path = self.writer.begin(folder, page, tensors, keep)
         if wait:
@@ -158,8 +159,9 @@ class Keeper:
         averaged = any(seat.optimizer.ema for _, seat in self._seats())
         for name in page.tensors:
             kind, _, rest = name.partition("/")
-            owner = rest.rpartition("/")[0] if kind == "optimizer" else rest
-            if owner in trained and (kind == "optimizer" or (kind == "ema" and averaged)):
+            of_steps = kind in ("optimizer", "compensation")
+            owner = rest.rpartition("/")[0] if of_steps else rest
+            if owner in trained and (of_steps or (kind == "ema" and averaged)):
                 yield name
 
     def _counts_alike(self, page: Checkpoint) -> bool:

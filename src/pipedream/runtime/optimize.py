@@ -1,18 +1,22 @@
 """What happens inside an update, in this order: normalise, reduce over replicas, clip, step, schedule, EMA.
 
+Compensations of delay (`compensation.Compensator`) act on the clipped gradients, on the rate and on the step.
+
 The optimizer is the user's own, made once a stage from that stage's named parameters. Its schedulers run on
 one clock for all stages: the rounds of the input stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import torch
 
+from ..core.compensation import Compensation
 from .channel import Group, Pending
+from .compensation import Compensator
 from .reduction import Reduction
 
 __all__ = ["Gradients", "Optimizer"]
@@ -88,6 +92,11 @@ class Optimizer:
         replica_group: adds up gradients over the stage's replicas; None where there is one.
         mean_of_rounds: see `UpdateRule`.
         ema: decay of the exponential moving average of the weights; None keeps none.
+        compensation: of delay, see `UpdateRule`.
+        staleness: updates that the stage's gradients are late.
+
+    Raises:
+        ScheduleError: a compensation is not defined for the optimizer.
     """
 
     def __init__(
@@ -102,6 +111,8 @@ class Optimizer:
         replica_group: Group | None = None,
         mean_of_rounds: bool = False,
         ema: float | None = None,
+        compensation: Sequence[Compensation] = (),
+        staleness: int = 0,
     ) -> None:
         self.named = dict(handles)
         self._handles = list(handles.values())
@@ -109,6 +120,7 @@ class Optimizer:
         # A stage may have no weights at all (an activation alone); it still has the common clock and rate.
         named = list(handles.items()) or [("nothing", torch.nn.Parameter(torch.zeros(())))]
         self.optimizer = optimizer(named)
+        self.compensator = Compensator(compensation, staleness, self.optimizer, handles)
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
         self._rate_factor = rate_factor
         self.replicas = replicas
@@ -120,6 +132,7 @@ class Optimizer:
         self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
         self.scheduled = 0
         self.updates = 0
+        self.rounds_before = 0
 
     @property
     def rate(self) -> float:
@@ -177,12 +190,12 @@ class Optimizer:
     def step(self, present_share: float = 1.0) -> None:
         """Makes the update from the handles' ``.grad``: step, schedule, EMA."""
         self.catch_up(self.due)
-        factor = float(self._rate_factor) * present_share
+        factor = float(self._rate_factor) * present_share * self.compensator.rate_factor(self.rounds)
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if factor != 1.0:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
-        self.optimizer.step()
+        self.compensator.step()
         if factor != 1.0:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
@@ -194,12 +207,21 @@ class Optimizer:
             torch._foreach_lerp_(averages, [handle.detach() for handle in self._handles], 1.0 - self._decay)
 
     @property
+    def rounds(self) -> int:
+        """Rounds of the input stage before the coming update; those under the plans before this one are in it."""
+        return self.rounds_before + int(self.updates * self._rate_factor)
+
+    @property
     def due(self) -> int:
         """Steps of the learning-rate schedule that are due before the next update.
 
         One clock for all stages: update n of this stage belongs to round (n - 1) r_s / r_0 of the input's.
         """
         return int(self.updates * self._rate_factor) - self.scheduled
+
+    def unpredicted(self) -> dict[str, torch.Tensor]:
+        """Returns the weights of which the stored ones are the prediction (`Compensator.unpredicted`)."""
+        return self.compensator.unpredicted(float(self._rate_factor) * self.compensator.rate_factor(self.rounds))
 
     def catch_up(self, steps: int) -> None:
         """Makes steps of the learning-rate schedule."""

@@ -31,8 +31,10 @@ _NOT_OPTIONS = ("params", "param_names")
 
 
 def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Returns the optimizer's tensors, as ``optimizer/NAME/KEY``, and the averages of the weights, ``ema/NAME``."""
+    """Returns the tensors ``optimizer/NAME/KEY``, ``compensation/NAME/KEY`` and ``ema/NAME`` (averages) of a stage."""
     found = {f"ema/{name}": average for name, average in optimizer.ema.items()}
+    for name, held in optimizer.compensator.state.items():
+        found |= {f"compensation/{name}/{key}": tensor for key, tensor in held.items()}
     for name, state in _states(optimizer).items():
         found |= {f"optimizer/{name}/{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
     return found
@@ -59,9 +61,8 @@ def saved(optimizer: Optimizer) -> StageState:
     if optimizer.scheduler is not None:
         state = optimizer.scheduler.state_dict()
         scheduler = _checked(_plain(state), f"state of {type(optimizer.scheduler).__name__}")
-    return StageState(
-        tuple(groups), {n: s for n, s in numbers.items() if s}, scheduler, optimizer.updates, optimizer.scheduled
-    )
+    counts = optimizer.updates, optimizer.scheduled, optimizer.rounds_before
+    return StageState(tuple(groups), {n: s for n, s in numbers.items() if s}, scheduler, *counts)
 
 
 def restore(
@@ -99,6 +100,8 @@ def restore(
     inner.load_state_dict(whole)
     for name, average in optimizer.ema.items():
         average.copy_(tensors.get(f"ema/{name}", tensors[f"model/{name}"]))
+    for name in optimizer.compensator.state:
+        optimizer.compensator.load(name, _beneath(f"compensation/{name}/", tensors))
     _restore_scheduler(optimizer, stages, sources, stage)
 
 
@@ -127,6 +130,7 @@ def _restore_scheduler(
             group["lr"] = rate
     if stage is not None:
         optimizer.updates, optimizer.scheduled = source.updates, source.scheduled
+        optimizer.rounds_before = source.rounds_before
     due = optimizer.due if stage is not None else stages[0].updates - source.scheduled
     if due > _MOST_DUE:
         raise ArtifactError(f"the checkpoint's counts of updates and schedule are {due} apart; it is damaged")
@@ -138,6 +142,7 @@ def _restore_scheduler(
         # Another plan counts its rounds anew. Stage 0 makes one step of the schedule for each of its updates, and
         # the others go by that clock, before their next update at the latest.
         optimizer.updates = optimizer.scheduled = 0
+        optimizer.rounds_before = stages[0].rounds_before + stages[0].updates
 
 
 def _remapped(state: Any, states: Sequence[Any], sources: Sequence[tuple[int, int]], path: tuple[Any, ...] = ()) -> Any:
@@ -195,11 +200,14 @@ def _state_of(
     stages: Sequence[StageState],
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
-    prefix = f"optimizer/{name}/"
-    state: dict[str, Any] = {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}
+    state: dict[str, Any] = _beneath(f"optimizer/{name}/", tensors)
     if name in places:
         state |= stages[places[name][0]].numbers.get(name, {})
     return state
+
+
+def _beneath(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}
 
 
 def _names(optimizer: Optimizer) -> dict[int, str]:

@@ -70,16 +70,19 @@ class Seated:
         assert self.optimizer.reduction is not None
         self.optimizer.reduction.put(index, self.gradients.complete(index, gradient))
 
-    def update(self, coming: Collection[int], present_share: float) -> list[tuple[int, int, int, int]]:
+    def update(self, coming: Collection[int], present_share: float, read: int) -> list[tuple[int, int, int, int]]:
         """Makes an update from the gradients in the handles; returns the tags of those gradients.
 
         Args:
             coming: versions, of those there are, that forwards to come will read.
             present_share: of the round's replicas, on the learning rate.
+            read: version that the gradients were taken at; that of the first where there are several.
 
         A tag is (microbatch, forward version, backward version, version that the update started from).
         """
         newest = self.versions.newest
+        if self.optimizer.compensator.needs_read_weights:
+            self.optimizer.compensator.penalise(self.versions.peek().leaves, self.versions.peek(read).leaves)
         self.versions.begin_update(coming)
         self.optimizer.step(present_share)
         self.versions.end_update()

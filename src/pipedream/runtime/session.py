@@ -271,17 +271,18 @@ class Session:
 
     # -- weights ------------------------------------------------------------------------------------
 
-    def state_dict(self, ema: bool = False) -> dict[str, torch.Tensor]:
+    def state_dict(self, ema: bool = False, predicted: bool = True) -> dict[str, torch.Tensor]:
         """Returns the whole model's state at rank 0 under the user's names; an empty one elsewhere."""
         with self._doing.at("collecting the weights"):
-            return self._state_dict(ema)
+            return self._state_dict(ema, predicted)
 
-    def _state_dict(self, ema: bool) -> dict[str, torch.Tensor]:
+    def _state_dict(self, ema: bool, predicted: bool) -> dict[str, torch.Tensor]:
         state = parameters.named_state(self.model)
         own = {name: tensor for name, tensor in state.items() if name in self._names_here}
-        if ema:
-            averages = {n: t for w in self.workers for seat in w.seats.values() for n, t in seat.optimizer.ema.items()}
-            same = {id(tensor): averages[name] for name, tensor in own.items() if name in averages}
+        if ema or not predicted:
+            optimizers = [seat.optimizer for worker in self.workers for seat in worker.seats.values()]
+            others = {n: t for one in optimizers for n, t in (one.ema if ema else one.unpredicted()).items()}
+            same = {id(tensor): others[name] for name, tensor in own.items() if name in others}
             own = {name: same.get(id(tensor), tensor) for name, tensor in own.items()}
         placement = self.program.placement
         whole = parameters.assemble(own, state, self._names, placement, self.rank, self._group)
@@ -335,9 +336,9 @@ class Session:
         """Returns rank -> bytes of payload that its stages have sent."""
         return {worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in self.workers}
 
-    def rate(self) -> float:
-        """Returns the learning rate now, before the stages' factors."""
-        return self.lead.rate
+    def rate(self) -> tuple[float, int]:
+        """Returns the learning rate now, before the stages' factors, and the rounds of the input stage so far."""
+        return self.lead.rate, self.lead.seats[min(self.lead.seats)].optimizer.rounds
 
     def status(self) -> dict[int, dict[str, float]]:
         """Returns rank -> busy share since the last call and peak bytes; of other processes, their last word."""

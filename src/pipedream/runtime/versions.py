@@ -108,9 +108,9 @@ class Versions:
         found.readers += 1
         return found
 
-    def peek(self) -> WeightSet:
-        """Returns the newest version for a forward that has no backward."""
-        return self._sets[self.newest]
+    def peek(self, version: int | None = None) -> WeightSet:
+        """Returns a version, the newest unless said, for use at once: for a forward that has no backward."""
+        return self._sets[self.newest if version is None else version]
 
     def release(self, held: WeightSet) -> None:
         """Ends a reader's hold."""

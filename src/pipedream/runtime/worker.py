@@ -315,10 +315,15 @@ class Worker:
         if shared or self.program.couples_updates:
             self.recorder.note("wait", op.stage, op.index, before)
         start = self.recorder.mark()
-        step, newest = self.program.placement.replicas[op.stage], seat.versions.newest
-        coming = self.program.weights.readable(op.stage, seat.next_forward, newest, step=step, total=self._total)
+        weights, updates, newest = self.program.weights, self.program.updates, seat.versions.newest
+        behind, step = seat.next_forward, self.program.placement.replicas[op.stage]
+        if seat.optimizer.compensator.needs_read_weights:
+            # Also where this replica has no part in the next update, it needs the weights that the others read for it.
+            behind, step = updates.members(op.stage, op.index + 1).start, 1
+        coming = weights.readable(op.stage, behind, newest, step=step, total=self._total)
+        read = weights.forward_version(op.stage, updates.members(op.stage, op.index).start)
         with self.doing.task_of("an update"):
-            tags = seat.update(coming, share)
+            tags = seat.update(coming, share, read)
         for microbatch, forward_version, backward_version, newest in tags:
             number = self._number(microbatch)
             self.recorder.tags.append(Tag(op.stage, number, forward_version, backward_version, newest))

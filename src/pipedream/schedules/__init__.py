@@ -2,10 +2,11 @@
 
 from .evaluation import evaluation
 from .layouts import Layout
-from .registry import ALIASES, LAYOUTS, SCHEDULES, Choice, build, claims_at, layout_of, uniform
+from .registry import ALIASES, COMPENSATED, LAYOUTS, SCHEDULES, Choice, build, claims_at, layout_of, uniform
 
 __all__ = [
     "ALIASES",
+    "COMPENSATED",
     "LAYOUTS",
     "SCHEDULES",
     "Choice",

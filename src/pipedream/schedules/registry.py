@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..core.artifact import Artifact
+from ..core.compensation import Compensation
 from ..core.errors import ScheduleError
 from ..core.plan import Plan
 from ..core.schedule import Schedule
 from .breadth_first import breadth_first
 from .chimera import chimera
+from .compensated import ftpipe_ga, ftpipe_msnag, nesterov_async, one_step_ef, pipedream_lr
 from .gpipe import gpipe
 from .interleaved import interleaved_1f1b
 from .layouts import Layout, looped, mirrored
@@ -19,7 +21,7 @@ from .one_f_one_b import one_f_one_b
 from .pipedream import pipedream, pipedream_vertical_sync
 from .two_bw import pipedream_2bw
 
-__all__ = ["ALIASES", "LAYOUTS", "SCHEDULES", "Choice", "build", "claims_at", "layout_of", "uniform"]
+__all__ = ["ALIASES", "COMPENSATED", "LAYOUTS", "SCHEDULES", "Choice", "build", "claims_at", "layout_of", "uniform"]
 
 SCHEDULES: dict[str, Callable[[Plan, int | None], Schedule]] = {
     "naive": naive,
@@ -36,6 +38,14 @@ SCHEDULES: dict[str, Callable[[Plan, int | None], Schedule]] = {
 
 LAYOUTS: dict[str, Layout] = {"interleaved_1f1b": looped, "breadth_first": looped, "chimera": mirrored}
 """Of those whose workers have several stages: where each goes. Any other takes a plan of one stage a worker."""
+COMPENSATED: dict[str, Callable[[Plan, int | None], Schedule]] = {
+    "nesterov_async": nesterov_async,
+    "ftpipe_msnag": ftpipe_msnag,
+    "ftpipe_ga": ftpipe_ga,
+    "pipedream_lr": pipedream_lr,
+    "one_step_ef": one_step_ef,
+}
+"""Methods that are one of those above with a compensation of delay: in time and memory they are that one."""
 
 ALIASES = {
     "pipedream_flush": "1f1b",
@@ -61,7 +71,7 @@ def build(name: str, plan: Plan, microbatches: int | None = None) -> Schedule:
     key = _key(name)
     if microbatches is not None and microbatches < 1:
         raise ScheduleError(f"a minibatch is split into at least 1 microbatch, found {microbatches}")
-    return SCHEDULES[key](plan, microbatches)
+    return (SCHEDULES | COMPENSATED)[key](plan, microbatches)
 
 
 def uniform(
@@ -104,29 +114,31 @@ def _key(name: str) -> str:
     """Returns the name of a method in the registry. Raises ScheduleError: there is none."""
     key = name.lower().replace("-", "_")
     key = ALIASES.get(key, key)
-    if key not in SCHEDULES:
-        raise ScheduleError(f"schedule {name!r} is not known; choose one of {', '.join(sorted(SCHEDULES))}")
+    if key not in SCHEDULES and key not in COMPENSATED:
+        known = ", ".join(sorted([*SCHEDULES, *COMPENSATED]))
+        raise ScheduleError(f"schedule {name!r} is not known; choose one of {known}")
     return key
 
 
 @dataclass(frozen=True)
 class Choice(Artifact):
-    """A Schedule as a file: the method's name, the plan, the split; `build` makes the rest again."""
+    """A Schedule as a file: the method's name, the plan, the split, the compensation; `build` makes the rest again."""
 
     FORMAT = 1
 
     name: str
     plan: Plan
     microbatches: int
+    compensation: tuple[Compensation, ...] = ()
 
     @classmethod
     def of(cls, schedule: Schedule) -> Choice:
         """Returns what is needed to build a schedule again."""
-        return cls(schedule.name, schedule.plan, schedule.microbatches)
+        return cls(schedule.name, schedule.plan, schedule.microbatches, schedule.updates.compensation)
 
     def build(self) -> Schedule:
         """Returns the schedule."""
-        return build(self.name, self.plan, self.microbatches)
+        return build(self.name, self.plan, self.microbatches).compensated(self.compensation)
 
 
 def claims_at(schedule: Schedule, stages: int, microbatches: int) -> dict[str, object]:

@@ -1,0 +1,76 @@
+"""Published methods that are another method's order and weights, with a compensation of delay.
+
+Their grids, versions and staleness are those of the method that they stand on; what they change is an update
+(`core.compensation`). Any other pair is asked for as ``schedule=..., compensation=...``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..core.compensation import (
+    Compensation,
+    ErrorFeedback,
+    GapAware,
+    LearningRateRescheduling,
+    Nesterov,
+    SpikeCompensation,
+)
+from ..core.plan import Plan
+from ..core.schedule import Schedule
+from .pipedream import pipedream
+from .two_bw import pipedream_2bw
+
+__all__ = ["ftpipe_ga", "ftpipe_msnag", "nesterov_async", "one_step_ef", "pipedream_lr"]
+
+RESCHEDULED_FOR = 7_000
+"""K of `pipedream_lr`, in updates: 7 times 1,000 in the code that came with Nesterov-async."""
+
+
+def nesterov_async(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns PipeDream with asynchronous Nesterov momentum, for SGD.
+
+    Ajanthan et al., Nesterov Method for Asynchronous Pipeline Parallel Optimization, ICML 2025. The paper's runs are
+    another optimizer on plain ``pipedream``, and need nothing of this library: ``partial(torch.optim.NAdam, lr=3e-4,
+    betas=(0.99, 0.999), weight_decay=0.01, decoupled_weight_decay=True)``; long momentum is what makes late gradients
+    useful there.
+    """
+    return _with("nesterov_async", pipedream(plan, microbatches), Nesterov())
+
+
+def ftpipe_msnag(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns PipeDream whose forwards and backwards read weights predicted by multi-step Nesterov, for SGD.
+
+    FTPipe (Eliad et al., ATC 2021), weight prediction ``msnag`` with weight stashing, at each stage's own delay; the
+    same as spike compensation (Kosson et al., MLSys 2021) of the stored weights.
+    """
+    return _with("ftpipe_msnag", pipedream(plan, microbatches), SpikeCompensation())
+
+
+def ftpipe_ga(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns PipeDream with gap-aware gradients, for any optimizer.
+
+    Barkai et al., ICLR 2020, as FTPipe (ATC 2021) uses it with weight stashing.
+    """
+    return _with("ftpipe_ga", pipedream(plan, microbatches), GapAware())
+
+
+def pipedream_lr(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns PipeDream with PipeMare's rescheduled learning rate T1, for any optimizer.
+
+    Yang et al., PipeMare, MLSys 2021; by this name in later comparisons. K is 7,000 updates; another one is asked for
+    as ``compensation="t1:K"``.
+    """
+    return _with("pipedream_lr", pipedream(plan, microbatches), LearningRateRescheduling(RESCHEDULED_FOR))
+
+
+def one_step_ef(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns PipeDream-2BW with error feedback of strength 1, for any optimizer.
+
+    One-Step Gradient Delay, arXiv 2606.30634, ICML 2026.
+    """
+    return _with("one_step_ef", pipedream_2bw(plan, microbatches), ErrorFeedback(1.0))
+
+
+def _with(name: str, schedule: Schedule, compensation: Compensation) -> Schedule:
+    return replace(schedule, name=name).compensated(compensation)

@@ -1,0 +1,345 @@
+"""The algebra of compensations on tensors: methods that were published apart are one, in other coordinates.
+
+Everywhere one set of weights is trained by gradients that are D updates late, on a loss that is neither quadratic nor
+separable, once as its paper says and once by the library's `Optimizer`, which knows neither predictions nor a second
+set of weights.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pipedream.core.compensation import (
+    Compensation,
+    ErrorFeedback,
+    GapAware,
+    Generalised,
+    LearningRateRescheduling,
+    Nesterov,
+    SpikeCompensation,
+    VelocityPrediction,
+)
+from pipedream.core.errors import ScheduleError
+from pipedream.runtime.optimize import Optimizer
+
+UPDATES = 300
+ROWS, COLUMNS = 4, 3
+RATE = 0.01
+Gradient = Callable[[Tensor], Tensor]
+Factory = Callable[[Any], torch.optim.Optimizer]
+
+OTHERS: dict[str, Factory] = {
+    "sgd": partial(torch.optim.SGD, lr=RATE, momentum=0.9),
+    "sgd without momentum": partial(torch.optim.SGD, lr=RATE),
+    "adam": partial(torch.optim.Adam, lr=RATE),
+    "adamw without decay": partial(torch.optim.AdamW, lr=RATE, weight_decay=0.0),
+    "nadam": partial(torch.optim.NAdam, lr=RATE / 10, betas=(0.99, 0.999)),
+    "muon": partial(torch.optim.Muon, lr=RATE, weight_decay=0.0),
+}
+
+
+@pytest.fixture
+def start() -> Tensor:
+    return torch.randn(ROWS, COLUMNS, dtype=torch.float64)
+
+
+def problem(seed: int = 1) -> Gradient:
+    """Returns the gradient of (tanh(X w) - Y)^2 in the mean + 0.01 times the sum of w^4."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(7, ROWS, dtype=torch.float64, generator=generator)
+    targets = torch.randn(7, COLUMNS, dtype=torch.float64, generator=generator)
+
+    def gradient(weights: Tensor) -> Tensor:
+        outputs = (inputs @ weights).tanh()
+        return 2 / outputs.numel() * inputs.T @ ((outputs - targets) * (1 - outputs**2)) + 0.04 * weights**3
+
+    return gradient
+
+
+def late(start: Tensor, delay: int, gradient: Gradient, step: Callable[[Tensor], Tensor], updates: int) -> list[Tensor]:
+    """Trains by gradients taken at the weights that forwards read `delay` updates ago.
+
+    Args:
+        step: from a gradient to the weights that forwards read next.
+
+    Returns what forwards read, after each update.
+    """
+    seen = deque([start.clone()], maxlen=delay + 1)
+    found = []
+    for _ in range(updates):
+        found.append(step(gradient(seen[0])).clone())
+        seen.append(found[-1])
+    return found
+
+
+def ours(start: Tensor, factory: Factory, *chosen: Compensation, staleness: int = 0) -> tuple[Any, Optimizer]:
+    """Returns a step of the library's optimizer with compensations, and the optimizer."""
+    handle = nn.Parameter(start.clone())
+    optimizer = Optimizer({"w": handle}, factory, compensation=chosen, staleness=staleness)
+
+    def step(gradient: Tensor) -> Tensor:
+        handle.grad = gradient.clone()
+        optimizer.step()
+        return handle.detach()
+
+    return step, optimizer
+
+
+def predicting(start: Tensor, factory: Factory, predict: Callable[[Tensor, Tensor, Any], Tensor]) -> Any:
+    """Returns a step of a plain torch optimizer whose forwards read a prediction.
+
+    Args:
+        predict: (weights, weights before the step, optimizer state) -> what forwards read.
+    """
+    handle = nn.Parameter(start.clone())
+    optimizer = factory([("w", handle)])
+
+    def step(gradient: Tensor) -> Tensor:
+        before = handle.detach().clone()
+        handle.grad = gradient.clone()
+        optimizer.step()
+        return predict(handle.detach(), before, optimizer.state[handle])
+
+    return step
+
+
+def check(found: list[Tensor], wanted: list[Tensor], bound: float = 1e-12) -> None:
+    assert len(found) == len(wanted)
+    for t, (here, there) in enumerate(zip(found, wanted, strict=True)):
+        assert (here - there).norm() <= bound * there.norm(), f"update {t}"
+    assert wanted[-1].isfinite().all()
+    assert (wanted[-1] - wanted[0]).norm() > 1e-3, "nothing was learnt"
+
+
+momenta = st.sampled_from([0.5, 0.8, 0.9, 0.95])
+delays = st.integers(0, 6)
+
+
+@settings(max_examples=5)
+@given(momentum=momenta, horizon=st.floats(0.0, 6.0), delay=delays, updates=st.just(UPDATES))
+def test_velocity_prediction_kept_for_the_backward(momentum: float, horizon: float, delay: int, updates: int) -> None:
+    """SpecTrain, LWPv: forwards read w - lr T v. Here a = 1 + T - T / m, b = T / m."""
+    start, rate = torch.randn(ROWS, COLUMNS, dtype=torch.float64), RATE / (1 + horizon)
+    sgd = partial(torch.optim.SGD, lr=rate, momentum=momentum)
+    kind = VelocityPrediction(horizon)
+    assert kind.coefficients(momentum, delay) == pytest.approx(
+        (1 + horizon - horizon / momentum, horizon / momentum), abs=1e-13
+    )
+    published = predicting(start, sgd, lambda w, _, state: w - rate * horizon * state["momentum_buffer"])
+    step, optimizer = ours(start, sgd, kind)
+    found = late(start, delay, problem(), step, updates)
+    check(found, late(start, delay, problem(), published, updates))
+    # The weights behind the prediction are those of the plain optimizer.
+    handle = optimizer.named["w"]
+    expected = handle.detach() + rate * horizon * optimizer.optimizer.state[handle]["momentum_buffer"]
+    assert torch.allclose(optimizer.unpredicted()["w"], expected, rtol=1e-14)
+
+
+@settings(max_examples=5)
+@given(momentum=momenta, horizon=st.integers(0, 6), delay=delays)
+def test_multi_step_nesterov_is_spike_compensation(momentum: float, horizon: int, delay: int) -> None:
+    """FTPipe's msnag and DANA: forwards read w - lr v (m + m^2 + ... + m^n)."""
+    start = torch.randn(ROWS, COLUMNS, dtype=torch.float64)
+    sgd = partial(torch.optim.SGD, lr=RATE / 4, momentum=momentum)
+    ahead = sum(momentum**i for i in range(1, horizon + 1))
+    published = predicting(start, sgd, lambda w, _, state: w - RATE / 4 * ahead * state["momentum_buffer"])
+    step, _ = ours(start, sgd, SpikeCompensation(), staleness=horizon)
+    check(late(start, delay, problem(), step, UPDATES), late(start, delay, problem(), published, UPDATES))
+    a, b = SpikeCompensation(horizon).coefficients(momentum, 99)
+    assert a == pytest.approx(momentum**horizon, rel=1e-12)
+    assert b == pytest.approx((1 - momentum**horizon) / (1 - momentum), rel=1e-12)
+    assert a / (1 - momentum) + b == pytest.approx(1 / (1 - momentum), rel=1e-12), "a gradient moves as far in all"
+
+
+@settings(max_examples=5)
+@given(gamma=momenta, delay=delays)
+def test_asynchronous_nesterov_is_one_step_of_spike_compensation(gamma: float, delay: int) -> None:
+    """Ajanthan et al.: d = gamma (w(t) - w(t-1)), w(t+1) = w(t) + d - eta (1 - gamma) grad at the delayed w + d."""
+    start, eta = torch.randn(ROWS, COLUMNS, dtype=torch.float64), 4 * RATE
+    now, before = start.clone(), start.clone()
+
+    def published(gradient: Tensor) -> Tensor:
+        nonlocal now, before
+        now, before = now + gamma * (now - before) - eta * (1 - gamma) * gradient, now
+        return now + gamma * (now - before)
+
+    wanted = late(start, delay, problem(), published, UPDATES)
+    sgd = partial(torch.optim.SGD, lr=eta * (1 - gamma), momentum=gamma)
+    for kind in (Nesterov(), SpikeCompensation(1), Generalised(1.0)):
+        step, _ = ours(start, sgd, kind, staleness=delay)
+        check(late(start, delay, problem(), step, UPDATES), wanted)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("delay", "horizon"), [(0, 1.0), (1, 1.0), (1, 0.5), (4, 2.0)])
+def test_difference_prediction_is_error_feedback(name: str, delay: int, horizon: float, start: Tensor) -> None:
+    """LWPw: forwards read w + T (w(t) - w(t-1))."""
+    published = predicting(start, OTHERS[name], lambda w, before, _: w + horizon * (w - before))
+    step, optimizer = ours(start, OTHERS[name], ErrorFeedback(horizon))
+    wanted = late(start, delay, problem(), published, UPDATES)
+    # Muon's Newton-Schulz iteration runs in bfloat16: what differs in the last bit may be rounded apart.
+    found = late(start, delay, problem(), step, UPDATES)
+    check(found, wanted, 2e-2 if name == "muon" else 1e-12)
+
+
+def test_muon_with_error_feedback_where_its_rounding_is_the_same(start: Tensor) -> None:
+    """The gradients are given, so that both ways make the same updates, and these are compared to the last digits."""
+    given_ = [torch.randn(ROWS, COLUMNS, dtype=torch.float64) for _ in range(UPDATES)]
+    for horizon in (0.5, 1.0, 3.0):
+        published = predicting(start, OTHERS["muon"], lambda w, before, _, t=horizon: w + t * (w - before))
+        step, optimizer = ours(start, OTHERS["muon"], ErrorFeedback(), staleness=int(horizon) or 1)
+        if horizon == 0.5:
+            step, optimizer = ours(start, OTHERS["muon"], ErrorFeedback(0.5))
+        check([step(g).clone() for g in given_], [published(g).clone() for g in given_])
+        assert set(optimizer.compensator.state["w"]) == {"last_update"}
+
+
+@settings(max_examples=4)
+@given(
+    delay=delays, mixture=st.lists(st.floats(-1.0, 1.0), min_size=3, max_size=3), name=st.sampled_from(["sgd", "adam"])
+)
+def test_any_predictor_is_a_correction_of_the_update(delay: int, mixture: list[float], name: str) -> None:
+    """y(t+1) = y(t) - (u_t + p_{t+1} - p_t), y = w - p, for any displacement p that the optimizer's state gives."""
+    start = torch.randn(ROWS, COLUMNS, dtype=torch.float64)
+
+    def displacement(state: Any) -> Tensor:
+        tensors = [state[key] for key in sorted(state) if torch.is_tensor(state[key]) and state[key].ndim]
+        return sum((RATE * c * t for c, t in zip(mixture, tensors, strict=False)), torch.zeros_like(start))
+
+    published = predicting(start, OTHERS[name], lambda w, _, state: w - displacement(state))
+    handle = nn.Parameter(start.clone())
+    optimizer = OTHERS[name]([("w", handle)])
+    last = torch.zeros_like(start)
+
+    def corrected(gradient: Tensor) -> Tensor:
+        nonlocal last
+        y = handle.detach().clone()
+        handle.grad = gradient.clone()
+        optimizer.step()
+        update = y - handle.detach()
+        p = displacement(optimizer.state[handle])
+        with torch.no_grad():
+            handle.copy_(y - (update + p - last))
+        last = p
+        return handle.detach()
+
+    check(late(start, delay, problem(), corrected, UPDATES), late(start, delay, problem(), published, UPDATES))
+
+
+@pytest.mark.parametrize("decay", [0.0, 1e-2])
+@pytest.mark.parametrize("momentum", [0.5, 0.9, 0.99])
+def test_no_delay_is_plain_momentum_and_one_is_nesterov_to_the_bit(
+    momentum: float, decay: float, start: Tensor
+) -> None:
+    sgd = partial(torch.optim.SGD, lr=RATE, momentum=momentum, weight_decay=decay)
+    nesterov = partial(sgd, nesterov=True)
+    for kind, torchs in (
+        (SpikeCompensation(0), sgd),
+        (VelocityPrediction(0.0), sgd),
+        (Generalised(0.0), sgd),
+        (Nesterov(), nesterov),
+        (SpikeCompensation(1), nesterov),
+    ):
+        step, _ = ours(start, sgd, kind)
+        wanted, _ = ours(start, torchs)
+        for found, other in zip(
+            late(start, 2, problem(), step, 50), late(start, 2, problem(), wanted, 50), strict=True
+        ):
+            assert torch.equal(found, other), kind
+
+
+def test_error_feedback_of_strength_0_is_nothing(start: Tensor) -> None:
+    step, optimizer = ours(start, OTHERS["adam"], ErrorFeedback(), staleness=0)
+    plain, _ = ours(start, OTHERS["adam"])
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(late(start, 1, problem(), step, 20), late(start, 1, problem(), plain, 20), strict=True)
+    )
+    assert optimizer.compensator.state == {"w": {}}
+
+
+def test_t1_rises_from_a_share_to_the_whole_rate(start: Tensor) -> None:
+    step, optimizer = ours(start, partial(torch.optim.SGD, lr=1.0), LearningRateRescheduling(10), staleness=4)
+    before = start.clone()
+    for k in range(15):
+        after = step(torch.ones_like(start)).clone()
+        # PipeMare, T1: alpha / tau^p, p = 1 - min(k / K, 1).
+        assert torch.allclose(before - after, torch.full_like(start, 1 / 4 ** (1 - min(k / 10, 1))), rtol=1e-12)
+        before = after
+    assert optimizer.rate == 1.0, "the user's own rate stays what it was"
+
+
+@pytest.mark.parametrize(("name", "decay"), [("sgd", 0.0), ("sgd", 0.1), ("adam", 0.1), ("adamw", 0.1)])
+def test_gap_aware_as_its_paper_writes_it(name: str, decay: float, start: Tensor) -> None:
+    """Everything per element, in a loop; the velocity of SGD is its own buffer, Adam's step is m / (sqrt(v) + eps)."""
+    delay, beta, eps = 3, 0.9, 1e-8
+    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    options = {"sgd": {"momentum": 0.9}, "adam": {}, "adamw": {}}[name]
+    factory = partial(kinds[name], lr=RATE, weight_decay=decay, **options)
+    handle, gradient = nn.Parameter(start.clone()), problem()
+    optimizer = Optimizer({"w": handle}, factory, compensation=[GapAware(beta)], staleness=delay)
+    w, m, v, mean = start.clone(), torch.zeros_like(start), torch.zeros_like(start), torch.zeros_like(start)
+    made = deque([start.clone()], maxlen=delay + 1)
+    for t in range(1, 101):
+        g = gradient(made[0])
+        handle.grad = g.clone()
+        optimizer.compensator.penalise({"w": handle.detach()}, {"w": made[0]})
+        optimizer.step()
+        penalty = torch.ones_like(w)
+        if t > 1:
+            penalty = 1 + (w - made[0]).abs() / (RATE * ((mean / (1 - beta ** (t - 1))).sqrt() + eps))
+        g = (g if name == "adamw" else g + decay * w) / penalty
+        if name == "sgd":
+            m = 0.9 * m + g
+            taken = m
+        else:
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+            taken = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+            taken = taken + decay * w if name == "adamw" else taken
+        w = w - RATE * taken
+        mean = beta * mean + (1 - beta) * taken**2
+        # The step is known to rounding of the weights, over the rate.
+        assert (handle - w).abs().max() <= 1e-9, f"update {t}"
+        made.append(handle.detach().clone())
+    assert t > delay
+    assert penalty.max() > 1.5
+
+
+def test_state_is_taken_up_again(start: Tensor) -> None:
+    for chosen, factory in (([ErrorFeedback(2.0)], "adam"), ([GapAware()], "sgd")):
+        step, optimizer = ours(start, OTHERS[factory], *chosen)
+        gradients = [torch.randn_like(start) for _ in range(6)]
+        for g in gradients[:3]:
+            middle = step(g).clone()
+        resumed, again = ours(middle, OTHERS[factory], *chosen)
+        again.optimizer.load_state_dict(deepcopy(optimizer.optimizer.state_dict()))
+        again.compensator.load("w", {key: t.clone() for key, t in optimizer.compensator.state["w"].items()})
+        for g in gradients[3:]:
+            assert torch.equal(step(g), resumed(g))
+        for key, tensor in again.compensator.state["w"].items():
+            assert torch.equal(tensor, optimizer.compensator.state["w"][key])
+
+
+REFUSED = [
+    (Nesterov(), torch.optim.AdamW, r"'?nesterov'? works on the velocity of torch.optim.SGD, found AdamW; take error"),
+    (SpikeCompensation(), torch.optim.SGD, r"spike was asked for with an SGD without momentum"),
+    (SpikeCompensation(), partial(torch.optim.SGD, momentum=0.9, dampening=0.5), r"SGD with dampening=0\.5"),
+    (Generalised(0.5), partial(torch.optim.SGD, momentum=0.9, nesterov=True), r"generalised:0\.5 .*nesterov=True"),
+    (VelocityPrediction(), partial(torch.optim.SGD, momentum=0.9, maximize=True), r"SGD with maximize=True"),
+]
+
+
+@pytest.mark.parametrize(("kind", "factory", "words"), REFUSED, ids=lambda value: str(value)[:30])
+def test_what_is_not_defined_for_an_optimizer_is_refused(kind: Compensation, factory: Factory, words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        Optimizer({"w": nn.Parameter(torch.ones(2))}, factory, compensation=[kind], staleness=1)
