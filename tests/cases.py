@@ -23,6 +23,8 @@ ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adamw": partial(torch.optim.AdamW, lr=0.01, eps=1e-4, weight_decay=1e-2),
+    "nadam": partial(torch.optim.NAdam, lr=0.01, eps=1e-4, betas=(0.99, 0.999), weight_decay=1e-2),
+    "muon": partial(torch.optim.Muon, lr=0.02, weight_decay=1e-2),
 }
 
 
@@ -36,6 +38,7 @@ class Case:
         lag: of the plan; None for 0 at every stage.
         recompute: of every stage.
         workers: of a method that puts several stages on one; half as many as stages unless said.
+        compensation: of delay, as a Pipeline takes it.
     """
 
     animal: str
@@ -58,12 +61,14 @@ class Case:
     lag: tuple[int, ...] | None = None
     recompute: bool = False
     workers: int | None = None
+    compensation: Any = None
 
     def __str__(self) -> str:
         plan = "-".join(map(str, self.replicas or (1,) * self.stages))
         extras = [str(v) for v in (self.microbatches, self.clip_grad_norm, self.ema, self.autocast) if v is not None]
         depth = ("" if self.depth == "noam" else f" {self.depth}") + (f" lag {self.lag}" if self.lag else "")
         extras += ["recompute"] if self.recompute else []
+        extras += [] if self.compensation is None else [str(self.compensation)]
         words = [self.animal, self.schedule, plan + depth, str(self.dtype).removeprefix("torch."), self.optimizer]
         return " ".join([*words, *extras])
 
@@ -126,6 +131,7 @@ def run(case: Case) -> Outcome:
         schedule=case.schedule,
         loss=animal.loss,
         optimizer=case.optimize,
+        compensation=case.compensation,
         microbatches=case.microbatches,
         scheduler=case.scheduler,
         clip_grad_norm=case.clip_grad_norm,
@@ -165,8 +171,13 @@ def run_all(chosen: list[Case]) -> list[Outcome]:
     return [run(case) for case in chosen]
 
 
-def answer(case: Case, outcome: Outcome) -> reference.Answer:
-    """Returns what plain PyTorch gives for a case, with the drain points that the run had."""
+def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, optimizer: Any = None) -> reference.Answer:
+    """Returns what plain PyTorch gives for a case, with the drain points that the run had.
+
+    Args:
+        rule: of the updates, for an asynchronous method.
+        optimizer: factory of the one that the rule goes by; the case's own unless said.
+    """
     animal, plan = zoo.make(case.animal, case.dtype), case.plan()
     total = animal.total
     batches = animal.batches * case.epochs
@@ -189,15 +200,21 @@ def answer(case: Case, outcome: Outcome) -> reference.Answer:
         for named in (list(animal.model.named_parameters()), list(animal.model.named_buffers()))
     )
     return reference.delayed(
-        animal.model, names, batches, total, case.optimize,
+        animal.model, names, batches, total, optimizer or case.optimize, rule=rule,
         stages=owned, version=_rule(case.schedule, plan), replicas=plan.replicas if outcome.split == 1 else None,
         statistics=statistics, **common,
     )  # fmt: skip
 
 
-def check(case: Case, outcome: Outcome, tolerance: float | None = None) -> reference.Answer:
+def check(
+    case: Case,
+    outcome: Outcome,
+    tolerance: float | None = None,
+    rule: reference.Rule | None = None,
+    optimizer: Any = None,
+) -> reference.Answer:
     """Checks a run against plain PyTorch: each loss, weight and rate, evaluations, and the whole state."""
-    wanted = answer(case, outcome)
+    wanted = answer(case, outcome, rule, optimizer)
     bound = tolerance or (1e-10 if case.dtype == torch.float64 else 1e-5)
     animal = zoo.make(case.animal, case.dtype)
     # A loop that was left does not hear of what was still in flight.

@@ -43,6 +43,29 @@ class Answer:
     ema: dict[str, Tensor] = field(default_factory=dict)
 
 
+class Rule:
+    """What a paper's update rule says beside the optimizer; this one says nothing. Stages are numbered.
+
+    `y` is what forwards read of a stage, `w` what its optimizer steps: name -> tensor.
+    """
+
+    def seen(self, stage: int, stepper: Any, w: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Returns what forwards read from now on."""
+        return {name: p.detach().clone() for name, p in w.items()}
+
+    def rate(self, stage: int, k: int) -> float:
+        """Returns the factor on the learning rate of update k."""
+        return 1.0
+
+    def gradient(self, stage: int, name: str, g: Tensor, y: Tensor, read: Tensor) -> Tensor:
+        """Returns what the optimizer gets for a parameter's gradient at `read`, where forwards now read y."""
+        return g
+
+    def step(self, stage: int, stepper: Any, w: Mapping[str, nn.Parameter], y: Mapping[str, Tensor]) -> None:
+        """Makes the update."""
+        stepper.step()
+
+
 @contextmanager
 def seeded(model: nn.Module, names: Sequence[str], number: list[int], seed: int) -> Iterator[None]:
     """Seeds the generator before each layer from (run seed, microbatch, layer's name): the rule for masks."""
@@ -165,6 +188,7 @@ def delayed(
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     ema: float | None = None,
     autocast: torch.dtype | None = None,
+    rule: Rule | None = None,
 ) -> Answer:
     """Trains a copy of the model by an asynchronous rule, one minibatch after the other.
 
@@ -176,7 +200,9 @@ def delayed(
         statistics: for each stage the names of its buffers; each replica has its own, averaged at drains, and
             counts are added up.
         clip: greatest norm of each stage's gradients by themselves.
+        rule: of the updates.
     """
+    rule = rule or Rule()
     counts = tuple(replicas or (1,) * len(stages))
     model = copy.deepcopy(model)
     model.train()
@@ -186,6 +212,7 @@ def delayed(
     averages = {name: p.detach().clone() for name, p in newest.items()} if ema is not None else {}
     answer, number, base = Answer(), [0], 0
     made = [[_of(newest, stage)] for stage in stages]
+    taken_at: list[dict[str, Tensor]] = [{} for _ in stages]
     rounds: list[list[dict[str, Tensor]]] = [[] for _ in stages]
     updates, scheduled = [0] * len(stages), [0] * len(stages)
 
@@ -197,19 +224,27 @@ def delayed(
         if stepper is not None:
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_([newest[name] for name in stages[s]], clip)
+            w, y = {name: newest[name] for name in stages[s]}, made[s][-1]
+            for name, p in w.items():
+                p.grad = rule.gradient(s, name, p.grad, y[name], taken_at[s][name])
             # One clock for all stages, that of the input stage's rounds.
             while schedules[s] and scheduled[s] < updates[s] * counts[s] // counts[0]:
                 schedules[s].step()
                 scheduled[s] += 1
             rate = stepper.param_groups[0]["lr"]
-            stepper.param_groups[0]["lr"] = rate * counts[s] / counts[0] * len(gradients) / counts[s]
-            stepper.step()
+            scale = (
+                counts[s] / counts[0] * len(gradients) / counts[s] * rule.rate(s, updates[s] * counts[s] // counts[0])
+            )
+            stepper.param_groups[0]["lr"] = rate * scale
+            rule.step(s, stepper, w, y)
+            made[s].append(rule.seen(s, stepper, w))
             stepper.param_groups[0]["lr"] = rate
             updates[s] += 1
-        made[s].append(_of(newest, stages[s]))
+        else:
+            made[s].append({})
         for name in stages[s]:
             if ema is not None:
-                averages[name].copy_(ema * averages[name] + (1 - ema) * newest[name].detach())
+                averages[name].copy_(ema * averages[name] + (1 - ema) * made[s][-1][name])
 
     def average() -> None:
         for s, own in enumerate(buffers):
@@ -231,8 +266,8 @@ def delayed(
                 for s in range(len(stages)):
                     if rounds[s]:
                         update(s)
-                base, made = k, [[_of(newest, stage)] for stage in stages]
-                _load(model, newest)
+                base, made = k, [versions[-1:] for versions in made]
+                _load(model, _newest(made))
                 answer.at_drains[k] = _frozen(model)
             mixed = {n: v for s, _ in enumerate(stages) for n, v in made[s][version(s, k - base)].items()}
             _load(model, mixed)
@@ -253,6 +288,7 @@ def delayed(
             answer.losses.append(loss / weight)
             answer.weights.append(weight)
             for s, stage in enumerate(stages):
+                taken_at[s] = made[s][version(s, k - base)]
                 rounds[s].append({name: model.get_parameter(name).grad / weight for name in stage})
                 if len(rounds[s]) == counts[s]:
                     update(s)
@@ -261,7 +297,7 @@ def delayed(
             if rounds[s]:
                 update(s)
     average()
-    _load(model, newest)
+    _load(model, _newest(made))
     answer.state, answer.ema = _values(model.state_dict()), averages
     return answer
 
@@ -277,6 +313,10 @@ def mean_loss(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], total:
 
 def _of(values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
     return {name: values[name].detach().clone() for name in names}
+
+
+def _newest(made: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:
+    return {name: value for versions in made for name, value in versions[-1].items()}
 
 
 def _load(model: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -168,8 +168,19 @@ def transformer(dtype: torch.dtype) -> Animal:
     return Animal(model, _dealt(*data, 12), F.mse_loss, _elements, {1: (), 2: (2,), 3: (1, 2), 4: (1, 2, 3)})
 
 
-_SPECIES = {"mlp": mlp, "cnn": cnn, "lstm": lstm, "transformer": transformer}
-NAMES = tuple(_SPECIES)
+def matrices(dtype: torch.dtype) -> Animal:
+    """A multilayer perceptron whose parameters are matrices, for optimizers that take nothing else."""
+    layers = [nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)]
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
+            layer.register_parameter("bias", None)
+    data = torch.randn(50, 6, dtype=dtype), torch.randint(3, (50,))
+    cuts = {1: (), 2: (4,), 3: (2, 4), 4: (2, 4, 6)}
+    return Animal(nn.Sequential(*layers).to(dtype), _dealt(*data, 12), F.cross_entropy, _classes, cuts)
+
+
+NAMES = ("mlp", "cnn", "lstm", "transformer")
+_SPECIES = {"mlp": mlp, "cnn": cnn, "lstm": lstm, "transformer": transformer, "matrices": matrices}
 
 
 def make(name: str, dtype: torch.dtype = torch.float64) -> Animal:

@@ -185,23 +185,8 @@ def test_asynchronous_nesterov_is_one_step_of_spike_compensation(gamma: float, d
 def test_difference_prediction_is_error_feedback(name: str, delay: int, horizon: float, start: Tensor) -> None:
     """LWPw: forwards read w + T (w(t) - w(t-1))."""
     published = predicting(start, OTHERS[name], lambda w, before, _: w + horizon * (w - before))
-    step, optimizer = ours(start, OTHERS[name], ErrorFeedback(horizon))
-    wanted = late(start, delay, problem(), published, UPDATES)
-    # Muon's Newton-Schulz iteration runs in bfloat16: what differs in the last bit may be rounded apart.
-    found = late(start, delay, problem(), step, UPDATES)
-    check(found, wanted, 2e-2 if name == "muon" else 1e-12)
-
-
-def test_muon_with_error_feedback_where_its_rounding_is_the_same(start: Tensor) -> None:
-    """The gradients are given, so that both ways make the same updates, and these are compared to the last digits."""
-    given_ = [torch.randn(ROWS, COLUMNS, dtype=torch.float64) for _ in range(UPDATES)]
-    for horizon in (0.5, 1.0, 3.0):
-        published = predicting(start, OTHERS["muon"], lambda w, before, _, t=horizon: w + t * (w - before))
-        step, optimizer = ours(start, OTHERS["muon"], ErrorFeedback(), staleness=int(horizon) or 1)
-        if horizon == 0.5:
-            step, optimizer = ours(start, OTHERS["muon"], ErrorFeedback(0.5))
-        check([step(g).clone() for g in given_], [published(g).clone() for g in given_])
-        assert set(optimizer.compensator.state["w"]) == {"last_update"}
+    step, _ = ours(start, OTHERS[name], ErrorFeedback(horizon))
+    check(late(start, delay, problem(), step, UPDATES), late(start, delay, problem(), published, UPDATES))
 
 
 @settings(max_examples=4)

@@ -1,0 +1,176 @@
+"""Compensations of delay as their papers write them, in plain PyTorch, for `reference.delayed`.
+
+Where a method predicts weights it is written so here: the optimizer steps w, forwards read a prediction, the backward
+reads it too. The library stores the prediction alone. The weight decay of both is taken where forwards read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from reference import Rule
+from torch import Tensor, nn
+
+__all__ = [
+    "DifferencePrediction",
+    "GapAware",
+    "MultiStepNesterov",
+    "Nesterov",
+    "Rescheduled",
+    "Spike",
+    "VelocityPrediction",
+]
+
+Weights = Mapping[str, nn.Parameter]
+
+
+class _Predicting(Rule):
+    """Args: decay: of the weights; decoupled: it is not part of the gradient."""
+
+    def __init__(self, decay: float, *, decoupled: bool = False) -> None:
+        self._decay = decay
+        self._decoupled = decoupled
+
+    def gradient(self, stage: int, name: str, g: Tensor, y: Tensor, read: Tensor) -> Tensor:
+        return g if self._decoupled else g + self._decay * y
+
+    def step(self, stage: int, stepper: Any, w: Weights, y: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, p in w.items():
+                if self._decoupled:
+                    p -= stepper.param_groups[0]["lr"] * self._decay * y[name]
+        stepper.step()
+
+
+class VelocityPrediction(_Predicting):
+    """SpecTrain: w - lr T v."""
+
+    def __init__(self, decay: float, horizon: Callable[[int], float]) -> None:
+        super().__init__(decay)
+        self._horizon = horizon
+
+    def seen(self, stage: int, stepper: Any, w: Weights) -> dict[str, Tensor]:
+        (group,) = stepper.param_groups
+        ahead = group["lr"] * self._ahead(stage, group["momentum"])
+        return {n: p.detach() - ahead * stepper.state[p]["momentum_buffer"] for n, p in w.items()}
+
+    def _ahead(self, stage: int, momentum: float) -> float:
+        return self._horizon(stage)
+
+
+class MultiStepNesterov(VelocityPrediction):
+    """FTPipe's msnag: w - lr v (m + m^2 + ... + m^n), n updates ahead."""
+
+    def _ahead(self, stage: int, momentum: float) -> float:
+        return momentum * (1 - momentum ** self._horizon(stage)) / (1 - momentum)
+
+
+class Spike(_Predicting):
+    """Kosson et al.: w(t+1) = w(t) - lr (a v(t+1) + b g), a = m^D, b = (1 - m^D) / (1 - m).
+
+    Where the rate changes this is what spike compensation is; a prediction would have to say by whose rate it predicts.
+    """
+
+    def __init__(self, decay: float, momentum: float, delay: Callable[[int], int]) -> None:
+        super().__init__(decay)
+        self._momentum = momentum
+        self._delay = delay
+        self._v: dict[str, Tensor] = {}
+
+    def step(self, stage: int, stepper: Any, w: Weights, y: Mapping[str, Tensor]) -> None:
+        m, delay = self._momentum, self._delay(stage)
+        a, b = m**delay, (1 - m**delay) / (1 - m)
+        with torch.no_grad():
+            for name, p in w.items():
+                self._v[name] = m * self._v.get(name, torch.zeros_like(p)) + p.grad
+                p -= stepper.param_groups[0]["lr"] * (a * self._v[name] + b * p.grad)
+                p.grad = None
+        stepper.step()  # of nothing, so that a scheduler sees one
+
+
+class DifferencePrediction(_Predicting):
+    """LWPw: w(t) + T (w(t) - w(t-1))."""
+
+    def __init__(self, decay: float, horizon: Callable[[int], float], *, decoupled: bool = False) -> None:
+        super().__init__(decay, decoupled=decoupled)
+        self._horizon = horizon
+        self._before: dict[str, Tensor] = {}
+
+    def step(self, stage: int, stepper: Any, w: Weights, y: Mapping[str, Tensor]) -> None:
+        self._before |= {name: p.detach().clone() for name, p in w.items()}
+        super().step(stage, stepper, w, y)
+
+    def seen(self, stage: int, stepper: Any, w: Weights) -> dict[str, Tensor]:
+        return {n: p.detach() + self._horizon(stage) * (p.detach() - self._before[n]) for n, p in w.items()}
+
+
+class Nesterov(_Predicting):
+    """Ajanthan et al.: w(t+1) = w(t) + d_t - lr grad at the delayed w + d, d = m (w(t) - w(t-1)).
+
+    m is constant, lr is the paper's eta (1 - m).
+    """
+
+    def __init__(self, decay: float, momentum: float) -> None:
+        super().__init__(decay)
+        self._momentum = momentum
+        self._before: dict[str, Tensor] = {}
+
+    def step(self, stage: int, stepper: Any, w: Weights, y: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, p in w.items():
+                d = self._momentum * (p - self._before.get(name, p.detach().clone()))
+                self._before[name] = p.detach().clone()
+                p += d - stepper.param_groups[0]["lr"] * p.grad
+
+    def seen(self, stage: int, stepper: Any, w: Weights) -> dict[str, Tensor]:
+        return {n: p.detach() + self._momentum * (p.detach() - self._before[n]) for n, p in w.items()}
+
+
+class Rescheduled(Rule):
+    """PipeMare's T1: alpha / tau^p, p = 1 - min(k / K, 1); stages with tau 0 as they are."""
+
+    def __init__(self, tau: Sequence[int], until: int) -> None:
+        self._tau = tau
+        self._until = until
+
+    def rate(self, stage: int, k: int) -> float:
+        tau = self._tau[stage]
+        return 1.0 if tau == 0 else 1.0 / tau ** (1 - min(k / self._until, 1))
+
+
+class GapAware(Rule):
+    """Barkai et al., for momentum SGD: gradient and decay over 1 + |w - w_read| / (lr_max (sqrt(E[v^2]) + eps)).
+
+    Attributes:
+        penalty: the greatest so far.
+    """
+
+    def __init__(self, decay: float, beta: float) -> None:
+        self._decay = decay
+        self._beta = beta
+        self._mean: dict[str, Tensor] = {}
+        self._count: dict[str, int] = {}
+        self._greatest: dict[int, float] = {}
+        self.penalty = 1.0
+
+    def gradient(self, stage: int, name: str, g: Tensor, y: Tensor, read: Tensor) -> Tensor:
+        whole = g + self._decay * y
+        if name not in self._mean:
+            return whole
+        mean = self._mean[name] / (1 - self._beta ** self._count[name])
+        penalty = 1 + (y - read).abs() / (self._greatest[stage] * (mean.sqrt() + 1e-8))
+        self.penalty = max(self.penalty, float(penalty.max()))
+        return whole / penalty
+
+    def step(self, stage: int, stepper: Any, w: Weights, y: Mapping[str, Tensor]) -> None:
+        stepper.step()
+        self.look(stage, stepper, {name: stepper.state[p]["momentum_buffer"] for name, p in w.items()})
+
+    def look(self, stage: int, stepper: Any, velocities: Mapping[str, Tensor]) -> None:
+        """Takes the velocities of a step into the averages."""
+        self._greatest[stage] = max(self._greatest.get(stage, 0.0), stepper.param_groups[0]["lr"])
+        for name, v in velocities.items():
+            self._mean[name] = self._beta * self._mean.get(name, torch.zeros_like(v)) + (1 - self._beta) * v * v
+            self._count[name] = self._count.get(name, 0) + 1

@@ -1,0 +1,261 @@
+"""Compensations as nouns: texts, JSON, what goes together, and the limits of stability that they are about."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from math import pi, sin
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.core.compensation import (
+    Compensation,
+    ErrorFeedback,
+    GapAware,
+    Generalised,
+    LearningRateRescheduling,
+    Nesterov,
+    OfVelocity,
+    SpikeCompensation,
+    VelocityPrediction,
+    check,
+    compensations,
+)
+from pipedream.core.errors import ArtifactError, ScheduleError
+from pipedream.core.plan import Plan
+from pipedream.core.program import Program
+from pipedream.core.update import UpdateRule
+from pipedream.core.weights import DoubleBuffer, Stash, VerticalSync, WeightRule
+from pipedream.lowering import lower
+from pipedream.metrics import in_flight, staleness
+from pipedream.schedules import COMPENSATED, Choice, build
+from pipedream.simulator import costs, simulate
+
+numbers = st.floats(0, 1e6)
+anything = st.one_of(
+    st.builds(Generalised, numbers),
+    st.just(Nesterov()),
+    st.builds(SpikeCompensation, st.none() | st.integers(0, 99)),
+    st.builds(VelocityPrediction, st.none() | numbers),
+    st.builds(ErrorFeedback, st.none() | numbers),
+    st.builds(LearningRateRescheduling, st.integers(1, 10**9)),
+    st.builds(GapAware, st.floats(0, 1, exclude_max=True)),
+)
+
+
+@given(anything)
+def test_text_and_json_give_it_back(one: Compensation) -> None:
+    assert Compensation.of_text(str(one)) == one
+    assert Compensation.decoded(json.loads(json.dumps(one.encoded())), "here") == one
+    assert compensations([one, str(one)]) == (one, one)
+    assert compensations(one) == compensations(str(one)) == (one,)
+
+
+def test_texts() -> None:
+    assert [str(one) for one in (SpikeCompensation(), SpikeCompensation(3), Nesterov(), ErrorFeedback(0.5))] == [
+        "spike",
+        "spike:3",
+        "nesterov",
+        "error_feedback:0.5",
+    ]
+    assert Compensation.of_text("Error-Feedback:2") == ErrorFeedback(2.0)
+    assert compensations(()) == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        (SpikeCompensation, -1),
+        (VelocityPrediction, -0.1),
+        (ErrorFeedback, float("inf")),
+        (Generalised, float("nan")),
+        (LearningRateRescheduling, 0),
+        (GapAware, 1.0),
+    ],
+)
+def test_numbers_without_a_sense_are_refused(kind: Any, number: Any) -> None:
+    with pytest.raises(ValueError, match="found"):
+        kind(number)
+    (field,) = fields(kind)
+    with pytest.raises(ArtifactError, match="here"):
+        Compensation.decoded({"compensation": kind.name, field.name: number}, "here")
+
+
+@pytest.mark.parametrize(
+    "value", [{}, {"compensation": "spyke"}, {"compensation": "spike"}, {"compensation": "nesterov", "delay": 1}]
+)
+def test_damaged_json_is_refused(value: dict[str, Any]) -> None:
+    with pytest.raises(ArtifactError, match="here"):
+        Compensation.decoded(value, "here")
+
+
+@given(
+    st.one_of(st.builds(Generalised, st.floats(0, 20)), st.builds(SpikeCompensation), st.just(Nesterov())), st.data()
+)
+def test_a_gradient_moves_the_weights_as_far_in_all(kind: OfVelocity, data: st.DataObject) -> None:
+    momentum, late = data.draw(st.floats(0.1, 0.99)), data.draw(st.integers(0, 20))
+    a, b = kind.coefficients(momentum, late)
+    assert a / (1 - momentum) + b == pytest.approx(1 / (1 - momentum), rel=1e-9)
+    assert kind.horizon_at(momentum, late) == pytest.approx(momentum * b)
+
+
+# -- with a method -----------------------------------------------------------------------------------
+
+
+def test_a_program_keeps_them() -> None:
+    for name in COMPENSATED:
+        schedule = build(name, Plan.uniform(3))
+        program = lower(schedule)
+        again = Program.from_json(program.to_json())
+        assert again == program
+        assert again.updates.compensation == schedule.updates.compensation != ()
+        assert Choice.from_json(Choice.of(schedule).to_json()).build() == replace(schedule, order=ANY)
+    tuned = build("one_step_ef", Plan.uniform(3)).compensated("error_feedback:0.5")
+    assert Choice.of(tuned).build().updates.compensation == (ErrorFeedback(0.5),)
+
+
+class _Any:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+ANY: Any = _Any()
+
+
+def test_programs_from_before_have_none() -> None:
+    data = json.loads(lower(build("pipedream", Plan.uniform(2))).to_json())
+    del data["updates"]["compensation"]
+    assert Program.from_json(json.dumps(data)).updates.compensation == ()
+
+
+STANDS_ON = {
+    "nesterov_async": ("pipedream", Nesterov()),
+    "ftpipe_msnag": ("pipedream", SpikeCompensation()),
+    "ftpipe_ga": ("pipedream", GapAware()),
+    "pipedream_lr": ("pipedream", LearningRateRescheduling(7000)),
+    "one_step_ef": ("pipedream_2bw", ErrorFeedback(1.0)),
+}
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("name", COMPENSATED)
+def test_named_methods_stand_on_others(name: str, stages: int) -> None:
+    base, compensation = STANDS_ON[name]
+    schedule, plain = build(name, Plan.uniform(stages)), build(base, Plan.uniform(stages))
+    assert schedule.updates.compensation == (compensation,)
+    one, other = (simulate(lower(s), costs(s.plan), 6 * stages) for s in (schedule, plain))
+    assert one.spans == other.spans
+    for s in range(stages):
+        assert schedule.claims.staleness is not None
+        assert schedule.claims.in_flight is not None
+        assert staleness(one, s) == schedule.claims.staleness(stages, 6 * stages, s) == schedule.weights.staleness(s)
+        assert in_flight(one, s) == schedule.claims.in_flight(stages, 6 * stages, s)
+
+
+class _Graph(Stash):
+    backward_rule = "graph"
+    name = "graph of a test"
+
+
+del WeightRule.rules["graph of a test"]
+
+
+@dataclass(frozen=True)
+class _Drifting(Stash):
+    """Reads a version newer with each microbatch, two of which make an update."""
+
+    name = "drifting of a test"
+
+    def forward_version(self, stage: int, microbatch: int) -> int:
+        return max(0, (microbatch - 1) // 2)
+
+
+del WeightRule.rules["drifting of a test"]
+
+
+def test_gap_aware_needs_one_version_that_was_read() -> None:
+    graph = _Graph((1, 0), (1, 1), (0, 0))
+    with pytest.raises(ScheduleError, match="under the backward rule 'graph' it was taken at none"):
+        check((GapAware(),), graph, flushes=False, reads_one=True)
+    check((SpikeCompensation(),), graph, flushes=False, reads_one=False)
+    schedule = build("pipedream", Plan.uniform(2))
+    accumulating = UpdateRule((2, 2), compensation=(GapAware(),))
+    with pytest.raises(ScheduleError, match="microbatches of one update read different versions"):
+        replace(schedule, weights=_Drifting((1, 0), (1, 1), (0, 0)), updates=accumulating)
+    # All microbatches of a double-buffered update, and of a round of replicas, read one version.
+    build("pipedream_2bw", Plan.uniform(3)).compensated("gap_aware")
+    build("pipedream", Plan.uniform(2, replicas=(3, 2))).compensated("gap_aware")
+    # The tag of vertical sync may change within a round of a stage with more replicas than the input stage.
+    uneven = build("pipedream_vertical_sync", Plan.uniform(2, replicas=(2, 3)))
+    rule = VerticalSync((2, 0), (2, 3), (0, 0))
+    mixed = any(len({rule.forward_version(1, k) for k in range(3 * i, 3 * i + 3)}) > 1 for i in range(9))
+    if mixed:
+        with pytest.raises(ScheduleError, match="different versions"):
+            uneven.compensated("gap_aware")
+    else:
+        uneven.compensated("gap_aware")
+
+
+# -- stability ---------------------------------------------------------------------------------------
+
+
+FAR = 1e100
+
+
+def largest(late: np.ndarray, steps: int) -> np.ndarray:
+    return np.abs(late[-steps:]).max(axis=0)
+
+
+def grows(rates: np.ndarray, weights: WeightRule, kind: OfVelocity, momentum: float = 0.0) -> np.ndarray:
+    """Tells for each rate whether late SGD grows on a quadratic of curvature 1; what is read says the weight rule."""
+    delay = weights.staleness(0)
+    a, b = kind.coefficients(momentum, delay)
+    turn = 4 * delay + 2  # the critical oscillation's period
+    y = np.zeros((60 * turn + 1, len(rates)))
+    y[0] = 1.0
+    v = np.zeros(len(rates))
+    for k in range(60 * turn):
+        g = y[weights.forward_version(0, k)]
+        v = momentum * v + g
+        y[k + 1] = np.clip(y[k] - rates * (a * v + b * g), -FAR, FAR)
+    middle, end = largest(y[: 30 * turn], 2 * turn), largest(y, 2 * turn)
+    return np.asarray((end > middle) | (end == FAR))
+
+
+def limit(weights: WeightRule, kind: OfVelocity, momentum: float = 0.0) -> float:
+    """Returns the greatest stable rate, cut down from an interval by parts."""
+    low, high = 0.0, 2.5
+    while high - low > 2e-4 * high:
+        rates = np.linspace(low, high, 34)
+        first = int(np.argmax(grows(rates, weights, kind, momentum)))
+        low, high = rates[first - 1], rates[first]
+    return (low + high) / 2
+
+
+@pytest.mark.parametrize(
+    "delay", [d if d in (0, 1, 2, 4, 8, 16) else pytest.param(d, marks=pytest.mark.slow) for d in range(33)]
+)
+def test_stability_limit_of_late_gradients(delay: int) -> None:
+    """(2 / c) sin(pi / (4 d + 2))."""
+    expected = 2 * sin(pi / (4 * delay + 2))
+    stash = Stash((delay,), (1,), (0,))
+    assert limit(stash, Generalised(0.0)) == pytest.approx(expected, rel=2e-3)
+    # What T1 begins with is stable where the rate alone would not be.
+    if delay > 1:
+        assert LearningRateRescheduling(100).factor(delay, 0) < expected < 1.0
+    if delay == 1:
+        assert limit(DoubleBuffer(1), Generalised(0.0)) == pytest.approx(expected, rel=2e-3)
+
+
+def test_compensation_allows_larger_rates() -> None:
+    """With momentum 0.9: what each is for. The limits are those of this recurrence, found as above."""
+    stash = Stash((1,), (1,), (0,))
+    plain = limit(stash, Generalised(0.0), 0.9)
+    assert limit(stash, SpikeCompensation(), 0.9) > 1.5 * plain
+    assert limit(stash, VelocityPrediction(), 0.9) > 1.5 * plain

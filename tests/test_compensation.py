@@ -1,0 +1,281 @@
+"""Compensations of delay in the running pipeline: each equals its paper's equation, in the coordinates of the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import cases
+import compensated
+import processes
+import pytest
+import torch
+import zoo
+from cases import OPTIMIZERS, Case, check, check_same, per_worker, run
+from reference import Rule
+
+import pipedream as pd
+from pipedream.core.compensation import ErrorFeedback, GapAware, LearningRateRescheduling, Nesterov, SpikeCompensation
+from pipedream.core.errors import ScheduleError
+from pipedream.core.plan import Plan
+
+BOUND = 1e-9
+SGD, ADAMW, MUON = (OPTIMIZERS[name] for name in ("sgd", "adamw", "muon"))
+DECAY = {name: OPTIMIZERS[name].keywords["weight_decay"] for name in ("sgd", "adamw", "muon")}
+K = 20
+Late = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A compensation, what the library is asked for, and its paper's rule.
+
+    Attributes:
+        asked: of the pipeline.
+        rule: from the stages' delays to the rule.
+        optimizer: that the paper steps, with the decay in the rule.
+    """
+
+    asked: Any
+    rule: Callable[[Late], Rule]
+    optimizer: Any
+
+
+def _plain(name: str) -> Any:
+    return partial(OPTIMIZERS[name], weight_decay=0.0)
+
+
+def _difference(name: str, strength: float | None = None) -> Published:
+    """Returns error feedback, and the prediction in the difference form that it is."""
+    return Published(
+        ErrorFeedback(strength),
+        lambda late: compensated.DifferencePrediction(
+            DECAY[name], lambda s: late[s] if strength is None else strength, decoupled=name != "sgd"
+        ),
+        _plain(name),
+    )
+
+
+PUBLISHED = {
+    ("spike", "sgd"): Published(
+        "spike", lambda late: compensated.MultiStepNesterov(DECAY["sgd"], lambda s: late[s]), _plain("sgd")
+    ),
+    ("velocity", "sgd"): Published(
+        "velocity_prediction",
+        lambda late: compensated.VelocityPrediction(DECAY["sgd"], lambda s: late[s]),
+        _plain("sgd"),
+    ),
+    ("sc", "sgd"): Published(
+        SpikeCompensation(), lambda late: compensated.Spike(DECAY["sgd"], 0.9, lambda s: late[s]), _plain("sgd")
+    ),
+    ("nesterov", "sgd"): Published(Nesterov(), lambda late: compensated.Nesterov(DECAY["sgd"], 0.9), _plain("sgd")),
+    ("feedback", "sgd"): _difference("sgd"),
+    ("feedback", "adamw"): _difference("adamw", 1.0),
+    ("feedback", "muon"): _difference("muon"),
+    ("t1", "sgd"): Published(f"t1:{K}", lambda late: compensated.Rescheduled(late, K), SGD),
+    ("t1", "adamw"): Published(LearningRateRescheduling(K), lambda late: compensated.Rescheduled(late, K), ADAMW),
+    ("gap", "sgd"): Published(GapAware(0.9), lambda late: compensated.GapAware(DECAY["sgd"], 0.9), _plain("sgd")),
+}
+
+
+def delays(case: Case) -> Late:
+    """Returns each stage's delay at the paper's depth: p - 1 - s, or W_s with replicas; 2BW 1."""
+    plan = case.plan()
+    return tuple(1 if case.schedule == "pipedream_2bw" else count - 1 for count in plan.in_flight)
+
+
+def check_published(name: str, case: Case) -> cases.Outcome:
+    """Trains through a pipeline with a compensation, and compares every loss and weight with the paper's rule."""
+    published = PUBLISHED[name, case.optimizer]
+    case = replace(case, compensation=published.asked)
+    outcome = run(case)
+    assert len(outcome.dones) >= 50
+    for stage, late in enumerate(delays(case)):
+        assert max(outcome.late[stage]) == late
+    rule = published.rule(delays(case))
+    check(case, outcome, BOUND, rule, published.optimizer)
+    if isinstance(rule, compensated.GapAware):
+        assert rule.penalty > 2
+    return outcome
+
+
+def _matrix() -> list[Any]:
+    found = []
+    for name, optimizer in PUBLISHED:
+        for animal in ("matrices",) if optimizer == "muon" else ("mlp", "cnn"):
+            for schedule in ("pipedream", "pipedream_2bw"):
+                for stages in (2, 3, 4):
+                    parts = 3 if schedule == "pipedream_2bw" else None
+                    case = Case(animal, schedule, stages, optimizer=optimizer, microbatches=parts)
+                    quick = (stages == 3 and animal != "cnn") or (
+                        schedule == "pipedream" and stages == 4 and name == "spike"
+                    )
+                    marks = () if quick else pytest.mark.slow
+                    found.append(pytest.param(name, case, id=f"{name} {case}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("name", "case"), _matrix())
+def test_every_compensation_is_its_papers_rule(name: str, case: Case) -> None:
+    check_published(name, case)
+
+
+OTHERS = [
+    ("spike", Case("mlp", "pipedream", 2, replicas=(2, 1), epochs=12, drain_at=-1)),
+    ("sc", Case("mlp", "pipedream", 2, replicas=(2, 1))),
+    ("sc", Case("mlp", "pipedream", 3, scheduled=True, ema=0.9)),
+    ("feedback", Case("mlp", "pipedream", 2, replicas=(1, 2), optimizer="adamw")),
+    ("feedback", Case("mlp", "pipedream_2bw", 2, replicas=(2, 1), microbatches=4)),
+    ("t1", Case("mlp", "pipedream", 3, replicas=(3, 2, 1))),
+    ("gap", Case("mlp", "pipedream", 2, replicas=(2, 1))),
+    ("gap", Case("mlp", "pipedream", 2, replicas=(3, 1), drain_at=-1)),
+    ("spike", Case("mlp", "pipedream", 3, clip_grad_norm=0.1, clip="local")),
+    ("spike", Case("mlp", "pipedream", 3, depth="full", drain_at=-1, leave_at=17)),
+    ("t1", Case("mlp", "pipedream", 3, scheduled=True, ema=0.9)),
+    ("feedback", Case("mlp", "pipedream", 3, optimizer="adamw", scheduled=True)),
+]
+
+
+@pytest.mark.parametrize(("name", "case"), OTHERS, ids=str)
+def test_compensation_with_all_that_an_update_does(name: str, case: Case) -> None:
+    check_published(name, case)
+
+
+def test_nadam_with_long_momentum_needs_nothing_of_the_library() -> None:
+    """Ajanthan et al. train by torch's NAdam with beta1 = 0.99 on stashed weights."""
+    case = Case("mlp", "pipedream", 4, optimizer="nadam")
+    check(case, run(case))
+
+
+def test_compensations_of_one_update_go_together() -> None:
+    """T1 on the rate of a step along the velocity, by gradients that are gap-aware."""
+    case = Case("mlp", "pipedream", 3, compensation=[f"t1:{K}", "gap_aware:0.9", "spike"])
+    late = delays(case)
+
+    class Together(compensated.Spike):
+        gap = compensated.GapAware(DECAY["sgd"], 0.9)
+
+        def gradient(self, *args: Any) -> torch.Tensor:
+            return self.gap.gradient(*args)
+
+        def rate(self, stage: int, k: int) -> float:
+            return compensated.Rescheduled(late, K).rate(stage, k)
+
+        def step(self, stage: int, stepper: Any, w: Any, y: Any) -> None:
+            super().step(stage, stepper, w, y)
+            self.gap.look(stage, stepper, {name: self._v[name] for name in w})
+
+    check(case, run(case), BOUND, Together(0.0, 0.9, lambda s: late[s]), _plain("sgd"))
+
+
+@pytest.mark.processes
+def test_processes_give_to_the_bit_what_one_gives() -> None:
+    chosen = [
+        per_worker(replace(case, compensation=asked))
+        for case, asked in (
+            (Case("mlp", "pipedream", 2), ["spike", "t1:7"]),
+            (Case("mlp", "pipedream_2bw", 2, microbatches=3, optimizer="adamw"), "error_feedback"),
+            (Case("mlp", "pipedream", 1, replicas=(2,)), "nesterov"),
+            (Case("cnn", "pipedream", 2), "gap_aware"),
+            (Case("matrices", "pipedream", 2, optimizer="muon"), "error_feedback"),
+        )
+    ]
+    of_ranks = processes.results(cases.run_all, 2, chosen)
+    for number, case in enumerate(chosen):
+        alone = run(case)
+        for rank, outcomes in enumerate(of_ranks):
+            check_same(outcomes[number], alone, rank)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_replicas_in_processes_give_to_the_bit_what_one_gives() -> None:
+    chosen = [
+        per_worker(Case("mlp", "pipedream", 2, replicas=(2, 1), compensation=asked))
+        for asked in ("gap_aware", "error_feedback", ["spike", "t1:7"])
+    ]
+    of_ranks = processes.results(cases.run_all, 3, chosen)
+    for number, case in enumerate(chosen):
+        alone = run(case)
+        for rank, outcomes in enumerate(of_ranks):
+            check_same(outcomes[number], alone, rank)
+
+
+def test_weights_behind_the_prediction() -> None:
+    """What SpecTrain and LWP evaluate: w, where what is stored is y = w - lr T v, or w + T (w - w before)."""
+    for name, optimizer, asked in (
+        ("velocity", "sgd", "velocity_prediction"),
+        ("feedback", "adamw", "error_feedback:1"),
+    ):
+        case = Case("mlp", "pipedream", 3, optimizer=optimizer, compensation=asked, drain_at=-1)
+        animal = zoo.make(case.animal)
+        options = dict(
+            schedule="pipedream", loss=animal.loss, optimizer=case.optimize, compensation=asked, seed=case.seed
+        )
+        with pd.Pipeline(animal.model, case.plan(), **options) as pipeline:
+            done = list(pipeline.train(cases.Fresh(animal.batches), epochs=case.epochs))
+            found, stored = pipeline.state_dict(predicted=False), pipeline.state_dict()
+        assert done
+        rule = PUBLISHED[name, optimizer].rule(delays(case))
+        behind: dict[str, torch.Tensor] = {}
+        seen = rule.seen
+
+        def look(stage: int, stepper: Any, w: Any, seen: Any = seen, behind: Any = behind) -> Any:
+            behind |= {n: p.detach().clone() for n, p in w.items()}
+            return seen(stage, stepper, w)
+
+        rule.seen = look  # type: ignore[method-assign]
+        outcome = cases.Outcome(drains=[len(done)])
+        cases.answer(case, outcome, rule, PUBLISHED[name, optimizer].optimizer)
+        cases.assert_near(found, behind, BOUND)
+        assert any(not torch.equal(found[n], stored[n]) for n in found)
+
+
+# -- what is asked ----------------------------------------------------------------------------------
+
+
+def made(schedule: str = "pipedream", stages: int = 3, optimizer: Any = SGD, **options: Any) -> pd.Pipeline:
+    animal = zoo.make("mlp")
+    plan = zoo.plan_of(animal, stages)
+    return pd.Pipeline(animal.model, plan, schedule=schedule, loss=animal.loss, optimizer=optimizer, **options)
+
+
+REFUSED = [
+    ({"compensation": "spike", "optimizer": ADAMW}, r"spike works on the velocity of torch.optim.SGD, found AdamW"),
+    ({"compensation": "nesterov", "optimizer": partial(torch.optim.SGD, lr=1)}, "SGD without momentum"),
+    ({"compensation": "spike", "schedule": "1f1b"}, "a method that flushes: none of its gradients is late"),
+    ({"compensation": "t1:9", "schedule": "gpipe"}, "a method that flushes"),
+    ({"compensation": ["spike", "error_feedback"]}, "spike and error_feedback make up for the same delay twice"),
+    ({"compensation": ["spike", "velocity_prediction"]}, "make up for the same delay twice"),
+    ({"compensation": ["t1:5", "t1:9"]}, "one kind is asked for twice"),
+    ({"compensation": "spyke"}, "compensation 'spyke' is not known; choose of error_feedback, gap_aware, "),
+    ({"compensation": "t1"}, r"'t1' takes updates, as in NAME:NUMBER"),
+    ({"compensation": "spike:1.5"}, "'spike:1.5' takes delay"),
+    ({"compensation": "nesterov:2"}, "'nesterov:2' takes no number"),
+    ({"compensation": 3}, "3 is neither a Compensation nor the name of one"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda value: str(value)[:60])
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        made(**options)
+
+
+def test_a_pipeline_takes_names_objects_and_schedules_and_tells_its_rates() -> None:
+    with made(compensation=["t1:4", "error_feedback"]) as pipeline:
+        assert pipeline.schedule.updates.compensation == (LearningRateRescheduling(4), ErrorFeedback())
+        assert pipeline.program.updates == pipeline.schedule.updates
+        # Stages are 2, 1 and 0 updates late; T1 begins at 1 / 2 of the rate of the first.
+        assert pipeline.learning_rates() == pytest.approx((0.025, 0.05, 0.05))
+        for done in pipeline.train(cases.Fresh(zoo.make("mlp").batches)):
+            assert done.rate == 0.05, "the user's"
+        assert pipeline.learning_rates() == pytest.approx((0.05, 0.05, 0.05))
+    schedule = pd.schedules.build("nesterov_async", Plan.uniform(2))
+    assert schedule.compensated(()).updates.compensation == ()
+    with made("one_step_ef", microbatches=3) as pipeline:
+        assert pipeline.schedule.updates.compensation == (ErrorFeedback(1.0),)
+    with made("one_step_ef", microbatches=3, compensation="error_feedback:0.5") as pipeline:
+        assert pipeline.schedule.updates.compensation == (ErrorFeedback(0.5),), "in the place of the method's own"
