@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -17,9 +19,11 @@ from cases import OPTIMIZERS, Case, check, check_same, per_worker, run
 from reference import Rule
 
 import pipedream as pd
+from pipedream.cli import main
 from pipedream.core.compensation import ErrorFeedback, GapAware, LearningRateRescheduling, Nesterov, SpikeCompensation
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan import Plan
+from pipedream.training import train_recipe
 
 BOUND = 1e-9
 SGD, ADAMW, MUON = (OPTIMIZERS[name] for name in ("sgd", "adamw", "muon"))
@@ -279,3 +283,58 @@ def test_a_pipeline_takes_names_objects_and_schedules_and_tells_its_rates() -> N
         assert pipeline.schedule.updates.compensation == (ErrorFeedback(1.0),)
     with made("one_step_ef", microbatches=3, compensation="error_feedback:0.5") as pipeline:
         assert pipeline.schedule.updates.compensation == (ErrorFeedback(0.5),), "in the place of the method's own"
+
+
+def recipe(compensation: Any = None) -> pd.Recipe:
+    animal = zoo.make("mlp")
+    return pd.Recipe(
+        animal.model, animal.loss, SGD, animal.batches, animal.batches, compensation=compensation, epochs=2
+    )
+
+
+def trained(out: Path, made: pd.Recipe, **options: Any) -> dict[str, Any]:
+    return train_recipe(lambda seed: made, plan=zoo.plan_of(zoo.make("mlp"), 2), out=out, quiet=True, **options)
+
+
+def test_a_recipe_the_command_line_and_a_checkpoint_say_it(tmp_path: Path) -> None:
+    def used(summary: dict[str, Any]) -> list[str]:
+        found: list[str] = summary["configuration"]["compensation"]
+        return found
+
+    assert used(trained(tmp_path / "1", recipe("spike"))) == ["spike"]
+    assert used(trained(tmp_path / "2", recipe("spike"), compensation=["t1:5"])) == ["t1:5"]
+    assert used(trained(tmp_path / "3", recipe("spike"), compensation=[])) == []
+    assert used(trained(tmp_path / "4", recipe("spike"), schedule="1f1b", microbatches=2)) == [], "none is late"
+    assert used(trained(tmp_path / "5", recipe(), schedule="one_step_ef", microbatches=2)) == ["error_feedback:1.0"]
+    with pytest.raises(ScheduleError, match="flushes"):
+        trained(tmp_path / "6", recipe(), schedule="1f1b", microbatches=2, compensation="spike")
+    # What is not said is the checkpoint's.
+    again = trained(tmp_path / "2", recipe("spike"), resume=tmp_path / "2", epochs=3)
+    assert used(again) == ["t1:5"]
+    assert again["resumed_from"] == 10
+    assert used(trained(tmp_path / "5", recipe("spike"), resume=tmp_path / "5", epochs=3)) == ["error_feedback:1.0"]
+
+
+def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(RECIPE, encoding="utf-8")
+    options = ["train", str(file), "--workers", "1", "--epochs", "1", "--json"]
+    assert main([*options, "--out", str(tmp_path / "1"), "--compensation", "spike", "--compensation", "t1:500"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["configuration"]["compensation"] == ["spike", "t1:500"], err
+    assert main([*options, "--out", str(tmp_path / "2"), "--compensation", "none"]) == 0
+    assert json.loads(capfd.readouterr().out)["configuration"]["compensation"] == []
+    assert main([*options, "--out", str(tmp_path / "3"), "--compensation", "sipke"]) == 2
+    assert "compensation 'sipke' is not known; choose of error_feedback" in capfd.readouterr().err
+
+
+RECIPE = """
+from functools import partial
+import torch, zoo
+import pipedream as pd
+
+def recipe():
+    animal = zoo.make("mlp")
+    sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    return pd.Recipe(animal.model, animal.loss, sgd, animal.batches, compensation="nesterov")
+"""

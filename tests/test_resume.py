@@ -59,11 +59,14 @@ class Leg:
     depth: str = "noam"
     microbatches: int | None = None
     autocast: torch.dtype | None = None
+    compensation: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         plan = "-".join(map(str, self.replicas))
         low = "" if self.autocast is None else f" {self.autocast}"
-        return f"{self.animal} {self.schedule} {plan} {self.optimizer} {self.scheduler}{low}"
+        return " ".join(
+            [f"{self.animal} {self.schedule} {plan} {self.optimizer} {self.scheduler}{low}", *self.compensation]
+        )
 
 
 @dataclass
@@ -91,6 +94,7 @@ def go(leg: Leg, folder: Path, resume: Path | None, keep: int | None = None, wai
         optimizer=groups(leg.optimizer),
         microbatches=leg.microbatches,
         scheduler=SCHEDULERS[leg.scheduler],
+        compensation=leg.compensation or None,
         autocast=leg.autocast,
         ema=0.9,
         seed=3,
@@ -131,6 +135,8 @@ SAME = [
     Leg((1, 1), animal="lstm"),
     Leg((1, 1), autocast=torch.bfloat16),
     Leg((1, 1, 1), animal="transformer", schedule="1f1b", microbatches=2, scheduler="cosine"),
+    Leg((1, 1, 1), compensation=("error_feedback", "t1:25")),
+    Leg((2, 1), optimizer="sgd", compensation=("spike", "gap_aware:0.9")),
 ]
 
 
@@ -256,3 +262,42 @@ def test_groups_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         pytest.raises(ArtifactError, match="in one group of the optimizer now"),
     ):
         pipeline.load(tmp_path)
+
+
+def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
+    """The last update is each parameter's own, and T1 counts on where replicas and stages are others."""
+    asked = ("error_feedback:1", "gap_aware", "t1:40")
+    first = Leg((2, 1), 10, compensation=asked, scheduler="none")
+    go(first, tmp_path / "1", None)
+    path = checkpoints.complete(tmp_path / "1")[0]
+    page = checkpoints.contents(path)
+    assert [str(one) for one in page.compensation] == ["error_feedback:1.0", "gap_aware", "t1:40"]
+    kept = checkpoints.read(path, page, page.tensors)
+    assert {name.split("/")[-1] for name in kept if name.startswith("compensation")} == {
+        "last_update", "mean_square", "steps", "greatest_rate",
+    }  # fmt: skip
+    # A round of the two replicas in front holds two minibatches.
+    rounds = page.minibatches // 2
+    assert [(state.updates, state.rounds_before) for state in page.stages] == [(rounds, 0), (2 * rounds, 0)]
+    animal = zoo.make("mlp")
+    plan = zoo.plan_of(animal, 3, (1, 1, 1))
+    settings: dict[str, Any] = {"loss": animal.loss, "optimizer": groups("adamw"), "seed": 3}
+    with pd.Pipeline(animal.model, plan, schedule="pipedream", compensation=asked, **settings) as pipeline:
+        pipeline.load(path)
+        for worker in pipeline._session.workers:
+            for stage, seat in worker.seats.items():
+                assert (seat.optimizer.updates, seat.optimizer.rounds) == (0, rounds)
+                for name, held in seat.optimizer.compensator.state.items():
+                    for key, tensor in held.items():
+                        assert torch.equal(tensor, kept[f"compensation/{name}/{key}"]), (stage, name, key)
+        # PipeMare's T1, k of 40 updates, the first stage two updates late: 2^(k/40 - 1).
+        assert pipeline.learning_rates() == pytest.approx((0.01 * 2 ** (rounds / 40 - 1), 0.01, 0.01))
+        again = list(pipeline.train(Fresh(animal.batches), epochs=1))
+        assert again
+        pipeline.save(tmp_path / "2")
+    page = checkpoints.contents(checkpoints.complete(tmp_path / "2")[0])
+    assert [state.rounds_before for state in page.stages] == [rounds] * 3
+    # And one that knows of no compensation goes on from it.
+    with pd.Pipeline(zoo.make("mlp").model, plan, schedule="pipedream", **settings) as pipeline:
+        pipeline.load(tmp_path / "2")
+        assert list(pipeline.train(Fresh(animal.batches), epochs=1))
