@@ -15,7 +15,7 @@ from pipedream.core.timeline import Timeline
 from pipedream.lowering import lower
 from pipedream.report.gallery import Entry, gallery, prose
 from pipedream.report.svg import timeline_svg
-from pipedream.schedules import SCHEDULES, uniform
+from pipedream.schedules import COMPENSATED, SCHEDULES, uniform
 from pipedream.simulator import costs, simulate
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -44,6 +44,16 @@ CHOOSE = {
     "update rule is exactly delayed SGD. Costs more staleness and more weight sets than pipedream.",
     "pipedream_2bw": "When the weights are large: no bubble in steady state with two sets of weights at any depth, and "
     "a staleness of one update everywhere. Needs m >= p - 1 microbatches in a minibatch.",
+    "nesterov_async": "With SGD and PipeDream's stages of different delay, when only the momentum may be changed: it "
+    "looks one update ahead at every stage, and costs no memory. Give the paper's rate times 1 - m. With Adam, plain "
+    "`pipedream` and NAdam with a long momentum, which is what the paper ran.",
+    "ftpipe_msnag": "With SGD with momentum: each stage looks ahead by its own delay, at no cost in memory.",
+    "ftpipe_ga": "When weights move by very different amounts within the delay: the gradients of those that moved far "
+    "count less. One more tensor for each weight, the moving average of squared steps.",
+    "pipedream_lr": "When a run diverges in its first phase at the rate that is right for one worker: late stages "
+    "begin at a share of it. K is about the length of the warm-up or of the first decay.",
+    "one_step_ef": "With AdamW or Muon on the two weight sets of 2BW: it gives back most of what one update of delay "
+    "costs. One more tensor for each weight, the last update.",
 }
 PICTURES = {
     "naive": ("Naive model parallelism, m = 1", 1, 4),
@@ -80,6 +90,15 @@ def about(name: str) -> str:
     return f"{prose(inspect.getdoc(inspect.getmodule(factory)))}\n\nHere: {sentence}"
 
 
+def compensated() -> list[tuple[Schedule, str, str]]:
+    """Returns the methods that stand on others, with what they are and when to choose them."""
+    found = []
+    for name, factory in COMPENSATED.items():
+        text = (inspect.getdoc(factory) or "").removeprefix("Returns ")
+        found.append((factory(uniform(name, STAGES), None), text, CHOOSE[name]))
+    return found
+
+
 def pages() -> dict[Path, str]:
     """Returns all files that this program writes: path -> text."""
     entries, files = [], {}
@@ -94,7 +113,7 @@ def pages() -> dict[Path, str]:
         drawn = simulated(factory(plan, m), total)
         files[DOCS / "img" / f"{name}.svg"] = timeline_svg(drawn, title=title, versions=True, width_px=1000)
         entries.append(Entry(schedule, shown, run, f"img/{name}.svg", about(name), CHOOSE.get(name, "")))
-    files[DOCS / "gallery.md"] = gallery(entries)
+    files[DOCS / "gallery.md"] = gallery(entries, compensated())
     return files
 
 

@@ -88,7 +88,7 @@ def plan_of(run: Living) -> Plan:
         Cluster.flat(sum(run.replicas)),
         cuts,
         run.replicas,
-        versions=pd.api.versions_of(run.schedule),
+        holds=pd.api.holds_of(run.schedule, run.microbatches),
         microbatches=run.microbatches or 1,
     )
     if not run.recompute:

@@ -194,6 +194,7 @@ def _with_bytes(plan: Plan, built: Schedule) -> Plan:
             lag=plan.lag[s],
             recompute=stage.recompute,
             peers=its_peers,
+            kept_tensors=one.kept_tensors,
         )
         stages.append(replace(stage, peak_bytes=memory.total_bytes, memory=memory))
     return replace(plan, stages=tuple(stages))

@@ -84,7 +84,7 @@ def holds_of(schedule: str, microbatches: int | None = None) -> planner.Holds:
         if microbatches is None:
             return held(built)
         # It does not work with so few: then all that is admitted.
-        return tuple(Held(count, built.weights.versions(s)) for s, count in enumerate(plan.in_flight))
+        return tuple(replace(one, in_flight=count) for one, count in zip(held(built), plan.in_flight, strict=True))
 
     return holds
 

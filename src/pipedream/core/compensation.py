@@ -66,6 +66,10 @@ class Compensation(ABC):
         if "name" in vars(cls):
             Compensation.kinds[cls.name] = cls
 
+    def kept_tensors(self, staleness: int) -> int:
+        """Returns the tensors that it keeps for each weight."""
+        return 0
+
     def __str__(self) -> str:
         numbers = [getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default]
         return ":".join([self.name, *map(repr, numbers)])
@@ -235,6 +239,9 @@ class ErrorFeedback(Compensation):
     def __post_init__(self) -> None:
         _expect_horizon(self.strength)
 
+    def kept_tensors(self, staleness: int) -> int:
+        return 1 if self.strength_at(staleness) else 0
+
     def strength_at(self, staleness: int) -> float:
         """Returns lambda."""
         return float(staleness) if self.strength is None else self.strength
@@ -282,6 +289,9 @@ class GapAware(Compensation):
     name: ClassVar[str] = "gap_aware"
     eps: ClassVar[float] = 1e-8
     decay: float = 0.999
+
+    def kept_tensors(self, staleness: int) -> int:
+        return 1
 
     def __post_init__(self) -> None:
         _expect(0.0 <= self.decay < 1.0, f"the decay of an average lies between 0 and 1, found {self.decay}")

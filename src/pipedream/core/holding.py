@@ -23,16 +23,22 @@ class Held:
     Attributes:
         in_flight: microbatches forwarded and not yet backwarded.
         versions: distinct sets of weights alive at once, the newest included.
+        kept_tensors: for each weight, that compensations of delay keep.
     """
 
     in_flight: int
     versions: int
+    kept_tensors: int = 0
 
 
 def held(schedule: Schedule) -> tuple[Held, ...]:
     """Returns what each stage of a schedule holds, in its fullest replica."""
     return tuple(
-        Held(_in_flight(schedule, stage), schedule.weights.versions(stage))
+        Held(
+            _in_flight(schedule, stage),
+            schedule.weights.versions(stage),
+            schedule.updates.kept_tensors(schedule.weights.staleness(stage)),
+        )
         for stage in range(len(schedule.plan.stages))
     )
 

@@ -112,7 +112,7 @@ class StageMemory:
     Attributes:
         weight_bytes: of the newest version, which the optimizer steps.
         stash_bytes: of older versions.
-        optimizer_bytes: of the optimizer's state.
+        optimizer_bytes: of the optimizer's state, and of what compensations of delay keep.
         gradient_bytes: of the gradients that are there.
         activation_bytes: kept for backwards; of a stage that recomputes the inputs, and one microbatch's activations.
         message_bytes: of receives posted ahead and of messages that may still have to leave.
@@ -143,6 +143,7 @@ def moments(
     lag: int = 0,
     recompute: bool = False,
     peers: Peers | None = None,
+    kept_tensors: int = 0,
 ) -> tuple[StageMemory, ...]:
     """Returns what one replica of a stage holds at its worst moments: a first backward, further passes, the update.
 
@@ -155,6 +156,7 @@ def moments(
         lag: 1 where a forward comes between the last backward of an update and the update.
         recompute: of a microbatch in flight only the input is kept.
         peers: whom it talks to; None: one worker before and one behind, which holds one microbatch more.
+        kept_tensors: for each weight, that compensations of delay keep; an update needs one more for a while.
     """
     own, whole = sizes.activation_bytes, sizes.parameter_bytes
     waiting = sizes.input_bytes if recompute else own
@@ -162,7 +164,8 @@ def moments(
 
     def at(gradients: Any, activations: Any, working: Any) -> StageMemory:
         stash = whole * (versions - 1)
-        return StageMemory(whole, stash, sizes.optimizer_bytes, gradients, activations, messages, working)
+        state = sizes.optimizer_bytes + kept_tensors * whole
+        return StageMemory(whole, stash, state, gradients, activations, messages, working)
 
     def most(held: int) -> Any:
         return (held - 1) * waiting + own if held else 0 * own
@@ -177,7 +180,7 @@ def moments(
     if per_update > 1 or lag:
         found.append(at(whole, most(further), working))
     left = (0 if flushes else max(in_flight - 1, 0) + lag) * waiting
-    return (*found, at(whole, left, sizes.update_working_bytes))
+    return (*found, at(whole, left, sizes.update_working_bytes + (whole if kept_tensors else 0)))
 
 
 def stage_memory(sizes: StageSizes, **how: Any) -> StageMemory:

@@ -47,6 +47,10 @@ class UpdateRule:
         """Returns how many updates a stage makes for so many microbatches."""
         return -(-total // self.per_update[stage])
 
+    def kept_tensors(self, staleness: int) -> int:
+        """Returns the tensors that compensations keep for each weight of a stage that is so many updates late."""
+        return sum(one.kept_tensors(staleness) for one in self.compensation)
+
     def rate_factor(self, stage: int, staleness: int, rounds: int) -> float:
         """Returns the factor on the user's learning rate at a stage.
 

@@ -250,6 +250,7 @@ class Space:
             "flushes": held.versions == 1,
             "lag": lag,
             "recompute": recompute,
+            "kept_tensors": held.kept_tensors,
         }
 
     def held(self, in_flight: int, lag: int = 0, replicas: int = 1) -> Held:

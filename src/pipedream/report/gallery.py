@@ -38,8 +38,13 @@ class Entry:
     choose: str = ""
 
 
-def gallery(entries: Iterable[Entry]) -> str:
-    """Returns the Markdown page."""
+def gallery(entries: Iterable[Entry], compensated: Iterable[tuple[Schedule, str, str]] = ()) -> str:
+    """Returns the Markdown page.
+
+    Args:
+        entries: methods with an order of their own.
+        compensated: (schedule, what it is, when to choose it) of those that add a compensation of delay to one of them.
+    """
     entries = list(entries)
     head = [
         "# Schedules",
@@ -59,7 +64,7 @@ def gallery(entries: Iterable[Entry]) -> str:
         "what they come to together, and the letters of its ops with the stage, as in `2F3`. The bubble is that of one",
         "minibatch where the schedule flushes, and that of the steady state where it does not.",
     ]
-    return "\n".join([*head, *(_section(entry) for entry in entries)]).rstrip() + "\n"
+    return "\n".join([*head, *(_section(entry) for entry in entries), *_compensated(compensated)]).rstrip() + "\n"
 
 
 def prose(docstring: str | None) -> str:
@@ -106,6 +111,35 @@ def _section(entry: Entry) -> str:
     lines += ["```", grid(entry.shown, width=_GRID_WIDTH), "```", ""]
     lines += _claims(entry)
     return "\n".join(lines)
+
+
+def _compensated(methods: Iterable[tuple[Schedule, str, str]]) -> list[str]:
+    methods = list(methods)
+    if not methods:
+        return []
+    lines = [
+        "",
+        "## With a compensation of delay",
+        "",
+        "These are in time, memory and staleness the method that they stand on, but for one more tensor for each",
+        "weight where it is told; an update makes another use of its late gradients. Others are made with",
+        "`Pipeline(schedule=..., compensation=...)` and `pipedream train --compensation NAME[:NUMBER]`.",
+        "",
+        "| schedule | compensation | staleness | weight sets |",
+        "| --- | --- | --- | --- |",
+    ]
+    for schedule, _, _ in methods:
+        stages = range(len(schedule.plan.stages))
+        cells = (
+            f"[{schedule.name}](#{schedule.name})",
+            ", ".join(f"`{one}`" for one in schedule.updates.compensation),
+            _together(schedule.weights.staleness(s) for s in stages),
+            _together(schedule.weights.versions(s) for s in stages),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    for schedule, about, choose in methods:
+        lines += ["", f"### {schedule.name}", "", about, "", f"**When to choose it.** {choose}"]
+    return lines
 
 
 def _claims(entry: Entry) -> list[str]:

@@ -75,10 +75,13 @@ class _Seat:
         self.forward_bytes: int = sizes.activation_bytes - self.waiting_bytes + sizes.working_bytes
         self.first_bytes: int = self.forward_bytes + self.weights_bytes - sizes.relief_bytes
         self.further_bytes: int = self.forward_bytes + self.weights_bytes + sizes.largest_parameter_bytes
-        self.update_bytes: int = self.weights_bytes + sizes.update_working_bytes
+        kept = program.updates.kept_tensors(program.weights.staleness(stage)) * self.weights_bytes
+        # A compensation that keeps tensors needs one more during an update.
+        self.update_bytes: int = self.weights_bytes + sizes.update_working_bytes + (self.weights_bytes if kept else 0)
         self.start_bytes: int = (
             self.weights_bytes
             + row.optimizer_bytes
+            + kept
             + message_bytes(sizes, in_flight[stage], row.recompute, peers_of(plan.replicas, in_flight)[stage])
         )
 
