@@ -24,7 +24,7 @@ from .core.program import Program
 from .core.schedule import Schedule
 from .core.timeline import Timeline
 from .lowering import lower
-from .methods import for_method, holds_of, methods_of, score, versions_of
+from .methods import for_method, holds_of, methods_of, plan_of_file, score, versions_of
 from .runtime import talk
 from .runtime.batches import to_device
 from .verifier import verify
@@ -139,7 +139,7 @@ def plan(
         profile: of the model, or a graph.txt of the original.
         cluster: workers, links, memory.
         schedule: method whose versions of the weights count against the memory; 'auto' takes the fastest by
-            simulation, with its microbatches and its depth, see `choose`.
+            simulation, with its microbatches and its depth, see `choose`; a CSV file of PyTorch's says the stages too.
         microbatches: parts that a minibatch is split into.
         in_flight: depth: 'noam', 'full', 'auto' (the deepest of these that fits), or a count for each stage.
         shape: 'any' takes the fastest of one worker, data parallelism and pipelines; 'pipeline' at least two
@@ -215,6 +215,10 @@ def plan(
     if chunks is not None:
         raise PlanError(f"{chunks} chunks were asked of {schedule!r}, whose workers have one stage each; leave it out")
     counts = None if isinstance(shape, str) and shape in planner.SHAPES else planner.counts_of(shape)
+    if schedules.is_torch_csv(schedule):
+        if shape == "data-parallel" or lag or (counts is not None and max(counts) > 1):
+            raise PlanError(f"schedule {schedule!r} has no replicas; leave the shape and the lag to the file")
+        return plan_of_file(profile, cluster, schedule, microbatches, cuts, depth=in_flight, recompute=recompute)
 
     def search(parts: int) -> Plan:
         rule = holds_of(schedule, parts)
@@ -306,9 +310,9 @@ def simulate(
 
     Args:
         plan: with its predicted seconds and bytes.
-        schedule: a method's name, or a schedule; the plan's, or PipeDream's own, unless said.
+        schedule: a method's name, a CSV file of PyTorch's, or a schedule; the plan's, or PipeDream's own, unless said.
         microbatches: of the run; 16 unless said. A method that flushes runs one minibatch of so many, the plan's split
-            unless said; any other runs on.
+            unless said; any other runs on, and a file does whole minibatches of its own, one unless said.
         weight_s: seconds of the weight gradient, where the backward is split.
         jitter: coefficient of variation of an op's seconds, which are then drawn from a lognormal distribution of the
             same mean; one for all ops, or by letter, as {"F": 0.1, "B": 0.2}.
@@ -326,7 +330,9 @@ def simulate(
     else:
         name, parts = plan.method(schedule)
         built = schedules.build(name, plan, parts)
-        if built.flushes:
+        if schedules.is_torch_csv(name):
+            microbatches = microbatches or built.microbatches
+        elif built.flushes:
             microbatches = microbatches or parts or 16
             built = schedules.build(name, plan, microbatches)
     microbatches = microbatches or 16

@@ -41,7 +41,7 @@ def compare_recipe(
         variants.extend((name, workers, ["--schedule", name]) for name in schedules)
     rows = []
     for name, count, flags in variants:
-        folder = out / name.replace(" ", "_")
+        folder = out / name.replace(" ", "_").replace("/", "_")
         status = launch(
             count,
             ["-m", "pipedream.cli", "train", recipe, "--workers", str(count), *flags, "--epochs", str(epochs)]

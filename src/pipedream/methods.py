@@ -11,13 +11,15 @@ from dataclasses import replace
 
 from . import metrics, planner, schedules
 from . import simulator as clock
-from .core.errors import PipelineError, ScheduleError
+from .core.cluster import Cluster
+from .core.errors import PipelineError, PlanError, ScheduleError
 from .core.holding import Held, held
 from .core.plan import Plan
 from .core.profile import Profile
+from .core.units import format_bytes
 from .lowering import lower
 
-__all__ = ["for_method", "holds_of", "methods_of", "score", "simulated_period_s", "versions_of"]
+__all__ = ["for_method", "holds_of", "methods_of", "plan_of_file", "score", "simulated_period_s", "versions_of"]
 
 _MOST_SIMULATED = 128  # workers, or microbatches until replicas come round: more take seconds
 
@@ -71,10 +73,15 @@ def holds_of(schedule: str, microbatches: int | None = None) -> planner.Holds:
         schedule: the method's name.
         microbatches: m; a plan with more replicas than m is taken with as many as it needs. None: the method's own.
 
+    A file in PyTorch's notation holds what it holds on its own stages alone; of others it tells the least.
+
     Raises:
         ScheduleError: no such method.
     """
     schedules.layout_of(schedule)  # there is such a method
+    if schedules.is_torch_csv(schedule):
+        rows = held(schedules.load_torch_csv(schedule))
+        return lambda plan: rows if len(plan.stages) == len(rows) else (Held(1, 1),) * len(plan.stages)
 
     def holds(plan: Plan) -> tuple[Held, ...]:
         for parts in () if microbatches is None else (microbatches, max(microbatches, *plan.replicas)):
@@ -150,3 +157,63 @@ def for_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | 
     # The search's seconds have an update each round of the replicas; these update once a minibatch.
     note = f"{plan.note}; by its fullest pipeline, without {built.name}'s own updates, see schedule auto"
     return replace(plan, schedule=built.name, microbatches=built.microbatches, bound_s=0.0, note=note)
+
+
+def plan_of_file(
+    profile: Profile,
+    cluster: Cluster,
+    name: str,
+    microbatches: int | None = None,
+    cuts: tuple[int | str, ...] | None = None,
+    *,
+    depth: str | tuple[int, ...] = "noam",
+    recompute: str = "never",
+) -> Plan:
+    """Returns a plan with the stages of a file in PyTorch's notation, on the workers that the file gives them.
+
+    They are cut so that the slowest stage is as fast as it can be, as those of a straight pipeline are. Where a worker
+    runs several, that is no search for the fastest worker, and the sum of what its stages need, which is never less
+    than what it needs, must fit its memory.
+
+    Args:
+        name: of the file.
+        microbatches: if given, as many as the file has.
+        cuts: by hand, see `pipedream.planner.by_hand`.
+        depth: of the plan, by which receives are posted ahead; the order is the file's.
+        recompute: see `pipedream.plan`.
+
+    Raises:
+        ScheduleError: the file is none, or has another number of microbatches.
+        PlanError: the cluster has another number of workers, or nothing fits.
+    """
+    read = schedules.load_torch_csv(name)
+    read = schedules.build(name, read.plan, microbatches)
+    stages, workers = len(read.plan.stages), read.plan.workers
+    if cluster.workers != workers:
+        raise PlanError(
+            f"schedule {name!r} has {workers} ranks, and a plan for {cluster.workers} workers was asked for; ask for "
+            f"{workers}"
+        )
+    parts = read.microbatches
+    line = Cluster.flat(stages, cluster.bandwidth_bytes_per_s) if read.plan.order else cluster
+    rule = holds_of(name)
+    if cuts is None:
+        found = planner.plan(
+            profile, line, holds=rule, microbatches=parts, depth=depth, shape="straight", recompute=recompute
+        )
+    else:
+        found = planner.by_hand(profile, line, cuts, holds=rule, microbatches=parts, depth=depth, recompute=recompute)
+    if len(found.stages) != stages:
+        raise PlanError(
+            f"schedule {name!r} has {stages} stages, the cuts make {len(found.stages)}; give one cut between each two"
+        )
+    if read.plan.order:
+        found = replace(found, cluster=cluster, order=read.plan.order, bound_s=0.0, note="cut as a straight pipeline")
+        for worker, limit in enumerate(cluster.memories):
+            mine = [stage.peak_bytes for stage, at in zip(found.stages, found.order, strict=True) if at == worker]
+            if limit is not None and sum(mine) > limit:
+                raise PlanError(
+                    f"the {len(mine)} stages of worker {worker} need up to {format_bytes(sum(mine))} together, it has "
+                    f"{format_bytes(limit)}; use recomputation, smaller microbatches or more workers"
+                )
+    return for_method(found, profile, name, parts)

@@ -67,11 +67,16 @@ Chunks = Annotated[
 ScheduleName = Annotated[str, typer.Option("--schedule", help="A method: see 'pipedream schedules'.")]
 PlanSchedule = Annotated[
     str | None,
-    typer.Option("--schedule", help="A method: see 'pipedream schedules'; auto: the fastest by simulation; pipedream."),
+    typer.Option(
+        "--schedule",
+        help="A method: see 'pipedream schedules'; FILE.csv of PyTorch's; auto: the fastest by simulation; pipedream.",
+    ),
 ]
 PlansSchedule = Annotated[
     str | None,
-    typer.Option("--schedule", help="A method: see 'pipedream schedules'; the plan's, or pipedream."),
+    typer.Option(
+        "--schedule", help="A method: see 'pipedream schedules'; FILE.csv of PyTorch's; the plan's, or pipedream."
+    ),
 ]
 AllowAsynchronous = Annotated[
     bool, typer.Option("--allow-asynchronous", help="With auto: also methods whose gradients are late.")

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from .. import api, metrics, schedules
-from ..core.artifact import encode
+from ..core.artifact import encode, write_text
 from ..core.errors import PlanError
 from ..core.plan import Plan
 from ..lowering import lower
@@ -30,6 +30,9 @@ from .options import (
 )
 
 __all__ = ["list_schedules", "show", "simulate"]
+
+
+_USUAL_RUN = 8  # microbatches of a picture
 
 
 def simulate(
@@ -123,25 +126,39 @@ def list_schedules(as_json: Json = False) -> None:
 
 
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A method: see 'pipedream schedules'.")],
-    stages: Annotated[int, typer.Option(min=1, help="Stages; workers, where each has several stages.")] = 4,
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="A method: see 'pipedream schedules'; or FILE.csv in PyTorch's notation."),
+    ],
+    stages: Annotated[
+        int | None, typer.Option(min=1, help="Stages; workers, where each has several stages; 4, or the file's.")
+    ] = None,
     chunks: Chunks = None,
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of the run.")] = 8,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches of the run; 8, or the file's.")] = None,
     in_flight: Depth = "noam",
     forward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a forward.")] = 1.0,
     backward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a backward.")] = 1.0,
     verify_it: Annotated[bool, typer.Option("--verify", help="Print the proof too.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this file.")] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Write the schedule to this file in PyTorch's notation; for methods that flush.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Draw a method's grid; with --verify print the proof: in flight, versions, staleness."""
     chosen = schedules.uniform(name, stages, forward_s, backward_s, chunks=chunks).with_depth(depth_of(in_flight))
-    tried = schedules.build(name, chosen)
-    built = schedules.build(name, chosen, microbatches) if tried.flushes else tried
+    built = schedules.build(name, chosen)
+    if schedules.is_torch_csv(name):
+        microbatches = microbatches or built.microbatches
+    else:
+        microbatches = microbatches or _USUAL_RUN
+        built = schedules.build(name, chosen, microbatches) if built.flushes else built
     proof = verify(lower(built))
     timeline = api.simulate(chosen, schedule=built, microbatches=microbatches)
+    if csv is not None:
+        write_text(csv, schedules.to_torch_csv(built))
     if svg is not None:
-        svg.write_text(timeline_svg(timeline, title=f"{built.name}, {stages} stages"), encoding="utf-8")
+        svg.write_text(timeline_svg(timeline, title=f"{built.name}, {len(chosen.stages)} stages"), encoding="utf-8")
     if as_json:
         print_json({"grid": grid(timeline).splitlines(), "proof": encode(proof)})
         return

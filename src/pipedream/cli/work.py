@@ -14,6 +14,7 @@ from ..core.errors import PipelineError, PlanError, ProfileError
 from ..core.plan import Plan
 from ..planner import counts_of
 from ..runtime.judge import STUCK_AFTER_S
+from ..schedules import is_torch_csv, load_torch_csv
 from .options import (
     AllowAsynchronous,
     Chunks,
@@ -37,11 +38,13 @@ __all__ = ["compare", "profile", "report", "train"]
 def train(
     recipe: RecipeFile,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Local worker processes; 2 unless a plan or --config says.")
+        int | None, typer.Option(min=1, help="Local worker processes; 2 unless a plan, --config or a file says.")
     ] = None,
     schedule: Annotated[
         str | None,
-        typer.Option(help="A method: see 'pipedream schedules'; auto: the fastest; the plan's, or pipedream."),
+        typer.Option(
+            help="A method: see 'pipedream schedules'; FILE.csv of PyTorch's; auto: the fastest; the plan's; pipedream."
+        ),
     ] = None,
     compensation: Annotated[
         list[str] | None,
@@ -99,7 +102,7 @@ def train(
             "--plan already says stages, workers and lag; give it without --straight, --config, --chunks and the like"
         )
     given = Plan.load(plan) if plan is not None else None
-    count = workers or _planned_workers(given, config, resume) or 2
+    count = workers or _planned_workers(given, config, resume, schedule) or 2
     launched = "TORCHELASTIC_RUN_ID" in os.environ or "WORLD_SIZE" in os.environ
     if not launched and (count > 1 or max_restarts):
         from ..runtime.launch import launch  # torch is loaded only where workers run
@@ -228,11 +231,15 @@ def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run fol
         print(path)
 
 
-def _planned_workers(plan: Plan | None, config: str | None, resume: Path | None) -> int | None:
+def _planned_workers(
+    plan: Plan | None, config: str | None, resume: Path | None, schedule: str | None = None
+) -> int | None:
     if plan is not None:
         return plan.workers
     if config is not None:
         return sum(counts_of(config))
+    if schedule is not None and is_torch_csv(schedule):
+        return load_torch_csv(schedule).placement.workers
     if resume is None:
         return None
     from ..resuming import find

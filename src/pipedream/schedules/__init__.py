@@ -3,6 +3,7 @@
 from .evaluation import evaluation
 from .layouts import Layout
 from .registry import ALIASES, COMPENSATED, LAYOUTS, SCHEDULES, Choice, build, claims_at, layout_of, uniform
+from .torch_csv import from_torch_csv, is_torch_csv, load_torch_csv, to_torch_csv
 
 __all__ = [
     "ALIASES",
@@ -14,6 +15,10 @@ __all__ = [
     "build",
     "claims_at",
     "evaluation",
+    "from_torch_csv",
+    "is_torch_csv",
     "layout_of",
+    "load_torch_csv",
+    "to_torch_csv",
     "uniform",
 ]

@@ -19,6 +19,7 @@ from .layouts import Layout, looped, mirrored
 from .naive import naive
 from .one_f_one_b import one_f_one_b
 from .pipedream import pipedream, pipedream_vertical_sync
+from .torch_csv import is_torch_csv, load_torch_csv
 from .two_bw import pipedream_2bw
 
 __all__ = ["ALIASES", "COMPENSATED", "LAYOUTS", "SCHEDULES", "Choice", "build", "claims_at", "layout_of", "uniform"]
@@ -56,27 +57,37 @@ ALIASES = {
 }
 """Other names that papers use."""
 
+_USUAL_WORKERS = 4
+
 
 def build(name: str, plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns a method's schedule for a plan.
 
     Args:
-        name: of the method; case and the difference of ``-`` and ``_`` do not matter.
+        name: of the method; case and the difference of ``-`` and ``_`` do not matter. Or the path of a file in
+            PyTorch's notation, which ends in ``.csv`` (`torch_csv`).
         plan: stages, replicas, depth.
         microbatches: m, how many a minibatch is split into; None takes the method's own choice.
 
     Raises:
         ScheduleError: no such method, or it cannot work with this plan or number.
     """
-    key = _key(name)
     if microbatches is not None and microbatches < 1:
         raise ScheduleError(f"a minibatch is split into at least 1 microbatch, found {microbatches}")
-    return (SCHEDULES | COMPENSATED)[key](plan, microbatches)
+    if is_torch_csv(name):
+        read = load_torch_csv(name, plan)
+        if microbatches not in (None, read.microbatches):
+            raise ScheduleError(
+                f"schedule {name!r} with {microbatches} microbatches a minibatch: the file has {read.microbatches}; "
+                "leave the number out, or write the file for as many"
+            )
+        return read
+    return (SCHEDULES | COMPENSATED)[_key(name)](plan, microbatches)
 
 
 def uniform(
     name: str,
-    workers: int,
+    workers: int | None,
     forward_s: float = 1.0,
     backward_s: float = 2.0,
     transfer_s: float = 0.0,
@@ -86,13 +97,21 @@ def uniform(
     """Returns a plan of equal stages that a method can work with, for studies and pictures (`Plan.uniform`).
 
     Args:
+        name: of a method, or of a file in PyTorch's notation.
+        workers: None takes those of the file; 4 for a method.
         forward_s, backward_s: of one microbatch at one stage.
-        chunks: stages of each worker, where the method has several and leaves the choice; its usual number unless said.
+        chunks: stages of each worker, where the method has several and leaves the choice; its usual number unless said;
+            a file says that itself.
 
     Raises:
-        ScheduleError: no such method.
+        ScheduleError: no such method, or a file for another number of workers.
     """
-    layout = layout_of(name)
+    if is_torch_csv(name):
+        read = load_torch_csv(name).plan
+        if workers not in (None, read.workers):
+            raise ScheduleError(f"schedule {name!r} is for {read.workers} workers, and {workers} were asked for")
+        return Plan.uniform(len(read.stages), forward_s, backward_s, transfer_s, order=read.order)
+    workers, layout = workers or _USUAL_WORKERS, layout_of(name)
     if layout is None:
         return Plan.uniform(workers, forward_s, backward_s, transfer_s)
     order = layout.order(workers, chunks or layout.chunks or 1)
@@ -107,6 +126,8 @@ def layout_of(name: str) -> Layout | None:
     Raises:
         ScheduleError: no such method.
     """
+    if is_torch_csv(name):
+        return None  # the file names the workers itself
     return LAYOUTS.get(_key(name))
 
 

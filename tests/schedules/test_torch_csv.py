@@ -1,0 +1,425 @@
+"""PyTorch's notation: its own schedules are read, proved and run; ours are written, and its loader takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import cases
+import processes
+import pytest
+import reference
+import torch
+import torch_schedules
+import zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipedream as pd
+from pipedream import api
+from pipedream.core.errors import DeadlockError, ScheduleError
+from pipedream.core.op import Kind
+from pipedream.core.plan import Plan
+from pipedream.core.schedule import Schedule
+from pipedream.lowering import lower
+from pipedream.metrics import in_flight, measure
+from pipedream.schedules import SCHEDULES, build, evaluation, from_torch_csv, to_torch_csv, uniform
+from pipedream.simulator import costs, simulate
+from pipedream.verifier import verify
+
+SIZES = ((1, 2), (2, 4), (2, 7), (3, 6), (4, 8))  # ranks and microbatches
+SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # with I and W
+
+
+def theirs() -> list[tuple[str, int, int, int]]:
+    """Returns PyTorch's schedules at several sizes: name, ranks, microbatches, stages a rank."""
+    found = []
+    for name, each in torch_schedules.STAGES_A_RANK.items():
+        for (p, m), v in product(SIZES, (each, 3) if name in ("Interleaved1F1B", "LoopedBFS") else (each,)):
+            rounds = max(1, m // p)
+            if name.startswith("Interleaved") and m % rounds:
+                continue  # PyTorch refuses it
+            if name == "DualPipeV" and m < 2 * p:
+                continue
+            found.append((name, p, m, v))
+    return found
+
+
+def read(name: str, p: int, m: int, v: int) -> Schedule:
+    return from_torch_csv(torch_schedules.text_of(torch_schedules.orders(name, p, m, v)), name=name)
+
+
+# -- theirs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "p", "m", "v"), theirs())
+def test_theirs_are_read_and_proved(name: str, p: int, m: int, v: int) -> None:
+    schedule = read(name, p, m, v)
+    vee = name in ("ZBVZeroBubble", "DualPipeV")
+    ranks = [s if s < p else 2 * p - 1 - s for s in range(2 * p)] if vee else [s % p for s in range(v * p)]
+    assert schedule.placement.ranks == tuple((rank,) for rank in ranks)
+    assert schedule.microbatches == m
+    assert schedule.splits_backward == (name in SPLIT)
+    proof = verify(lower(schedule))
+    assert set(proof.staleness) == {0}
+    assert proof.peak_versions == (v,) * p
+    if name != "GPipe":  # with its messages it is the same schedule
+        text = torch_schedules.text_of(torch_schedules.lowered(name, p, m, v))
+        assert "SEND_F" in text or p == 1
+        assert from_torch_csv(text, name=name) == schedule
+    again = from_torch_csv(to_torch_csv(schedule), name=name)
+    assert again == schedule
+    assert to_torch_csv(lower(again)) == to_torch_csv(schedule)
+
+
+@pytest.mark.parametrize("name", [name for name in torch_schedules.STAGES_A_RANK if name != "GPipe"])
+def test_their_deferred_receives(name: str) -> None:
+    """PyTorch's ``defer_pp_recv`` puts each receive right before its pass, and so may change the order in which a rank
+    takes what another one sends it; but messages between two ranks have no names there, and each would get the other's.
+    """
+    mixed = []
+    for p, m in SIZES[1:]:
+        if (name, p, m, 2) not in theirs():
+            continue
+        rows = torch_schedules.lowered(name, p, m, defer_pp_recv=True)
+        text = torch_schedules.text_of(rows)
+        mixed.append(any(sent != taken for sent, taken in torch_schedules.on_their_ways(rows).values()))
+        if mixed[-1]:
+            with pytest.raises(ScheduleError, match="are received in the order in which they are sent"):
+                from_torch_csv(text, name=name)
+        else:
+            assert from_torch_csv(text, name=name) == read(name, p, m, 2)
+    assert any(mixed) == (name in SPLIT)
+
+
+@pytest.mark.parametrize("times", [(1.0, 2.0), (2.0, 3.0)], ids=str)
+@pytest.mark.parametrize(("name", "p", "m", "v"), [row for row in theirs() if not row[2] % row[1]])
+def test_their_bubbles_are_those_of_the_papers(name: str, p: int, m: int, v: int, times: tuple[float, float]) -> None:
+    """GPipe (2019): (p-1)/(m+p-1). Interleaved 1F1B (2021), breadth first (Lamy-Poirier 2023): (p-1)/(vm+p-1).
+
+    Zero bubble (Qi et al. 2024): where F, I and W take as long, ZB-H1 waits (p-1)(F+I-W) in a minibatch, here for each
+    of v stages a rank; ZB-V and its fold DualPipeV hold no more than p, and 2p+1, in flight and wait for the first
+    microbatch and behind the last one alone: not once between a rank's first pass and its last.
+    """
+    schedule = read(name, p, m, v)
+    timeline = api.simulate(schedule.plan, schedule=schedule, microbatches=m)
+    if name in ("GPipe", "Interleaved1F1B", "LoopedBFS"):
+        plan = uniform(name="1f1b", workers=p * v, forward_s=times[0], backward_s=times[1])
+        plan = replace(plan, order=schedule.plan.order, cluster=schedule.plan.cluster)
+        timeline = simulate(lower(replace(schedule, plan=plan)), costs(plan), m)
+        assert measure(timeline).bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-9)
+        return
+    # F = I = W = 1: the plan's backward takes 2, its halves as long.
+    assert timeline.makespan_s == pytest.approx(3 * v * m + (p - 1) * (1 + 1 - 1))
+    if name == "InterleavedZeroBubble":
+        return
+    for rank in range(p):
+        mine = [span for span in timeline.work() if span.rank == rank and span.kind != "U"]
+        span_s = max(span.end_s for span in mine) - min(span.start_s for span in mine)
+        if m >= 2 * p and name == "ZBVZeroBubble":
+            assert span_s == pytest.approx(3 * v * m), "no bubble at all between the first and the last"
+        assert in_flight(timeline, rank) <= (2 * p if name == "ZBVZeroBubble" else 2 * p + 1)
+
+
+def test_their_1f1b_is_broken_and_refused() -> None:
+    """The last rank of torch 2.13's own 1F1B order begins with microbatch 1 and ends with one that there is not.
+
+    PyTorch runs 1F1B by a loop of its own and not by this order, which its own check refuses too.
+    """
+    rows = torch_schedules.orders("1F1B", 2, 4)
+    assert [str(action) for action in rows[1] if action is not None][:2] == ["1F1", "1B0"]
+    with pytest.raises(ScheduleError, match=r"row 1 \(rank 0\) lacks 0F4: row 2 \(rank 1\), column \d+: 1F4 names"):
+        from_torch_csv(torch_schedules.text_of(rows))
+
+
+# -- ours -----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def flushing(draw: st.DrawFn) -> Schedule:
+    """Any registered method that flushes, of any size without replicas."""
+    name = draw(st.sampled_from([name for name in SCHEDULES if build(name, uniform(name, 2)).flushes]))
+    p, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    plan = uniform(name, p, chunks=chunks)
+    usual = build(name, plan).microbatches
+    if name in pd.schedules.CHUNKED:
+        return build(name, plan, p * draw(st.integers(1, 4)))
+    return build(name, plan, draw(st.integers(1, max(2, usual))))
+
+
+@given(flushing())
+@settings(max_examples=60)
+def test_ours_come_back_and_their_loader_takes_them(tmp_path_factory: pytest.TempPathFactory, ours: Schedule) -> None:
+    text, m = to_torch_csv(ours), ours.microbatches
+    again = from_torch_csv(text, name=ours.name, plan=ours.plan)
+    assert text == to_torch_csv(lower(ours)) == to_torch_csv(again)
+    workers = range(ours.placement.workers)
+    passes = [
+        [[op for op in s.ops(rank, 3 * m) if op.kind is not Kind.UPDATE] for rank in workers] for s in (ours, again)
+    ]
+    assert passes[0] == passes[1]
+    assert verify(lower(again)).peak_in_flight == verify(lower(ours)).peak_in_flight
+    file = tmp_path_factory.mktemp("csv") / "ours.csv"
+    file.write_text(text)
+    loaded = torch_schedules.load(file, ours.placement.stages, ours.placement.workers, m)
+    assert loaded.stage_index_to_group_rank == {s: row[0] for s, row in enumerate(ours.placement.ranks)}
+    # What their lowering makes of it is consistent by our rules, and the same schedule.
+    assert from_torch_csv(torch_schedules.text_of(loaded.pipeline_order_with_comms), name=ours.name) == from_torch_csv(
+        text, name=ours.name
+    )
+
+
+def test_a_column_is_a_step() -> None:
+    assert to_torch_csv(build("1f1b", Plan.uniform(3), 3)).splitlines() == [
+        "0F0,0F1,0F2,,,0B0,,0B1,,0B2",
+        ",1F0,1F1,,1B0,1F2,1B1,,1B2",
+        ",,2F0,2B0,2F1,2B1,2F2,2B2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reason"),
+    [
+        (build("pipedream", Plan.uniform(2)), "updates without a flush, .* neither updates nor versions"),
+        (build("pipedream_2bw", Plan.uniform(2)), "updates without a flush"),
+        (evaluation(Plan.uniform(2)), "updates without a flush"),
+        (build("gpipe", Plan.uniform(2, replicas=(2, 1))), "2-1 replicas .* one rank for each stage"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(schedule: Schedule, reason: str) -> None:
+    for either in (schedule, lower(schedule)):
+        with pytest.raises(ScheduleError, match=reason):
+            to_torch_csv(either)
+
+
+# -- files that are wrong -------------------------------------------------------------------------------
+
+LOWERED = """\
+0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD,0RESHARD
+1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1REDUCE_GRAD,1RESHARD
+"""
+PASSES = "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1\n"
+
+
+def changed(old: str, new: str, text: str = PASSES) -> str:
+    assert text.count(old) == 1
+    return text.replace(old, new)
+
+
+def swapped(one: str, other: str, text: str = LOWERED) -> str:
+    return changed("?", other, changed(other, one, changed(one, "?", text)))
+
+
+WRONG = {
+    "no word": (changed("1B0", "1X0"), r"row 2 \(rank 1\), column 3: '1X0' is not an action; a cell is empty or STAGE"),
+    "no number": (changed("0F1", "0F"), r"row 1 \(rank 0\), column 2: '0F' is not an action"),
+    "a number too many": (changed("0UNSHARD", "0UNSHARD1", LOWERED), r"column 1: '0UNSHARD1' is not an action"),
+    "something behind": (changed("0F1", "0F1 0F2"), r"column 2: '0F1 0F2' is not an action"),
+    "a huge number": (changed("0F1", "0F" + "9" * 5000), r"column 2: '0F9+' is not an action"),
+    "a pair with a message": (
+        changed("0F1", "(0F1;0SEND_F0)OVERLAP_F_B"),
+        r"column 2: '0SEND_F0' in '\(0F1;0SEND_F0\)OVERLAP_F_B' is not an action",
+    ),
+    "nothing": ("\n\n", "there is no row"),
+    "a rank without a stage": (PASSES.replace("\n", "\n\n", 1), r"row 2 \(rank 1\): found no forward"),
+    "a stage on two ranks": (changed("1F1", "0F2"), r"row 2 \(rank 1\), column 4: 0F2 runs stage 0, which rank 0 runs"),
+    "a stage left out": (PASSES.replace("1F", "2F").replace("1B", "2B"), "no row runs stage 1, but there is a stage 2"),
+    "an op dropped": (
+        changed("1B1", ""),
+        r"row 2 \(rank 1\) lacks 1B1: row 1 \(rank 0\), column 2: 0F1 names microbatch 1",
+    ),
+    "an op doubled": (changed("1B1", "1B1,1B0"), r"row 2 \(rank 1\), column 6: 1B0 stands in column 3 too"),
+    "a microbatch left out": (PASSES.replace("F1", "F2").replace("B1", "B2"), r"lacks 0F1: the last microbatch is 2"),
+    "half a backward": (changed("1B1", "1I1"), r"row 2 \(rank 1\) lacks 1W1"),
+    "a backward and a half": (changed("1B1", "1B1,1I1"), r"row 2 \(rank 1\) has 1B1 and a half of it"),
+    "a send dropped": (changed("0SEND_F1,", "", LOWERED), r"row 1 .*, column 4: 0F1: .*, but row 1 lacks 0SEND_F1"),
+    "a receive dropped": (changed("0RECV_B1,", "", LOWERED), r"row 1 .* 0B1: .*, but row 1 lacks 0RECV_B1"),
+    "a send doubled": (changed("0SEND_F0,", "0SEND_F0,0SEND_F0,", LOWERED), r"column 4: 0SEND_F0 stands in column 3"),
+    "a send too early": (swapped("0F1", "0SEND_F1"), r"column 4: 0SEND_F1 sends what that pass is yet to make: 0F1"),
+    "a receive too late": (swapped("1F1", "1RECV_F1"), r"row 2 .*, column 7: 1RECV_F1 comes too late .* 1F1 stands in"),
+    "a message to oneself": (
+        "0F0,0SEND_F0,1RECV_F0,1F0,1B0,0B0\n",
+        r"column 2: 0SEND_F0 is a message to the rank itself, which runs stage 1 too",
+    ),
+    "a message to nobody": (changed("1REDUCE_GRAD", "1SEND_F0", LOWERED), r"1SEND_F0 needs a stage 2, but .* 0 to 1"),
+    "a message of a stranger": (changed("1REDUCE_GRAD", "0SEND_F0", LOWERED), r"0SEND_F0 stands in the row of rank 1"),
+    "crossing messages": (
+        changed("0F0,0SEND_F0,0F1,0SEND_F1", "0F0,0F1,0SEND_F1,0SEND_F0", LOWERED),
+        r"row 2 .*, column 2: 1RECV_F0 stands where 0SEND_F1 of rank 0 \(column 4\) arrives",
+    ),
+    "receives that wait for each other": (
+        "0F0,0SEND_F0,0RECV_B0,0B0,0F1,0SEND_F1,0RECV_B1,0B1\n"
+        "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n",
+        r"wait for each other for ever: row 1 .*, column 3: 0RECV_B0, from rank 1; row 2 .*, column 3: 1RECV_F1",
+    ),
+    "a sum too early": (swapped("0B1", "0REDUCE_GRAD"), r"column 10: 0B1 stands behind the sum of stage 0's gradients"),
+    "a sum of a stranger": (changed("1REDUCE_GRAD", "0REDUCE_GRAD", LOWERED), "0REDUCE_GRAD stands in the row of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("story", WRONG)
+def test_wrong_files_are_refused_by_row_column_and_cell(story: str) -> None:
+    text, message = WRONG[story]
+    assert from_torch_csv(PASSES).microbatches == from_torch_csv(LOWERED).microbatches == 2
+    with pytest.raises(ScheduleError, match=message) as caught:
+        from_torch_csv(text, name="mine.csv")
+    assert str(caught.value).startswith("schedule 'mine.csv': ")
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("0F0,0B0\n1B0,1F0\n", ScheduleError, r"rank 1, .*, 1B0: needs 1F0, which comes later"),
+        ("0B0,0F0\n1F0,1B0\n", ScheduleError, r"rank 0, .*, 0B0: needs 0F0, which comes later"),
+        ("0F0,0W0,0I0\n1F0,1I0,1W0\n", ScheduleError, r"rank 0, .*, 0W0: needs 0I0, which comes later"),
+        ("1F0,0F0,1B0,0B0\n", ScheduleError, r"rank 0, .*, 1F0: needs 0F0, which comes later"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", DeadlockError, r"rank 0 waits .*, for the gradient of microbatch 0"),
+        ("0F0,2F0,2B0,0B0\n1F0,1B0\n", None, ""),
+        ("2F0,0F0,2B0,0B0\n1F0,1B0\n", DeadlockError, r"for the activation of microbatch 0 from rank 1"),
+        ("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n", ScheduleError, r"sent as microbatch 0 and received as microbatch 1"),
+    ],
+)
+def test_the_proof_refuses_orders_that_cannot_run(text: str, error: type[Exception] | None, message: str) -> None:
+    program = lower(from_torch_csv(text))
+    if error is None:
+        verify(program)
+        return
+    with pytest.raises(error, match=message):
+        verify(program)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_whatever_stands_in_a_file_is_read_or_refused(data: st.DataObject) -> None:
+    cells = st.sampled_from([*"FBIW", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "REDUCE_GRAD", "X", ""])
+    lines = data.draw(st.sampled_from([PASSES, LOWERED])).splitlines()
+    rows = [line.split(",") for line in lines]
+    for _ in range(data.draw(st.integers(1, 4))):
+        row = data.draw(st.sampled_from(rows))
+        at = data.draw(st.integers(0, len(row) - 1))
+        kind = data.draw(st.sampled_from(["swap", "drop", "write", "copy"]))
+        if kind == "swap":
+            other = data.draw(st.integers(0, len(row) - 1))
+            row[at], row[other] = row[other], row[at]
+        elif kind == "drop":
+            row[at] = ""
+        elif kind == "copy":
+            row.insert(at, data.draw(st.sampled_from(data.draw(st.sampled_from(rows)))))
+        else:
+            row[at] = (
+                f"{data.draw(st.integers(-1, 3))}{data.draw(cells)}{data.draw(st.sampled_from(['', '0', '1', '7']))}"
+            )
+    text = "\n".join(",".join(row) for row in rows)
+    try:
+        schedule = from_torch_csv(text)
+        verify(lower(schedule))
+    except ScheduleError:
+        return
+    assert from_torch_csv(to_torch_csv(schedule)) == schedule
+
+
+# -- run ------------------------------------------------------------------------------------------------
+
+
+def trained(schedule: Schedule | str, plan: Plan, batches: int = 3) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Returns the weights and losses of a short run in this process."""
+    animal = zoo.make("mlp", torch.float64)
+    with pd.Pipeline(
+        animal.model, plan, schedule=schedule, loss=animal.loss, optimizer=partial(torch.optim.SGD, lr=0.05), seed=3
+    ) as pipeline:
+        losses = [done.loss for done in pipeline.train(animal.batches[:batches])]
+        return pipeline.state_dict(), losses
+
+
+def plan_on(schedule: Schedule) -> Plan:
+    """Returns the plan of the mlp with the schedule's stages, on its ranks."""
+    animal = zoo.make("mlp", torch.float64)
+    plan = zoo.plan_of(animal, schedule.placement.stages)
+    return replace(plan, order=schedule.plan.order)
+
+
+def serial(split: int, plan: Plan, batches: int = 3) -> reference.Answer:
+    animal = zoo.make("mlp", torch.float64)
+    names = [name for stage in plan.stages for name in stage.names]
+    step: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.05)
+    return reference.plain(
+        animal.model, names, animal.batches[:batches], animal.total, step, seed=3, microbatches=split
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "v"),
+    [
+        ("GPipe", 2, 3, 1),
+        ("GPipe", 4, 4, 1),
+        ("Interleaved1F1B", 2, 4, 2),
+        ("LoopedBFS", 2, 5, 2),
+        ("LoopedBFS", 1, 3, 4),
+    ],
+)
+def test_theirs_train_as_plain_pytorch(name: str, p: int, m: int, v: int) -> None:
+    schedule = read(name, p, m, v)
+    plan = plan_on(schedule)
+    text = torch_schedules.text_of(torch_schedules.orders(name, p, m, v))
+    state, losses = trained(from_torch_csv(text, plan=plan), plan)
+    wanted = serial(m, plan)
+    cases.assert_near(state, wanted.state, 1e-10)
+    assert losses == pytest.approx(wanted.losses, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0F0,3F0,3B0,0F1,3F1,3B1,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1\n",  # a V
+        "0F0,1F0,1B0,0B0,(0F1;1F1)OVERLAP_F_B,1B1,0B1\n2F0,3F0,3B0,2B0,2F1,3F1,3B1,2B1\n",  # neighbours on a rank
+        "3F0,3B0,3F1,3B1\n0F0,1F0,0F1,1F1,1B0,0B0,1B1,0B1\n2F0,2B0,2F1,2B1\n",  # no order of ranks at all
+    ],
+    ids=["v", "neighbours", "any"],
+)
+def test_any_map_of_stages_trains_as_plain_pytorch(text: str) -> None:
+    plan = plan_on(from_torch_csv(text))
+    state, _ = trained(from_torch_csv(text, plan=plan), plan)
+    cases.assert_near(state, serial(2, plan).state, 1e-10)
+
+
+def test_a_file_is_taken_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "Mine.CSV"
+    file.write_text(PASSES)
+    plan = zoo.plan_of(zoo.make("mlp", torch.float64), 2)
+    state, _ = trained(str(file), plan)
+    cases.assert_near(state, serial(2, plan).state, 1e-10)
+    with pytest.raises(ScheduleError, match=r"Mine.CSV' with 3 microbatches a minibatch: the file has 2"):
+        build(str(file), plan, 3)
+    with pytest.raises(ScheduleError, match=r"it has 2 stages on ranks 0, 1, the plan 1-1-1 on 0, 1, 2"):
+        build(str(file), Plan.uniform(3))
+    with pytest.raises(ScheduleError, match=r"nowhere.csv cannot be read"):
+        build(str(tmp_path / "nowhere.csv"), plan)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2)])
+def test_pytorch_runs_ours_to_the_same_gradients(tmp_path: Path, name: str, chunks: int) -> None:
+    """Over two processes PyTorch's runtime does what we have written; ours does it in one, from the same file."""
+    file = tmp_path / "ours.csv"
+    ours = build(name, uniform(name, 2, chunks=chunks), 4)
+    file.write_text(to_torch_csv(ours))
+    found: dict[str, torch.Tensor] = {}
+    for gradients in processes.results(torch_schedules.run, 2, str(file), ours.placement.stages, 4):
+        found |= gradients
+    model, x, y = torch_schedules.model_and_batch()
+    before = {key: value.detach().clone() for key, value in model.named_parameters()}
+    plan = replace(Plan.uniform(ours.placement.stages), order=ours.plan.order, cluster=ours.plan.cluster)
+    per = len(model) // len(plan.stages)
+    rows = [replace(row, first=i * per, last=(i + 1) * per) for i, row in enumerate(plan.stages)]
+    plan = replace(plan, stages=tuple(rows))
+    step = partial(torch.optim.SGD, lr=1.0)
+    with pd.Pipeline(
+        model, plan, schedule=str(file), loss=torch.nn.functional.mse_loss, optimizer=step, sample=x
+    ) as pipeline:
+        assert len(list(pipeline.train([(x, y)]))) == 1
+        after = pipeline.state_dict()
+    cases.assert_near({key: before[key] - after[key] for key in before}, found, 1e-12)

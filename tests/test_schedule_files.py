@@ -1,0 +1,146 @@
+"""A schedule's file in PyTorch's notation, wherever the command takes a method's name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import commands
+import pytest
+
+from pipedream import cli
+from pipedream.core.cluster import Cluster
+from pipedream.core.errors import PlanError, ScheduleError
+from pipedream.core.graph import Layer, LayerGraph
+from pipedream.core.plan import Plan
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.methods import plan_of_file
+from pipedream.schedules import build, to_torch_csv, uniform
+
+Told = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def told(capfd: pytest.CaptureFixture[str]) -> Told:
+    """Returns the command: its exit status, and what it printed."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        status = cli.main([str(argument) for argument in arguments])
+        return status, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def looped(tmp_path: Path) -> Path:
+    """Returns a file of interleaved 1F1B: four stages on two ranks, four microbatches."""
+    path = tmp_path / "looped.csv"
+    path.write_text(to_torch_csv(build("interleaved_1f1b", uniform("interleaved_1f1b", 2), 4)))
+    return path
+
+
+def profile(layers: int) -> Profile:
+    """Returns a profile whose layers are alike."""
+    rows = LayerGraph.chain(tuple(Layer(str(i), "Linear") for i in range(layers)))
+    costs = tuple(LayerProfile(1e-3, 2e-3, 400, 100) for _ in range(layers))
+    return Profile("Sequential", rows, costs, 12, input_shapes=((12, 6),))
+
+
+def test_show_writes_and_reads(told: Told, tmp_path: Path) -> None:
+    file, svg = tmp_path / "mine.csv", tmp_path / "mine.svg"
+    status, drawn, _ = told("show", "1f1b", "--stages", 3, "--microbatches", 4, "--csv", file)
+    assert status == 0
+    assert file.read_text().splitlines()[0] == "0F0,0F1,0F2,,,0B0,0F3,0B1,,0B2,,0B3"
+    status, again, _ = told("show", file, "--verify", "--svg", svg)
+    assert status == 0
+    assert again.startswith(drawn.rstrip("\n"))
+    assert f"Proof of {file}, plan 1-1-1" in again
+    assert "3 stages" in svg.read_text()
+    rows = json.loads(told("show", file, "--json", "--microbatches", 8)[1])
+    assert rows["proof"]["peak_in_flight"] == [3, 2, 1]
+    assert "F7" in rows["grid"][1], "a second minibatch"
+    status, _, error = told("show", "pipedream", "--csv", file)
+    assert (status, "updates without a flush" in error) == (2, True)
+    assert told("show", file, "--stages", 2)[0] == 2
+    file.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    status, _, error = told("show", file)
+    assert (status, "wait for each other for ever" in error) == (2, True)
+
+
+def test_simulate(told: Told, looped: Path, tmp_path: Path) -> None:
+    by_name = json.loads(
+        told("simulate", "--uniform", 2, "--schedule", "interleaved_1f1b", "--microbatches", 4, "--json")[1]
+    )
+    assert json.loads(told("simulate", "--uniform", 2, "--schedule", looped, "--json")[1]) == by_name
+    twice = json.loads(told("simulate", "--uniform", 2, "--schedule", looped, "--microbatches", 8, "--json")[1])
+    assert twice["makespan_s"] == 2 * by_name["makespan_s"]
+    plan = uniform("interleaved_1f1b", 2).save(tmp_path / "plan.json")
+    assert json.loads(told("simulate", plan, "--schedule", looped, "--json")[1]) == by_name
+    straight = Plan.uniform(4).save(tmp_path / "straight.json")
+    status, _, error = told("simulate", straight, "--schedule", looped)
+    assert (status, "4 stages on ranks 0, 1, 0, 1, the plan 1-1-1-1 on 0, 1, 2, 3" in error) == (2, True)
+
+
+def test_plan(told: Told, looped: Path, tmp_path: Path) -> None:
+    saved, out = profile(8).save(tmp_path / "profile.json"), tmp_path / "plan.json"
+    assert told("plan", saved, "--workers", 2, "--schedule", looped, "-o", out)[0] == 0
+    plan = Plan.load(out)
+    assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert (plan.order, plan.schedule, plan.microbatches) == ((0, 1, 0, 1), str(looped), 4)
+    assert told("plan", "--check", out)[0] == 0
+    assert told("simulate", out)[0] == 0
+    for wrong in (("--workers", 3), ("--workers", 2, "--microbatches", 3), ("--workers", 2, "--data-parallel")):
+        assert told("plan", saved, *wrong, "--schedule", looped, "-o", tmp_path / "none.json")[0] == 2
+
+
+def test_plans_of_files(looped: Path, tmp_path: Path) -> None:
+    by_hand = plan_of_file(profile(8), Cluster.flat(2), str(looped), cuts=(1, 2, 5))
+    assert [(stage.first, stage.last) for stage in by_hand.stages] == [(0, 1), (1, 2), (2, 5), (5, 8)]
+    with pytest.raises(PlanError, match="has 4 stages, the cuts make 2"):
+        plan_of_file(profile(8), Cluster.flat(2), str(looped), cuts=(1,))
+    with pytest.raises(PlanError, match=r"has 2 ranks, and a plan for 4 workers was asked for; ask for 2"):
+        plan_of_file(profile(8), Cluster.flat(4), str(looped))
+    with pytest.raises(ScheduleError, match="with 8 microbatches a minibatch: the file has 4"):
+        plan_of_file(profile(8), Cluster.flat(2), str(looped), 8)
+    most = max(sum(stage.peak_bytes for stage in by_hand.stages[rank::2]) for rank in (0, 1))
+    assert plan_of_file(profile(8), Cluster.flat(2, memory_bytes=most), str(looped), cuts=(1, 2, 5)).stages
+    with pytest.raises(PlanError, match=r"the 2 stages of worker \d need up to"):
+        plan_of_file(profile(8), Cluster.flat(2, memory_bytes=most - 1), str(looped), cuts=(1, 2, 5))
+    # A straight file is planned as its method is.
+    path = tmp_path / "straight.csv"
+    path.write_text(to_torch_csv(build("gpipe", Plan.uniform(2), 4)))
+    plan = plan_of_file(profile(7), Cluster.flat(2), str(path))
+    assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 3), (3, 7)]
+    assert plan.order == ()
+
+
+RECIPE = """
+import torch
+from torch import nn
+import pipedream
+
+def recipe():
+    torch.manual_seed(0)
+    data = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(5)]
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    step = lambda named: torch.optim.SGD(named, lr=0.1)
+    return pipedream.Recipe(model=model, loss=nn.CrossEntropyLoss(), optimizer=step, train=data)
+"""
+
+
+@pytest.mark.processes
+def test_train(looped: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(RECIPE)
+    ended = commands.run(
+        *("-m", "pipedream.cli", "train", "mine.py", "--schedule", looped.name, "--epochs", "1", "--out", "run"),
+        folder=tmp_path,
+    )
+    assert ended.status == 0, ended.err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    chosen = summary["configuration"]
+    assert (chosen["workers"], chosen["processes"], chosen["microbatches"]) == (2, 2, 4)
+    assert chosen["schedule"] == looped.name
+    assert [row["rank"] for row in summary["stages"]] == [0, 1, 0, 1]
