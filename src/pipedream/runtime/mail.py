@@ -50,7 +50,7 @@ class Mail:
     def begin(self) -> None:
         """Forgets the stream before."""
         self._inbox: dict[tuple[str, int, int], Message] = {}
-        self._outbox: dict[str, Message] = {}
+        self._outbox: dict[tuple[str, int, int], Message] = {}
         self._ended: set[int] = set()
         self._sent: dict[int, int] = {}
         self._last: tuple[int, Ending] | None = None
@@ -82,22 +82,21 @@ class Mail:
         self._inbox.pop((carries, op.stage, op.index), None)
 
     def hand_on(self, carries: str, target: int, message: Message) -> None:
-        """Gives what an op made to the send behind it, or to a stage of this rank."""
+        """Gives what an op made to its send, or to a stage of this rank."""
         if self._placement.rank_of(target, message.microbatch) == self._rank:
             # A copy, as a wire makes it: the stage may write into what it got.
             tensors = tuple(None if t is None else copied(t) for t in message.tensors)
             self._inbox[carries, target, message.microbatch] = replace(message, tensors=tensors)
         else:
-            self._outbox[carries] = message
+            self._outbox[carries, target, message.microbatch] = message
 
-    def send(self, number: int) -> int:
-        """Sends what was made last for a channel; returns the microbatch."""
-        message = self._outbox.pop(self._channels[number].carries)
-        self._senders[number].send(message)
-        self._sent[number] = message.microbatch
+    def send(self, number: int, index: int) -> None:
+        """Sends what was made for a channel of a microbatch."""
+        channel = self._channels[number]
+        self._senders[number].send(self._outbox.pop((channel.carries, channel.target, index)))
+        self._sent[number] = index
         if self._last is not None:
             self._end_channel(number)
-        return message.microbatch
 
     def end(self, total: int, ending: Ending) -> None:
         """Tells the stages behind that the stream ends at `total` microbatches."""

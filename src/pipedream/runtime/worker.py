@@ -172,7 +172,7 @@ class Worker:
                 elif instruction.kind is Move.RECEIVE:
                     yield from self._receive(program, instruction.channel, instruction.index)
                 elif instruction.kind is Move.SEND:
-                    self._send(program, instruction.channel)
+                    self._send(program, instruction.channel, instruction.index)
             except PipelineError:
                 raise
             except Exception as error:
@@ -354,9 +354,9 @@ class Worker:
         if ended is not None and self._total is None:
             self._end(*ended)
 
-    def _send(self, program: Program, number: int) -> None:
+    def _send(self, program: Program, number: int, index: int) -> None:
         start = self.recorder.mark()
-        index = self._mail.send(number)
+        self._mail.send(number, index)
         self.recorder.note("send", program.channels[number].source, self._number(index), start)
 
     def _end(self, total: int, ending: Ending) -> None:

@@ -10,8 +10,10 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from math import ceil, lcm
 
+from ..core.errors import ScheduleError
 from ..core.op import Kind, Op
 from ..core.program import Channel, Program
+from .rules import check_rules
 from .unrolled import Unrolled, unroll
 from .waits import check_waits
 
@@ -64,8 +66,9 @@ class Proof:
 def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = None) -> Proof:
     """Proves that a program keeps the rules and cannot stand still.
 
-    Checked are: every op once; `requires` kept on each rank and, by messages, across ranks; no cycle in the
-    graph of waits (`check_waits`); no more versions alive than the weight rule allows.
+    Checked are: every op once; `requires` kept on each rank and, by messages, across ranks; what the runtime takes for
+    granted of each seat (`check_rules`); no cycle in the graph of waits (`check_waits`); no more versions alive than
+    the weight rule allows.
 
     Args:
         program: a lowered schedule.
@@ -77,9 +80,11 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
         DeadlockError: ranks would wait for each other for ever; names the cycle.
     """
     totals, residues = _totals(program)
+    _check_reach(program, totals[-1])
     peaks = []
     for total in totals:
         run = unroll(program, total)
+        check_rules(run)
         check_waits(run, lanes)
         peaks.append([_peaks(run, rank) for rank in range(program.placement.workers)])
     return Proof(
@@ -110,6 +115,22 @@ def _totals(program: Program) -> tuple[tuple[int, ...], int]:
     count = min(residues, affordable)
     chosen = sorted({round(i * (residues - 1) / max(1, count - 1)) for i in range(count)})
     return (m, *(settled + residue * m for residue in chosen)), residues
+
+
+def _check_reach(program: Program, total: int) -> None:
+    """Checks that no instruction of the text is of so late a microbatch that no run would show it.
+
+    Raises:
+        ScheduleError: one is; names it.
+    """
+    exists = program.exists(total)
+    for rank, mine in enumerate(program.ranks):
+        for item in (*mine.warmup, *mine.period):
+            if not exists(item):
+                raise ScheduleError(
+                    f"program {program.schedule!r}: {item} stands in the text of rank {rank}, which does not come to "
+                    f"it within {total} microbatches; mend the schedule's order or its lowering"
+                )
 
 
 def _peaks(run: Unrolled, rank: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ received once and in one order, each sum joined by all replicas.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ..core.errors import ScheduleError
@@ -84,13 +85,15 @@ def unroll(program: Program, total: int) -> Unrolled:
         ScheduleError: a rule is broken; names the rank, the instruction and the rule.
     """
     ranks = range(program.placement.workers)
-    run = Unrolled(program, total, tuple(tuple(program.instructions(rank, total)) for rank in ranks))
+    run = Unrolled(program, total, tuple(_stream(program, rank, total) for rank in ranks))
     for rank in ranks:
         _index(run, rank)
-    _check_each_op_once(run)
+        _check_lacks_nothing(program, rank, total, run.ops)
     _check_messages(run)
+    last = program.placement.stages - 1
     routes = {(c.sender, c.receiver, c.carries, c.source, c.target): i for i, c in enumerate(program.channels)}
-    inputs = {(c.source, c.target) for c in program.channels if c.carries == "input"}
+    # The targets go from the input stage to the last one, whether the program has a channel for them or not.
+    inputs = {(c.source, c.target) for c in program.channels if c.carries == "input"} | ({(0, last)} if last else set())
     for op, (rank, position) in run.ops.items():
         _check_needs(run, op, rank, position, routes)
         for source, target in inputs:
@@ -98,6 +101,39 @@ def unroll(program: Program, total: int) -> Unrolled:
                 need = Op(Kind.FORWARD, source, op.index, program.placement.replica(source, op.index))
                 _check_arrival(run, op, need, "input", routes)
     return run
+
+
+def _stream(program: Program, rank: int, total: int) -> tuple[Instruction, ...]:
+    """Returns the instructions of a rank.
+
+    Raises:
+        ScheduleError: it lacks an op; names the first.
+    """
+    found: list[Instruction] = []
+    try:
+        found.extend(program.instructions(rank, total))
+    except ScheduleError:
+        _check_lacks_nothing(program, rank, total, set(found))
+        raise
+    return tuple(found)
+
+
+def _check_lacks_nothing(program: Program, rank: int, total: int, found: Collection[Instruction]) -> None:
+    """Checks that all ops of a rank's seats are among those that were found."""
+    for stage, replica in program.placement.seats(rank):
+        wanted = [
+            Op(kind, stage, k, replica)
+            for k in range(replica, total, program.placement.replicas[stage])
+            for kind in program.kinds
+        ]
+        if len(program.kinds) > 1:
+            wanted += [Op(Kind.UPDATE, stage, n, replica) for n in range(1, program.updates.updates(stage, total) + 1)]
+        lacking = [op for op in wanted if op not in found]
+        if lacking:
+            raise ScheduleError(
+                f"program {program.schedule!r}: rank {rank} lacks {lacking[0]} in a run of {total} microbatches; each "
+                "op of each microbatch must come once"
+            )
 
 
 def _index(run: Unrolled, rank: int) -> None:
@@ -133,29 +169,6 @@ def _index(run: Unrolled, rank: int) -> None:
             raise run.error(rank, position, f"microbatch {index} was {'sent' if sends else 'received'} before")
         if sends:
             run.sequences[number].append(index)
-
-
-def _check_each_op_once(run: Unrolled) -> None:
-    program = run.program
-    for rank in range(program.placement.workers):
-        for stage, replica in program.placement.seats(rank):
-            wanted = [
-                Op(kind, stage, k, replica)
-                for k in range(replica, run.total, program.placement.replicas[stage])
-                for kind in program.kinds
-            ]
-            if len(program.kinds) > 1:
-                wanted += [Op(Kind.UPDATE, stage, n, replica) for n in _updates(run, stage)]
-            lacking = [op for op in wanted if op not in run.ops]
-            if lacking:
-                raise ScheduleError(
-                    f"program {program.schedule!r}: rank {rank} lacks {lacking[0]} in a run of {run.total} "
-                    "microbatches; each op of each microbatch must come once"
-                )
-
-
-def _updates(run: Unrolled, stage: int) -> range:
-    return range(1, run.program.updates.updates(stage, run.total) + 1)
 
 
 def _check_messages(run: Unrolled) -> None:
