@@ -1,7 +1,7 @@
 """Verify, then run: every rule checked on finite runs that stand for all.
 
-The runs are one minibatch; and the warm-up, as many microbatches as the deepest ring and the oldest version
-reach back, two periods, and a drain that begins at each residue of the period.
+The runs are one minibatch; and the warm-up, as many microbatches as the deepest ring and the oldest version that is
+read reach back, two periods, and a drain that begins at each residue of the period.
 """
 
 from __future__ import annotations
@@ -107,8 +107,10 @@ def _totals(program: Program) -> tuple[tuple[int, ...], int]:
         [item.index for rank in program.ranks for item in rank.warmup if item.kind is Kind.FORWARD], default=-1
     )
     reach = max([c.depth * lcm(replicas[c.source], replicas[c.target]) for c in program.channels], default=0)
-    # Twice the warm-up: the first version that is read late is made behind the first, dropped behind the second.
+    # The first version that is read late is made behind the warm-up, and dropped as long behind its last reader.
     settled = (ceil((2 * warmup + reach) / cycle) + 2) * cycle
+    late = max(_staleness(program, stage, settled) * count for stage, count in enumerate(program.updates.per_update))
+    settled = (ceil((warmup + max(warmup, late) + reach) / cycle) + 2) * cycle
     residues = cycle // m
     per_microbatch = max(1, sum(len(rank.period) for rank in program.ranks) // cycle)
     affordable = max(2, _MOST_INSTRUCTIONS // (settled * per_microbatch))

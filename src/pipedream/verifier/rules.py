@@ -1,0 +1,88 @@
+"""What the runtime takes for granted of each seat, beside that nothing comes before what it needs.
+
+- Microbatches are forwarded in their order: the first that does not exist is where a stream ends.
+- An update takes all gradients since the one before it, so no other's may lie between.
+- A sum over replicas is begun for an update that follows.
+- The versions that a rule names are there: they never fall as the microbatches go on, so that what lies behind the next
+  forward can be let go; and a backward that is to give the gradient at its forward's weights reads these.
+"""
+
+from __future__ import annotations
+
+from ..core.op import Kind, Op
+from .unrolled import Unrolled
+
+__all__ = ["check_rules"]
+
+
+def check_rules(run: Unrolled) -> None:
+    """Checks these rules of a run that `unroll` accepted.
+
+    Raises:
+        ScheduleError: one is broken; names the rank, the instruction and the rule.
+    """
+    for rank in range(len(run.streams)):
+        _check_order(run, rank)
+    for (rank, stage, update), position in run.synced.items():
+        replica = dict(run.program.placement.seats(rank))[stage]
+        place = run.ops.get(Op(Kind.UPDATE, stage, update, replica))
+        if place is None or place[1] < position:
+            raise run.error(rank, position, f"no update {stage}U{update} follows this sum")
+    for stage in range(run.program.placement.stages):
+        _check_versions(run, stage)
+
+
+def _check_order(run: Unrolled, rank: int) -> None:
+    """Checks the order of the forwards of each seat, and which gradients its updates find."""
+    program = run.program
+    gives = Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in program.kinds else Kind.BACKWARD
+    forwarded: dict[int, int] = {}
+    found: dict[int, list[int]] = {}
+    for position, op in enumerate(run.streams[rank]):
+        if not isinstance(op, Op):
+            continue
+        kind, stage, index, _ = op
+        if kind is Kind.FORWARD:
+            before = forwarded.get(stage, -1)
+            if index < before:
+                raise run.error(
+                    rank, position, f"comes behind {stage}F{before}; microbatches are forwarded in their order"
+                )
+            forwarded[stage] = index
+        elif kind is gives:
+            found.setdefault(stage, []).append(index)
+        elif kind is Kind.UPDATE:
+            members = program.updates.members(stage, index, run.total)
+            others = [k for k in found.pop(stage, []) if k not in members]
+            if others:
+                raise run.error(
+                    rank,
+                    position,
+                    f"{stage}{gives.value}{others[0]} comes before it, whose gradient is for update "
+                    f"{program.updates.update_of(stage, others[0])}",
+                )
+
+
+def _check_versions(run: Unrolled, stage: int) -> None:
+    """Checks what a weight rule says of a stage's microbatches."""
+    program, rule = run.program, run.program.weights
+    newest = 0
+    for k in range(run.total):
+        rank, position = run.ops[Op(Kind.FORWARD, stage, k, program.placement.replica(stage, k))]
+        version = rule.forward_version(stage, k)
+        if version < newest:
+            raise run.error(
+                rank,
+                position,
+                f"weight rule {rule.name!r} reads version {version}, and version {newest} for a microbatch before; "
+                "what is behind may have been dropped",
+            )
+        newest = version
+        again = rule.backward_version(stage, k)
+        if rule.backward_rule == "stash" and len(program.kinds) > 1 and again != version:
+            raise run.error(
+                rank,
+                position,
+                f"weight rule {rule.name!r} reads version {version} here and version {again} in its backward, which is "
+                "to give the gradient at the weights of its forward",
+            )

@@ -1,0 +1,485 @@
+"""Programs changed at random: what provably breaks is refused by name, and what is accepted trains as it should.
+
+The second half is what makes the first worth something: the proof decides, and whatever it lets pass is run by the
+real runtime and compared with plain PyTorch, or with the serial loop of the method's published rule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache
+
+import cases
+import pytest
+from cases import Case
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import pipedream.pipeline
+from pipedream.core.errors import DeadlockError, ScheduleError
+from pipedream.core.op import Kind, Op
+from pipedream.core.plan import Plan
+from pipedream.core.program import Instruction, Move, Program, RankProgram, Transfer
+from pipedream.core.schedule import Schedule
+from pipedream.core.weights import WeightRule
+from pipedream.lowering import lower
+from pipedream.schedules import CHUNKED, SCHEDULES, build, uniform
+from pipedream.verifier import verify
+
+REPLICAS = ((1, 1), (1, 1, 1), (2, 1), (1, 2))
+
+
+@cache
+def made(name: str, which: int) -> Program:
+    """Returns a small program of a method; with replicas, where it knows any."""
+    if name in CHUNKED:
+        return lower(build(name, uniform(name, 2 + which % 2, chunks=2), 2 * (2 + which % 2)))
+    plan = Plan.uniform(len(REPLICAS[which]), replicas=REPLICAS[which])
+    schedule = build(name, plan)
+    return lower(build(name, plan, 4) if schedule.microbatches > 1 else schedule)
+
+
+names = st.sampled_from(sorted(SCHEDULES))
+numbers = st.integers(0, len(REPLICAS) - 1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an instruction stands in a program's text."""
+
+    rank: int
+    part: str
+    index: int
+
+    def of(self, program: Program) -> tuple[Instruction, ...]:
+        """Returns the part of the text that it stands in."""
+        part: tuple[Instruction, ...] = getattr(program.ranks[self.rank], self.part)
+        return part
+
+    def put(self, program: Program, items: list[Instruction]) -> Program:
+        """Returns the program with another text in place of that part."""
+        ranks = list(program.ranks)
+        ranks[self.rank] = replace(ranks[self.rank], **{self.part: tuple(items)})
+        return replace(program, ranks=tuple(ranks))
+
+
+def places(program: Program) -> list[Place]:
+    return [
+        Place(rank, part, index)
+        for rank, mine in enumerate(program.ranks)
+        for part in ("warmup", "period")
+        for index in range(len(getattr(mine, part)))
+    ]
+
+
+def reason(program: Program) -> str:
+    """Returns why a program is refused; '' if it is accepted."""
+    try:
+        verify(program)
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def refused(program: Program, *named: Instruction | None) -> str:
+    """Checks that a program is refused, and that one of these instructions is named (by its text)."""
+    text = reason(program)
+    assert text, "it was accepted"
+    words = {re.sub(r"\d+$", "", str(item)) for item in named if item is not None}
+    assert not words or any(word in text for word in words), f"none of {words} in: {text}"
+    assert re.search(r"rank \d", text)
+    return text
+
+
+@given(names, numbers, st.data())
+@settings(max_examples=60)
+def test_an_instruction_dropped(name: str, which: int, data: st.DataObject) -> None:
+    program = made(name, which)
+    place = data.draw(st.sampled_from(places(program)))
+    items = list(place.of(program))
+    gone = items.pop(place.index)
+    refused(place.put(program, items), *near(program, gone))
+
+
+@given(names, numbers, st.data())
+@settings(max_examples=60)
+def test_an_instruction_doubled(name: str, which: int, data: st.DataObject) -> None:
+    program = made(name, which)
+    place = data.draw(st.sampled_from(places(program)))
+    items = list(place.of(program))
+    twin = items[place.index]
+    items.insert(data.draw(st.integers(0, len(items))), twin)
+    refused(place.put(program, items), *near(program, twin))
+
+
+def near(program: Program, item: Instruction) -> Iterator[Instruction]:
+    """Yields an instruction and those that an error may name in its place: an op's messages, the other end of a
+    message, the op that lacks it, the update that lacks a sum."""
+    yield item
+    if isinstance(item, Op):
+        # Its messages are then without what makes them, or what reads them.
+        for number in range(len(program.channels)):
+            yield Transfer(Move.SEND, number, 0)
+            yield Transfer(Move.RECEIVE, number, 0)
+        yield item._replace(kind=Kind.UPDATE)
+    elif item.kind is Move.SYNC:
+        yield Op(Kind.UPDATE, item.channel, item.index)
+    else:
+        ends = program.channels[item.channel]
+        yield item._replace(kind=Move.RECEIVE if item.kind is Move.SEND else Move.SEND)
+        yield Op(Kind.BACKWARD if ends.carries == "gradient" else Kind.FORWARD, ends.target, item.index)
+
+
+@given(names, numbers, st.data())
+@settings(max_examples=60)
+def test_two_dependent_ops_swapped(name: str, which: int, data: st.DataObject) -> None:
+    """Of two ops of one rank, of which one needs the other."""
+    program = made(name, which)
+    pairs = []
+    for place in places(program):
+        items = place.of(program)
+        op = items[place.index]
+        if isinstance(op, Op):
+            needs = program.requires(op)
+            pairs += [(place, i, op, need) for i, need in enumerate(items[: place.index]) if need in needs]
+    assume(pairs)
+    place, i, op, need = data.draw(st.sampled_from(pairs))
+    items = list(place.of(program))
+    items[i], items[place.index] = op, need
+    refused(place.put(program, items), op, need, *near(program, op), *near(program, need))
+
+
+@given(names, numbers, st.data())
+@settings(max_examples=60)
+def test_a_message_out_of_line(name: str, which: int, data: st.DataObject) -> None:
+    """Two messages of a channel change places, at one of its ends."""
+    program = made(name, which)
+    pairs = []
+    for place in places(program):
+        items = place.of(program)
+        one = items[place.index]
+        if isinstance(one, Transfer) and one.kind is not Move.SYNC:
+            pairs += [(place, i) for i, two in enumerate(items[: place.index]) if two[:2] == one[:2] and one != two]
+    assume(pairs)
+    place, i = data.draw(st.sampled_from(pairs))
+    items = list(place.of(program))
+    items[i], items[place.index] = items[place.index], items[i]
+    refused(place.put(program, items), *near(program, items[i]), *near(program, items[place.index]))
+
+
+@given(names, st.integers(0, 1), st.data())
+@settings(max_examples=40)
+def test_a_receive_that_closes_a_cycle(name: str, which: int, data: st.DataObject) -> None:
+    """A gradient is waited for before the forward is sent that it comes of."""
+    program = made(name, which)
+    found = []
+    for place in places(program):
+        items = place.of(program)
+        one = items[place.index]
+        if isinstance(one, Transfer) and one.kind is Move.RECEIVE:
+            ends = program.channels[one.channel]
+            own = Op(Kind.FORWARD, ends.target, one.index)
+            before = items[: place.index]
+            if ends.carries == "gradient" and own in before:
+                i = before.index(own)
+                if all(two[:2] != one[:2] for two in before[i:]):  # none of its channel is passed over
+                    found.append((place, i))
+    assume(found)
+    place, i = data.draw(st.sampled_from(found))
+    items = list(place.of(program))
+    one = items.pop(place.index)
+    items.insert(i, one)
+    with pytest.raises(DeadlockError, match=rf"rank {place.rank} waits at instruction \d+, <{one[1]}:\d+"):
+        verify(place.put(program, items))
+
+
+def ahead(program: Program, data: st.DataObject) -> Program:
+    """Takes a message in before the op that reads the one before it on its channel."""
+    found = []
+    for place in places(program):
+        items = place.of(program)
+        one = items[place.index]
+        if not (isinstance(one, Transfer) and one.kind is Move.RECEIVE):
+            continue
+        ends = program.channels[one.channel]
+        before = [i for i, two in enumerate(items[: place.index]) if two[:2] == one[:2]]
+        if before and ends.carries != "gradient":
+            op = Op(Kind.FORWARD, ends.target, items[before[-1]].index, items[place.index - 1][-1])
+            reads = [i for i in range(before[-1], place.index) if items[i][:3] == op[:3]]
+            found += [(place, reads[0])] if reads else []
+    assume(found)
+    place, i = data.draw(st.sampled_from(found))
+    items = list(place.of(program))
+    items.insert(i, items.pop(place.index))
+    return place.put(program, items)
+
+
+@given(names, st.integers(0, 1), st.data())
+@settings(max_examples=40)
+def test_a_ring_too_shallow(name: str, which: int, data: st.DataObject) -> None:
+    """Two messages of a channel are taken in before the first is read: a ring of two holds them, a ring of one not."""
+    program = ahead(made(name, which), data)
+    assume(not reason(program))  # it may close a cycle by itself
+    shallow = replace(program, channels=tuple(replace(channel, depth=1) for channel in program.channels))
+    with pytest.raises(DeadlockError, match=r"a place in the ring of 1, which \d+F\d+ on rank \d would free"):
+        verify(shallow)
+
+
+# -- versions and updates -------------------------------------------------------------------------------
+
+
+def shifted(rule: WeightRule, by: int, only: int = 1, keeps: int = 0) -> WeightRule:
+    """Returns a rule whose forwards read later or earlier versions, each or each `only`th, and that keeps more."""
+
+    class Shifted(type(rule)):  # type: ignore[misc]
+        name = "shifted"
+
+        def forward_version(self, stage: int, microbatch: int) -> int:
+            version = rule.forward_version(stage, microbatch)
+            return max(0, version + by) if microbatch % only == only - 1 else version
+
+        def versions(self, stage: int) -> int:
+            return rule.versions(stage) + keeps
+
+    try:
+        return Shifted(**{field.name: getattr(rule, field.name) for field in fields(rule)})
+    finally:
+        del WeightRule.rules["shifted"]
+
+
+@given(names, numbers)
+@settings(max_examples=40)
+def test_a_version_too_new_or_too_old(name: str, which: int) -> None:
+    program = made(name, which)
+    text = refused(replace(program, weights=shifted(program.weights, +1)))
+    assert re.search(r"\dF\d+: needs \dU\d+, which comes later", text)
+    text = refused(replace(program, weights=shifted(program.weights, -1)))
+    assert re.search(r"versions of stage \d's weights are alive, its weight rule 'shifted' keeps", text)
+    # Dropped too early: one less than are read.
+    text = refused(replace(program, weights=shifted(program.weights, 0, keeps=-1)))
+    assert "versions of stage" in text
+    verify(replace(program, weights=shifted(program.weights, 0)))
+
+
+@given(names, numbers, st.integers(2, 3))
+@settings(max_examples=40)
+def test_versions_that_fall(name: str, which: int, only: int) -> None:
+    program = made(name, which)
+    text = refused(replace(program, weights=shifted(program.weights, -2, only=only, keeps=9)))
+    assert re.search(r"\dF\d+: weight rule 'shifted' reads version \d+, and version \d+ for a microbatch before", text)
+
+
+def test_a_backward_at_other_weights_than_its_rule_says() -> None:
+    class Newer(type(made("pipedream", 1).weights)):  # type: ignore[misc]
+        name = "newer"
+
+        def backward_version(self, stage: int, microbatch: int) -> int:
+            return int(self.forward_version(stage, microbatch)) + (microbatch > 6 and stage == 0)
+
+    try:
+        program = made("pipedream", 1)
+        rule = program.weights
+        wrong = Newer(**{field.name: getattr(rule, field.name) for field in fields(rule)})
+        with pytest.raises(ScheduleError, match=r"0F7: weight rule 'newer' reads version 5 here and version 6 in its"):
+            verify(replace(program, weights=wrong))
+    finally:
+        del WeightRule.rules["newer"]
+
+
+def with_update(schedule: Schedule, stage: int, late: int) -> Schedule:
+    """Returns a schedule whose updates of a stage come that many ops of its rank later, or earlier."""
+
+    def order(rank: int) -> Iterator[Op]:
+        held: list[tuple[int, Op]] = []
+        window: list[Op] = []
+        for op in schedule.order(rank):
+            if op.kind is Kind.UPDATE and op.stage == stage:
+                if late < 0:
+                    window.insert(len(window) + late, op)
+                else:
+                    held.append((late, op))
+                continue
+            window.append(op)
+            held = [(left - 1, update) for left, update in held]
+            while held and held[0][0] == 0:
+                window.append(held.pop(0)[1])
+            if len(window) > 8:
+                yield window.pop(0)
+
+    return replace(schedule, order=order)
+
+
+@given(names, numbers, st.integers(1, 3), st.data())
+@settings(max_examples=40)
+def test_an_update_too_early(name: str, which: int, early: int, data: st.DataObject) -> None:
+    program = made(name, which)
+    schedule = build(name, program.plan, program.microbatches if program.microbatches > 1 else None)
+    stage = data.draw(st.integers(0, len(program.plan.stages) - 1))
+    ops = [op for op in schedule.ops(schedule.placement.ranks[stage][0], 4 * schedule.cycle) if op.stage == stage]
+    at = next(i for i, op in enumerate(ops) if op.kind is Kind.UPDATE and op.index > 1)
+    assume(early >= 1 and ops[at - 1].kind is Kind.BACKWARD)  # its last gradient stands right before it
+    if len(schedule.placement.seats(schedule.placement.ranks[stage][0])) > 1:
+        early = 1  # an op of another stage may stand between
+    text = refused(lower(with_update(schedule, stage, -early)))
+    assert re.search(rf"{stage}U\d+: needs {stage}B\d+, which comes later", text)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("which", range(len(REPLICAS)))
+@pytest.mark.parametrize("late", [1, 2, 3])
+def test_an_update_too_late(name: str, which: int, late: int) -> None:
+    """It is refused, or takes the same gradients and is in time for whoever reads it."""
+    program = made(name, which)
+    schedule = build(name, program.plan, program.microbatches if program.microbatches > 1 else None)
+    for stage in range(len(program.plan.stages)):
+        changed = lower(with_update(schedule, stage, late))
+        said = reason(changed)
+        if said:
+            assert re.search(
+                rf"{stage}F\d+: needs {stage}U\d+, which comes later"
+                rf"|{stage}U\d+: {stage}B\d+ comes before it, whose gradient is for update \d+"
+                rf"|sum of stage {stage}|=\d:\d+|versions of stage {stage}",
+                said,
+            )
+            continue
+        rank = changed.placement.ranks[stage][0]
+        taken: set[int] = set()
+        for op in (op for op in changed.instructions(rank, 6 * changed.cycle) if isinstance(op, Op)):
+            if op.stage != stage:
+                continue
+            if op.kind is Kind.BACKWARD:
+                taken.add(op.index)
+            elif op.kind is Kind.UPDATE:
+                members = changed.updates.members(stage, op.index)
+                assert taken == {k for k in members if changed.placement.rank_of(stage, k) == rank}
+                taken.clear()
+
+
+def test_an_update_behind_a_gradient_of_another() -> None:
+    """PipeDream-2BW's second buffer leaves time for an update; but what lies behind it is not its own."""
+    schedule = build("pipedream_2bw", Plan.uniform(2), 2)
+    verify(lower(with_update(schedule, 1, 1)))  # behind the next forward
+    with pytest.raises(ScheduleError, match=r"1U1: 1B2 comes before it, whose gradient is for update 2"):
+        verify(lower(with_update(schedule, 1, 2)))
+
+
+def test_sums_and_targets_that_nobody_asked_for() -> None:
+    program = made("gpipe", 2)
+    place = Place(0, "period", 0)
+    for update in (0, 7, 10**9):
+        stray = Transfer(Move.SYNC, 0, update)
+        with pytest.raises(ScheduleError, match=r"rank 0, .*=0:\d+: .*this sum|=0:\d+ stands in the text of rank 0"):
+            verify(place.put(program, [*place.of(program), stray]))
+    channels = tuple(channel for channel in program.channels if channel.carries != "input")
+    assert channels == program.channels[: len(channels)]
+    ranks = [
+        RankProgram(
+            *(tuple(i for i in part if not isinstance(i, Transfer) or i.channel < len(channels)) for part in mine)
+        )
+        for mine in ((mine.warmup, mine.period) for mine in program.ranks)
+    ]
+    with pytest.raises(ScheduleError, match=r"1F0: needs 0F0 of rank 0, but no channel brings its input"):
+        verify(replace(program, channels=channels, ranks=tuple(ranks)))
+
+
+def test_forwards_out_of_order() -> None:
+    program = made("gpipe", 0)
+    moves = {0: 1, 1: 0, 2: 2, 3: 3}
+
+    def other(item: Instruction) -> Instruction:
+        backwards = item.kind is Kind.BACKWARD or item.kind is Kind.UPDATE
+        if isinstance(item, Transfer):
+            backwards = program.channels[item.channel].carries == "gradient"
+        return item if backwards else item._replace(index=moves[item.index])
+
+    ranks = tuple(RankProgram((), tuple(map(other, mine.period))) for mine in program.ranks)
+    with pytest.raises(ScheduleError, match=r"0F0: comes behind 0F1; microbatches are forwarded in their order"):
+        verify(replace(program, ranks=ranks))
+
+
+# -- what is accepted is run ----------------------------------------------------------------------------
+
+RUNS = (
+    Case("mlp", "naive", 3, microbatches=2),
+    Case("mlp", "gpipe", 3, microbatches=3),
+    Case("mlp", "gpipe", 2, replicas=(2, 1), microbatches=4),
+    Case("mlp", "1f1b", 3, microbatches=4),
+    Case("mlp", "1f1b", 2, replicas=(1, 2), microbatches=4, clip_grad_norm=0.1),
+    Case("mlp", "interleaved_1f1b", 4, chunks=2, microbatches=4),
+    Case("mlp", "pipedream", 3),
+    Case("mlp", "pipedream", 3, depth=(5, 3, 1)),
+    Case("mlp", "pipedream", 2, replicas=(2, 1)),
+    Case("mlp", "pipedream_vertical_sync", 3),
+    Case("mlp", "pipedream_vertical_sync", 2, replicas=(1, 2)),
+    Case("mlp", "pipedream_2bw", 3, microbatches=4),
+    Case("mlp", "pipedream_2bw", 2, replicas=(2, 1), microbatches=4),
+)
+
+QUICK = [case for case in RUNS if case.replicas is not None or case.schedule in ("interleaved_1f1b", "pipedream_2bw")]
+
+
+@cache
+def plan_of(case: Case) -> Plan:
+    return case.plan()
+
+
+@cache
+def program_of(case: Case) -> Program:
+    """Returns what a pipeline makes of a case."""
+    plan = plan_of(case)
+    couples = case.clip_grad_norm is not None
+    return lower(replace(build(case.schedule, plan, case.microbatches), couples_updates=couples))
+
+
+@st.composite
+def accepted(draw: st.DrawFn, case: Case) -> Program:
+    """Draws a program whose instructions stand in another order, in rings of other depths, and passes the proof."""
+    program = program_of(case)
+    moved = 0
+    for _ in range(draw(st.integers(2, 12))):
+        place = draw(st.sampled_from(places(program)))
+        items = list(place.of(program))
+        item = items.pop(place.index)
+        items.insert(max(0, min(len(items), place.index + draw(st.integers(-6, 6)))), item)
+        changed = place.put(program, items)
+        if changed != program and not reason(changed):
+            program, moved = changed, moved + 1
+    depths = draw(st.lists(st.integers(1, 3), min_size=len(program.channels), max_size=len(program.channels)))
+    for number, depth in enumerate(depths):
+        channels = list(program.channels)
+        channels[number] = replace(channels[number], depth=depth)
+        changed = replace(program, channels=tuple(channels))
+        program = program if reason(changed) else changed
+    assume(moved)
+    return program
+
+
+def check_run(case: Case, program: Program) -> None:
+    """Trains by a program, with a drain in between, and compares with plain PyTorch or the method's own rule."""
+    case = replace(case, epochs=2, drain_at=3)
+
+    def given_program(schedule: Schedule) -> Program:
+        return lower(schedule) if schedule.name == "evaluation" else program
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipedream.pipeline, "lower", given_program)
+        outcome = cases.run(case)
+    cases.check(case, outcome)
+    assert len(outcome.drains) == 2
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+@settings(max_examples=3)
+@given(data=st.data())
+def test_an_accepted_program_trains_as_it_should(case: Case, data: st.DataObject) -> None:
+    check_run(case, data.draw(accepted(case)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", RUNS, ids=str)
+@settings(max_examples=150)
+@given(data=st.data())
+def test_many_accepted_programs_train_as_they_should(case: Case, data: st.DataObject) -> None:
+    check_run(case, data.draw(accepted(case)))
