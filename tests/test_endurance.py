@@ -1,0 +1,150 @@
+"""Thousands of random programs: none stands still, leaves an op out or does it twice, or reads a version amiss.
+
+What is checked is read off the simulated spans by rules of this file's own, not by those that the proof uses.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from pipedream.core import depth
+from pipedream.core.cluster import Cluster, Level
+from pipedream.core.errors import ScheduleError
+from pipedream.core.plan import Plan
+from pipedream.core.schedule import Schedule
+from pipedream.core.timeline import Span, Timeline
+from pipedream.lowering import lower
+from pipedream.schedules import SCHEDULES, build, from_torch_csv, to_torch_csv, uniform
+from pipedream.simulator import Costs, Stragglers, simulate
+from pipedream.verifier import verify
+
+PROGRAMS = 10_000
+_TINY = 1e-9
+
+
+def drawn_plan(rng: random.Random, name: str) -> Plan:
+    """Returns a plan of any size for a method: stages that share workers where it has such, else replicas and lags."""
+    usual = uniform(name, 2)
+    if usual.order:
+        return uniform(name, 2 * rng.randint(1, 3), chunks=rng.randint(1, 3))
+    replicas = tuple(rng.randint(1, 3) if rng.random() < 0.5 else 1 for _ in range(rng.randint(1, 4)))
+    lag = tuple(rng.randint(0, 1) if count > 1 and len(replicas) > 1 else 0 for count in replicas)
+    lag = (0,) * len(replicas) if name == "pipedream_2bw" else lag
+    least = depth.noam(replicas, lag)
+    in_flight = least if rng.random() < 0.5 else tuple(rng.randint(1, 4) for _ in replicas)
+    plan = Plan.uniform(len(replicas), replicas=replicas)
+    return replace(plan, in_flight=depth.legal(in_flight, replicas, lag), lag=lag)
+
+
+def drawn_schedule(rng: random.Random, name: str) -> Schedule:
+    """Returns a method's schedule; now and then as it comes back from a file in PyTorch's notation."""
+    while True:
+        try:
+            plan = drawn_plan(rng, name)
+            found = build(name, plan, rng.choice([None, *range(1, 9)]))
+        except ScheduleError:
+            continue
+        if found.flushes and max(plan.replicas) == 1 and rng.random() < 0.2:
+            return from_torch_csv(to_torch_csv(found), name=name, plan=plan)
+        return found
+
+
+def drawn_costs(rng: random.Random, schedule: Schedule) -> Costs:
+    """Returns seconds and bytes of any kind, and links on which a message may take longer than all else."""
+    count, workers = len(schedule.plan.stages), schedule.placement.workers
+
+    def vector(most: float = 3.0) -> tuple[float, ...]:
+        return tuple(rng.choice([0.0, 1.0, rng.uniform(0.01, most)]) for _ in range(count))
+
+    backward_s = vector()
+    return Costs(
+        forward_s=vector(),
+        backward_s=backward_s,
+        weight_s=tuple(seconds * rng.random() for seconds in backward_s),
+        update_s=vector(1.0),
+        sync_s=vector(2.0),
+        output_bytes=vector(20.0),
+        cluster=Cluster((Level(workers, rng.choice([1.0, 10.0, 1e9]), rng.choice([0.0, 0.0, 5.0])),)),
+        input_bytes=rng.choice([0.0, 4.0]),
+        sum_bytes=vector(),
+    )
+
+
+def check(schedule: Schedule, timeline: Timeline, total: int) -> None:
+    """Checks each op of a simulated run: there once, on its rank, alone there, behind what it needs."""
+    placement, weights, per_update = schedule.placement, schedule.weights, schedule.updates.per_update
+    last, letters = placement.stages - 1, [kind.value for kind in schedule.kinds]
+    back, gives = ("I", "W") if "I" in letters else ("B", "B")
+    done: dict[tuple[str, int, int, int], Span] = {}
+    for rank in range(placement.workers):
+        mine = [span for span in timeline.work() if span.rank == rank]
+        mine.sort(key=lambda span: (span.start_s, span.end_s))
+        for before, after in pairwise(mine):
+            assert before.end_s <= after.start_s + _TINY, "a rank does one thing at a time"
+        for span in mine:
+            key = (span.kind, span.stage, span.index, rank)
+            assert key not in done, f"{key} twice"
+            done[key] = span
+    wanted = set()
+    for stage, row in enumerate(placement.ranks):
+        for k in range(total):
+            wanted |= {(letter, stage, k, row[k % len(row)]) for letter in letters}
+        wanted |= {("U", stage, n + 1, rank) for n in range(-(-total // per_update[stage])) for rank in row}
+    assert set(done) == wanted
+    gradients: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    for (kind, stage, k, rank), span in done.items():
+        if kind == "U":
+            continue
+        needs = []
+        if kind == "F":
+            version = weights.forward_version(stage, k)
+            needs += [("F", stage - 1, k, placement.rank_of(stage - 1, k))] if stage else []
+            needs += [("U", stage, version, rank)] if version else []
+            assert 0 <= version <= k // per_update[stage]
+        else:
+            needs += [("I" if kind == "W" else "F", stage, k, rank)]
+            needs += [(back, stage + 1, k, placement.rank_of(stage + 1, k))] if stage < last and kind == back else []
+        for need in needs:
+            assert done[need].end_s <= span.start_s + _TINY, f"{stage}{kind}{k} before {need}"
+        if kind == gives:
+            gradients[stage, k // per_update[stage] + 1, rank].append(span.end_s)
+    for (kind, stage, n, rank), span in done.items():
+        if kind == "U":
+            assert max(gradients[stage, n, rank], default=0.0) <= span.start_s + _TINY
+            assert min(gradients[stage, n + 1, rank], default=span.end_s) >= span.start_s - _TINY, "another's gradient"
+    for rank in range(placement.workers):
+        assert timeline.peak_versions[rank] <= sum(weights.versions(stage) for stage, _ in placement.seats(rank))
+    for tag in timeline.tags:
+        assert tag.applied_to == tag.microbatch // per_update[tag.stage]
+        assert tag.forward_version == weights.forward_version(tag.stage, tag.microbatch)
+
+
+def endure(programs: int, seed: int) -> None:
+    rng = random.Random(seed)
+    names = sorted(SCHEDULES)
+    for number in range(programs):
+        schedule = drawn_schedule(rng, names[number % len(names)])
+        program = lower(schedule)
+        proof = verify(program)
+        m = schedule.microbatches
+        total = m * rng.randint(1, max(1, 16 // m))
+        jitter = rng.choice([0.0, 0.5])
+        slow = {rng.randrange(schedule.placement.workers): rng.uniform(1.0, 4.0)} if rng.random() < 0.3 else {}
+        timeline = simulate(program, drawn_costs(rng, schedule), total, Stragglers(jitter, slow, number))
+        check(schedule, timeline, total)
+        for rank, count in enumerate(timeline.peak_versions):
+            assert count <= proof.peak_versions[rank]
+
+
+def test_random_programs_endure() -> None:
+    endure(8 * len(SCHEDULES), 1)
+
+
+@pytest.mark.long
+def test_ten_thousand_random_programs_endure() -> None:
+    endure(PROGRAMS, 2)
