@@ -98,7 +98,7 @@ def refused(program: Program, *named: Instruction | None) -> str:
 
 
 @given(names, numbers, st.data())
-@settings(max_examples=60)
+@settings(max_examples=120)
 def test_an_instruction_dropped(name: str, which: int, data: st.DataObject) -> None:
     program = made(name, which)
     place = data.draw(st.sampled_from(places(program)))
@@ -108,7 +108,7 @@ def test_an_instruction_dropped(name: str, which: int, data: st.DataObject) -> N
 
 
 @given(names, numbers, st.data())
-@settings(max_examples=60)
+@settings(max_examples=120)
 def test_an_instruction_doubled(name: str, which: int, data: st.DataObject) -> None:
     program = made(name, which)
     place = data.draw(st.sampled_from(places(program)))
@@ -137,7 +137,7 @@ def near(program: Program, item: Instruction) -> Iterator[Instruction]:
 
 
 @given(names, numbers, st.data())
-@settings(max_examples=60)
+@settings(max_examples=120)
 def test_two_dependent_ops_swapped(name: str, which: int, data: st.DataObject) -> None:
     """Of two ops of one rank, of which one needs the other."""
     program = made(name, which)
@@ -156,7 +156,7 @@ def test_two_dependent_ops_swapped(name: str, which: int, data: st.DataObject) -
 
 
 @given(names, numbers, st.data())
-@settings(max_examples=60)
+@settings(max_examples=120)
 def test_a_message_out_of_line(name: str, which: int, data: st.DataObject) -> None:
     """Two messages of a channel change places, at one of its ends."""
     program = made(name, which)
@@ -483,7 +483,7 @@ def test_an_accepted_program_trains_as_it_should(case: Case, data: st.DataObject
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", RUNS, ids=str)
-@settings(max_examples=150)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_many_accepted_programs_train_as_they_should(case: Case, data: st.DataObject) -> None:
     check_run(case, data.draw(accepted(case)))

@@ -264,6 +264,20 @@ def test_prints_as_a_table() -> None:
     ]
 
 
+def test_prints_each_stage_of_a_worker_that_has_several() -> None:
+    proof = verify(lower(build("interleaved_1f1b", uniform("interleaved_1f1b", 2), 4)))
+    assert [line.split() for line in str(proof).splitlines()[3:]] == [
+        ["0", "0,2", "5", "2", "0"],
+        [".", "0", "4", "1", "0"],
+        [".", "2", "2", "1", "0"],
+        ["1", "1,3", "3", "2", "0"],
+        [".", "1", "3", "1", "0"],
+        [".", "3", "1", "1", "0"],
+    ]
+    assert proof.seat_in_flight == ((4, 2), (3, 1))
+    assert proof.seat_versions == ((1, 1), (1, 1))
+
+
 def test_is_quick() -> None:
     """It runs before every training run. Ten times what it needs, for machines differ."""
     small = program_of("pipedream", 1, 1, 1, 1)

@@ -34,6 +34,8 @@ class Proof:
         seats: the (stage, replica) pairs of each rank.
         peak_in_flight: of each rank, microbatches forwarded and not yet backwarded; 0 without backwards.
         peak_versions: of each rank, distinct sets of weights alive at once, the newest included.
+        seat_in_flight, seat_versions: the same of each of a rank's seats by itself. Where they are several, what the
+            rank holds at its worst moment may be less than their sum, for they are not at their most together.
         staleness: of each stage, the most updates that a gradient is late.
     """
 
@@ -44,6 +46,8 @@ class Proof:
     seats: tuple[tuple[tuple[int, int], ...], ...]
     peak_in_flight: tuple[int, ...]
     peak_versions: tuple[int, ...]
+    seat_in_flight: tuple[tuple[int, ...], ...]
+    seat_versions: tuple[tuple[int, ...], ...]
     staleness: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -54,12 +58,15 @@ class Proof:
             f"{'rank':>4}  {'stages':<8}  {'in flight':>9}  {'versions':>8}  {'staleness':>9}",
         ]
         for rank, seats in enumerate(self.seats):
-            stages = [stage for stage, _ in seats]
-            late = ",".join(str(self.staleness[stage]) for stage in stages)
+            late = [self.staleness[stage] for stage, _ in seats]
+            names = [str(stage) for stage, _ in seats]
             rows.append(
-                f"{rank:>4}  {','.join(map(str, stages)):<8}  {self.peak_in_flight[rank]:>9}  "
-                f"{self.peak_versions[rank]:>8}  {late:>9}"
+                f"{rank:>4}  {','.join(names):<8}  {self.peak_in_flight[rank]:>9}  {self.peak_versions[rank]:>8}  "
+                f"{max(late):>9}"
             )
+            if len(seats) > 1:  # each stage by itself below
+                each = zip(names, self.seat_in_flight[rank], self.seat_versions[rank], late, strict=True)
+                rows += [f"{'':>4}  {'. ' + name:<8}  {held:>9}  {count:>8}  {by:>9}" for name, held, count, by in each]
         return "\n".join(rows)
 
 
@@ -81,20 +88,25 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
     """
     totals, residues = _totals(program)
     _check_reach(program, totals[-1])
-    peaks = []
+    ranks = range(program.placement.workers)
+    most = [[(0, 0)] * (1 + len(program.placement.seats(rank))) for rank in ranks]
     for total in totals:
         run = unroll(program, total)
         check_rules(run)
         check_waits(run, lanes)
-        peaks.append([_peaks(run, rank) for rank in range(program.placement.workers)])
+        for rank in ranks:
+            pairs = zip(most[rank], _peaks(run, rank), strict=True)
+            most[rank] = [(max(a, c), max(b, d)) for (a, b), (c, d) in pairs]
     return Proof(
         schedule=program.schedule,
         config=program.plan.config,
         totals=totals,
         residues=residues,
         seats=tuple(program.placement.seats(rank) for rank in range(program.placement.workers)),
-        peak_in_flight=tuple(max(rank[0] for rank in ranks) for ranks in zip(*peaks, strict=True)),
-        peak_versions=tuple(max(rank[1] for rank in ranks) for ranks in zip(*peaks, strict=True)),
+        peak_in_flight=tuple(rank[0][0] for rank in most),
+        peak_versions=tuple(rank[0][1] for rank in most),
+        seat_in_flight=tuple(tuple(held for held, _ in rank[1:]) for rank in most),
+        seat_versions=tuple(tuple(count for _, count in rank[1:]) for rank in most),
         staleness=tuple(_staleness(program, stage, totals[-1]) for stage in range(program.placement.stages)),
     )
 
@@ -135,8 +147,8 @@ def _check_reach(program: Program, total: int) -> None:
                 )
 
 
-def _peaks(run: Unrolled, rank: int) -> tuple[int, int]:
-    """Returns a rank's peak of microbatches in flight and of versions alive.
+def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
+    """Returns the peaks of microbatches in flight and of versions alive, of a rank and then of each of its seats.
 
     A version lives from its update to its last reader, and at least until the next update; an update
     reuses the storage of the version before it where nobody reads that any more.
@@ -145,11 +157,14 @@ def _peaks(run: Unrolled, rank: int) -> tuple[int, int]:
         ScheduleError: more versions alive at a stage than its weight rule allows.
     """
     program = run.program
+    seats = program.placement.seats(rank)
     if len(program.kinds) == 1:
-        return 0, len(program.placement.seats(rank))
+        return [(0, len(seats)), *[(0, 1)] * len(seats)]
     held: list[tuple[int, int]] = []
     alive: list[tuple[int, int]] = []
-    for stage, replica in program.placement.seats(rank):
+    peaks: list[tuple[int, int]] = []
+    last = Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in program.kinds else Kind.BACKWARD
+    for stage, replica in seats:
         lives = list(_lives(run, stage, replica))
         allowed = program.weights.versions(stage)
         found, position = _peak(lives)
@@ -160,13 +175,14 @@ def _peaks(run: Unrolled, rank: int) -> tuple[int, int]:
                 f"{found} versions of stage {stage}'s weights are alive, its weight rule "
                 f"{program.weights.name!r} keeps {allowed}",
             )
-        alive += lives
-        last = Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in program.kinds else Kind.BACKWARD
-        held += [
+        open_ = [
             (run.ops[Op(Kind.FORWARD, stage, k, replica)][1], run.ops[Op(last, stage, k, replica)][1])
             for k in range(replica, run.total, program.placement.replicas[stage])
         ]
-    return _peak(held)[0], _peak(alive)[0]
+        peaks.append((_peak(open_)[0], found))
+        alive += lives
+        held += open_
+    return [(_peak(held)[0], _peak(alive)[0]), *peaks]
 
 
 def _lives(run: Unrolled, stage: int, replica: int) -> Iterator[tuple[int, int]]:
