@@ -48,7 +48,8 @@ class Pipeline:
         model: the user's module, a chain of modules (`pipedream.capture`). It is not rewritten. On several
             processes each rank keeps its own stage's parameters and the others become meta tensors.
         plan: stages, replicas, depth.
-        schedule: a method's name (`pipedream schedules`), or a Schedule; the plan's, or PipeDream's own, unless said.
+        schedule: a method's name (`pipedream schedules`), a CSV file of PyTorch's, or a Schedule; the plan's, or
+            PipeDream's own, unless said.
         loss: ``loss(output, batch)`` -> scalar tensor or (sum, weight); a loss of torch's own gets (output,
             targets); None where the model's output carries ``.loss``.
         optimizer: factory from a list of (name, parameter) to a torch optimizer; called once a stage.
