@@ -23,6 +23,8 @@ from pipedream.cli import main
 from pipedream.core.compensation import ErrorFeedback, GapAware, LearningRateRescheduling, Nesterov, SpikeCompensation
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan import Plan
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.emulating import emulated_batches, emulated_pipeline, emulated_plan
 from pipedream.training import train_recipe
 
 BOUND = 1e-9
@@ -326,6 +328,18 @@ def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capfd.readouterr().out)["configuration"]["compensation"] == []
     assert main([*options, "--out", str(tmp_path / "3"), "--compensation", "sipke"]) == 2
     assert "compensation 'sipke' is not known; choose of error_feedback" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", pd.schedules.COMPENSATED)
+def test_named_methods_are_emulated_and_planned(name: str) -> None:
+    plan = emulated_plan(Plan.uniform(2, 1e-4, 1e-4))
+    with emulated_pipeline(plan, schedule=name) as pipeline:
+        assert len(list(pipeline.train(list(emulated_batches(pipeline, 4))))) == 4
+    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 100, 1000),) * 4, batch=8)
+    found = pd.plan(profile, pd.Cluster.flat(2), schedule=name, shape="straight")
+    assert found.schedule == name
+    kept = 1 if name in ("ftpipe_ga", "one_step_ef") else 0
+    assert [stage.memory.optimizer_bytes for stage in found.stages] == [kept * 2000] * 2
 
 
 RECIPE = """

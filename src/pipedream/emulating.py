@@ -183,6 +183,7 @@ def emulated_pipeline(plan: Plan, *, schedule: str = "pipedream", microbatches: 
         emulated.emulated_model(stages, parts),
         plan,
         schedule=schedule,
+        compensation=(),  # an emulated update changes nothing, so there is nothing to make up for
         microbatches=microbatches,
         loss=lambda output, batch: output.mean(),
         optimizer=emulated.emulated_optimizer(stages),

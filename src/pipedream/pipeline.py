@@ -273,7 +273,7 @@ class Pipeline:
     def state_dict(self, *, ema: bool = False, predicted: bool = True) -> dict[str, Any]:
         """Returns the whole model's state dict under the user's names at rank 0, an empty one elsewhere; drains.
 
-        Where a compensation keeps weights that are a prediction, those are returned (and evaluated); with
+        Where a compensation keeps weights that are a prediction, those are returned (evaluated, and averaged); with
         `predicted=False` the weights behind it, w of `core.compensation`, which SpecTrain and LWP evaluate.
         """
         self.drain()
