@@ -107,19 +107,33 @@ def check_published(name: str, case: Case) -> cases.Outcome:
     return outcome
 
 
+QUICK = {
+    ("spike", "mlp pipedream 1-1-1 float64 sgd"),
+    ("spike", "cnn pipedream 1-1-1-1 float64 sgd"),
+    ("velocity", "mlp pipedream 1-1-1 float64 sgd"),
+    ("nesterov", "mlp pipedream 1-1-1 float64 sgd"),
+    ("feedback", "mlp pipedream 1-1-1 float64 sgd"),
+    ("feedback", "mlp pipedream_2bw 1-1-1 float64 adamw 3"),
+    ("feedback", "matrices pipedream_2bw 1-1-1 float64 muon 3"),
+    ("t1", "mlp pipedream 1-1-1 float64 adamw"),
+    ("gap", "mlp pipedream 1-1-1 float64 sgd"),
+}
+"""What the default run tries; the rest is slow."""
+
+
 def _matrix() -> list[Any]:
-    found = []
+    found, quick = [], set()
     for name, optimizer in PUBLISHED:
         for animal in ("matrices",) if optimizer == "muon" else ("mlp", "cnn"):
             for schedule in ("pipedream", "pipedream_2bw"):
                 for stages in (2, 3, 4):
                     parts = 3 if schedule == "pipedream_2bw" else None
                     case = Case(animal, schedule, stages, optimizer=optimizer, microbatches=parts)
-                    quick = (stages == 3 and animal != "cnn") or (
-                        schedule == "pipedream" and stages == 4 and name == "spike"
-                    )
-                    marks = () if quick else pytest.mark.slow
+                    key = name, str(case)
+                    marks = () if key in QUICK else pytest.mark.slow
+                    quick |= {key} & QUICK
                     found.append(pytest.param(name, case, id=f"{name} {case}", marks=marks))
+    assert quick == QUICK
     return found
 
 
@@ -129,18 +143,23 @@ def test_every_compensation_is_its_papers_rule(name: str, case: Case) -> None:
 
 
 OTHERS = [
-    ("spike", Case("mlp", "pipedream", 2, replicas=(2, 1), epochs=12, drain_at=-1)),
     ("sc", Case("mlp", "pipedream", 2, replicas=(2, 1))),
-    ("sc", Case("mlp", "pipedream", 3, scheduled=True, ema=0.9)),
-    ("feedback", Case("mlp", "pipedream", 2, replicas=(1, 2), optimizer="adamw")),
-    ("feedback", Case("mlp", "pipedream_2bw", 2, replicas=(2, 1), microbatches=4)),
-    ("t1", Case("mlp", "pipedream", 3, replicas=(3, 2, 1))),
-    ("gap", Case("mlp", "pipedream", 2, replicas=(2, 1))),
     ("gap", Case("mlp", "pipedream", 2, replicas=(3, 1), drain_at=-1)),
-    ("spike", Case("mlp", "pipedream", 3, clip_grad_norm=0.1, clip="local")),
-    ("spike", Case("mlp", "pipedream", 3, depth="full", drain_at=-1, leave_at=17)),
-    ("t1", Case("mlp", "pipedream", 3, scheduled=True, ema=0.9)),
-    ("feedback", Case("mlp", "pipedream", 3, optimizer="adamw", scheduled=True)),
+    ("t1", Case("mlp", "pipedream", 3, replicas=(3, 2, 1))),
+    ("sc", Case("mlp", "pipedream", 3, scheduled=True, ema=0.9)),
+    *(
+        pytest.param(*row, marks=pytest.mark.slow)
+        for row in (
+            ("spike", Case("mlp", "pipedream", 2, replicas=(2, 1), epochs=12, drain_at=-1)),
+            ("feedback", Case("mlp", "pipedream", 2, replicas=(1, 2), optimizer="adamw")),
+            ("feedback", Case("mlp", "pipedream_2bw", 2, replicas=(2, 1), microbatches=4)),
+            ("gap", Case("mlp", "pipedream", 2, replicas=(2, 1))),
+            ("spike", Case("mlp", "pipedream", 3, clip_grad_norm=0.1, clip="local")),
+            ("spike", Case("mlp", "pipedream", 3, depth="full", drain_at=-1, leave_at=17)),
+            ("t1", Case("mlp", "pipedream", 3, scheduled=True, ema=0.9)),
+            ("feedback", Case("mlp", "pipedream", 3, optimizer="adamw", scheduled=True)),
+        )
+    ),
 ]
 
 
@@ -176,37 +195,40 @@ def test_compensations_of_one_update_go_together() -> None:
     check(case, run(case), BOUND, Together(0.0, 0.9, lambda s: late[s]), _plain("sgd"))
 
 
-@pytest.mark.processes
-def test_processes_give_to_the_bit_what_one_gives() -> None:
-    chosen = [
-        per_worker(replace(case, compensation=asked))
-        for case, asked in (
-            (Case("mlp", "pipedream", 2), ["spike", "t1:7"]),
-            (Case("mlp", "pipedream_2bw", 2, microbatches=3, optimizer="adamw"), "error_feedback"),
-            (Case("mlp", "pipedream", 1, replicas=(2,)), "nesterov"),
-            (Case("cnn", "pipedream", 2), "gap_aware"),
-            (Case("matrices", "pipedream", 2, optimizer="muon"), "error_feedback"),
-        )
-    ]
-    of_ranks = processes.results(cases.run_all, 2, chosen)
+def _check_processes(workers: int, chosen: list[Case]) -> None:
+    chosen = [per_worker(case) for case in chosen]
+    of_ranks = processes.results(cases.run_all, workers, chosen)
     for number, case in enumerate(chosen):
         alone = run(case)
         for rank, outcomes in enumerate(of_ranks):
             check_same(outcomes[number], alone, rank)
+
+
+@pytest.mark.processes
+def test_two_processes_give_to_the_bit_what_one_gives() -> None:
+    _check_processes(
+        2,
+        [
+            Case("mlp", "pipedream", 2, compensation=["spike", "t1:7"]),
+            Case("mlp", "pipedream_2bw", 2, microbatches=3, optimizer="adamw", compensation="error_feedback"),
+            Case("mlp", "pipedream", 2, compensation="gap_aware"),
+        ],
+    )
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_replicas_in_processes_give_to_the_bit_what_one_gives() -> None:
-    chosen = [
-        per_worker(Case("mlp", "pipedream", 2, replicas=(2, 1), compensation=asked))
-        for asked in ("gap_aware", "error_feedback", ["spike", "t1:7"])
-    ]
-    of_ranks = processes.results(cases.run_all, 3, chosen)
-    for number, case in enumerate(chosen):
-        alone = run(case)
-        for rank, outcomes in enumerate(of_ranks):
-            check_same(outcomes[number], alone, rank)
+def test_more_processes_and_replicas_give_to_the_bit_what_one_gives() -> None:
+    _check_processes(
+        2,
+        [
+            Case("mlp", "pipedream", 1, replicas=(2,), compensation="nesterov"),
+            Case("cnn", "pipedream", 2, compensation="gap_aware"),
+            Case("matrices", "pipedream", 2, optimizer="muon", compensation="error_feedback"),
+        ],
+    )
+    asked: tuple[Any, ...] = ("gap_aware", "error_feedback", ["spike", "t1:7"])
+    _check_processes(3, [Case("mlp", "pipedream", 2, replicas=(2, 1), compensation=one) for one in asked])
 
 
 def test_weights_behind_the_prediction() -> None:

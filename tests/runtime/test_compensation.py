@@ -125,7 +125,7 @@ momenta = st.sampled_from([0.5, 0.8, 0.9, 0.95])
 delays = st.integers(0, 6)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(momentum=momenta, horizon=st.floats(0.0, 6.0), delay=delays, updates=st.just(UPDATES))
 def test_velocity_prediction_kept_for_the_backward(momentum: float, horizon: float, delay: int, updates: int) -> None:
     """SpecTrain, LWPv: forwards read w - lr T v. Here a = 1 + T - T / m, b = T / m."""
@@ -145,7 +145,7 @@ def test_velocity_prediction_kept_for_the_backward(momentum: float, horizon: flo
     assert torch.allclose(optimizer.unpredicted()["w"], expected, rtol=1e-14)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(momentum=momenta, horizon=st.integers(0, 6), delay=delays)
 def test_multi_step_nesterov_is_spike_compensation(momentum: float, horizon: int, delay: int) -> None:
     """FTPipe's msnag and DANA: forwards read w - lr v (m + m^2 + ... + m^n)."""
@@ -161,7 +161,7 @@ def test_multi_step_nesterov_is_spike_compensation(momentum: float, horizon: int
     assert a / (1 - momentum) + b == pytest.approx(1 / (1 - momentum), rel=1e-12), "a gradient moves as far in all"
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(gamma=momenta, delay=delays)
 def test_asynchronous_nesterov_is_one_step_of_spike_compensation(gamma: float, delay: int) -> None:
     """Ajanthan et al.: d = gamma (w(t) - w(t-1)), w(t+1) = w(t) + d - eta (1 - gamma) grad at the delayed w + d."""
@@ -175,7 +175,7 @@ def test_asynchronous_nesterov_is_one_step_of_spike_compensation(gamma: float, d
 
     wanted = late(start, delay, problem(), published, UPDATES)
     sgd = partial(torch.optim.SGD, lr=eta * (1 - gamma), momentum=gamma)
-    for kind in (Nesterov(), SpikeCompensation(1), Generalised(1.0)):
+    for kind in (Nesterov(), SpikeCompensation(1)):
         step, _ = ours(start, sgd, kind, staleness=delay)
         check(late(start, delay, problem(), step, UPDATES), wanted)
 
@@ -189,7 +189,7 @@ def test_difference_prediction_is_error_feedback(name: str, delay: int, horizon:
     check(late(start, delay, problem(), step, UPDATES), late(start, delay, problem(), published, UPDATES))
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(
     delay=delays, mixture=st.lists(st.floats(-1.0, 1.0), min_size=3, max_size=3), name=st.sampled_from(["sgd", "adam"])
 )
