@@ -37,6 +37,12 @@ CHOOSE = {
     "chimera": "When a minibatch has few microbatches, about as many as workers, and the weights are small beside the "
     "activations: about half of 1f1b's bubble, for two sets of weights a worker and a sum over two holders at each "
     "update. The number of workers must be even.",
+    "zb_h1": "Where 1f1b is right, messages are fast, and a stage's time is in weights: layers whose backward is two "
+    "products, one for what arrived and one for the weight. A third of 1f1b's bubble; every stage holds as much as 1f1b's "
+    "first. It gains nothing where the halves cannot be parted (compiled modules, fused recurrent layers).",
+    "zb_h2": "When there is memory for twice as many microbatches. Over one minibatch its bubble is that of zb_h1, but its "
+    "workers begin and end one behind the other, and go on with the next minibatch without waiting: in a run of many the "
+    "bubble is gone. Not with clipping by the global norm, for which all stages wait at each update.",
     "pipedream": "When the minibatch cannot be split or the bubble of a flush is too dear: no worker waits in steady "
     "state, at the price of stale gradients and of a set of weights for each minibatch in flight. The plan may "
     "replicate stages.",
@@ -62,6 +68,8 @@ PICTURES = {
     "interleaved_1f1b": ("Interleaved 1F1B: two stages (s) a worker, m = 4", 4, 8),
     "breadth_first": ("Breadth-first: two stages (s) a worker, m = 4", 4, 8),
     "chimera": ("Chimera: one pipeline down, one up; s is the stage; m = 4", 4, 8),
+    "zb_h1": ("ZB-H1: 1F1B with split backwards, flush; m = 4", 4, 4),
+    "zb_h2": ("ZB-H2: twice the depth, two minibatches; m = 7", 7, 14),
     "pipedream": ("PipeDream: 1F1B, no flush; v is the version of the weights that an op reads", None, 12),
     "pipedream_vertical_sync": (
         "PipeDream with vertical sync: one version (v) for a minibatch at all stages",

@@ -18,7 +18,7 @@ import pipedream as pd
 from pipedream.core.plan import Plan
 from pipedream.schedules import LAYOUTS
 
-FLUSHING = ("naive", "gpipe", "1f1b", *LAYOUTS)
+FLUSHING = ("naive", "gpipe", "1f1b", "zb_h1", "zb_h2", *LAYOUTS)
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),

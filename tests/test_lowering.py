@@ -54,6 +54,7 @@ def test_ops_are_those_of_the_schedule(schedule: Schedule, minibatches: int) -> 
 def test_messages_stand_beside_their_ops(schedule: Schedule) -> None:
     """A receive directly before the op that reads it, a send directly after the op that makes it."""
     program = lower(schedule)
+    backward = Kind.INPUT_GRADIENT if schedule.splits_backward else Kind.BACKWARD
     for rank in range(schedule.placement.workers):
         stream = list(program.instructions(rank, 3 * schedule.cycle))
         for i, item in enumerate(stream):
@@ -66,7 +67,7 @@ def test_messages_stand_beside_their_ops(schedule: Schedule) -> None:
                 continue
             channel = program.channels[item.channel]
             stage = channel.source if item.kind is Move.SEND else channel.target
-            kind = Kind.BACKWARD if channel.carries == "gradient" else Kind.FORWARD
+            kind = backward if channel.carries == "gradient" else Kind.FORWARD
             assert (op.kind, op.stage, op.index) == (kind, stage, item.index)
 
 

@@ -22,6 +22,9 @@ PARTS |= {"interleaved_1f1b": 4, "chimera": 4}
 BASIC = {"naive": 4, "gpipe": 3, "1f1b": 3, "pipedream": 4, "pipedream_vertical_sync": 3, "pipedream_2bw": 3}
 BASIC |= {"interleaved_1f1b": 4, "breadth_first": 4, "chimera": 4}
 
+PARTS |= {"zb_h1": 4, "zb_h2": 5}
+BASIC |= {"zb_h1": 3, "zb_h2": 4}
+
 
 def _case(animal: str, schedule: str, stages: int) -> Case:
     return Case(animal, schedule, stages, optimizer=KINDS[animal], microbatches=PARTS.get(schedule))

@@ -189,6 +189,7 @@ def _with_bytes(plan: Plan, built: Schedule) -> Plan:
             stage.sizes(parts, plan.stages[s - 1].output_bytes if s else 0, samples=plan.batch, is_last=s == last),
             versions=one.versions,
             in_flight=one.in_flight,
+            deferred=one.deferred,
             per_update=-(-built.microbatches // stage.replicas),
             flushes=built.flushes,
             lag=plan.lag[s],

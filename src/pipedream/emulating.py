@@ -173,14 +173,15 @@ def emulated_pipeline(plan: Plan, *, schedule: str = "pipedream", microbatches: 
     """
     from .runtime import emulated  # here: a plan is scaled without loading torch
 
-    parts = schedules.build(schedule, plan, microbatches).microbatches
+    built = schedules.build(schedule, plan, microbatches)
+    parts = built.microbatches
     if plan.unit == "microbatch":
         plan = replace(plan, unit="minibatch", stages=tuple(_of_minibatch(stage, parts) for stage in plan.stages))
     rank, _ = talk.join("cpu")
     speed = plan.cluster.speeds[sorted(set(plan.order))[rank] if plan.order else rank]
     stages = [_at_speed(stage, speed) for stage in plan.stages]
     return Pipeline(
-        emulated.emulated_model(stages, parts),
+        emulated.emulated_model(stages, parts, splits_backward=built.splits_backward),
         plan,
         schedule=schedule,
         compensation=(),  # an emulated update changes nothing, so there is nothing to make up for

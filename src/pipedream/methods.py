@@ -36,6 +36,7 @@ def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -
         return [_method(name) for name in names]
     # Plans have one stage a worker, but for those that are made by hand.
     found = [_method(name) for name in schedules.SCHEDULES if name not in schedules.LAYOUTS]
+    found = [method for method in found if not method.splits_backward]  # a profile does not tell their seconds
     flushing = [method for method in found if method.flushes]
     return [*reversed(flushing), *(method for method in found if allow_asynchronous and not method.flushes)]
 
@@ -137,6 +138,7 @@ def _method(name: str) -> planner.Method:
         lags=lags,
         deepens=held(deep) != held(built),
         holds=lambda microbatches: holds_of(name, microbatches),
+        splits_backward=built.splits_backward,
     )
 
 

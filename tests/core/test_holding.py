@@ -34,8 +34,16 @@ def test_it_is_what_the_papers_claim(name: str, stages: int, m: int) -> None:
     assert claims.in_flight is not None
     assert claims.versions is not None
     many = 99 if travels else m
-    expected = tuple(Held(claims.in_flight(stages, many, s), claims.versions(stages, many, s)) for s in range(stages))
-    assert held(built) == expected
+    expected = [(claims.in_flight(stages, many, s), claims.versions(stages, many, s)) for s in range(stages)]
+    assert [(found.in_flight, found.versions) for found in held(built)] == expected
+
+
+@pytest.mark.parametrize("m", [1, 3, 9])
+def test_microbatches_between_the_halves_of_a_backward(m: int) -> None:
+    """Stage s of ZB-H1 makes weight gradients s microbatches later, of ZB-H2 2s; one has just got its first half."""
+    for name, times in (("1f1b", None), ("zb_h1", 1), ("zb_h2", 2)):
+        found = [one.deferred for one in held(schedules.build(name, Plan.uniform(4), m))]
+        assert found == [0 if times is None else min(times * s + 1, m) for s in range(4)]
 
 
 @settings(max_examples=150)

@@ -69,7 +69,8 @@ def test_pictures_of_docstrings(simulated: Simulated, name: str) -> None:
     split = (
         None if name.startswith("pipedream") and name != "pipedream_2bw" else 2 if name == "pipedream_2bw" else total
     )
-    plan = uniform(name, len(told), 1.0, 1.0)
+    backward_s = 2.0 if any("W0" in row for row in told) else 1.0  # each half takes a column
+    plan = uniform(name, len(told), 1.0, backward_s)
     drawn = grid(simulated(name, plan=plan, split=split, total=total)).splitlines()[1:]
     assert len(told) == len(drawn)
     for short, long in zip(told, drawn, strict=True):

@@ -6,9 +6,11 @@ import time
 
 import pytest
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from pipedream.core.plan import Stage
 from pipedream.runtime.emulated import EmulatedStage, Waiting, emulated_batch, emulated_model, emulated_optimizer
+from pipedream.runtime.split import split_backward
 
 MIB = 1 << 20
 
@@ -45,6 +47,25 @@ def test_passes_wait_for_their_seconds_and_make_what_is_sent(microbatches: int) 
     assert arrived.grad is not None
     assert arrived.grad.shape == (1, 7)
     assert sum(weights.grad.nbytes for weights in layer.parameters() if weights.grad is not None) == 3 * MIB
+
+
+def test_a_split_backward_waits_half_and_half() -> None:
+    """The first half leaves the weights alone; where nothing that arrived wants a gradient, it has nothing to do."""
+    torch.ones(1, requires_grad=True).backward(torch.ones(1))  # autograd imports what it needs
+    for wants, halves in ((True, (0.04, 0.04)), (False, (0.0, 0.08))):
+        layer = EmulatedStage(stage(replicas=2), 1, sends=True, splits_backward=True)
+        arrived = torch.zeros(1, 7, requires_grad=wants) * 1.0
+        edges = [get_gradient_edge(arrived)] if wants else []
+        made = layer(arrived)
+        start = time.perf_counter()
+        back, deferred = split_backward([made], [torch.zeros_like(made)], edges)
+        middle = time.perf_counter()
+        assert all(weights.grad is None for weights in layer.parameters())
+        assert not wants or (back[0] is not None and back[0].shape == (1, 7))
+        done = [weights.numel() for weights in deferred.run()]
+        assert done == [weights.numel() for weights in reversed(layer.weights)]
+        for seconds, found in zip(halves, (middle - start, time.perf_counter() - middle), strict=True):
+            assert 0.99 * seconds <= found < 1.6 * seconds + 0.02  # a busy machine wakes late
 
 
 def test_gradients_of_a_replicated_stage_come_one_after_the_other() -> None:

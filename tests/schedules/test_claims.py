@@ -9,6 +9,7 @@ from math import lcm
 import pytest
 
 from pipedream.core.errors import ScheduleError
+from pipedream.core.op import Kind
 from pipedream.core.plan import Plan
 from pipedream.core.schedule import Schedule
 from pipedream.core.timeline import Timeline
@@ -50,8 +51,18 @@ def test_every_method_is_tried() -> None:
     assert {name for name, _, _ in cases(True) + cases(False)} == set(SCHEDULES)
 
 
-@pytest.mark.parametrize("times", TIMES, ids=str)
-@pytest.mark.parametrize(("name", "p", "m"), cases(flushing=True))
+def claimed_bubbles() -> list[tuple[str, int, int, tuple[float, float]]]:
+    found = []
+    for name, p, m in cases(flushing=True):
+        schedule = made(name, p, m)
+        assert schedule is not None
+        # Of a split backward it is claimed for f = i = w, which a backward of 2 f is split into.
+        times = ((1.0, 2.0),) if schedule.splits_backward else TIMES
+        found += [(name, p, m, each) for each in times if m >= schedule.claims.least(p)]
+    return found
+
+
+@pytest.mark.parametrize(("name", "p", "m", "times"), claimed_bubbles(), ids=str)
 def test_bubble_of_one_minibatch(name: str, p: int, m: int, times: tuple[float, float]) -> None:
     schedule = made(name, p, m, times)
     assert schedule is not None
@@ -137,3 +148,68 @@ def test_two_pipelines_in_each_others_bubbles(p: int) -> None:
         assert run(build("chimera", uniform("chimera", p, 1.0, 1.0), units * p), units * p).makespan_s == (
             2 * units * p + p - 2
         )
+
+
+SPLIT_TIMES = {
+    "zb_h1": ((1, 1, 1), (2, 2, 1), (1, 3, 1), (2, 1, 1), (3, 4, 2.5), (1, 1, 0)),
+    "zb_h2": ((1, 1, 1), (1, 1, 2), (2, 1, 2), (3, 2.5, 4), (1, 0, 1)),
+}
+"""Seconds of forward, input gradient and weight gradient for which a makespan is claimed."""
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, *(pytest.param(p, marks=pytest.mark.slow) for p in (3, 5, 6, 7, 8))])
+@pytest.mark.parametrize(
+    ("name", "times"), [(name, times) for name, each in SPLIT_TIMES.items() for times in each], ids=str
+)
+def test_makespan_of_a_split_backward(name: str, times: tuple[float, float, float], p: int) -> None:
+    f, i, w = times
+    least = build(name, Plan.uniform(p)).claims.least(p)
+    for m in (least, least + 1, 3 * p + 1):
+        schedule = build(name, Plan.uniform(p, f, i + w), m)
+        assert schedule.claims.makespan_s is not None
+        program = lower(schedule)
+        for n in (1, 3):
+            timeline = simulate(program, costs(schedule.plan, weight_s=w), n * m)
+            assert timeline.makespan_s == pytest.approx(schedule.claims.makespan_s(p, m, n, f, i, w), abs=1e-9)
+
+
+def test_makespans_are_claimed_only_where_they_hold() -> None:
+    """Each bound of the assumptions is needed: a little beyond it, the run takes longer than the form says."""
+    beyond = {
+        "zb_h1": [((1, 2, 1.25), 8), ((2, 1, 1.25), 8), ((1, 1, 1), 3)],
+        "zb_h2": [((1, 1.25, 1), 8), ((1.25, 1, 1), 8), ((1, 1, 1), 6)],
+    }
+    for name, found in beyond.items():
+        for (f, i, w), m in found:
+            schedule = build(name, Plan.uniform(4, f, i + w), m)
+            assert schedule.claims.makespan_s is not None
+            timeline = simulate(lower(schedule), costs(schedule.plan, weight_s=w), 2 * m)
+            assert timeline.makespan_s > schedule.claims.makespan_s(4, m, 2, f, i, w) + 0.1, (name, f, i, w, m)
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+def test_no_worker_of_zb_h2_waits_between_its_first_op_and_its_last(p: int) -> None:
+    schedule = build("zb_h2", Plan.uniform(p, 1.0, 2.0), 3 * p)
+    timeline = run(schedule, 9 * p)
+    for rank in range(p):
+        spans = [span for span in timeline.work() if span.rank == rank]
+        assert spans[-1].end_s - spans[0].start_s == pytest.approx(3 * 9 * p)
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+@pytest.mark.parametrize("m", [1, 2, 5, 8, 15, 24])
+def test_activations_of_a_split_backward(p: int, m: int) -> None:
+    """Until its input gradient a microbatch keeps all its activations: at stage s so many as in 1F1B, or in one of
+    twice the depth. Until its weight gradient it keeps what that needs: s, or 2s, of them are waiting then."""
+    for name, times in (("zb_h1", 1), ("zb_h2", 2)):
+        schedule = build(name, Plan.uniform(p), m)
+        for s in range(p):
+            whole = waiting = most = most_waiting = 0
+            for op in schedule.ops(s, 2 * m):
+                whole += (op.kind is Kind.FORWARD) - (op.kind is Kind.INPUT_GRADIENT)
+                waiting += (op.kind is Kind.INPUT_GRADIENT) - (op.kind is Kind.WEIGHT_GRADIENT)
+                most = max(most, whole)
+                if op.kind is not Kind.INPUT_GRADIENT:
+                    most_waiting = max(most_waiting, waiting)
+            assert most == min(times * (p - 1 - s) + 1, m)
+            assert most_waiting == min(times * s, m - 1)

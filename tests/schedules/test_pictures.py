@@ -111,6 +111,18 @@ rank 3 | .    .    .    3F0  3F1  3F2  3F3  7F0  7F1  7F2  7F3  7B0  7B1  7B2  7
         rank 2 | .    1F1  2F0  1F3  2F2  2B0  1B1  2B2  1B3'
         rank 3 | 0F1  0F3  .    3F0  3B0  3F2  3B2  0B1  .    0B3'
     """,
+    ("zb_h1", 6, 21): """
+        rank 0 | F0  F1  F2  F3  .   .   .   I0  W0  F4  I1  W1  F5  I2  W2  I3  W3  I4  W4  I5  W5'
+        rank 1 | .   F0  F1  F2  .   .   I0  F3  I1  W0  F4  I2  W1  F5  I3  W2  I4  W3  I5  W4  W5'
+        rank 2 | .   .   F0  F1  .   I0  F2  I1  F3  I2  W0  F4  I3  W1  F5  I4  W2  I5  W3  W4  W5'
+        rank 3 | .   .   .   F0  I0  F1  I1  F2  I2  F3  I3  W0  F4  I4  W1  F5  I5  W2  W3  W4  W5'
+    """,
+    ("zb_h2", 7, 24): """
+        rank 0 | F0  F1  F2  F3  F4  F5  F6  I0  W0  I1  W1  I2  W2  I3  W3  I4  W4  I5  W5  I6  W6'
+        rank 1 | .   F0  F1  F2  F3  F4  I0  F5  I1  F6  I2  W0  I3  W1  I4  W2  I5  W3  I6  W4  W5  W6'
+        rank 2 | .   .   F0  F1  F2  I0  F3  I1  F4  I2  F5  I3  F6  I4  W0  I5  W1  I6  W2  W3  W4  W5  W6'
+        rank 3 | .   .   .   F0  I0  F1  I1  F2  I2  F3  I3  F4  I4  F5  I5  F6  I6  W0  W1  W2  W3  W4  W5  W6'
+    """,
     ("pipedream", None, 12): """
         rank 0 | F0  F1  F2  F3  .   .   .   B0' F4  B1' F5  B2'
         rank 1 | .   F0  F1  F2  .   .   B0' F3  B1' F4  B2' F5
@@ -153,8 +165,10 @@ def test_a_replicated_input_stage() -> None:
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_file_shows_its_own_picture(name: str) -> None:
-    """Two stages; four microbatches where a flush ends the picture, else ten slots."""
+    """Two stages; four microbatches where a flush ends the picture (13 slots of split backwards), else ten slots."""
     text = import_module(SCHEDULES[name].__module__).__doc__ or ""
     shown = [line.strip() for line in text.splitlines() if line.strip().startswith("rank ")]
-    split = {"gpipe": 4, "1f1b": 4, "pipedream_2bw": 2}.get(name, 2 if name in LAYOUTS else None)
-    assert shown == picture(build(name, uniform(name, 2), split), 12 if name in LAYOUTS else 10)
+    splits = {"gpipe": 4, "1f1b": 4, "zb_h1": 4, "zb_h2": 4, "pipedream_2bw": 2}
+    split = splits.get(name, 2 if name in LAYOUTS else None)
+    wide = name in LAYOUTS or name.startswith("zb")
+    assert shown == picture(build(name, uniform(name, 2), split), 13 if wide else 10)

@@ -11,7 +11,7 @@ from pipedream.schedules import build
 from pipedream.verifier import verify
 
 
-@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "zb_h1", "zb_h2"])
 def test_fewer_microbatches_than_replicas_are_refused(name: str) -> None:
     plan = Plan.uniform(2, replicas=(3, 1))
     with pytest.raises(ScheduleError, match="a stage has 3 replicas"):

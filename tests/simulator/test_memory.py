@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedream.core.cluster import Cluster
-from pipedream.core.memory import StageSizes, message_bytes, peers_of, stage_bytes
+from pipedream.core.memory import DEFERRED_SHARE, StageSizes, message_bytes, peers_of, stage_bytes
 from pipedream.core.plan import Plan, Stage
 from pipedream.core.schedule import Schedule
 from pipedream.core.timeline import MemoryStep, Timeline
@@ -78,7 +78,7 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
     )
     schedule = replace(drawn, plan=replace(drawn.plan, stages=rows))
     timeline = simulate(lower(schedule), seconds, total)
-    steps = {"F": 1, "B": -1}
+    steps = {"F": 1, "B": -1, "W": -1}
     kinds = ([span.kind for span in timeline.of_rank(first)] for first, *_ in schedule.placement.ranks)
     held_most = tuple(max(accumulate(steps.get(kind, 0) for kind in row), default=0) for row in kinds)
     for rank in range(timeline.workers):
@@ -86,7 +86,7 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
         row = rows[stage]
         mine = range(replica, total, schedule.placement.replicas[stage])
         read = {k: schedule.weights.forward_version(stage, k) for k in mine}
-        waiting, newest, in_flight, most, summed = set(mine), 0, 0, 1, 0
+        waiting, newest, in_flight, halved, most, summed = set(mine), 0, 0, 0, 1, 0
         expected = [MemoryStep(0.0, base_at(schedule.plan, stage, 1, 0, held_most))]
         pass_bytes = row.working_bytes
         if row.recompute:  # of the one at work the activations are there too
@@ -94,7 +94,12 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
         alive = 1
         for span in timeline.of_rank(rank):
             extra = 0
-            if span.kind == "F":
+            if span.kind == "I":
+                in_flight, halved = in_flight - 1, halved + 1
+                extra = row.working_bytes + (row.parameter_bytes if summed else 0)
+            elif span.kind == "W":
+                extra = row.working_bytes + row.parameter_bytes + (row.largest_parameter_bytes if summed else 0)
+            elif span.kind == "F":
                 in_flight += 1
                 extra = pass_bytes + (row.parameter_bytes if summed else 0)
             elif span.kind == "B":
@@ -106,11 +111,12 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
                 most = max(most, alive)
             else:
                 continue
+            extra += halved * DEFERRED_SHARE * row.activation_bytes
             expected.append(
                 MemoryStep(span.start_s, base_at(schedule.plan, stage, alive, in_flight, held_most) + extra)
             )
-            if span.kind == "B":
-                in_flight, summed = in_flight - 1, summed + 1
+            if span.kind in ("B", "W"):
+                in_flight, halved, summed = in_flight - (span.kind == "B"), halved - (span.kind == "W"), summed + 1
                 waiting.remove(span.index)
                 alive = len({newest} | {read[k] for k in waiting if read[k] <= newest})
         assert timeline.memory_steps(rank) == tuple(expected)
@@ -132,6 +138,23 @@ def test_peak_is_that_of_the_memory_model(name: str, versions: tuple[int, ...]) 
     )
     assert timeline.peak_bytes == peaks
     assert tuple(row.peak_bytes for row in measure(timeline).per_rank) == peaks
+
+
+def test_a_picture_of_the_memory_of_a_split_backward() -> None:
+    pair = Plan(ROWS[:2], (2, 1), Cluster.flat(2, 1e30), unit="microbatch")
+    timeline = simulate(lower(build("zb_h1", pair, 2)), costs(pair), 2)
+    one, start = 801, 5000 + 7 + 5 * 80  # weights, state; two receives, three gradients that may not be taken
+    steps = [step.held_bytes - start for step in timeline.memory_steps(1)]
+    assert steps == [
+        0,
+        one,  # F0
+        2 * one,  # I0: half a backward keeps twice the activations, at most
+        3 * one,  # F1
+        4 * one,  # I1
+        4 * one + 5000,  # W0: the gradients
+        2 * one + 5000,  # W1
+        5000,  # U
+    ]
 
 
 def test_a_picture_of_memory() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -137,7 +138,9 @@ def show(
     microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches of the run; 8, or the file's.")] = None,
     in_flight: Depth = "noam",
     forward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a forward.")] = 1.0,
-    backward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a backward.")] = 1.0,
+    backward_s: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds of a backward; 1, or 2 where it is split in halves.")
+    ] = None,
     verify_it: Annotated[bool, typer.Option("--verify", help="Print the proof too.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this file.")] = None,
     csv: Annotated[
@@ -146,13 +149,15 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Draw a method's grid; with --verify print the proof: in flight, versions, staleness."""
-    chosen = schedules.uniform(name, stages, forward_s, backward_s, chunks=chunks).with_depth(depth_of(in_flight))
+    chosen = schedules.uniform(name, stages, forward_s, chunks=chunks).with_depth(depth_of(in_flight))
     built = schedules.build(name, chosen)
+    seconds = (2.0 if built.splits_backward else 1.0) if backward_s is None else backward_s
+    chosen = replace(chosen, stages=tuple(replace(stage, backward_s=seconds) for stage in chosen.stages))
     if schedules.is_torch_csv(name):
-        microbatches = microbatches or built.microbatches
+        microbatches, built = microbatches or built.microbatches, schedules.build(name, chosen)
     else:
         microbatches = microbatches or _USUAL_RUN
-        built = schedules.build(name, chosen, microbatches) if built.flushes else built
+        built = schedules.build(name, chosen, microbatches if built.flushes else None)
     proof = verify(lower(built))
     timeline = api.simulate(chosen, schedule=built, microbatches=microbatches)
     if csv is not None:

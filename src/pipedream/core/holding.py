@@ -21,35 +21,37 @@ class Held:
     """What a replica of a stage holds at most.
 
     Attributes:
-        in_flight: microbatches forwarded and not yet backwarded.
+        in_flight: microbatches forwarded and not yet backwarded; a split backward ends with its weight gradient.
         versions: distinct sets of weights alive at once, the newest included.
         kept_tensors: for each weight, that compensations of delay keep.
+        deferred: of those in flight, how many have their input gradient and not yet their weight gradient.
     """
 
     in_flight: int
     versions: int
     kept_tensors: int = 0
+    deferred: int = 0
 
 
 def held(schedule: Schedule) -> tuple[Held, ...]:
     """Returns what each stage of a schedule holds, in its fullest replica."""
-    return tuple(
-        Held(
-            _in_flight(schedule, stage),
-            schedule.weights.versions(stage),
-            schedule.updates.kept_tensors(schedule.weights.staleness(stage)),
-        )
-        for stage in range(len(schedule.plan.stages))
-    )
+    found = []
+    for stage in range(len(schedule.plan.stages)):
+        in_flight, deferred = _in_flight(schedule, stage)
+        kept = schedule.updates.kept_tensors(schedule.weights.staleness(stage))
+        found.append(Held(in_flight, schedule.weights.versions(stage), kept_tensors=kept, deferred=deferred))
+    return tuple(found)
 
 
-def _in_flight(schedule: Schedule, stage: int) -> int:
-    """Follows the first replica, which has the most microbatches of a minibatch, until one behind the warm-up is
+def _in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
+    """Returns the most in flight, and the most of them that wait for their weight gradients.
+
+    Follows the first replica, which has the most microbatches of a minibatch, until one behind the warm-up is
     forwarded: in a flushed minibatch all of its own have been by then, and an endless order only repeats itself."""
     replicas = schedule.plan.replicas[stage]
     last = max(schedule.microbatches, (schedule.plan.in_flight[stage] + 1) * replicas)
     ends = Kind.WEIGHT_GRADIENT if schedule.splits_backward else Kind.BACKWARD
-    now = most = 0
+    now = most = deferred = most_deferred = 0
     for kind, at, index, _ in schedule.order(schedule.placement.ranks[stage][0]):
         if at != stage:
             continue
@@ -58,9 +60,13 @@ def _in_flight(schedule: Schedule, stage: int) -> int:
                 break
             now += 1
             most = max(most, now)
+        elif kind is Kind.INPUT_GRADIENT:
+            deferred += 1
+            most_deferred = max(most_deferred, deferred)
         elif kind is ends:
             now -= 1
-    return most
+            deferred -= schedule.splits_backward
+    return most, most_deferred
 
 
 def most_in_flight(program: Program, total: int | None = None) -> tuple[int, ...]:
@@ -75,13 +81,14 @@ def most_in_flight(program: Program, total: int | None = None) -> tuple[int, ...
     if len(program.kinds) == 1:
         return program.plan.in_flight
     found = []
+    ends = Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in program.kinds else Kind.BACKWARD
     enough = 2 * program.cycle * (program.microbatches + max(program.plan.in_flight))
     counted = enough if total is None else min(enough, total)
     for stage, (rank, *_) in enumerate(program.placement.ranks):
         in_flight = most = 0
         for op in program.instructions(rank, counted):
             if isinstance(op, Op) and op.stage == stage:
-                in_flight += (op.kind is Kind.FORWARD) - (op.kind is Kind.BACKWARD)
+                in_flight += (op.kind is Kind.FORWARD) - (op.kind is ends)
                 most = max(most, in_flight)
         found.append(most)
     return tuple(found)

@@ -34,23 +34,28 @@ class Claims:
     """What the paper promises, as functions; None where it promises nothing.
 
     Legend: p workers, m microbatches per minibatch (or in the run, for orders without a flush), s worker: each has one
-    stage, or several, of which what is held is added up.
+    stage, or several, of which what is held is added up. A split backward holds a microbatch until its weight gradient.
 
     Attributes:
         assumption: under which the forms hold.
+        least: p -> fewest microbatches of a minibatch for which bubble and makespan hold.
         bubble: (p, m) -> share of the time that workers wait, over one minibatch of a flushing order.
         ratio: of a backward's seconds to a forward's for which the bubble holds; None for any.
         in_flight: (p, m, s) -> most microbatches in flight.
         staleness: (p, m, s) -> updates a gradient is late.
         versions: (p, m, s) -> most versions of the weights.
+        makespan_s: (p, m, n, f, i, w) -> seconds of n minibatches, one behind the other, where a microbatch's forward,
+            input gradient and weight gradient take f, i and w seconds at each stage.
     """
 
     assumption: str = "straight pipeline, paper's depth, equal stages, messages cost nothing"
+    least: Callable[[int], int] = lambda p: 1
     bubble: Callable[[int, int], float] | None = None
     ratio: float | None = None
     in_flight: Callable[[int, int, int], int] | None = None
     staleness: Callable[[int, int, int], int] | None = None
     versions: Callable[[int, int, int], int] | None = None
+    makespan_s: Callable[[int, int, int, float, float, float], float] | None = None
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ class Method:
         splits: a minibatch may be split into microbatches.
         lags, deepens: a plan's lag, and its depth, make a difference.
         holds: from a number of microbatches to the rule of what the stages of a plan hold.
+        splits_backward: its input and weight gradients are made apart.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Method:
     lags: bool
     deepens: bool
     holds: Callable[[int], Holds]
+    splits_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,8 +227,14 @@ def choose(
         all_workers, recompute: see `plan`.
 
     Raises:
-        PlanError: no way works; says why for the first of them.
+        PlanError: no way works; says why for the first of them. Or a method splits the backward: of its halves a
+            profile tells the sum alone, by which it would be taken for faster than it is known to be.
     """
+    if halves := [method.name for method in methods if method.splits_backward]:
+        raise PlanError(
+            f"schedule auto was asked to compare {', '.join(halves)}, but a profile does not tell the seconds of the "
+            "halves of a backward; name that schedule alone, and see 'pipedream simulate --weight-s'"
+        )
     shapes = _shapes(shape, cluster, all_workers)
     ways = _Ways(profile, cluster, methods, shapes, microbatches, depth, lag, all_workers, recompute)
     planned: list[tuple[float, int, Candidate, Plan]] = []

@@ -246,6 +246,7 @@ class Space:
         return {
             "versions": held.versions,
             "in_flight": held.in_flight,
+            "deferred": held.deferred,
             "per_update": -(-self.microbatches // replicas),
             "flushes": held.versions == 1,
             "lag": lag,

@@ -154,7 +154,7 @@ def _claims(entry: Entry) -> list[str]:
     rows = [
         (
             f"bubble, {where}",
-            NOTHING if claims.bubble is None else figure(claims.bubble(p, m)),
+            NOTHING if claims.bubble is None or m < claims.least(p) else figure(claims.bubble(p, m)),
             figure(_tidy(_bubble(entry))),
         ),
         ("microbatches in flight", promised(claims.in_flight), _together(rank.peak_in_flight for rank in ranks)),

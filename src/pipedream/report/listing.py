@@ -30,7 +30,8 @@ def schedule_table(built: Mapping[str, Schedule], *, stages: int, microbatches: 
         def row(form: object, p: int = stages, m: int = microbatches) -> str:
             return " ".join(str(form(p, m, s)) for s in range(p)) if callable(form) else "-"
 
-        bubble = "-" if claims.bubble is None else f"{claims.bubble(stages, microbatches):.3f}"
+        holds = claims.bubble is not None and microbatches >= claims.least(stages)
+        bubble = f"{claims.bubble(stages, microbatches):.3f}" if claims.bubble is not None and holds else "-"
         lines.append(
             f"{name:<{width}}  {'yes' if schedule.flushes else 'no':<5}  {bubble:>6}  {row(claims.in_flight):<14}  "
             f"{row(claims.staleness):<12}  {row(claims.versions)}"

@@ -26,17 +26,21 @@ _ITEM_BYTES = 4
 _MOST_PIECES = 32
 
 
-def emulated_model(stages: Sequence[Stage], microbatches: int) -> nn.Sequential:
+def emulated_model(stages: Sequence[Stage], microbatches: int, *, splits_backward: bool = False) -> nn.Sequential:
     """Returns a model of one layer a stage, named ``stage0``, ``stage1``, ...
 
     Args:
         stages: with the seconds and bytes of one minibatch.
         microbatches: parts of a minibatch; each part is one row of the tensors.
+        splits_backward: half of a backward's seconds are the weight gradients', as in `simulator.costs`.
     """
     last = len(stages) - 1
     model = nn.Sequential()
     for number, stage in enumerate(stages):
-        model.add_module(f"stage{number}", EmulatedStage(stage, microbatches, sends=number < last))
+        model.add_module(
+            f"stage{number}",
+            EmulatedStage(stage, microbatches, sends=number < last, splits_backward=splits_backward),
+        )
     return model
 
 
@@ -66,9 +70,10 @@ class EmulatedStage(nn.Module):
         stage: with the seconds and bytes of one minibatch.
         microbatches: parts of a minibatch.
         sends: its output is a message; otherwise it is the loss.
+        splits_backward: the gradients of the weights leave the path to what arrived, and take half of the seconds.
     """
 
-    def __init__(self, stage: Stage, microbatches: int, *, sends: bool) -> None:
+    def __init__(self, stage: Stage, microbatches: int, *, sends: bool, splits_backward: bool = False) -> None:
         super().__init__()
         self._forward_s = stage.forward_s / microbatches
         self._columns = max(1, ceil(stage.output_bytes / microbatches / _ITEM_BYTES)) if sends else 1
@@ -79,13 +84,21 @@ class EmulatedStage(nn.Module):
             pieces = max(1, min(_MOST_PIECES, ceil(stage.parameter_bytes / FIRST_BUCKET_BYTES)))
         ends = [items * piece // pieces for piece in range(pieces + 1)]
         self.weights = nn.ParameterList(nn.Parameter(_zeros(end - begin)) for begin, end in pairwise(ends))
-        self._piece_s = stage.backward_s / microbatches / pieces
+        self._splits = splits_backward
+        self._piece_s = stage.backward_s / microbatches / pieces / (2 if splits_backward else 1)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """Waits for the seconds of a forward; returns rows of the planned size."""
         made = _Forward.apply(value, self._forward_s, self._columns, self._activation_bytes)  # type: ignore[no-untyped-call]
+        nowhere = torch.empty(0, dtype=torch.long)
         for weights in self.weights:
-            made = _Piece.apply(made, weights, self._piece_s)  # type: ignore[no-untyped-call]
+            if self._splits:
+                made = _Path.apply(made, self._piece_s)  # type: ignore[no-untyped-call]
+                # Adds no rows, which costs nothing: a node of autograd's own, where the halves of a backward part.
+                apart = _Apart.apply(weights, self._columns, self._piece_s)  # type: ignore[no-untyped-call]
+                made = made.index_add(0, nowhere, apart) if made.is_leaf else made.index_add_(0, nowhere, apart)
+            else:
+                made = _Piece.apply(made, weights, self._piece_s)  # type: ignore[no-untyped-call]
         return torch.as_tensor(made)
 
 
@@ -135,6 +148,35 @@ class _Piece(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
         _wait(time.perf_counter(), ctx.seconds)
         return gradients[0], _zeros(ctx.items), None
+
+
+class _Path(torch.autograd.Function):
+    """Waits in the backward, as for the gradient of what came in."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
+        _wait(time.perf_counter(), ctx.seconds)
+        return gradients[0], None
+
+
+class _Apart(torch.autograd.Function):
+    """A piece of a stage's weights that gives no rows, and waits in the backward for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, columns: int, seconds: float) -> torch.Tensor:
+        ctx.items, ctx.seconds = weights.numel(), seconds
+        return torch.empty(0, columns)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
+        _wait(time.perf_counter(), ctx.seconds)
+        return _zeros(ctx.items), None, None
 
 
 def _zeros(*shape: int) -> torch.Tensor:

@@ -8,25 +8,28 @@ Life of a microbatch at a stage:
 3. Before each layer the generator is seeded from (run seed, microbatch, layer name), after the last one the
    user's generator goes on where it was.
 4. The backward takes the gradients of the leaves and of what arrived from autograd, which adds to the sums of
-   the update that is coming.
+   the update that is coming: in one go, or in two halves (`runtime.split`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..core.seeds import layer_seed
 from .batches import flatten, unflatten
+from .message import Message
+from .split import Deferred, split_backward
 from .versions import WeightSet
 
-__all__ = ["Held", "StageModule", "low_precision_weights", "outputs_of"]
+__all__ = ["Entry", "Held", "StageModule", "low_precision_weights", "outputs_of"]
 
 # Layers whose weights autocast casts before each use (torch.amp's op lists: linear, convolutions, recurrent
 # cells). Norms and embeddings stay in full precision there, so they do here.
@@ -51,29 +54,59 @@ class _Entry(torch.autograd.Function):
         return None, None, None
 
 
+class Entry(NamedTuple):
+    """Where a received tensor entered the graph.
+
+    Attributes:
+        box: the list that its gradient is put into, where a backward reaches it.
+        edge: its place in the graph.
+    """
+
+    box: list[torch.Tensor]
+    edge: GradientEdge
+
+
 @dataclass
 class Held:
     """What a stage keeps of a microbatch between its forward and its backward.
 
     Attributes:
         weights: the version that the forward read; None for a microbatch without samples.
-        entries: for each input that wants a gradient, the list that its gradient is put into.
+        entries: of each input that wants a gradient.
         outputs: tensors that went on, or the loss.
         wants: for each tensor that arrived, whether its gradient goes back.
         microbatch: whose.
         weight: loss weight of the microbatch.
         scale: gradient of the update's objective by the loss, at the last stage.
         again: does the forward again and fills in entries and outputs; None where its graph was kept.
+        deferred: gradients of the weights that are still to be made, between the halves of a backward.
     """
 
     weights: WeightSet | None
-    entries: tuple[list[torch.Tensor], ...]
+    entries: tuple[Entry, ...]
     outputs: tuple[torch.Tensor, ...]
     wants: tuple[bool, ...]
     microbatch: int
     weight: float = 0.0
     scale: float = 1.0
     again: Callable[[], None] | None = None
+    deferred: Deferred | None = None
+
+    def given(self, message: Message | None) -> list[torch.Tensor | None]:
+        """Returns the gradients of the outputs, whose graph is there then, and notes the loss weight.
+
+        Args:
+            message: that brought them; None at the last stage, which makes its own.
+        """
+        if self.again is not None:
+            again, self.again = self.again, None  # it holds what arrived
+            again()
+            del again
+        if message is None:
+            return [torch.full_like(self.outputs[0], self.scale)]
+        self.weight = message.weight
+        arriving = iter(message.tensors)
+        return [next(arriving) if output.requires_grad else None for output in self.outputs]
 
 
 class StageModule:
@@ -141,19 +174,18 @@ class StageModule:
             self._place(self._handles)
             self.restore_generator(state)
 
-    def enter(
-        self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]
-    ) -> tuple[Any, tuple[list[torch.Tensor], ...]]:
-        """Returns a received value with its place in the graph, and the lists for the gradients that go back."""
-        boxes: list[list[torch.Tensor]] = []
+    def enter(self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]) -> tuple[Any, tuple[Entry, ...]]:
+        """Returns a received value with its place in the graph, and the entries of those whose gradients go back."""
+        entries: list[Entry] = []
         inside = []
         for tensor, want in zip(tensors, wants, strict=True):
             if want:
-                boxes.append([])
+                box: list[torch.Tensor] = []
                 anchor = torch.empty((), requires_grad=True)
-                tensor = _Entry.apply(tensor, anchor, boxes[-1])  # type: ignore[no-untyped-call]
+                tensor = _Entry.apply(tensor, anchor, box)  # type: ignore[no-untyped-call]
+                entries.append(Entry(box, get_gradient_edge(tensor)))
             inside.append(tensor)
-        return unflatten(structure, tuple(inside)), tuple(boxes)
+        return unflatten(structure, tuple(inside)), tuple(entries)
 
     def backward(
         self,
@@ -175,23 +207,59 @@ class StageModule:
                 autograd.
         """
         assert held.weights is not None
-        leaves = [held.weights.leaves[name] for name in self._names]
-        pairs = [
-            (output, gradient)
-            for output, gradient in zip(held.outputs, gradients, strict=True)
-            if gradient is not None and output.requires_grad
-        ]
-        if not pairs:
-            return [None] * len(leaves), [None] * len(held.entries)
+        outputs, arrived = _with_gradients(held, gradients)
+        with self._adding(held.weights, lent) as leaves:
+            if outputs:
+                held.weights.ready = ready
+                torch.autograd.backward(outputs, arrived)
+            return [leaf.grad for leaf in leaves], [box[0] if box else None for box, _ in held.entries]
+
+    def backward_inputs(self, held: Held, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Returns the gradients of what arrived alone; `backward_weights` does the rest of the backward.
+
+        Args:
+            held: what the forward kept; what the rest has no use for is freed.
+            gradients: of the outputs that went on.
+        """
+        outputs, arrived = _with_gradients(held, gradients)
+        back, held.deferred = split_backward(outputs, arrived, [entry.edge for entry in held.entries])
+        held.entries, held.outputs = (), ()
+        return back
+
+    def backward_weights(
+        self,
+        held: Held,
+        lent: Sequence[torch.Tensor | None],
+        ready: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> list[torch.Tensor | None]:
+        """Returns the gradients of the weights, behind `backward_inputs`.
+
+        Args:
+            held: what that has left; freed as the gradients come.
+            lent, ready: as for `backward`; the leaves need not be watched.
+        """
+        assert held.weights is not None
+        assert held.deferred is not None
+        with self._adding(held.weights, lent) as leaves:
+            numbers = {leaf: number for number, leaf in enumerate(leaves)}
+            for leaf in held.deferred.run():
+                if ready is not None and leaf in numbers and leaf.grad is not None:
+                    gradient, leaf.grad = leaf.grad, None
+                    ready(numbers[leaf], gradient)
+            held.deferred = None
+            return [leaf.grad for leaf in leaves]
+
+    @contextmanager
+    def _adding(self, weights: WeightSet, lent: Sequence[torch.Tensor | None]) -> Iterator[list[torch.Tensor]]:
+        """Gives the leaves, in the order of the handles, to which autograd may add; the sums so far stand in them."""
+        leaves = [weights.leaves[name] for name in self._names]
         try:
-            held.weights.ready = ready
             for leaf, total in zip(leaves, lent, strict=True):
                 if total is not None and total.dtype == leaf.dtype:
                     leaf.grad = total
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-            return [leaf.grad for leaf in leaves], [box[0] if box else None for box in held.entries]
+            yield leaves
         finally:
-            held.weights.ready = None
+            weights.ready = None
             for leaf in leaves:
                 leaf.grad = None
 
@@ -224,6 +292,18 @@ class StageModule:
         torch.default_generator.set_state(state[0])
         if state[1] is not None:
             torch.cuda.set_rng_state(state[1], self.device)
+
+
+def _with_gradients(
+    held: Held, gradients: Sequence[torch.Tensor | None]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Returns the outputs that a gradient came for, and the gradients."""
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(held.outputs, gradients, strict=True)
+        if gradient is not None and output.requires_grad
+    ]
+    return [output for output, _ in pairs], [gradient for _, gradient in pairs]
 
 
 def low_precision_weights(

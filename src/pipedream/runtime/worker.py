@@ -34,6 +34,12 @@ from .stage import Held, outputs_of
 
 __all__ = ["Worker"]
 
+_BACKWARDS = {
+    Kind.BACKWARD: "a backward",
+    Kind.INPUT_GRADIENT: "an input gradient",
+    Kind.WEIGHT_GRADIENT: "a weight gradient",
+}
+
 
 class Worker:
     """One rank.
@@ -161,13 +167,11 @@ class Worker:
                 if isinstance(instruction, Op):
                     if instruction.kind is Kind.FORWARD:
                         self._forward_op(instruction)
-                    elif instruction.kind is Kind.BACKWARD:
-                        with self.doing.task_of("a backward"):
-                            self._backward_op(instruction)
                     elif instruction.kind is Kind.UPDATE:
                         yield from self._update_op(instruction)
                     else:
-                        raise NotImplementedError(f"this worker cannot do {instruction}")
+                        with self.doing.task_of(_BACKWARDS[instruction.kind]):
+                            self._backward_op(instruction)
                     yield instruction
                 elif instruction.kind is Move.RECEIVE:
                     yield from self._receive(program, instruction.channel, instruction.index)
@@ -269,39 +273,40 @@ class Worker:
     # -- backward and update ------------------------------------------------------------------------
 
     def _backward_op(self, op: Op) -> None:
-        seat = self.seats[op.stage]
-        held = self._held.pop((op.stage, op.index))
-        last = seat.optimizer.reduction is not None and self._ends_update(op)
-        message = self._mail.take("gradient", op) if op.stage < self._last else None
+        """Does a backward, or a half of it: the gradients of what arrived, or later those of the weights."""
+        seat, held = self.seats[op.stage], self._held[op.stage, op.index]
+        makes_inputs, makes_weights = op.kind is not Kind.WEIGHT_GRADIENT, op.kind is not Kind.INPUT_GRADIENT
+        last = makes_weights and seat.optimizer.reduction is not None and self._ends_update(op)
+        message = self._mail.take("gradient", op) if makes_inputs and op.stage < self._last else None
         start = self.recorder.mark()
         back: list[torch.Tensor | None] = []
+        found: list[torch.Tensor | None] = []
         if held.weights is not None:
-            if held.again is not None:
-                again, held.again = held.again, None  # it holds what arrived
-                again()
-                del again
-            if message is None:
-                weight = held.weight
-                given: list[torch.Tensor | None] = [torch.full_like(held.outputs[0], held.scale)]
+            lent, ready = (seat.gradients.lent, seat.give if last else None) if makes_weights else ([], None)
+            if not makes_inputs:
+                found = seat.module.backward_weights(held, lent, ready)
+            elif makes_weights:
+                found, back = seat.module.backward(held, held.given(message), lent, ready)
             else:
-                weight = message.weight
-                arriving = iter(message.tensors)
-                given = [next(arriving) if output.requires_grad else None for output in held.outputs]
-            found, back = seat.module.backward(held, given, seat.gradients.lent, seat.give if last else None)
-            seat.gradients.add(found, weight)
-            seat.tags.append((op.index, held.weights.version, held.weights.version))
-            seat.versions.release(held.weights)
-            held.weight = weight
-        else:
-            seat.gradients.add([], 0.0)
+                back = seat.module.backward_inputs(held, held.given(message))
+        if makes_weights:
+            self._add_gradients(op, seat, found)
         if last:
             seat.optimizer.close(seat.gradients, float(self.wishes_to_stop()))
-        if op.stage:
+        if makes_inputs and op.stage:
             content = Content.EMPTY if held.weights is None else Content.DATA
             self._mail.hand_on(
                 "gradient", op.stage - 1, Message(op.index, content, tensors=tuple(back), weight=held.weight)
             )
-        self.recorder.note("B", op.stage, self._number(op.index), start)
+        self.recorder.note(op.kind.value, op.stage, self._number(op.index), start)
+
+    def _add_gradients(self, op: Op, seat: Seated, found: list[torch.Tensor | None]) -> None:
+        """Takes in a microbatch's gradients of the weights, with which the seat is done with it."""
+        held = self._held.pop((op.stage, op.index))
+        seat.gradients.add(found, held.weight)
+        if held.weights is not None:
+            seat.tags.append((op.index, held.weights.version, held.weights.version))
+            seat.versions.release(held.weights)
 
     def _update_op(self, op: Op) -> Generator[Any, None, None]:
         seat = self.seats[op.stage]

@@ -20,13 +20,16 @@ __all__ = [
     "endless",
     "flushed",
     "forward",
+    "input_gradient",
     "one_forward_one_backward",
+    "one_forward_one_input_gradient",
     "share_out",
     "update",
+    "weight_gradient",
     "with_updates",
 ]
 
-F, B, U = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE
+F, B, W, U = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRADIENT, Kind.UPDATE
 
 
 def forward(seat: Seat, microbatch: int) -> Op:
@@ -37,6 +40,16 @@ def forward(seat: Seat, microbatch: int) -> Op:
 def backward(seat: Seat, microbatch: int) -> Op:
     """Returns the backward of a microbatch at a seat."""
     return Op(B, seat[0], microbatch, seat[1])
+
+
+def input_gradient(seat: Seat, microbatch: int) -> Op:
+    """Returns the half of a backward that the stage before waits for."""
+    return Op(Kind.INPUT_GRADIENT, seat[0], microbatch, seat[1])
+
+
+def weight_gradient(seat: Seat, microbatch: int) -> Op:
+    """Returns the half of a backward that only the update waits for."""
+    return Op(W, seat[0], microbatch, seat[1])
 
 
 def update(seat: Seat, number: int) -> Op:
@@ -69,11 +82,28 @@ def one_forward_one_backward(seat: Seat, *, mine: range, warmup: int) -> Iterato
             yield backward(seat, mine[i - warmup])
 
 
+def one_forward_one_input_gradient(seat: Seat, *, mine: range, warmup: int, behind: int) -> Iterator[Op]:
+    """Yields 1F1B with its backwards split: weight gradients come `behind` later than input gradients, then the rest.
+
+    Args:
+        seat, mine, warmup: as for `one_forward_one_backward`.
+        behind: input gradients between that of a microbatch and its weight gradient.
+    """
+    for i in range(len(mine) + warmup):
+        if i < len(mine):
+            yield forward(seat, mine[i])
+        if i >= warmup:
+            yield input_gradient(seat, mine[i - warmup])
+            if i >= warmup + behind:
+                yield weight_gradient(seat, mine[i - warmup - behind])
+    yield from (weight_gradient(seat, k) for k in mine[max(0, len(mine) - behind) :])
+
+
 def with_updates(ops: Iterator[Op], *, replicas: int, per_update: int, lag: int = 0) -> Iterator[Op]:
     """Yields an order with an update after the seat's last backward of each, or after the forward behind it.
 
     Args:
-        ops: forwards and backwards of one seat, backwards in order.
+        ops: forwards and backwards of one seat, backwards (or the weight gradients of split ones) in order.
         replicas: of the stage; the seat takes every so-manieth microbatch.
         per_update: microbatches in an update, over all replicas; at least `replicas`.
         lag: 1 puts the next forward before the update.
@@ -81,7 +111,7 @@ def with_updates(ops: Iterator[Op], *, replicas: int, per_update: int, lag: int 
     due: Op | None = None
     for op in ops:
         yield op
-        if op.kind is B and (op.index + replicas) // per_update > op.index // per_update:
+        if op.kind in (B, W) and (op.index + replicas) // per_update > op.index // per_update:
             due = update((op.stage, op.replica), op.index // per_update + 1)
         if due is not None and (not lag or op.kind is F):
             yield due

@@ -21,6 +21,8 @@ from .one_f_one_b import one_f_one_b
 from .pipedream import pipedream, pipedream_vertical_sync
 from .torch_csv import is_torch_csv, load_torch_csv
 from .two_bw import pipedream_2bw
+from .zb_h1 import zb_h1
+from .zb_h2 import zb_h2
 
 __all__ = ["ALIASES", "COMPENSATED", "LAYOUTS", "SCHEDULES", "Choice", "build", "claims_at", "layout_of", "uniform"]
 
@@ -31,6 +33,8 @@ SCHEDULES: dict[str, Callable[[Plan, int | None], Schedule]] = {
     "interleaved_1f1b": interleaved_1f1b,
     "breadth_first": breadth_first,
     "chimera": chimera,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
     "pipedream": pipedream,
     "pipedream_vertical_sync": pipedream_vertical_sync,
     "pipedream_2bw": pipedream_2bw,
@@ -54,6 +58,8 @@ ALIASES = {
     "vertical_sync": "pipedream_vertical_sync",
     "interleaved": "interleaved_1f1b",
     "looped_bfs": "breadth_first",
+    "zb1p": "zb_h1",
+    "zb2p": "zb_h2",
 }
 """Other names that papers use."""
 
@@ -173,5 +179,6 @@ def claims_at(schedule: Schedule, stages: int, microbatches: int) -> dict[str, o
             ("versions", claims.versions),
         )
     }
-    bubble = None if claims.bubble is None else claims.bubble(stages, microbatches)
+    holds = microbatches >= claims.least(stages)
+    bubble = claims.bubble(stages, microbatches) if claims.bubble is not None and holds else None
     return {"flushes": schedule.flushes, "assumption": claims.assumption, "bubble": bubble, **lists}

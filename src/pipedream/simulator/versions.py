@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.memory import message_bytes, peers_of
-from ..core.op import Kind
+from ..core.memory import DEFERRED_SHARE, message_bytes, peers_of
 from ..core.program import Program
 from ..core.timeline import Span, Tag
 from ..core.weights import WeightRule
@@ -46,10 +45,14 @@ class _Seat:
         readers: version -> microbatches not yet backwarded that read it.
         newest, alive, peak: version made last; distinct ones alive now, and at most.
         order: its microbatches in the order of their gradients.
-        in_flight, has_sums: microbatches in flight, and whether there are gradients of the coming update.
-        start_bytes, weights_bytes, waiting_bytes: held at the start, by a version, by a microbatch in flight.
+        in_flight, deferred: microbatches in flight; those of them that wait for the second half of their backward are
+            counted as deferred alone.
+        has_sums: there are gradients of the coming update.
+        start_bytes, weights_bytes, waiting_bytes, deferred_bytes: held at the start, by a version, by a microbatch in
+            flight, by one that is deferred.
         forward_bytes, first_bytes, further_bytes, update_bytes: on top of those during a forward, the first backward
             of an update, a further one, an update (`core.memory.moments`).
+        working_bytes, largest_bytes: temporaries of a pass, and the largest gradient.
     """
 
     def __init__(self, program: Program, stage: int, replica: int, total: int, in_flight: tuple[int, ...]) -> None:
@@ -68,9 +71,12 @@ class _Seat:
             samples=plan.batch,
             is_last=stage + 1 == len(plan.stages),
         )
-        self.in_flight = 0
+        self.in_flight = self.deferred = 0
         self.has_sums = False
         self.weights_bytes: int = row.parameter_bytes
+        self.working_bytes: int = sizes.working_bytes
+        self.largest_bytes: int = sizes.largest_parameter_bytes
+        self.deferred_bytes: int = DEFERRED_SHARE * sizes.activation_bytes
         self.waiting_bytes: int = sizes.input_bytes if row.recompute else sizes.activation_bytes
         self.forward_bytes: int = sizes.activation_bytes - self.waiting_bytes + sizes.working_bytes
         self.first_bytes: int = self.forward_bytes + self.weights_bytes - sizes.relief_bytes
@@ -88,7 +94,8 @@ class _Seat:
     @property
     def held_bytes(self) -> int:
         """What waits: versions, state, messages, and what microbatches in flight keep."""
-        return self.start_bytes + (self.alive - 1) * self.weights_bytes + self.in_flight * self.waiting_bytes
+        passes = self.in_flight * self.waiting_bytes + self.deferred * self.deferred_bytes
+        return self.start_bytes + (self.alive - 1) * self.weights_bytes + passes
 
     def forward(self) -> int:
         """Returns the most that the next forward holds."""
@@ -99,13 +106,31 @@ class _Seat:
         """Returns the most that the backward of a microbatch holds; then its activations are gone."""
         most = self.held_bytes + (self.further_bytes if self.has_sums else self.first_bytes)
         self.in_flight -= 1
+        self._end(index)
+        return most
+
+    def input_gradient(self) -> int:
+        """Returns the most that the first half of a backward holds; then its microbatch is deferred."""
+        self.in_flight -= 1
+        self.deferred += 1
+        return self.held_bytes + self.working_bytes + (self.weights_bytes if self.has_sums else 0)
+
+    def weight_gradient(self, index: int) -> int:
+        """Returns the most that the second half of a backward holds; then what was kept for it is gone."""
+        most = self.held_bytes + self.working_bytes + self.weights_bytes
+        most += self.largest_bytes if self.has_sums else 0
+        self.deferred -= 1
+        self._end(index)
+        return most
+
+    def _end(self, index: int) -> None:
+        """Takes in the gradients of a microbatch, and lets go of the version that it read."""
         self.has_sums = True
         self.order.append(index)
         version = self.read[index // self.stride]
         left = self.readers[version] = self.readers[version] - 1
         if not left and version != self.newest:
             self.alive -= 1
-        return most
 
     def update(self, index: int) -> int:
         """Returns the most that an update holds; then its gradients are gone."""
@@ -140,7 +165,6 @@ def follow(program: Program, rank: int, total: int, spans: Iterable[Span], in_fl
     }
     memory = [sum(seat.start_bytes for seat in seats.values())]
     trains = len(program.kinds) > 1
-    last = (Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in program.kinds else Kind.BACKWARD).value
     several = len(seats) > 1
     for _, kind, stage, index, _, _ in spans:
         if kind == "wait":
@@ -148,8 +172,12 @@ def follow(program: Program, rank: int, total: int, spans: Iterable[Span], in_fl
         seat = seats[stage]
         if kind == "F":
             most = seat.forward() if trains else seat.held_bytes
-        elif kind == last:
+        elif kind == "B":
             most = seat.backward(index)
+        elif kind == "I":
+            most = seat.input_gradient()
+        elif kind == "W":
+            most = seat.weight_gradient(index)
         elif kind == "U":
             most = seat.update(index)
         else:

@@ -1,0 +1,308 @@
+"""A backward in two halves: the gradients of what arrived (I), and later those of the weights (W).
+
+The *path* is what leads, in autograd's graph, from the outputs back to what arrived. I goes along it and asks each node
+for the gradients that stay on it, so that of a linear layer's two products one is made. Where gradients leave the path
+for weights, what came to the node is kept. W asks the node once more, for those that leave, and takes them on to the
+weights: in a run of autograd that begins behind the node and knows nothing of the path, so that nothing of it is done
+again. Together the halves do the work of one backward, and give its numbers.
+
+What cannot be done twice is done in I, and its gradients wait for W as they are:
+
+- functions written in Python (compiled modules are some): autograd does not tell them which gradients are wanted, and
+  they may write into what they saved;
+- nodes whose saved tensors are made again when they are asked for (checkpointing, offloading);
+- kernels that make all their gradients at once (`_WHOLE`);
+- what stands between a weight and several nodes of the path, such as a norm of the weight that is taken once.
+
+What W has no use for is let go after I: a node of the path keeps its saved tensors only if gradients are still to leave
+it, and W lets go of them node by node.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence, Set
+from contextlib import suppress
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+__all__ = ["Deferred", "split_backward"]
+
+_WHOLE = frozenset({"CudnnRnnBackward0", "MiopenRnnBackward0", "MkldnnRnnLayerBackward0"})
+
+_Gradients = tuple[Any, ...]  # a gradient for each output of a node, None where none came
+
+
+class _Branch:
+    """A node of the path where gradients leave it for weights.
+
+    Args:
+        node: on the path.
+        leaves: weights behind it.
+        off: nodes off the path, by which the gradients leave.
+    """
+
+    def __init__(self, node: Node, leaves: Sequence[torch.Tensor], off: set[Node]) -> None:
+        self.node = node
+        self.leaves = list(leaves)
+        # Place among what the node gives, and where that goes: the node off the path, and which of its outputs.
+        self._ways = [(i, to, number) for i, (to, number) in enumerate(node.next_functions) if to and to in off]
+
+    def run(self, arrived: _Gradients) -> None:
+        """Adds the gradients that leave here to the ``.grad`` of the weights.
+
+        The run of autograd begins at the nodes off the path, with nothing, and in their hooks what the node gives takes
+        the place of nothing. The node is called inside of the run, for then it makes only what the run knows.
+        """
+        made: list[Any] = []
+        nothing: dict[tuple[Node, int], torch.Tensor] = {}
+
+        def feed(off: Node, gradients: _Gradients) -> _Gradients:
+            if not made:
+                found = self.node(*arrived)  # type: ignore[operator]
+                made.extend(found if isinstance(found, tuple) else (found,))
+            fed = list(gradients)
+            for place, to, number in self._ways:
+                if to is off:
+                    new, made[place] = _fitted(made[place], to, number), None
+                    fed[number] = _sum(None if fed[number] is nothing[to, number] else fed[number], new)
+            return tuple(fed)
+
+        for _, to, number in self._ways:
+            nothing[to, number] = _nothing(to, number)
+        hooks = [off.register_prehook(partial(feed, off)) for off in {to: None for _, to, _ in self._ways}]
+        try:
+            edges = [GradientEdge(to, number) for to, number in nothing]
+            torch.autograd.backward(edges, list(nothing.values()), inputs=self.leaves)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        _let_go(self.node)
+
+
+class Deferred:
+    """The gradients of weights that I has left for W.
+
+    Args:
+        made: weights whose gradients are there already, with these.
+        apart: outputs that lead to weights without the path, with their gradients; and these weights.
+        branches: where gradients leave the path.
+        arrived: number of a branch -> what came to its node, in the order in which it came.
+    """
+
+    def __init__(
+        self,
+        made: list[tuple[torch.Tensor, torch.Tensor]],
+        apart: tuple[list[GradientEdge], list[torch.Tensor], list[torch.Tensor]],
+        branches: list[_Branch],
+        arrived: dict[int, _Gradients],
+    ) -> None:
+        self._made = made
+        self._apart = apart
+        self._branches = branches
+        self._arrived = arrived
+
+    def run(self) -> Iterator[torch.Tensor]:
+        """Adds the gradients to the ``.grad`` of the weights; yields each weight when that is done. Runs once."""
+        edges, gradients, leaves = self._apart
+        left = Counter(leaves)
+        for number in self._arrived:
+            left.update(self._branches[number].leaves)
+        if self._made:
+            torch.autograd.backward([leaf for leaf, _ in self._made], [gradient for _, gradient in self._made])
+            yield from (leaf for leaf, _ in self._made)
+            self._made.clear()
+        if leaves:
+            torch.autograd.backward(edges, gradients, inputs=leaves)
+            yield from _done(leaves, left)
+        self._apart = ([], [], [])
+        for number in list(self._arrived):
+            branch = self._branches[number]
+            branch.run(self._arrived.pop(number))
+            yield from _done(branch.leaves, left)
+        self._branches = []
+
+
+def split_backward(
+    outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], entries: Sequence[GradientEdge]
+) -> tuple[list[torch.Tensor | None], Deferred]:
+    """Returns the gradients of what arrived, and what is left to do for those of the weights.
+
+    Args:
+        outputs: tensors that the forward made.
+        gradients: of the outputs.
+        entries: where what arrived entered the graph.
+    """
+    roots = [get_gradient_edge(output) for output in outputs]
+    graph = _Graph([edge.node for edge in roots], [edge.node for edge in entries])
+    early, branches, apart = graph.shared_out()
+    arrived: dict[int, _Gradients] = {}
+    hooks = [branch.node.register_prehook(partial(_note, arrived, i)) for i, branch in enumerate(branches)]
+    back: list[torch.Tensor | None] = [None] * len(entries)
+    made: list[tuple[torch.Tensor, torch.Tensor]] = []
+    wanted: list[Any] = [*entries, *early]
+    if wanted:
+        goes_on = bool(branches or apart)
+        found = torch.autograd.grad(outputs, wanted, gradients, retain_graph=goes_on, allow_unused=True)
+        back = list(found[: len(entries)])
+        made = [(leaf, g) for leaf, g in zip(early, found[len(entries) :], strict=True) if g is not None]
+    for hook in hooks:
+        hook.remove()
+    for node in graph.path.difference(branch.node for branch in branches):
+        _let_go(node)
+    others = [(edge, g) for edge, g in zip(roots, gradients, strict=True) if edge.node not in graph.reached]
+    return back, Deferred(made, ([edge for edge, _ in others], [g for _, g in others], apart), branches, arrived)
+
+
+class _Graph:
+    """What autograd would go back through.
+
+    Args:
+        roots: nodes that made the outputs.
+        entries: nodes by which what arrived entered; what lies behind them is not looked at.
+
+    Attributes:
+        path: nodes from which an entry is reached, the entries left out.
+        reached: the same with the entries.
+    """
+
+    def __init__(self, roots: Sequence[Node], entries: Sequence[Node]) -> None:
+        ends = set(entries)
+        self._roots = set(roots)
+        self._parents: dict[Node, list[Node]] = {root: [] for root in roots}
+        self._leaves: list[Any] = []
+        waiting = list(self._parents)
+        while waiting:
+            node = waiting.pop()
+            if node in ends:
+                continue
+            if hasattr(node, "variable"):
+                self._leaves.append(node)
+            for child, _ in node.next_functions:
+                if child is None:
+                    continue
+                if child not in self._parents:
+                    self._parents[child] = []
+                    waiting.append(child)
+                self._parents[child].append(node)
+        self.reached = self._above([node for node in ends if node in self._parents])
+        self.path = self.reached - ends
+
+    def shared_out(self) -> tuple[list[torch.Tensor], list[_Branch], list[torch.Tensor]]:
+        """Returns the weights whose gradients are made in I, the branches of the path, and the weights apart from it.
+
+        A node off the path runs in one of the halves, and once, with all the weights behind it.
+        """
+        behind: dict[Node, list[Any]] = defaultdict(list)  # nodes off the path -> weights
+        readers: dict[Node, set[Node | None]] = {}  # nodes off the path -> from where gradients come; None: an output
+        ways = {leaf: self._above([leaf], self.path) for leaf in self._leaves}
+        for leaf, nodes in ways.items():
+            for node in nodes:
+                behind[node].append(leaf)
+        for node in behind:
+            above = self._above([node], self.path)
+            readers[node] = {parent for other in above for parent in self._parents[other] if parent in self.path}
+            readers[node] |= {None} if above & self._roots else set()
+        waiting = [leaf for leaf in self._leaves if any(map(_runs_once, readers[leaf]))]
+        for node, leaves in behind.items():
+            if node not in ways and len(readers[node]) > 1:
+                waiting += leaves
+        early: dict[Any, None] = {}
+        while waiting:
+            leaf = waiting.pop()
+            if leaf not in early:
+                early[leaf] = None
+                waiting += (other for node in ways[leaf] for other in behind[node])
+        off = {node for node, leaves in behind.items() if leaves[0] not in early}
+        late: dict[Node | None, list[torch.Tensor]] = defaultdict(list)
+        for leaf in self._leaves:
+            if leaf not in early:
+                for reader in readers[leaf]:
+                    late[reader].append(leaf.variable)
+        apart = late.pop(None, [])
+        return [leaf.variable for leaf in early], [_Branch(n, leaves, off) for n, leaves in late.items() if n], apart
+
+    def _above(self, nodes: Sequence[Node], stop: Set[Node] = frozenset()) -> set[Node]:
+        """Returns nodes and all from which they are reached, up to those to stop at."""
+        found = set(nodes)
+        waiting = list(nodes)
+        while waiting:
+            for parent in self._parents[waiting.pop()]:
+                if parent not in found and parent not in stop:
+                    found.add(parent)
+                    waiting.append(parent)
+        return found
+
+
+def _note(arrived: dict[int, _Gradients], number: int, gradients: _Gradients) -> None:
+    arrived[number] = gradients
+
+
+def _done(leaves: Sequence[torch.Tensor], left: Counter[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Takes one from what is left to be added to each weight; yields those that are complete."""
+    for leaf in leaves:
+        left[leaf] -= 1
+        if not left[leaf]:
+            yield leaf
+
+
+def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
+
+
+def _fitted(gradient: torch.Tensor | None, node: Node, number: int) -> torch.Tensor | None:
+    """Returns a gradient for an output of a node as autograd hands it on: what was broadcast is added up."""
+    like = node._input_metadata[number]
+    if gradient is None:
+        return None
+    return (gradient if gradient.shape == like.shape else gradient.sum_to_size(like.shape)).to(like.dtype)
+
+
+def _nothing(node: Node, number: int) -> torch.Tensor:
+    """Returns a stand-in for the gradient of an output of a node: of its shape, without memory of its own."""
+    like = node._input_metadata[number]
+    return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def _runs_once(node: Node | None) -> bool:
+    return node is not None and (
+        isinstance(node, BackwardCFunction)
+        or node.name() in _WHOLE
+        or any(saved.unpack_hook is not None for saved in _saved(node))
+    )
+
+
+def _let_go(node: Node) -> None:
+    """Frees what a node has saved, by a hook that packs it into nothing."""
+    for saved in _saved(node):
+        with suppress(RuntimeError):  # it is freed already, or not kept by the node at all
+            saved.register_hooks(_forget, _forgotten)
+
+
+def _saved(node: Node) -> list[Any]:
+    """Returns autograd's handles of the tensors that a node has saved."""
+    found: list[Any] = []
+    for name in _names_of_saved(type(node)):
+        with suppress(RuntimeError):  # they are freed
+            one = getattr(node, name)
+            found += one if isinstance(one, tuple | list) else [one]
+    return found
+
+
+@cache
+def _names_of_saved(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _forget(_: torch.Tensor) -> None:
+    return None
+
+
+def _forgotten(_: None) -> torch.Tensor:
+    raise RuntimeError("a graph was gone back through again that the split of its backward has let go of")

@@ -1,0 +1,390 @@
+"""A backward in two halves does what one does: the same gradients, no more work, nothing twice."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipedream.runtime.split import split_backward
+from pipedream.runtime.stage import Held, StageModule
+from pipedream.runtime.versions import Versions
+
+WIDTH = 4
+
+
+class Own(torch.autograd.Function):
+    """A product by a function of the user's, which lets go of what it kept: there is no second run."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.kept = [(x.clone(), weight.clone())]
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        Own.calls += 1
+        x, weight = ctx.kept.pop()
+        return weight * gradients[0], (x * gradients[0]).sum(0)
+
+
+class Net(nn.Module):
+    """A network that does what a list of (op, operand, operand, weight) says; the operands are values made before."""
+
+    OPS = (
+        "linear", "tanh", "relu_", "add", "mul", "gain", "bias", "norm", "cat", "attend", "off", "own", "drop",
+        "detach", "again", "row", "both", "constant", "twice",
+    )  # fmt: skip
+
+    def __init__(self, program: list[tuple[str, int, int, int]]) -> None:
+        super().__init__()
+        self.program = program
+        self.matrices = nn.ParameterList(torch.randn(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3))
+        self.vectors = nn.ParameterList(torch.randn(WIDTH, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        made = list(inputs)
+        normed = [F.normalize(matrix) for matrix in self.matrices]
+        for op, first, second, weight in self.program:
+            x, y = made[first % len(made)], made[second % len(made)]
+            w, v = self.matrices[weight], self.vectors[weight]
+            match op:
+                case "linear":
+                    new = F.linear(x, w, v)
+                case "tanh":
+                    new = x.tanh()
+                case "relu_":
+                    new = (x * 1.0).relu_()
+                case "add":
+                    new = x + y
+                case "mul":
+                    new = x * y
+                case "gain":
+                    new = x * v
+                case "bias":
+                    new = x + v.unsqueeze(0)
+                case "norm":
+                    new = F.layer_norm(x, (WIDTH,), v, self.vectors[0])
+                case "cat":
+                    new = torch.cat([x, y], 1)[:, 1 : WIDTH + 1]
+                case "attend":
+                    new = torch.softmax(x @ y.T, 1) @ y
+                case "off":
+                    new = x @ normed[weight]
+                case "own":
+                    new = Own.apply(x, v)
+                case "drop":
+                    new = F.dropout(x, 0.3)
+                case "detach":
+                    new = x.detach() + y
+                case "again":
+                    new = checkpoint(lambda value, w=w: (value @ w).tanh(), x, use_reentrant=False)
+                case "row":
+                    new = x[:, :1] * v + y.mean(0)
+                case "both":
+                    new = torch.addcmul(x, v, v)
+                case "constant":
+                    new = (w @ w)[: len(x)] + 0.0 * v
+                case _:
+                    new = F.linear(x.tanh_() if op != "twice" else x.tanh(), (w * w).T, w[0])
+            made.append(new)
+        return made[-1], made[len(made) // 2]
+
+
+def both_ways(
+    make: Callable[[], nn.Module], inputs: list[Tensor], wants: list[bool]
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Returns the gradients of what arrived and of the weights: of one backward, and of two halves."""
+    answers = []
+    for splits in (False, True):
+        net = make()
+        weights = list(net.parameters())
+        entered = [
+            x.clone().requires_grad_() * 1.0 if want else x.clone() for x, want in zip(inputs, wants, strict=True)
+        ]
+        arrived = [x for x, want in zip(entered, wants, strict=True) if want]
+        given = [x.clone() for x in net(*entered)]
+        outputs = [x for x in given if x.requires_grad]
+        generator = torch.Generator().manual_seed(1)
+        gradients = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in outputs]
+        if not outputs:
+            return [], []
+        if splits:
+            edges = [get_gradient_edge(x) for x in arrived]
+            back, deferred = split_backward(outputs, gradients, edges)
+            before = [g is not None for g in back]
+            assert all(weight.grad is None for weight in weights), "I leaves the weights alone"
+            done = list(deferred.run())
+            assert len({id(x) for x in done}) == len(done), "each weight is done once"
+            assert before == [g is not None for g in back]
+            answers.append([*back, *(weight.grad for weight in weights)])
+        else:
+            found = torch.autograd.grad(outputs, [*arrived, *weights], gradients, allow_unused=True)
+            answers.append(list(found))
+    return answers[0], answers[1]
+
+
+def assert_alike(whole: list[Tensor | None], halves: list[Tensor | None]) -> None:
+    assert len(whole) == len(halves)
+    for one, two in zip(whole, halves, strict=True):
+        assert (one is None) == (two is None)
+        if one is not None and two is not None:
+            torch.testing.assert_close(two, one, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(Net.OPS), st.integers(0, 12), st.integers(0, 12), st.integers(0, 2)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.lists(st.booleans(), min_size=1, max_size=2),
+)
+def test_halves_give_the_gradients_of_the_whole(program: list[tuple[str, int, int, int]], wants: list[bool]) -> None:
+    """Branches, skips, shared weights, work in place, functions of weights, weights that are not used, inputs that
+    want no gradient."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(2)
+        return Net(program)
+
+    torch.manual_seed(3)
+    inputs = [torch.randn(3, WIDTH, dtype=torch.float64) for _ in wants]
+    assert_alike(*both_ways(make, inputs, wants))
+
+
+class Cells(nn.Module):
+    """A cell in a loop: its weights are read at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        assert state is not None
+        return state[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)[0]
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)), (5, 4)),
+    "convolution": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3)),
+        (3, 2, 7, 7),
+    ),
+    "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), (2, 5, 8)),
+    "recurrent": (lambda: Recurrent(), (2, 5, WIDTH)),
+    "cells": (lambda: Cells(), (2, 5, WIDTH)),
+    "no weights": (lambda: nn.Sequential(nn.Tanh(), nn.Softmax(1)), (2, 5)),
+}
+
+
+def prepared(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, list[Tensor], list[Any]]:
+    torch.manual_seed(0)
+    make, shape = MODULES[name]
+    net = make().to(dtype)
+    entered = torch.randn(shape, dtype=dtype, requires_grad=True) * 1.0
+    return net, entered, [net(entered)], [get_gradient_edge(entered)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_halves_do_no_more_than_the_whole(name: str) -> None:
+    """In floating-point operations, of matrix products and convolutions: each is made in one of the halves."""
+    net, entered, outputs, edges = prepared(name)
+    ones = [torch.ones_like(outputs[0])]
+    with FlopCounterMode(display=False) as whole:
+        wanted = torch.autograd.grad(outputs, [entered, *net.parameters()], ones, retain_graph=True)
+    with FlopCounterMode(display=False) as first:
+        back, deferred = split_backward(outputs, ones, edges)
+    with FlopCounterMode(display=False) as second:
+        list(deferred.run())
+    assert first.get_total_flops() + second.get_total_flops() == whole.get_total_flops()
+    assert name == "no weights" or 0 < second.get_total_flops() < whole.get_total_flops() * 2 / 3
+    assert_alike(list(wanted), [*back, *(weight.grad for weight in net.parameters())])
+
+
+def test_a_kernel_that_makes_all_at_once_runs_once() -> None:
+    """Single precision takes the fused kernel of the CPU; what it gives for the weights waits."""
+    net, entered, outputs, edges = prepared("recurrent", torch.float32)
+    ones = [torch.ones_like(outputs[0])]
+    wanted = torch.autograd.grad(outputs, [entered, *net.parameters()], ones, retain_graph=True)
+    with torch.profiler.profile() as seen:
+        back, deferred = split_backward(outputs, ones, edges)
+        list(deferred.run())
+    kernels = [event.count for event in seen.key_averages() if event.key == "aten::mkldnn_rnn_layer_backward"]
+    assert kernels in ([], [2]), "one a layer; none where torch has no such kernel"
+    for one, two in zip(wanted, [*back, *(weight.grad for weight in net.parameters())], strict=True):
+        torch.testing.assert_close(two, one)
+
+
+def test_a_function_of_the_user_runs_once() -> None:
+    Own.calls = 0
+    assert_alike(
+        *both_ways(lambda: Net([("own", 0, 0, 0), ("linear", 1, 0, 1)]), [torch.ones(3, WIDTH).double()], [True])
+    )
+    assert Own.calls == 2, "one for each way"
+
+
+def test_a_checkpoint_is_made_again_once() -> None:
+    runs = []
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            def counted(value: Tensor) -> Tensor:
+                runs.append(value)
+                return torch.as_tensor(self.inner(value))
+
+            return (torch.as_tensor(checkpoint(counted, x, use_reentrant=False)),)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Again()
+
+    assert_alike(*both_ways(make, [torch.ones(3, WIDTH).double()], [True]))
+    assert len(runs) == 4, "a forward and a second one, each way"
+
+
+def test_a_hook_on_a_tensor_changes_a_gradient_once() -> None:
+    calls = []
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
+
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            x = self.a(x)
+            x.register_hook(lambda gradient: calls.append(1) or gradient * 0.5)
+            return (self.b(x),)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Hooked()
+
+    assert_alike(*both_ways(make, [torch.ones(3, WIDTH).double()], [True]))
+    assert len(calls) == 2
+
+
+def test_what_the_weights_do_not_need_is_freed_between_the_halves() -> None:
+    """Of a linear layer what entered is kept, of an activation nothing; after W nothing at all is."""
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Softplus(), nn.Linear(WIDTH, WIDTH), nn.Sigmoid())
+    alive: list[weakref.ref[Any]] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        alive.append(weakref.ref(tensor.untyped_storage()))
+        return tensor
+
+    entered = torch.randn(3, WIDTH, requires_grad=True) * 1.0
+    edge = get_gradient_edge(entered)
+    value = entered
+    for layer in net:
+        value = note(layer(value))
+    gradient = torch.ones_like(value)
+    _, deferred = split_backward([value], [gradient], [edge])
+    del value, entered, edge, gradient
+    gc.collect()
+    first, between, second, last = (found() is not None for found in alive)
+    assert (first, between, second, last) == (False, True, False, False)
+    done = deferred.run()
+    assert any(next(done) is weight for weight in net[2].parameters()), "the last layer's come first"
+    assert alive[1]() is None, "freed while W goes on"
+    list(done)
+
+
+def test_a_graph_without_its_second_half_is_freed() -> None:
+    """No circle of references holds it until the collector comes."""
+    _, entered, outputs, edges = prepared("linear")
+    seen = weakref.ref(entered.untyped_storage())
+    gc.collect()
+    gc.disable()
+    try:
+        found = split_backward(outputs, [torch.ones_like(outputs[0])], edges)
+        del outputs, edges, entered
+        assert seen() is not None
+        del found
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_gradients_are_ready_one_after_the_other_and_whole() -> None:
+    """A tied weight is ready when both its uses have been added; the last layer's come first."""
+    tied = nn.Linear(WIDTH, WIDTH)
+    layers = [("a", tied), ("b", nn.Linear(WIDTH, WIDTH)), ("c", nn.Sequential(nn.Tanh(), tied))]
+    handles = {"tied.weight": tied.weight, "tied.bias": tied.bias} | {
+        f"b.{name}": parameter for name, parameter in layers[1][1].named_parameters()
+    }
+    stage = StageModule(layers, handles, torch.device("cpu"), seed=0)
+
+    def passed() -> tuple[Held, dict[int, Tensor], Callable[[int, Tensor], None]]:
+        weights = Versions(handles, watched=True).read(0)
+        torch.manual_seed(0)
+        value, entries = stage.enter("", (torch.randn(3, WIDTH),), (True,))
+        output = stage.forward(value, weights.leaves, 0, first=False)
+        given: dict[int, Tensor] = {}
+
+        def ready(number: int, gradient: Tensor) -> None:
+            assert number not in given
+            given[number] = gradient
+
+        return Held(weights, entries, (output,), (True,), 0), given, ready
+
+    ones: list[Tensor | None] = [torch.ones(3, WIDTH)]
+    held, wanted, ready = passed()
+    found, wanted_back = stage.backward(held, ones, [None] * 4, ready)
+    assert found == [None] * 4
+    held, given, ready = passed()
+    back = stage.backward_inputs(held, ones)
+    torch.testing.assert_close(back, wanted_back)
+    assert held.outputs == ()
+    assert not given
+    assert stage.backward_weights(held, [None] * 4, ready) == [None] * 4
+    assert set(list(given)[:2]) == {2, 3}, "those of layer b; the first use of the tied ones is still to come"
+    torch.testing.assert_close(given, wanted)
+    assert held.weights is not None
+    assert all(leaf.grad is None for leaf in held.weights.leaves.values())
+
+
+def test_sums_grow_in_place() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    handles = dict(layer.named_parameters())
+    stage = StageModule([("layer", layer)], handles, torch.device("cpu"), seed=0)
+    weights = Versions(handles).read(0)
+    lent: list[Tensor | None] = [torch.ones(WIDTH, WIDTH), None]
+    value, entries = stage.enter("", (torch.ones(2, WIDTH),), (True,))
+    held = Held(weights, entries, (stage.forward(value, weights.leaves, 0, first=False),), (True,), 0)
+    stage.backward_inputs(held, [torch.ones(2, WIDTH)])
+    found = stage.backward_weights(held, lent)
+    assert found[0] is lent[0]
+    assert torch.equal(lent[0], torch.full((WIDTH, WIDTH), 3.0))
+    assert torch.equal(found[1], torch.full((WIDTH,), 2.0))

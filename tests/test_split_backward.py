@@ -1,0 +1,113 @@
+"""Methods that split the backward train as plain PyTorch does, whatever else a stage is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import cases
+import processes
+import pytest
+import torch
+import zoo
+from cases import Case, check, check_same, per_worker, run
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pipedream as pd
+from pipedream.core.cluster import Cluster
+from pipedream.core.plan import Plan, Stage
+
+SHORT = partial(Case, epochs=4, drain_at=9)
+CASES = [
+    # Deeper than the microbatches reach, and not so deep.
+    SHORT("mlp", "zb_h2", 4, microbatches=3),
+    SHORT("mlp", "zb_h1", 3, microbatches=4, depth=(2, 1, 1)),
+    # Replicas: sums over them begin in the last weight gradients. Two stages of a different number of them.
+    SHORT("mlp", "zb_h1", 2, replicas=(2, 1), microbatches=4),
+    SHORT("mlp", "zb_h2", 2, replicas=(1, 3), microbatches=6, optimizer="adamw"),
+    pytest.param(SHORT("transformer", "zb_h1", 3, replicas=(2, 1, 2), microbatches=4), marks=pytest.mark.slow),
+    # The forward done again in I.
+    SHORT("cnn", "zb_h1", 3, microbatches=4, recompute=True),
+    pytest.param(SHORT("lstm", "zb_h2", 3, microbatches=4, recompute=True), marks=pytest.mark.slow),
+    # What happens inside an update; a loop that is left.
+    SHORT("mlp", "zb_h1", 3, microbatches=3, clip_grad_norm=0.1, scheduled=True, ema=0.9),
+    Case("mlp", "zb_h2", 2, microbatches=4, epochs=4, drain_at=-1, leave_at=11),
+    # Single precision, in which the CPU has a kernel of its own for recurrent layers.
+    SHORT("lstm", "zb_h1", 3, microbatches=3, dtype=torch.float32),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_split_backward_trains_as_plain_pytorch(case: Case) -> None:
+    check(case, run(case))
+
+
+def test_autocast_equals_autocast_in_one_process() -> None:
+    case = SHORT("transformer", "zb_h1", 3, dtype=torch.float32, autocast=torch.bfloat16, microbatches=4)
+    check(case, run(case), tolerance=3e-2)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_several_processes_give_to_the_bit_what_one_gives() -> None:
+    chosen = [
+        per_worker(case)
+        for case in (
+            Case("transformer", "zb_h1", 3, microbatches=4, optimizer="adamw"),
+            Case("cnn", "zb_h2", 3, microbatches=5),
+            Case("mlp", "zb_h1", 2, replicas=(2, 1), microbatches=4),
+        )
+    ]
+    of_ranks = processes.results(cases.run_all, 3, chosen)
+    for number, case in enumerate(chosen):
+        alone = run(case)
+        for rank, outcomes in enumerate(of_ranks):
+            check_same(outcomes[number], alone, rank)
+
+
+@pytest.mark.parametrize("animal", ["mlp", "cnn", *(pytest.param(a, marks=pytest.mark.slow) for a in zoo.NAMES[2:])])
+def test_it_is_1f1b_to_rounding(animal: str) -> None:
+    """Split or not, the gradients of a microbatch are made of the same numbers."""
+    case = SHORT(animal, "1f1b", 3, microbatches=4)
+    whole, halves = run(case), run(replace(case, schedule="zb_h1"))
+    cases.assert_near(halves.state, whole.state, 1e-12)
+
+
+class Tied(nn.Module):
+    """A table of words that the output reads too, in one stage: the first layer's input wants no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.inner(self.table(tokens)).tanh() @ self.table.weight.T
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2"])
+def test_tied_embeddings_and_a_stage_without_weights(schedule: str) -> None:
+    """And a last stage that reads one weight at two places of the path."""
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        shared = nn.Linear(7, 7)
+        return nn.Sequential(Tied(), nn.Tanh(), nn.Sequential(shared, nn.ReLU(), shared)).double()
+
+    model, reference = made(), made()
+    rows = tuple(Stage(*ends, names=tuple(map(str, range(*ends)))) for ends in ((0, 1), (1, 2), (2, 3)))
+    plan = Plan(rows, (3, 2, 1), Cluster.flat(3))
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    batches = [(torch.randint(7, (6, 3)), torch.randn(6, 3, 7, dtype=torch.float64)) for _ in range(5)]
+    with pd.Pipeline(model, plan, schedule=schedule, loss=F.mse_loss, optimizer=sgd, microbatches=3) as pipeline:
+        losses = [done.loss for done in pipeline.train(batches)]
+        state = pipeline.state_dict()
+    stepper = sgd(reference.parameters())
+    for (x, y), loss in zip(batches, losses, strict=True):
+        stepper.zero_grad()
+        wanted = F.mse_loss(reference(x), y)
+        wanted.backward()
+        stepper.step()
+        assert loss == pytest.approx(wanted.item(), rel=1e-12)
+    cases.assert_near(state, reference.state_dict(), 1e-12)
