@@ -82,7 +82,7 @@ def test_in_flight_staleness_and_versions(name: str, p: int, m: int) -> None:
     counted = m if schedule.flushes else total
     timeline, claims = run(schedule, total), schedule.claims
     for s in range(p):
-        if claims.in_flight:
+        if claims.in_flight and m >= claims.least(p):
             assert in_flight(timeline, s) == claims.in_flight(p, counted, s)
         if claims.staleness:
             assert staleness(timeline, s) == claims.staleness(p, counted, s) == schedule.weights.staleness(s)
@@ -153,6 +153,8 @@ def test_two_pipelines_in_each_others_bubbles(p: int) -> None:
 SPLIT_TIMES = {
     "zb_h1": ((1, 1, 1), (2, 2, 1), (1, 3, 1), (2, 1, 1), (3, 4, 2.5), (1, 1, 0)),
     "zb_h2": ((1, 1, 1), (1, 1, 2), (2, 1, 2), (3, 2.5, 4), (1, 0, 1)),
+    "zbv": ((1, 1, 1), (2.5, 2.5, 2.5)),
+    "dualpipev": ((1, 1, 1), (2, 2, 1), (2, 1, 1), (4, 3, 2.5), (1, 1, 0)),
 }
 """Seconds of forward, input gradient and weight gradient for which a makespan is claimed."""
 
@@ -163,9 +165,9 @@ SPLIT_TIMES = {
 )
 def test_makespan_of_a_split_backward(name: str, times: tuple[float, float, float], p: int) -> None:
     f, i, w = times
-    least = build(name, Plan.uniform(p)).claims.least(p)
+    least = build(name, uniform(name, p)).claims.least(p)
     for m in (least, least + 1, 3 * p + 1):
-        schedule = build(name, Plan.uniform(p, f, i + w), m)
+        schedule = build(name, uniform(name, p, f, i + w), m)
         assert schedule.claims.makespan_s is not None
         program = lower(schedule)
         for n in (1, 3):
@@ -178,22 +180,33 @@ def test_makespans_are_claimed_only_where_they_hold() -> None:
     beyond = {
         "zb_h1": [((1, 2, 1.25), 8), ((2, 1, 1.25), 8), ((1, 1, 1), 3)],
         "zb_h2": [((1, 1.25, 1), 8), ((1.25, 1, 1), 8), ((1, 1, 1), 6)],
+        "zbv": [((1, 1, 1.25), 8), ((1.25, 1, 1), 8), ((1, 1.25, 1), 8)],
+        "dualpipev": [((1, 2, 1), 8), ((1, 1, 2), 8)],
     }
     for name, found in beyond.items():
         for (f, i, w), m in found:
-            schedule = build(name, Plan.uniform(4, f, i + w), m)
+            schedule = build(name, uniform(name, 4, f, i + w), m)
             assert schedule.claims.makespan_s is not None
             timeline = simulate(lower(schedule), costs(schedule.plan, weight_s=w), 2 * m)
             assert timeline.makespan_s > schedule.claims.makespan_s(4, m, 2, f, i, w) + 0.1, (name, f, i, w, m)
 
 
 @pytest.mark.parametrize("p", range(1, 9))
-def test_no_worker_of_zb_h2_waits_between_its_first_op_and_its_last(p: int) -> None:
-    schedule = build("zb_h2", Plan.uniform(p, 1.0, 2.0), 3 * p)
+@pytest.mark.parametrize(("name", "stages"), [("zb_h2", 1), ("zbv", 2)])
+def test_no_worker_waits_between_its_first_op_and_its_last(name: str, stages: int, p: int) -> None:
+    schedule = build(name, uniform(name, p, 1.0, 2.0), 3 * p)
     timeline = run(schedule, 9 * p)
     for rank in range(p):
         spans = [span for span in timeline.work() if span.rank == rank]
-        assert spans[-1].end_s - spans[0].start_s == pytest.approx(3 * 9 * p)
+        assert spans[-1].end_s - spans[0].start_s == pytest.approx(3 * 9 * p * stages)
+
+
+@pytest.mark.parametrize("p", [2, 4, 6, 8])
+@pytest.mark.parametrize("units", [2, 3, 4])
+def test_forward_doubling_leaves_no_bubble_between_units(p: int, units: int) -> None:
+    """Chimera, SC 2021, section 3.5: p - 2 idle slots of a backward each, however many microbatches there are."""
+    schedule = build("chimera_doubled", uniform("chimera_doubled", p, 1.0, 2.0), 2 * p * units)
+    assert run(schedule, 2 * p * units).makespan_s == 3 * p * units + 2 * (p - 2) + 3 * p * units
 
 
 @pytest.mark.parametrize("p", range(1, 9))

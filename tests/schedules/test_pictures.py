@@ -105,6 +105,24 @@ rank 1 | .    1F0  1F1  1F2  1F3  5F0  5F1  5F2  5F3  .    .    .    .    5B0  5
 rank 2 | .    .    2F0  2F1  2F2  2F3  6F0  6F1  6F2  6F3  .    .    6B0  6B1  6B2  6B3' 2B0  2B1  2B2  2B3'
 rank 3 | .    .    .    3F0  3F1  3F2  3F3  7F0  7F1  7F2  7F3  7B0  7B1  7B2  7B3' 3B0  3B1  3B2  3B3'
     """,
+    ("chimera_doubled", 8, 18): """
+        rank 0 | 0F0  0F2  0F4  0F6  3F1  3F3  3B1  3B3  3F5  3F7  3B5  3B7  0B0  .    .    0B2  0B4  0B6'
+        rank 1 | .    1F0  1F2  2F1  2F3  1F4  1F6  2F5  2F7  2B1  2B3  1B0  2B5  2B7  1B2  1B4  1B6'
+        rank 2 | .    1F1  1F3  2F0  2F2  1F5  1F7  2F4  2F6  2B0  2B2  1B1  2B4  2B6  1B3  1B5  1B7'
+        rank 3 | 0F1  0F3  0F5  0F7  3F0  3F2  3B0  3B2  3F4  3F6  3B4  3B6  0B1  .    .    0B3  0B5  0B7'
+    """,
+    ("zbv", 8, 22): """
+rank 0 | 0F0 0F1 0F2 0F3 0F4 0F5 0F6 7F0 7I0 7W0 7F1 7I1 7W1 7F2 7I2 7W2 7F3 7I3 7W3 0F7 0I0 0W0
+rank 1 | .   1F0 1F1 1F2 1F3 1F4 6F0 1F5 6F1 6I0 6W0 6F2 6I1 6W1 6F3 6I2 6W2 1F6 1I0 1W0 6F4 6I3
+rank 2 | .   .   2F0 2F1 2F2 5F0 2F3 5F1 2F4 5F2 5I0 5W0 5F3 5I1 5W1 2F5 2I0 2W0 5F4 5I2 5W2 2F6
+rank 3 | .   .   .   3F0 4F0 3F1 4F1 3F2 4F2 3F3 4F3 4I0 4W0 3F4 3I0 3W0 4F4 4I1 4W1 3F5 3I1 3W1
+    """,
+    ("dualpipev", 8, 22): """
+rank 0 | 0F0 0F1 0F2 0F3 0F4 0F5 0F6 7F0 7I0 7W0 7F1 7I1 7W1 7F2 7I2 7W2 7F3 0F7 7I3 7W3 7F4 0I0
+rank 1 | .   1F0 1F1 1F2 1F3 1F4 6F0 1F5 6F1 6I0 6W0 6F2 6I1 6W1 6F3 1F6 6I2 6W2 6F4 1I0 1W0 1F7
+rank 2 | .   .   2F0 2F1 2F2 5F0 2F3 5F1 2F4 5F2 5I0 5W0 5F3 2F5 5I1 5W1 5F4 2I0 2W0 2F6 5I2 5W2
+rank 3 | .   .   .   3F0 4F0 3F1 4F1 3F2 4F2 3F3 4F3 3F4 4I0 4W0 4F4 3I0 3W0 3F5 4I1 4W1 4F5 3I1
+    """,
     ("chimera", 4, 10): """
         rank 0 | 0F0  0F2  .    3F1  3B1  3F3  3B3  0B0  .    0B2'
         rank 1 | .    1F0  2F1  1F2  2F3  2B1  1B0  2B3  1B2'
@@ -169,6 +187,7 @@ def test_file_shows_its_own_picture(name: str) -> None:
     text = import_module(SCHEDULES[name].__module__).__doc__ or ""
     shown = [line.strip() for line in text.splitlines() if line.strip().startswith("rank ")]
     splits = {"gpipe": 4, "1f1b": 4, "zb_h1": 4, "zb_h2": 4, "pipedream_2bw": 2}
+    splits |= {"zbv": 4, "dualpipev": 4, "chimera_doubled": 4}
     split = splits.get(name, 2 if name in LAYOUTS else None)
     wide = name in LAYOUTS or name.startswith("zb")
     assert shown == picture(build(name, uniform(name, 2), split), 13 if wide else 10)

@@ -38,7 +38,7 @@ class Claims:
 
     Attributes:
         assumption: under which the forms hold.
-        least: p -> fewest microbatches of a minibatch for which bubble and makespan hold.
+        least: p -> fewest microbatches of a minibatch for which bubble, makespan and counts in flight hold.
         bubble: (p, m) -> share of the time that workers wait, over one minibatch of a flushing order.
         ratio: of a backward's seconds to a forward's for which the bubble holds; None for any.
         in_flight: (p, m, s) -> most microbatches in flight.

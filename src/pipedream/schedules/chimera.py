@@ -20,13 +20,13 @@ from itertools import count
 from ..core.errors import ScheduleError
 from ..core.op import Op
 from ..core.plan import Plan
-from ..core.schedule import Claims, Schedule
+from ..core.schedule import Claims, Order, Schedule
 from ..core.update import UpdateRule
 from ..core.weights import Flush
 from .idioms import backward, forward, update
 from .layouts import mirrored
 
-__all__ = ["chimera"]
+__all__ = ["both_ways", "chimera"]
 
 
 def chimera(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -62,21 +62,13 @@ def chimera(plan: Plan, microbatches: int | None = None) -> Schedule:
         for number in count():
             slots = [(2 * p * u + slot, op) for u in range(m // p) for slot, op in unit(rank, number * m + u * p)]
             yield from (op for _, op in sorted(slots))
-            # Behind all backwards, so that the sum of the stage that is done first has the time of the other's; both
-            # holders in the same order.
-            for stage in sorted((rank, p - 1 - rank), reverse=True):
-                yield update((stage, int(stage != rank)), number + 1)
 
-    return Schedule(
-        name="chimera",
-        plan=plan,
-        placement=plan.placement,
-        order=order,
-        weights=Flush(m),
-        updates=UpdateRule((m,) * p),
-        microbatches=m,
-        flushes=True,
-        claims=Claims(
+    return both_ways(
+        "chimera",
+        plan,
+        m,
+        order,
+        Claims(
             assumption="p equal stages, two holders each, backward as long as forward, messages and sums cost nothing",
             ratio=1.0,
             bubble=lambda p, m: (p - 2) / (2 * m + p - 2),
@@ -84,4 +76,42 @@ def chimera(plan: Plan, microbatches: int | None = None) -> Schedule:
             staleness=lambda p, m, s: 0,
             versions=lambda p, m, s: 2,
         ),
+    )
+
+
+def both_ways(name: str, plan: Plan, m: int, order: Order, claims: Claims) -> Schedule:
+    """Returns the schedule of an order of two pipelines in opposite directions, with the updates of both holders.
+
+    Args:
+        name: of the method.
+        plan: laid out `mirrored`.
+        m: microbatches of a minibatch.
+        order: rank -> its forwards and backwards, minibatch after minibatch.
+        claims: of the method.
+    """
+
+    def with_updates(rank: int) -> Iterator[Op]:
+        p = plan.workers
+        left = 2 * m  # of a minibatch at the rank's two stages: half of the forwards and backwards each
+        number = 0
+        for op in order(rank):
+            yield op
+            left -= 1
+            if not left:
+                number, left = number + 1, 2 * m
+                # Behind all backwards, so that the sum of the stage that is done first has the time of the other's;
+                # both holders in the same order.
+                for stage in sorted((rank, p - 1 - rank), reverse=True):
+                    yield update((stage, int(stage != rank)), number)
+
+    return Schedule(
+        name=name,
+        plan=plan,
+        placement=plan.placement,
+        order=with_updates,
+        weights=Flush(m),
+        updates=UpdateRule((m,) * len(plan.stages)),
+        microbatches=m,
+        flushes=True,
+        claims=claims,
     )

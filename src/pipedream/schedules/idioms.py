@@ -5,6 +5,7 @@ Legend: a seat is a (stage, replica); its microbatches are replica, replica + r,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
 
@@ -15,6 +16,11 @@ from ..core.plan import Plan
 from ..core.schedule import Order
 
 __all__ = [
+    "B",
+    "F",
+    "I",
+    "Turns",
+    "W",
     "at_one_seat",
     "backward",
     "endless",
@@ -29,7 +35,8 @@ __all__ = [
     "with_updates",
 ]
 
-F, B, W, U = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRADIENT, Kind.UPDATE
+F, B, U = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE
+I, W = Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741  # the field's letters
 
 
 def forward(seat: Seat, microbatch: int) -> Op:
@@ -55,6 +62,33 @@ def weight_gradient(seat: Seat, microbatch: int) -> Op:
 def update(seat: Seat, number: int) -> Op:
     """Returns the update that makes version `number` at a seat."""
     return Op(U, seat[0], number, seat[1])
+
+
+class Turns:
+    """What a worker takes of the microbatches of a minibatch, at several stages in turn: each kind of op in order.
+
+    Args:
+        mine: the microbatches.
+    """
+
+    def __init__(self, mine: range) -> None:
+        self._mine = mine
+        self._taken: Counter[tuple[Kind, Seat]] = Counter()
+
+    def left(self, kind: Kind, seat: Seat) -> int:
+        """Returns how many microbatches are still to have this kind of op."""
+        return len(self._mine) - self._taken[kind, seat]
+
+    def take(self, *steps: tuple[Kind, Seat], times: int = 1) -> Iterator[Op]:
+        """Yields the next op of each of these, so many times; leaves out those that have none left, or none as yet: a
+        backward needs its forward, a weight gradient its input gradient."""
+        for _ in range(times):
+            for kind, seat in steps:
+                before = {F: None, B: F, I: F, W: I}[kind]
+                most = len(self._mine) if before is None else self._taken[before, seat]
+                if self._taken[kind, seat] < most:
+                    yield Op(kind, seat[0], self._mine[self._taken[kind, seat]], seat[1])
+                    self._taken[kind, seat] += 1
 
 
 def at_one_seat(placement: Placement, ops: Callable[[Seat], Iterator[Op]]) -> Order:

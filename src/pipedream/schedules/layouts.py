@@ -36,19 +36,25 @@ class Layout:
         """Returns how many stages p workers take."""
         return len(self.order(workers, chunks or self.chunks or 1)) // self.replicas
 
-    def check(self, name: str, plan: Plan) -> int:
+    def check(self, name: str, plan: Plan, wanted: int | None = None) -> int:
         """Returns v, the stages of each worker of a plan that is laid out so.
 
+        Args:
+            name: of the method.
+            plan: to look at.
+            wanted: the only v that the method works with; None for any.
+
         Raises:
-            ScheduleError: it is not.
+            ScheduleError: it is not, or has another v.
         """
         held = sum(plan.replicas)
         taken = plan.order or tuple(range(held))
         chunks = held // plan.workers // self.replicas
-        if set(plan.replicas) != {self.replicas} or taken != self.order(plan.workers, chunks):
+        if set(plan.replicas) != {self.replicas} or taken != self.order(plan.workers, wanted or chunks):
+            several = "" if wanted is None else f", {wanted} on each"
             raise ScheduleError(
-                f"schedule {name!r} needs {self.words}; found plan {plan.config} on workers {taken}; plan for this "
-                "method, or name the workers in the plan's order"
+                f"schedule {name!r} needs {self.words}{several}; found plan {plan.config} on workers {taken}; plan for "
+                "this method, or name the workers in the plan's order"
             )
         return chunks
 

@@ -12,10 +12,12 @@ from ..core.plan import Plan
 from ..core.schedule import Schedule
 from .breadth_first import breadth_first
 from .chimera import chimera
+from .chimera_doubled import chimera_doubled
 from .compensated import ftpipe_ga, ftpipe_msnag, nesterov_async, one_step_ef, pipedream_lr
+from .dualpipev import dualpipev
 from .gpipe import gpipe
 from .interleaved import interleaved_1f1b
-from .layouts import Layout, looped, mirrored
+from .layouts import Layout, looped, mirrored, wave
 from .naive import naive
 from .one_f_one_b import one_f_one_b
 from .pipedream import pipedream, pipedream_vertical_sync
@@ -23,6 +25,7 @@ from .torch_csv import is_torch_csv, load_torch_csv
 from .two_bw import pipedream_2bw
 from .zb_h1 import zb_h1
 from .zb_h2 import zb_h2
+from .zbv import zbv
 
 __all__ = ["ALIASES", "COMPENSATED", "LAYOUTS", "SCHEDULES", "Choice", "build", "claims_at", "layout_of", "uniform"]
 
@@ -30,19 +33,30 @@ SCHEDULES: dict[str, Callable[[Plan, int | None], Schedule]] = {
     "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
-    "interleaved_1f1b": interleaved_1f1b,
-    "breadth_first": breadth_first,
-    "chimera": chimera,
     "zb_h1": zb_h1,
     "zb_h2": zb_h2,
+    "interleaved_1f1b": interleaved_1f1b,
+    "breadth_first": breadth_first,
+    "zbv": zbv,
+    "dualpipev": dualpipev,
+    "chimera": chimera,
+    "chimera_doubled": chimera_doubled,
     "pipedream": pipedream,
     "pipedream_vertical_sync": pipedream_vertical_sync,
     "pipedream_2bw": pipedream_2bw,
 }
 """The methods, each by its name."""
 
-LAYOUTS: dict[str, Layout] = {"interleaved_1f1b": looped, "breadth_first": looped, "chimera": mirrored}
+LAYOUTS: dict[str, Layout] = {
+    "interleaved_1f1b": looped,
+    "breadth_first": looped,
+    "zbv": wave,
+    "dualpipev": wave,
+    "chimera": mirrored,
+    "chimera_doubled": mirrored,
+}
 """Of those whose workers have several stages: where each goes. Any other takes a plan of one stage a worker."""
+
 COMPENSATED: dict[str, Callable[[Plan, int | None], Schedule]] = {
     "nesterov_async": nesterov_async,
     "ftpipe_msnag": ftpipe_msnag,
@@ -60,6 +74,8 @@ ALIASES = {
     "looped_bfs": "breadth_first",
     "zb1p": "zb_h1",
     "zb2p": "zb_h2",
+    "chimera_forward_doubling": "chimera_doubled",
+    "chimera_backward_halving": "chimera_doubled",
 }
 """Other names that papers use."""
 
