@@ -474,7 +474,7 @@ def check_run(case: Case, program: Program) -> None:
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_an_accepted_program_trains_as_it_should(case: Case, data: st.DataObject) -> None:
     check_run(case, data.draw(accepted(case)))

@@ -148,9 +148,16 @@ def check_messages(rows: Sequence[Sequence[Action]], rank_of: Sequence[int]) -> 
             raise ScheduleError(f"{action.where} stands in column {first.column} too; a message goes once")
     # The gradient is what the whole backward, or its first half, reads and makes.
     ways = {"F": ("RECV_F", "SEND_F"), "B": ("RECV_B", "SEND_B"), "I": ("RECV_B", "SEND_B"), "W": ()}
+    owned: set[tuple[int, str, int]] = set()
     for action in (action for row in rows for action in row if action.computes):
         for word in ways[action.word]:
             _check_message(action, word, found, rank_of)
+            owned.add((action.stage, word, action.microbatch))
+    for action in messages:
+        if action[:3] not in owned:
+            raise ScheduleError(
+                f"{action.where} belongs to no pass: the file does not run microbatch {action.microbatch}"
+            )
     _check_order(messages, rank_of)
     _check_progress(rows, rank_of)
 
