@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from pipedream.core.artifact import write_text
+from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule import Schedule
 from pipedream.core.timeline import Timeline
 from pipedream.lowering import lower
@@ -38,11 +39,17 @@ CHOOSE = {
     "activations: about half of 1f1b's bubble, for two sets of weights a worker and a sum over two holders at each "
     "update. The number of workers must be even.",
     "zb_h1": "Where 1f1b is right, messages are fast, and a stage's time is in weights: layers whose backward is two "
-    "products, one for what arrived and one for the weight. A third of 1f1b's bubble; every stage holds as much as 1f1b's "
-    "first. It gains nothing where the halves cannot be parted (compiled modules, fused recurrent layers).",
-    "zb_h2": "When there is memory for twice as many microbatches. Over one minibatch its bubble is that of zb_h1, but its "
-    "workers begin and end one behind the other, and go on with the next minibatch without waiting: in a run of many the "
-    "bubble is gone. Not with clipping by the global norm, for which all stages wait at each update.",
+    "products, one for what arrived and one for the weight. A third of 1f1b's bubble; every stage holds as much as "
+    "1f1b's first. It gains nothing where the halves cannot be parted (compiled modules, fused recurrent layers).",
+    "zb_h2": "When there is memory for twice as many microbatches. Over one minibatch its bubble is that of zb_h1, but "
+    "its workers begin and end one behind the other, and go on with the next minibatch without waiting: in a run of "
+    "many the bubble is gone. Not with clipping by the global norm, for which all stages wait at each update.",
+    "zbv": "When two stages a worker and the messages that go with them are cheap: no bubble in a run of many "
+    "minibatches, with the activations of 1f1b. Needs m >= 2p, and forwards and both halves of backwards about equal.",
+    "dualpipev": "Where messages can hide behind the computation of the other direction, as with experts on many "
+    "devices: a forward stands beside each backward. Else zbv has less bubble and holds less.",
+    "chimera_doubled": "As chimera, with many microbatches and backwards that take twice as long as forwards, which they "
+    "do; holds twice as many microbatches.",
     "pipedream": "When the minibatch cannot be split or the bubble of a flush is too dear: no worker waits in steady "
     "state, at the price of stale gradients and of a set of weights for each minibatch in flight. The plan may "
     "replicate stages.",
@@ -60,6 +67,23 @@ CHOOSE = {
     "begin at a share of it. K is about the length of the warm-up or of the first decay.",
     "one_step_ef": "With AdamW or Muon on the two weight sets of 2BW: it gives back most of what one update of delay "
     "costs. One more tensor for each weight, the last update.",
+    "pipelined_backprop": "To study training with delay at its barest: one set of weights, no flush, and twice "
+    "pipedream's staleness. For a small rate, or many small stages whose forward and backward run at once.",
+    "pb_lwp": "With pipelined_backprop, where its delay hurts: SGD with momentum, Adam or AdamW. The prediction is as "
+    "good as the velocity is steady, so long horizons need long momentum.",
+    "pipemare": "To study one set of weights with a correction of the backward, at the concurrent clock of its paper, "
+    "which adds rates by stage and a synchronous beginning.",
+    "spectrain": "With momentum and few stages, in one set of weights. The second pass is predicted too, towards the "
+    "same weights.",
+    "spectrain_v2": "As pipedream, whose gradients are true ones, but at predicted weights; one set of weights more.",
+    "pipeoptim": "With Adam or AdamW where pipedream's sets of weights do not fit: the forward is predicted, one set "
+    "of weights, and a copy of it during a forward.",
+    "xpipe": "As pipeoptim, with minibatches that are split: one update a minibatch, one prediction for all of its "
+    "microbatches.",
+    "paci": "When the weights are large and a little delay does no harm: no bubble, one set of weights, and, with "
+    "m >= p - 1 microbatches, a staleness of one update at most.",
+    "v_timeprest": "To study the order nF1B: paci's weights and updates, with the backwards of a minibatch together. "
+    "It holds more microbatches than paci and is no less late.",
 }
 PICTURES = {
     "naive": ("Naive model parallelism, m = 1", 1, 4),
@@ -70,6 +94,9 @@ PICTURES = {
     "chimera": ("Chimera: one pipeline down, one up; s is the stage; m = 4", 4, 8),
     "zb_h1": ("ZB-H1: 1F1B with split backwards, flush; m = 4", 4, 4),
     "zb_h2": ("ZB-H2: twice the depth, two minibatches; m = 7", 7, 14),
+    "zbv": ("ZB-V: two stages (s) a worker, m = 8", 8, 8),
+    "dualpipev": ("DualPipeV: two stages (s) a worker, m = 8", 8, 8),
+    "chimera_doubled": ("Chimera with forward doubling; s is the stage; m = 8", 8, 16),
     "pipedream": ("PipeDream: 1F1B, no flush; v is the version of the weights that an op reads", None, 12),
     "pipedream_vertical_sync": (
         "PipeDream with vertical sync: one version (v) for a minibatch at all stages",
@@ -77,13 +104,29 @@ PICTURES = {
         12,
     ),
     "pipedream_2bw": ("PipeDream-2BW: 1F1B, no flush, two versions (v) of the weights; m = 4", 4, 12),
+    "pipelined_backprop": (
+        "Pipelined backpropagation: 1F1B at twice the depth; each op reads the newest version (v)",
+        None,
+        12,
+    ),
+    "pb_lwp": ("Pipelined backpropagation, forwards at weights predicted from version v", None, 12),
+    "pipemare": ("PipeMare: backwards at weights corrected back from version v; m = 4", 4, 12),
+    "spectrain": ("SpecTrain: both passes at weights predicted from version v", None, 12),
+    "spectrain_v2": ("SpecTrain, second version: predicted from version v, kept for the backward", None, 12),
+    "pipeoptim": ("PipeOptim: forwards at weights predicted from version v", None, 12),
+    "xpipe": ("XPipe: a minibatch's forwards share one prediction from version v; m = 4", 4, 12),
+    "paci": ("PACI: each op reads the newest version (v); m = 4", 4, 12),
+    "v_timeprest": ("V-TiMePReSt: m forwards, then m backwards; each op reads the newest version (v); m = 3", 3, 15),
 }
 """Title, microbatches of a minibatch and of the run in a method's picture."""
 
 
 def split(name: str) -> int | None:
     """Returns the microbatches of a minibatch in the gallery; None for methods that do not split it."""
-    return None if name in ("pipedream", "pipedream_vertical_sync") else MICROBATCHES
+    try:
+        return SCHEDULES[name](uniform(name, STAGES), MICROBATCHES).microbatches
+    except ScheduleError:
+        return None
 
 
 def simulated(schedule: Schedule, total: int) -> Timeline:

@@ -9,6 +9,7 @@ from itertools import chain
 from math import lcm
 from typing import Any
 
+import delayed
 import reference
 import torch
 import zoo
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import pipedream as pd
 from pipedream.core.plan import Plan
-from pipedream.schedules import LAYOUTS
+from pipedream.schedules import LAYOUTS, SCHEDULES
 
 FLUSHING = ("naive", "gpipe", "1f1b", "zb_h1", "zb_h2", *LAYOUTS)
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
@@ -39,6 +40,7 @@ class Case:
         recompute: of every stage.
         workers: of a method that puts several stages on one; half as many as stages unless said.
         compensation: of delay, as a Pipeline takes it.
+        options: further arguments of the method.
     """
 
     animal: str
@@ -62,6 +64,7 @@ class Case:
     recompute: bool = False
     workers: int | None = None
     compensation: Any = None
+    options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         plan = "-".join(map(str, self.replicas or (1,) * self.stages))
@@ -69,6 +72,7 @@ class Case:
         depth = ("" if self.depth == "noam" else f" {self.depth}") + (f" lag {self.lag}" if self.lag else "")
         extras += ["recompute"] if self.recompute else []
         extras += [] if self.compensation is None else [str(self.compensation)]
+        extras += [str(value) for _, value in self.options]
         words = [self.animal, self.schedule, plan + depth, str(self.dtype).removeprefix("torch."), self.optimizer]
         return " ".join([*words, *extras])
 
@@ -125,10 +129,14 @@ class Outcome:
 def run(case: Case) -> Outcome:
     """Trains through a pipeline: in this process alone, or as one rank of a process group."""
     animal, outcome = zoo.make(case.animal, case.dtype), Outcome()
+    plan = case.plan()
+    schedule = (
+        SCHEDULES[case.schedule](plan, case.microbatches, **dict(case.options)) if case.options else case.schedule
+    )
     with pd.Pipeline(
         animal.model,
-        case.plan(),
-        schedule=case.schedule,
+        plan,
+        schedule=schedule,
         loss=animal.loss,
         optimizer=case.optimize,
         compensation=case.compensation,
@@ -191,6 +199,8 @@ def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, opt
         "clip": case.clip_grad_norm,
         "microbatches": outcome.split,
     }
+    if case.schedule in delayed.PAPERS:
+        return _of_paper(case, plan, outcome)
     if case.schedule in FLUSHING:
         layout = LAYOUTS.get(case.schedule)
         holders = 1 if layout is None else layout.replicas
@@ -204,6 +214,42 @@ def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, opt
         stages=owned, version=_rule(case.schedule, plan), replicas=plan.replicas if outcome.split == 1 else None,
         statistics=statistics, **common,
     )  # fmt: skip
+
+
+def _of_paper(case: Case, plan: Plan, outcome: Outcome) -> reference.Answer:
+    animal, options = zoo.make(case.animal, case.dtype), dict(case.options)
+    changes = {"rule": options.pop("backward_rule", None), "by": options.pop("by", None)}
+    paper = delayed.PAPERS[case.schedule](case.stages, outcome.split, **options)
+    paper = replace(paper, **{name: value for name, value in changes.items() if value is not None})
+    if case.replicas:
+        # The papers have a worker a stage. Of r replicas each has W warm-up forwards, its own microbatches alone, and a
+        # bellwether of its own.
+        r, late = case.replicas, [(n - 1) * count for n, count in zip(plan.in_flight, case.replicas, strict=True)]
+        m = [outcome.split if outcome.split > 1 else count for count in r]
+        shared = outcome.split if case.schedule == "xpipe" else 1
+        first = lambda s, k: k - k % shared + k % shared % r[s]  # noqa: E731
+        predicts = bool(paper.ahead(0))
+        paper = replace(
+            paper,
+            forward=lambda s, k: max(0, (first(s, k) - late[s]) // m[s]),
+            backward=lambda s, k: k // m[s],
+            ahead=lambda s: -(-late[s] // m[s]) if predicts else 0,
+        )
+    made = {"sgd": delayed.Sgd, "adamw": delayed.AdamW}[case.optimizer]
+    return delayed.train(
+        animal.model,
+        [stage.names for stage in plan.stages],
+        animal.batches * case.epochs,
+        animal.total,
+        paper,
+        lambda: made(**OPTIMIZERS[case.optimizer].keywords),
+        microbatches=outcome.split,
+        replicas=case.replicas,
+        rounds=outcome.split == 1,
+        seed=case.seed,
+        drains=outcome.drains,
+        rate_at=(lambda n: 0.7 ** (n // 7)) if case.scheduled else (lambda n: 1.0),
+    )
 
 
 def check(

@@ -11,7 +11,14 @@ from pipedream.core.depth import legal
 from pipedream.core.plan import Plan, Stage
 from pipedream.core.schedule import Schedule
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, uniform
+from pipedream.schedules.layouts import looped
 from pipedream.simulator import Costs
+
+WHOLE = (  # methods that do not split a minibatch
+    "pipedream", "pipedream_vertical_sync", "pipelined_backprop", "pb_lwp", "spectrain", "spectrain_v2", "pipeoptim",
+)  # fmt: skip
+NO_LAG = ("pipedream_2bw", "pipemare", "xpipe", "paci", "v_timeprest")
+ALONE = ("v_timeprest",)  # without replicas
 
 SECONDS = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.1, 5.0))
 
@@ -26,7 +33,9 @@ def laid_out(draw: st.DrawFn, most: int = 4) -> Schedule:
     name = draw(st.sampled_from(sorted(LAYOUTS)))
     step = 2 if LAYOUTS[name].replicas > 1 else 1
     workers = step * draw(st.integers(1, most // step))
-    return build(name, uniform(name, workers, chunks=draw(st.integers(1, 3))), workers * draw(st.integers(1, 3)))
+    chunks = draw(st.integers(1, 3)) if LAYOUTS[name] is looped else None
+    step = 2 if name in ("chimera_doubled", "dualpipev") else 1
+    return build(name, uniform(name, workers, chunks=chunks), step * workers * draw(st.integers(1, 3)))
 
 
 def schedules() -> st.SearchStrategy[Schedule]:
@@ -40,7 +49,9 @@ def straight(draw: st.DrawFn) -> Schedule:
     replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     lag = tuple(draw(st.integers(0, 1)) if count > 1 and len(replicas) > 1 else 0 for count in replicas)
     name = draw(st.sampled_from(STRAIGHT))
-    if name == "pipedream_2bw":
+    if name in ALONE:
+        replicas = (1,) * len(replicas)
+    if name in NO_LAG:
         lag = (0,) * len(replicas)  # it does not lag
     in_flight = legal(tuple(draw(st.integers(1, 5)) for _ in replicas), replicas, lag)
     rows = tuple(Stage(s, s + 1, count) for s, count in enumerate(replicas))
@@ -48,7 +59,7 @@ def straight(draw: st.DrawFn) -> Schedule:
     if name == "pipedream_2bw":
         least = max(max(held - 1, 1) * count for held, count in zip(in_flight, replicas, strict=True))
         return build(name, plan, least + draw(st.integers(0, 3)))
-    return build(name, plan, None if name.startswith("pipedream") else draw(st.integers(max(replicas), 7)))
+    return build(name, plan, None if name in WHOLE else draw(st.integers(max(replicas), 7)))
 
 
 @st.composite

@@ -57,6 +57,12 @@ def test_layers_of_a_stage_become_one() -> None:
     ]
 
 
+def test_a_method_that_predicts_is_emulated(tmp_path: Path) -> None:
+    """What waits in place of stepping has no velocity: predicted weights are the weights."""
+    summary = emulate(plan_of((1,)), schedule="spectrain_v2", minibatches=6, out=tmp_path / "run", quiet=True)
+    assert summary["configuration"]["schedule"] == "spectrain_v2"
+
+
 @pytest.mark.parametrize("factors", [{"dilation": 0.0}, {"byte_scale": -1.0}, {"dilation": float("inf")}])
 def test_factors_that_make_no_sense_are_refused(factors: dict[str, float]) -> None:
     with pytest.raises(PipelineError, match="give a positive number"):

@@ -134,6 +134,9 @@ SAME = [
     Leg((2,), animal="cnn", optimizer="sgd", scheduler="none"),
     Leg((1, 1), animal="lstm"),
     Leg((1, 1), autocast=torch.bfloat16),
+    # What views are made of: the velocity at the coming rate, an average of updates.
+    Leg((1, 1, 1), schedule="spectrain"),
+    Leg((1, 1, 1), schedule="pipemare", microbatches=2, optimizer="sgd"),
     Leg((1, 1, 1), animal="transformer", schedule="1f1b", microbatches=2, scheduler="cosine"),
     Leg((1, 1, 1), compensation=("error_feedback", "t1:25")),
     Leg((2, 1), optimizer="sgd", compensation=("spike", "gap_aware:0.9")),

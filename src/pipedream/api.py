@@ -112,8 +112,8 @@ def profile(
         ).to_json()
 
     if device == "meta":
-        return Profile.from_json(_from_rank_0(estimated, profiling.here()), "rank 0's profile")
-    return Profile.from_json(_from_rank_0(measured, device), "rank 0's profile")
+        return Profile.from_json(talk.made_once(estimated, profiling.here()), "rank 0's profile")
+    return Profile.from_json(talk.made_once(measured, device), "rank 0's profile")
 
 
 def plan(
@@ -396,10 +396,3 @@ def layers_of(model: Any, plan: Plan, sample: Any) -> Captured:
                 "that share parameters; keep them in one stage"
             )
     return captured
-
-
-def _from_rank_0(make: Callable[[], str], device: str) -> str:
-    if not talk.is_distributed():
-        return make()
-    rank, _ = talk.join(device)
-    return talk.from_rank_0(make, rank)

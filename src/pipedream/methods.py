@@ -27,6 +27,9 @@ _MOST_SIMULATED = 128  # workers, or microbatches until replicas come round: mor
 def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -> list[planner.Method]:
     """Returns the methods of these names, or all of the registry: those that flush, and, if allowed, the others.
 
+    Those whose backward reads other weights than its forward, or weights that are predicted, are taken by name alone:
+    whether a model and its optimizer bear that is not a matter of seconds and bytes.
+
     Of ways to train that are equal the first method's is taken: 1F1B before GPipe, what is late last.
 
     Raises:
@@ -35,7 +38,7 @@ def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -
     if names:
         return [_method(name) for name in names]
     # Plans have one stage a worker, but for those that are made by hand.
-    found = [_method(name) for name in schedules.SCHEDULES if name not in schedules.LAYOUTS]
+    found = [_method(name) for name in schedules.SCHEDULES if name not in schedules.LAYOUTS and _is_stored(name)]
     found = [method for method in found if not method.splits_backward]  # a profile does not tell their seconds
     flushing = [method for method in found if method.flushes]
     return [*reversed(flushing), *(method for method in found if allow_asynchronous and not method.flushes)]
@@ -109,10 +112,16 @@ def versions_of(schedule: str) -> Callable[[int, int], int]:
         small = Plan.uniform(in_flight)
         if lag:
             small = replace(Plan.uniform(2, replicas=(2, 1)), in_flight=(in_flight, 1), lag=(lag, 0))
-        return schedules.build(schedule, small).weights.versions(0)
+        return held(schedules.build(schedule, small))[0].versions
 
     versions(1, 0)
     return versions
+
+
+def _is_stored(name: str) -> bool:
+    """Whether each gradient is the true one at weights that its stage has had."""
+    weights = schedules.build(name, Plan.uniform(2)).weights
+    return weights.backward_rule == "stash" and weights.forward_view is None
 
 
 def _method(name: str) -> planner.Method:
@@ -122,7 +131,13 @@ def _method(name: str) -> planner.Method:
             f"schedule {name!r} puts several stages on a worker, unlike plans that are compared; plan for it alone"
         )
     small = Plan.uniform(2, replicas=(2, 1))
-    built, deep = (schedules.build(name, replace(small, in_flight=(count, 1))) for count in (2, 3))
+    try:
+        built, deep = (schedules.build(name, replace(small, in_flight=(count, 1))) for count in (2, 3))
+    except ScheduleError:
+        raise ScheduleError(
+            f"schedule {name!r} does not work with replicated stages, among which the search looks; make a plan by "
+            "hand: stages of your choice, without replicas"
+        ) from None
     try:
         splits = schedules.build(name, small, 4).microbatches == 4
     except ScheduleError:

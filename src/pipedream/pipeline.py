@@ -125,7 +125,7 @@ class Pipeline:
         self.schedule = built.coupled() if couples and len(plan.stages) > 1 else built
         self.program: Program = lower(self.schedule)
         self.proof: Proof = verify(self.program)
-        evaluation = lower(schedules.evaluation(plan))
+        evaluation = lower(schedules.evaluation(self.schedule.plan))
         verify(evaluation)
         captured = layers_of(model, plan, sample)
         self._take = Take(inputs, targets, is_torch_loss(loss))

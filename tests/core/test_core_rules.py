@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
+from itertools import islice
 from math import ceil, lcm
+from typing import Any
 
 import pytest
+from delayed import nf1b
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,8 +19,10 @@ from pipedream.core.op import Kind, Op, requires
 from pipedream.core.placement import Placement
 from pipedream.core.plan import Plan
 from pipedream.core.update import UpdateRule
-from pipedream.core.weights import DoubleBuffer, Flush, Stash, VerticalSync
+from pipedream.core.views import View
+from pipedream.core.weights import DoubleBuffer, Flush, Latest, Stash, VerticalSync
 from pipedream.schedules import build
+from pipedream.schedules.idioms import latest, unflushed
 
 replica_counts = st.lists(st.integers(1, 6), min_size=1, max_size=6).map(tuple)
 
@@ -254,3 +260,108 @@ class TestNeeds:
         )
         assert schedule.requires(Op(Kind.UPDATE, 0, 2, 1), 3)[0:1] == (Op(Kind.BACKWARD, 0, 2, 0),)
         assert len(schedule.requires(Op(Kind.UPDATE, 0, 2, 1), 3)) == 2
+
+
+class TestLatest:
+    """The newest version at each op, against an order followed op by op."""
+
+    @given(replica_counts, st.data())
+    def test_it_reads_what_is_newest_there(self, replicas: tuple[int, ...], data: st.DataObject) -> None:
+        lag = tuple(data.draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
+        counts = tuple(data.draw(st.integers(1, 5)) for _ in replicas)
+        m = data.draw(st.one_of(st.none(), st.integers(max(replicas), 3 * max(replicas))))
+        lag = (0,) * len(replicas) if m else lag
+        plan = Plan.uniform(len(replicas), replicas=replicas)
+        plan = replace(plan, in_flight=depth.legal(counts, replicas, lag), lag=lag, depth="hand")
+        rule, order = latest(plan, m), unflushed(plan, m)
+        updates = UpdateRule(rule.per_update)
+        late: dict[int, list[int]] = {s: [] for s in range(len(replicas))}
+        for rank in range(plan.workers):
+            ((stage, _),) = plan.placement.seats(rank)
+            newest = 0
+            for op in islice(order(rank), 150):
+                if op.kind is Kind.UPDATE:
+                    newest += 1
+                    assert op.index == newest
+                elif op.kind is Kind.FORWARD:
+                    assert rule.forward_version(stage, op.index) == newest
+                else:
+                    assert rule.backward_version(stage, op.index) == newest
+                    late[stage].append(updates.update_of(stage, op.index) - 1 - rule.forward_version(stage, op.index))
+        assert all(max(found) <= rule.staleness(s) for s, found in late.items() if found)
+
+    @pytest.mark.parametrize("a", [1, 2, 3, 4, 7, 8])
+    @pytest.mark.parametrize("p", [1, 2, 4, 8])
+    def test_accumulation_divides_the_delay(self, p: int, a: int) -> None:
+        """(p-1-s)/a updates in the mean, ceil((p-1-s)/a) at most."""
+        schedule = build("paci", Plan.uniform(p), a)
+        rule, updates = schedule.weights, schedule.updates
+        settled = range(2 * p * a, 2 * p * a + 3 * a)
+        for s in range(p):
+            late = [updates.update_of(s, k) - 1 - rule.forward_version(s, k) for k in settled]
+            assert Fraction(sum(late), len(late)) == Fraction(p - 1 - s, a)
+            assert max(late) == ceil(Fraction(p - 1 - s, a)) == rule.staleness(s)
+            assert isinstance(rule, Latest)
+            assert rule.mean_staleness(s) == pytest.approx((p - 1 - s) / a)
+
+    @pytest.mark.parametrize(
+        ("p", "m", "lags"),
+        [
+            (3, 2, [2, 1, 0]), (3, 4, [1, 1, 0]), (4, 3, [2, 2, 1, 0]), (4, 8, [1, 1, 1, 0]),
+            (8, 4, [4, 3, 3, 2, 2, 1, 1, 0]), (8, 8, [2, 2, 2, 1, 1, 1, 1, 0]),
+        ],
+    )  # fmt: skip
+    def test_nf1b_is_late_whatever_the_split(self, p: int, m: int, lags: list[int]) -> None:
+        """Updates between a minibatch's first forward and its backward, as a reproduction of TiMePReSt measured them.
+
+        The order is the paper's, by a simulation of its rule; but backwards are done microbatch by microbatch.
+        """
+        schedule = build("v_timeprest", Plan.uniform(p), m)
+        assert [schedule.weights.staleness(s) for s in range(p)] == lags
+        for s, row in enumerate(nf1b(p, m, 8)):
+            whole = "".join(what for what in row if what != ".").replace("B", "B" * m)
+            ops = islice((op for op in schedule.order(s) if op.kind is not Kind.UPDATE), len(whole))
+            assert "".join(op.kind.value for op in ops) == whole
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"backward_rule": "mixed"}, "a backward rule is stash, recompute, graph"),
+            ({"backward_rule": "stash"}, "with the rule 'stash' a forward has a view"),
+            ({"warmup": (1,)}, "one number a stage is wanted everywhere"),
+            ({"forward_view": View("velocity", (1.0,))}, "one number a stage is wanted everywhere"),
+            ({"per_update": (1, 0)}, "an update holds a microbatch of each replica"),
+            ({"shares_view": 2}, "shared by the .* microbatches of an update, not 2"),
+            (
+                {"forward_view": View("average", (1.0, 1.0)), "backward_view": View("average", (-1.0, 0.0))},
+                "only one of the two views",
+            ),
+        ],
+    )
+    def test_parts_that_do_not_go_together(self, changes: dict[str, Any], message: str) -> None:
+        rule = Latest((1, 0), (1, 1), (0, 0), (1, 1))
+        with pytest.raises(ValueError, match=message):
+            replace(rule, **changes)
+
+    @pytest.mark.parametrize(
+        ("by", "horizons", "decay", "message"),
+        [
+            ("momentum", (1.0,), 0.1, "velocity, difference or average"),
+            ("velocity", (), 0.1, "a finite horizon for each stage"),
+            ("velocity", (float("inf"),), 0.1, "a finite horizon for each stage"),
+            ("average", (1.0,), 1.0, "between 0 and 1"),
+        ],
+    )
+    def test_views_that_are_none(self, by: str, horizons: tuple[float, ...], decay: float, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            View(by, horizons, decay)
+
+    def test_buffers(self) -> None:
+        """A written view puts the weights aside; a difference and an average are kept; velocity is the optimizer's."""
+        rule, ahead = Latest((1, 0), (1, 1), (0, 0), (1, 1)), View("velocity", (1.0, 0.0))
+        back = View("average", (-1.0, 0.0))
+        assert [rule.buffers(s) for s in (0, 1)] == [0, 0]
+        assert [replace(rule, forward_view=ahead).buffers(s) for s in (0, 1)] == [1, 0]
+        assert replace(rule, forward_view=replace(ahead, by="difference")).buffers(0) == 2
+        assert replace(rule, forward_view=ahead, backward_view=back).buffers(0) == 2
+        assert replace(rule, forward_view=ahead, backward_rule="stash").buffers(0) == 0

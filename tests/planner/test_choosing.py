@@ -102,7 +102,10 @@ def test_the_score_is_the_papers_bubble() -> None:
 
 
 def test_what_planning_knows_of_the_methods() -> None:
-    rows = {one.name: (one.flushes, one.splits, one.lags, one.deepens) for one in methods_of(STRAIGHT)}
+    rows = {
+        one.name: (one.flushes, one.splits, one.lags, one.deepens)
+        for one in methods_of([name for name in STRAIGHT if name != "v_timeprest"])
+    }
     assert rows == {
         "naive": (True, True, False, False),
         "gpipe": (True, True, False, False),
@@ -112,6 +115,14 @@ def test_what_planning_knows_of_the_methods() -> None:
         "pipedream": (False, False, True, True),
         "pipedream_vertical_sync": (False, False, True, True),
         "pipedream_2bw": (False, True, False, True),
+        "pipelined_backprop": (False, False, False, False),  # its own depth, beyond these
+        "pb_lwp": (False, False, False, False),
+        "pipemare": (False, True, False, False),
+        "spectrain": (False, False, False, True),
+        "spectrain_v2": (False, False, False, True),
+        "pipeoptim": (False, False, False, True),
+        "xpipe": (False, True, False, True),
+        "paci": (False, True, False, True),
     }
     assert [one.name for one in methods_of()] == list(FLUSHING)
 

@@ -61,16 +61,17 @@ DOCSTRINGS = {
 }
 
 
+SPLIT_IN_TWO = ("pipedream_2bw", "pipemare", "xpipe", "paci", "v_timeprest")
+
+
 @pytest.mark.parametrize("name", DOCSTRINGS)
 def test_pictures_of_docstrings(simulated: Simulated, name: str) -> None:
     """The library draws a method as its own file does; a docstring shows one minibatch, or the beginning of a run."""
     told = DOCSTRINGS[name]
     total = 1 + max(int(k) for row in told for k in re.findall(r"F(\d+)", row))
-    split = (
-        None if name.startswith("pipedream") and name != "pipedream_2bw" else 2 if name == "pipedream_2bw" else total
-    )
-    backward_s = 2.0 if any("W0" in row for row in told) else 1.0  # each half takes a column
-    plan = uniform(name, len(told), 1.0, backward_s)
+    built = SCHEDULES[name](uniform(name, 2), None)
+    split = total if built.flushes else 2 if name in SPLIT_IN_TWO else None
+    plan = uniform(name, len(told), 1.0, 2.0 if built.splits_backward else 1.0)  # each half takes a column
     drawn = grid(simulated(name, plan=plan, split=split, total=total)).splitlines()[1:]
     assert len(told) == len(drawn)
     for short, long in zip(told, drawn, strict=True):

@@ -169,3 +169,61 @@ def test_watched_leaves_ask_once_each_in_every_set_and_after_reloading() -> None
         handle.data = torch.zeros_like(handle)
     versions.reload()
     check()
+
+
+@pytest.mark.parametrize("stepper", STEPPERS)
+def test_a_single_set_is_written_under_its_readers(stepper: partial) -> None:
+    handles = _handles()
+    versions, optimizer = Versions(handles, single=True), stepper(handles.values())
+    places = {name: handle.data_ptr() for name, handle in handles.items()}
+    held = [versions.read(0)]
+    for n in range(1, 4):
+        for handle in handles.values():
+            handle.grad = torch.randn_like(handle)
+        versions.begin_update({n - 1})
+        optimizer.step()
+        versions.end_update()
+        held.append(versions.read(n))
+        assert {one.version for one in held} == {n}, "all read the newest"
+        assert all(torch.equal(held[0].leaves[name], handle) for name, handle in handles.items())
+        assert {name: handle.data_ptr() for name, handle in handles.items()} == places
+        assert (versions.storages, versions.peak) == (1, 1)
+    with pytest.raises(KeyError):
+        versions.read(0)
+    for one in held:
+        versions.release(one)
+    versions.rewind()
+    assert versions.newest == 0
+
+
+def test_kept_views_are_sets_of_their_own() -> None:
+    handles = _handles()
+    versions = Versions(handles, single=True)
+    twice = partial(_filled, handles, 2.0)
+    first = versions.read_view(0, twice)
+    assert versions.read_view(0, partial(_filled, handles, 3.0)) is first, "kept, not computed again"
+    expected = {name: 2.0 * handle.detach() for name, handle in handles.items()}
+    versions.begin_update(())
+    with torch.no_grad():
+        for handle in handles.values():
+            handle.add_(1.0)
+    versions.end_update()
+    second = versions.read_view(1, twice)
+    assert all(torch.equal(first.leaves[name], w) for name, w in expected.items())
+    assert (versions.alive, versions.storages) == (3, 3)
+    versions.release(first)
+    assert versions.alive == 3
+    versions.release(first)
+    assert versions.alive == 2
+    with pytest.raises(AssertionError, match="the newest is 1"):
+        versions.read_view(0, twice)
+    assert versions.read_view(1, twice) is second
+    versions.release(second)
+    versions.release(second)
+    assert (versions.alive, versions.storages) == (1, 3), "free sets are used again"
+    versions.rewind()
+
+
+def _filled(handles: dict[str, nn.Parameter], factor: float, into: dict[str, torch.Tensor]) -> None:
+    for name, target in into.items():
+        target.copy_(factor * handles[name].detach())

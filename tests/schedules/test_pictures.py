@@ -159,7 +159,31 @@ rank 3 | .   .   .   3F0 4F0 3F1 4F1 3F2 4F2 3F3 4F3 3F4 4I0 4W0 4F4 3I0 3W0 3F5
         rank 2 | .   .   F0  F1  .   B0  F2  B1  F3  B2  F4  B3' F5  B4  F6
         rank 3 | .   .   .   F0  B0  F1  B1  F2  B2  F3  B3' F4  B4  F5  B5
     """,
+    ("pipelined_backprop", None, 15): """
+        rank 0 | F0  F1  F2  F3  F4  F5  F6  B0' F7  B1' F8  B2' F9  B3' F10
+        rank 1 | .   F0  F1  F2  F3  F4  B0' F5  B1' F6  B2' F7  B3' F8  B4'
+        rank 2 | .   .   F0  F1  F2  B0' F3  B1' F4  B2' F5  B3' F6  B4' F7
+        rank 3 | .   .   .   F0  B0' F1  B1' F2  B2' F3  B3' F4  B4' F5  B5'
+    """,
+    ("pipemare", 4, 15): """
+        rank 0 | F0  F1  F2  F3  F4  F5  F6  B0  F7  B1  F8  B2  F9  B3' F10
+        rank 1 | .   F0  F1  F2  F3  F4  B0  F5  B1  F6  B2  F7  B3' F8  B4
+        rank 2 | .   .   F0  F1  F2  B0  F3  B1  F4  B2  F5  B3' F6  B4  F7
+        rank 3 | .   .   .   F0  B0  F1  B1  F2  B2  F3  B3' F4  B4  F5  B5
+    """,
+    ("v_timeprest", 3, 16): """
+        rank 0 | F0  F1  F2  F3  F4  F5  F6  F7  F8  B0  B1  B2' F9  F10 F11 B3
+        rank 1 | .   F0  F1  F2  F3  F4  F5  F6  B0  B1  B2' F7  F8  F9  B3  B4
+        rank 2 | .   .   F0  F1  F2  F3  F4  B0  B1  B2' F5  F6  F7  B3  B4  B5'
+        rank 3 | .   .   .   F0  F1  F2  B0  B1  B2' F3  F4  F5  B3  B4  B5' F6
+    """,
 }
+# Methods that differ in the weights alone share a staircase.
+STAIRCASES |= {("pb_lwp", None, 15): STAIRCASES["pipelined_backprop", None, 15]}
+STAIRCASES |= {
+    (name, None, 12): STAIRCASES["pipedream", None, 12] for name in ("spectrain", "spectrain_v2", "pipeoptim")
+}
+STAIRCASES |= {(name, 4, 15): STAIRCASES["pipedream_2bw", 4, 15] for name in ("xpipe", "paci")}
 
 
 @pytest.mark.parametrize("method", STAIRCASES, ids=lambda method: f"{method[0]}-{method[1]}")
@@ -186,8 +210,8 @@ def test_file_shows_its_own_picture(name: str) -> None:
     """Two stages; four microbatches where a flush ends the picture (13 slots of split backwards), else ten slots."""
     text = import_module(SCHEDULES[name].__module__).__doc__ or ""
     shown = [line.strip() for line in text.splitlines() if line.strip().startswith("rank ")]
-    splits = {"gpipe": 4, "1f1b": 4, "zb_h1": 4, "zb_h2": 4, "pipedream_2bw": 2}
-    splits |= {"zbv": 4, "dualpipev": 4, "chimera_doubled": 4}
+    splits = {"gpipe": 4, "1f1b": 4, "zb_h1": 4, "zb_h2": 4, "zbv": 4, "dualpipev": 4, "chimera_doubled": 4}
+    splits |= {"pipedream_2bw": 2, "pipemare": 2, "xpipe": 2, "paci": 2, "v_timeprest": 2}
     split = splits.get(name, 2 if name in LAYOUTS else None)
     wide = name in LAYOUTS or name.startswith("zb")
     assert shown == picture(build(name, uniform(name, 2), split), 13 if wide else 10)

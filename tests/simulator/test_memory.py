@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from pipedream.core.cluster import Cluster
 from pipedream.core.memory import DEFERRED_SHARE, StageSizes, message_bytes, peers_of, stage_bytes
+from pipedream.core.op import Kind
 from pipedream.core.plan import Plan, Stage
 from pipedream.core.schedule import Schedule
 from pipedream.core.timeline import MemoryStep, Timeline
+from pipedream.core.weights import WeightRule
 from pipedream.lowering import lower
 from pipedream.metrics import measure
 from pipedream.schedules import build, evaluation
@@ -53,6 +55,23 @@ def base_at(plan: Plan, stage: int, versions: int, in_flight: int, most: tuple[i
     return row.parameter_bytes * versions + row.optimizer_bytes + messages + in_flight * waiting
 
 
+def alive_after(
+    rule: WeightRule, stage: int, newest: int, read: dict[int, int], waiting: set[int], coming: set[int]
+) -> int:
+    """Sets of weights alive behind an op, by definition.
+
+    Args:
+        read: microbatch -> version that its forward reads.
+        waiting, coming: microbatches whose backward, whose forward is still to end.
+    """
+    until = rule.kept_until(stage)
+    if rule.backward_rule == "stash" and until is None:
+        return len({newest} | {read[k] for k in waiting if read[k] <= newest})
+    begun = read.keys() - coming
+    ahead = {Kind.FORWARD: coming, Kind.BACKWARD: begun & waiting, None: set()}[until]
+    return 1 + len({read[k] for k in begun} & {read[k] for k in ahead})
+
+
 @settings(max_examples=100)
 @given(
     runs(), st.lists(st.integers(0, 10**6), min_size=40, max_size=40), st.lists(st.booleans(), min_size=8, max_size=8)
@@ -72,7 +91,7 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
             working_bytes=next(size),
             largest_parameter_bytes=next(size),
             update_working_bytes=next(size),
-            recompute=next(again),
+            recompute=next(again) if drawn.weights.backward_rule == "stash" else stage.recompute,
         )
         for stage in drawn.plan.stages
     )
@@ -87,7 +106,11 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
         mine = range(replica, total, schedule.placement.replicas[stage])
         read = {k: schedule.weights.forward_version(stage, k) for k in mine}
         waiting, newest, in_flight, halved, most, summed = set(mine), 0, 0, 0, 1, 0
-        expected = [MemoryStep(0.0, base_at(schedule.plan, stage, 1, 0, held_most))]
+        coming = set(mine)  # forwards that are still to end
+        rule = schedule.weights
+        buffers, until = rule.buffers(stage), rule.kept_until(stage)
+
+        expected = [MemoryStep(0.0, base_at(schedule.plan, stage, 1 + buffers, 0, held_most))]
         pass_bytes = row.working_bytes
         if row.recompute:  # of the one at work the activations are there too
             pass_bytes += row.activation_bytes - sizes_at(schedule.plan, stage).input_bytes
@@ -101,24 +124,30 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
                 extra = row.working_bytes + row.parameter_bytes + (row.largest_parameter_bytes if summed else 0)
             elif span.kind == "F":
                 in_flight += 1
+                coming.remove(span.index)
+                if rule.backward_rule != "stash" or until is not None:
+                    alive = alive_after(rule, stage, newest, read, waiting, coming)
+                    if until is Kind.FORWARD and read[span.index] not in {read[k] for k in coming}:
+                        alive += 1  # its view is dropped after it
+                    most = max(most, alive)
                 extra = pass_bytes + (row.parameter_bytes if summed else 0)
             elif span.kind == "B":
                 extra = pass_bytes + row.parameter_bytes + (row.largest_parameter_bytes if summed else 0)
             elif span.kind == "U":
                 newest, summed = span.index, 0
                 extra = row.parameter_bytes + row.update_working_bytes
-                alive = len({newest} | {read[k] for k in waiting if read[k] <= newest})
+                alive = alive_after(rule, stage, newest, read, waiting, coming)
                 most = max(most, alive)
             else:
                 continue
             extra += halved * DEFERRED_SHARE * row.activation_bytes
             expected.append(
-                MemoryStep(span.start_s, base_at(schedule.plan, stage, alive, in_flight, held_most) + extra)
+                MemoryStep(span.start_s, base_at(schedule.plan, stage, alive + buffers, in_flight, held_most) + extra)
             )
             if span.kind in ("B", "W"):
                 in_flight, halved, summed = in_flight - (span.kind == "B"), halved - (span.kind == "W"), summed + 1
                 waiting.remove(span.index)
-                alive = len({newest} | {read[k] for k in waiting if read[k] <= newest})
+            alive = alive_after(rule, stage, newest, read, waiting, coming)
         assert timeline.memory_steps(rank) == tuple(expected)
         assert timeline.peak_versions[rank] == most
         assert timeline.peak_bytes[rank] == max(step.held_bytes for step in expected)

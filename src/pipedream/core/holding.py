@@ -22,7 +22,7 @@ class Held:
 
     Attributes:
         in_flight: microbatches forwarded and not yet backwarded; a split backward ends with its weight gradient.
-        versions: distinct sets of weights alive at once, the newest included.
+        versions: distinct sets of weights alive at once, the newest included, and buffers of the same size.
         kept_tensors: for each weight, that compensations of delay keep.
         deferred: of those in flight, how many have their input gradient and not yet their weight gradient.
     """
@@ -39,7 +39,8 @@ def held(schedule: Schedule) -> tuple[Held, ...]:
     for stage in range(len(schedule.plan.stages)):
         in_flight, deferred = _in_flight(schedule, stage)
         kept = schedule.updates.kept_tensors(schedule.weights.staleness(stage))
-        found.append(Held(in_flight, schedule.weights.versions(stage), kept_tensors=kept, deferred=deferred))
+        sets = schedule.weights.versions(stage) + schedule.weights.buffers(stage)
+        found.append(Held(in_flight, sets, kept_tensors=kept, deferred=deferred))
     return tuple(found)
 
 

@@ -76,7 +76,8 @@ class Schedule:
         claims: the paper's closed forms.
 
     Raises:
-        ScheduleError: the updates compensate delay in a way that makes no sense here (`compensation.check`).
+        ScheduleError: the updates compensate delay in a way that makes no sense here (`compensation.check`), or the
+            backward rule does not go with what the plan's stages recompute.
     """
 
     name: str
@@ -94,6 +95,19 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.updates.compensation:
             check(self.updates.compensation, self.weights, flushes=self.flushes, reads_one=self._reads_one)
+        again = [stage.recompute for stage in self.plan.stages]
+        rule = self.weights.backward_rule
+        if rule == "graph" and any(again):
+            raise ScheduleError(
+                f"schedule {self.name!r}: its backward rule 'graph' goes back through the activations of the forward, "
+                f"but stage {again.index(True)} of the plan recomputes and does not keep them; plan without "
+                "recomputation, or take backward_rule='recompute'"
+            )
+        if rule == "recompute" and not all(again):
+            raise ScheduleError(
+                f"schedule {self.name!r}: its backward rule 'recompute' does the forward again, but stage "
+                f"{again.index(False)} of its plan does not recompute; mark all stages so"
+            )
 
     def compensated(self, asked: Any) -> Schedule:
         """Returns the schedule with other compensations in the place of its own.

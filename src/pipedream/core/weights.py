@@ -4,6 +4,14 @@ A rule answers with static version numbers, counted from the last drain: version
 there, version n is made by update n. Nobody reads "whatever has arrived", so a program's staleness and its
 memory are known before it runs, and the runtime's own tags are compared with them.
 
+Where a backward reads a newer version than its forward, one of these holds:
+
+- *recompute*: the forward is done again on the old input, at the backward's weights: their true gradient;
+- *graph*: the activations stay those of the forward, the weights that autograd multiplies with are the backward's:
+  the gradient of no function. Pipelined backpropagation, PipeMare and their kin train by it, with one set of weights.
+
+A view (`core.views`) is computed from a version; the version's number is then that of what it was computed from.
+
 Legend: s stage, k microbatch (from 0, since the drain), r_s replicas, W_s warm-up forwards, m microbatches
 per minibatch, all from the plan and the schedule.
 """
@@ -11,15 +19,19 @@ per minibatch, all from the plan and the schedule.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, takewhile
 from math import lcm
 from typing import Any, ClassVar
 
 from .artifact import decode, encode
 from .errors import ArtifactError
+from .op import Kind
+from .views import AVERAGE, VELOCITY, View
 
-__all__ = ["DoubleBuffer", "Flush", "Stash", "VerticalSync", "WeightRule"]
+__all__ = ["BACKWARD_RULES", "DoubleBuffer", "Flush", "Latest", "Stash", "VerticalSync", "WeightRule"]
+
+BACKWARD_RULES = ("stash", "recompute", "graph")
 
 
 @dataclass(frozen=True)
@@ -28,12 +40,15 @@ class WeightRule(ABC):
 
     Attributes:
         name: how files and tables call it.
-        backward_rule: 'stash': the true gradient at the weights that the forward read. ('recompute' and
-            'graph', for rules whose views differ, come with the methods that need them.)
+        backward_rule: 'stash': the true gradient at the weights that the forward read; 'recompute' or 'graph' where the
+            backward reads others.
+        forward_view, backward_view: what a pass reads in place of its version; None is the version itself.
     """
 
     name: ClassVar[str]
     backward_rule: ClassVar[str] = "stash"
+    forward_view: ClassVar[View | None] = None
+    backward_view: ClassVar[View | None] = None
     rules: ClassVar[dict[str, type[WeightRule]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -66,11 +81,24 @@ class WeightRule(ABC):
 
     @abstractmethod
     def versions(self, stage: int) -> int:
-        """Returns the most versions alive at once, the newest included."""
+        """Returns the most versions alive at once, the newest included, and views that are kept."""
 
     @abstractmethod
     def staleness(self, stage: int) -> int:
         """Returns the most updates between the version a gradient is taken at and the one it updates."""
+
+    def views(self, stage: int) -> tuple[View, ...]:
+        """Returns the views of a stage that are not the version itself."""
+        given = (view for view in (self.forward_view, self.backward_view) if view is not None)
+        return tuple(view for view in given if view.horizons[stage])
+
+    def kept_until(self, stage: int) -> Kind | None:
+        """Returns which pass is the last to read a forward's view that is kept; None where none is."""
+        return None
+
+    def buffers(self, stage: int) -> int:
+        """Returns how many tensors of the size of the weights the views need beside the versions."""
+        return 0
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the rule as JSON values."""
@@ -208,3 +236,99 @@ class DoubleBuffer(WeightRule):
 
     def staleness(self, stage: int) -> int:
         return 1
+
+
+@dataclass(frozen=True)
+class Latest(WeightRule):
+    """The newest weights that there are: at the forward, and again at the backward.
+
+    One set of weights, which the optimizer writes while microbatches are in flight: update n of a stage comes behind
+    the last backward of its microbatches (or, with a lag, behind the forward after that), so what is newest at an op is
+    arithmetic. With the rule 'stash' the forward's view is kept, and the backward reads it too.
+
+    Attributes:
+        warmup, replicas, lag: of each stage.
+        per_update: for each stage, microbatches in one update, over all replicas; at least the replicas.
+        backward_rule: see the module's first words.
+        forward_view, backward_view: what a pass reads in place of the newest weights.
+        shares_view: microbatches of which the first at a seat has its forward's view computed, for all of them (XPipe's
+            bellwether): 1, or those of an update.
+
+    Raises:
+        ValueError: parts that do not go together.
+    """
+
+    name: ClassVar[str] = "latest"
+    warmup: tuple[int, ...]
+    replicas: tuple[int, ...]
+    lag: tuple[int, ...]
+    per_update: tuple[int, ...]
+    # Fields here; other rules have one value for all.
+    backward_rule: str = field(default="graph", kw_only=True)  # type: ignore[misc]
+    forward_view: View | None = field(default=None, kw_only=True)  # type: ignore[misc]
+    backward_view: View | None = field(default=None, kw_only=True)  # type: ignore[misc]
+    shares_view: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        ahead, back = self.forward_view, self.backward_view
+        lengths = {len(row) for row in (self.warmup, self.replicas, self.lag, self.per_update)}
+        lengths |= {len(view.horizons) for view in (ahead, back) if view is not None}
+        if len(lengths) != 1:
+            raise ValueError(f"one number a stage is wanted everywhere, found {sorted(lengths)} numbers")
+        if any(count < replicas for count, replicas in zip(self.per_update, self.replicas, strict=True)):
+            raise ValueError(
+                f"an update holds a microbatch of each replica, found {self.per_update} of {self.replicas}"
+            )
+        if self.backward_rule not in BACKWARD_RULES:
+            raise ValueError(f"a backward rule is {', '.join(BACKWARD_RULES)}, found {self.backward_rule!r}")
+        if self.backward_rule == "stash" and (ahead is None or back is not None or self.shares_view > 1):
+            raise ValueError("with the rule 'stash' a forward has a view, and the backward reads the same and no other")
+        if self.shares_view != 1 and {self.shares_view} != set(self.per_update):
+            raise ValueError(
+                f"a view is shared by the {self.per_update} microbatches of an update, not {self.shares_view}"
+            )
+        if ahead is not None and back is not None and ahead.by == back.by == AVERAGE:
+            raise ValueError("only one of the two views can be by an average: they would need one each")
+
+    def forward_version(self, stage: int, microbatch: int) -> int:
+        replicas = self.replicas[stage]
+        group = microbatch - microbatch % self.shares_view
+        first = microbatch if self.shares_view == 1 else group + (microbatch - group) % replicas
+        return max(0, (first - self._late(stage)) // self.per_update[stage])
+
+    def backward_version(self, stage: int, microbatch: int) -> int:
+        if self.backward_rule == "stash":
+            return self.forward_version(stage, microbatch)
+        return microbatch // self.per_update[stage]
+
+    def versions(self, stage: int) -> int:
+        if self.backward_rule != "stash":
+            return 1 if self.kept_until(stage) is None else 2
+        if self.kept_until(stage) is None:
+            return self.staleness(stage) + 1
+        # A view for each version that a microbatch in flight has read, and the weights themselves.
+        return -(-self.warmup[stage] * self.replicas[stage] // self.per_update[stage]) + 2
+
+    def staleness(self, stage: int) -> int:
+        return -(-self._late(stage) // self.per_update[stage])
+
+    def mean_staleness(self, stage: int) -> float:
+        """Returns the mean over the microbatches of an update, behind the warm-up, each with weights of its own."""
+        return self._late(stage) / self.per_update[stage]
+
+    def kept_until(self, stage: int) -> Kind | None:
+        if self.forward_view is None or not self.forward_view.horizons[stage]:
+            return None
+        if self.backward_rule == "stash":
+            return Kind.BACKWARD
+        return Kind.FORWARD if self.shares_view > self.replicas[stage] else None
+
+    def buffers(self, stage: int) -> int:
+        ways = {view.by for view in self.views(stage)} - {VELOCITY}
+        # The weights, while a view stands in their storage; and what is not the optimizer's own.
+        aside = AVERAGE in ways or (self.backward_rule != "stash" and bool(self.views(stage)))
+        return aside + len(ways)
+
+    def _late(self, stage: int) -> int:
+        """Returns by how many microbatches a forward is ahead of the backward at its point of the order."""
+        return (self.warmup[stage] + self.lag[stage]) * self.replicas[stage]

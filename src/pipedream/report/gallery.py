@@ -149,7 +149,8 @@ def _claims(entry: Entry) -> list[str]:
     where = "over one minibatch" if schedule.flushes else "in steady state"
 
     def promised(form: Callable[[int, int, int], int] | None) -> str:
-        return NOTHING if form is None else _together(form(p, m, s) for s in range(p))
+        counted = m if schedule.flushes else entry.run.microbatches  # the claims' m: of a minibatch, or of the run
+        return NOTHING if form is None else _together(form(p, counted, s) for s in range(p))
 
     rows = [
         (
@@ -162,12 +163,14 @@ def _claims(entry: Entry) -> list[str]:
         ("weight sets", promised(claims.versions), _together(rank.peak_versions for rank in ranks)),
     ]
     held, _, sets = (row[2] for row in rows[1:])
+    buffers = [schedule.weights.buffers(s) for s in range(len(schedule.plan.stages))]
+    more = f", {_together(buffers)} more for views" if any(buffers) else ""
     return [
         f"| p = {p}, m = {m}, workers from first to last | claimed | simulated |",
         "| --- | --- | --- |",
         *(f"| {' | '.join(row)} |" for row in rows),
         "",
-        f"Memory of a worker: a stage's weights times {sets}, and its activations of a microbatch times {held}. "
+        f"Memory of a worker: a stage's weights times {sets}{more}, and its activations of a microbatch times {held}. "
         f"Claims: {claims.assumption}.",
     ]
 

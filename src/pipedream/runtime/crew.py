@@ -20,10 +20,12 @@ from .losses import Loss, Metric
 from .optimize import Gradients, Optimizer
 from .recompute import Recomputation
 from .results import Results
+from .saved import Saved
 from .scoring import Scorer
 from .seat import Seated
 from .stage import StageModule, low_precision_weights
 from .versions import Versions
+from .views import Views
 from .wire import Line, WireGroup, WireReceiver, WireSender
 from .worker import Worker
 
@@ -265,28 +267,35 @@ def _seat(
     plan = program.plan
     mine = layers[plan.stages[stage].first : plan.stages[stage].last]
     module = StageModule(mine, handles, device, settings.seed, settings.autocast)
+    rule = program.weights
+    versions = Versions(
+        handles,
+        low_precision_weights(mine, handles, settings.autocast),
+        watched=replica_group is not None,
+        single=rule.backward_rule != "stash" or rule.kept_until(stage) is not None,
+    )
+    optimizer = Optimizer(
+        handles,
+        settings.optimizer,
+        scheduler=settings.scheduler,
+        rate_factor=Fraction(program.updates.per_update[stage], program.updates.per_update[0]),
+        replicas=plan.replicas[stage],
+        clip_grad_norm=None if program.couples_updates else settings.clip_grad_norm,
+        replica_group=replica_group,
+        mean_of_rounds=program.updates.mean_of_rounds,
+        ema=settings.ema,
+        compensation=program.updates.compensation,
+        staleness=rule.staleness(stage),
+    )
+    moves = rule.staleness(stage) > 0 or bool(rule.views(stage))  # weights change between forward and backward
     return Seated(
         module=module,
-        versions=Versions(
-            handles,
-            low_precision_weights(mine, handles, settings.autocast),
-            watched=replica_group is not None,
-        ),
+        versions=versions,
         gradients=Gradients([handle.dtype for handle in handles.values()]),
-        optimizer=Optimizer(
-            handles,
-            settings.optimizer,
-            scheduler=settings.scheduler,
-            rate_factor=Fraction(program.updates.per_update[stage], program.updates.per_update[0]),
-            replicas=plan.replicas[stage],
-            clip_grad_norm=None if program.couples_updates else settings.clip_grad_norm,
-            replica_group=replica_group,
-            mean_of_rounds=program.updates.mean_of_rounds,
-            ema=settings.ema,
-            compensation=program.updates.compensation,
-            staleness=program.weights.staleness(stage),
-        ),
+        optimizer=optimizer,
         recomputation=Recomputation(module) if plan.stages[stage].recompute else None,
+        views=Views(rule, stage, versions, optimizer) if rule.views(stage) else None,
+        saved=Saved(versions) if rule.backward_rule == "graph" and moves else None,
     )
 
 

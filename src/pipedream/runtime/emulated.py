@@ -118,6 +118,9 @@ class Waiting(torch.optim.Optimizer):
         """Waits for the seconds of an update."""
         _wait(time.perf_counter(), self._seconds)
 
+    def velocity(self, parameter: nn.Parameter) -> None:
+        """Tells those who predict weights that its step has no direction."""
+
 
 class _Forward(torch.autograd.Function):
     """Waits; the gradient of what came in is as large as that."""

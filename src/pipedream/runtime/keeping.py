@@ -116,6 +116,7 @@ class Keeper:
         for stage, seat in self._seats(speakers=True):
             tensors |= {f"model/{name}": state[name].detach() for name in self._names[stage] if name in state}
             tensors |= optimizer_state.tensors_of(seat.optimizer)
+            tensors |= {} if seat.views is None else seat.views.tensors()
             stages[stage] = encode(optimizer_state.saved(seat.optimizer))
         return tensors, stages
 
@@ -131,6 +132,8 @@ class Keeper:
             seat.versions.reload()
             # Replicas in one process shall not share their optimizers' tensors.
             own = {name: tensor.clone() for name, tensor in found.items()} if len(self._workers) > 1 else found
+            if seat.views is not None:
+                seat.views.restore(own)
             try:
                 optimizer_state.restore(seat.optimizer, page.stages, own, stage=stage if same else None)
             except PipelineError:
@@ -157,11 +160,12 @@ class Keeper:
                     yield f"model/{name}"
         trained = {name for _, seat in self._seats() for name in seat.optimizer.named}
         averaged = any(seat.optimizer.ema for _, seat in self._seats())
+        stepped = {name for _, seat in self._seats() if seat.views is not None for name in seat.views.tensors()}
         for name in page.tensors:
             kind, _, rest = name.partition("/")
             of_steps = kind in ("optimizer", "compensation")
             owner = rest.rpartition("/")[0] if of_steps else rest
-            if owner in trained and (of_steps or (kind == "ema" and averaged)):
+            if name in stepped or (owner in trained and (of_steps or (kind == "ema" and averaged))):
                 yield name
 
     def _counts_alike(self, page: Checkpoint) -> bool:

@@ -139,6 +139,11 @@ class Optimizer:
         """The user's learning rate of the first parameter group, before the stage's factor."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    @property
+    def rate_factor(self) -> float:
+        """The stage's factor on the user's learning rate."""
+        return float(self._rate_factor)
+
     def close(self, gradients: Gradients, wish: float = 0.0) -> None:
         """Starts what is left of the sums over the replicas; does nothing where that was done before.
 

@@ -128,6 +128,11 @@ class Results:
         for sender in self.senders.values():
             sender.send(message)
 
+    def replicas_of(self, key: int, microbatches: int) -> list[int]:
+        """Returns the replicas of the last stage that have a part of a minibatch of so many microbatches."""
+        count = len(self._owners)
+        return sorted({k % count for k in range(key * microbatches, (key + 1) * microbatches)})
+
     def gather(self, key: int, replicas: Iterable[int], rate: float) -> Generator[Any, None, Done]:
         """Puts a minibatch's sums together, in the order of the replicas that saw some of it."""
         total: Sums | None = None

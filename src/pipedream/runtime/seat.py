@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,10 @@ from .channel import Pending
 from .optimize import Gradients, Optimizer
 from .recompute import Recomputation
 from .reduction import add_up_all
+from .saved import Saved
 from .stage import StageModule
-from .versions import Versions
+from .versions import Versions, WeightSet
+from .views import Views
 
 __all__ = ["Seated", "evaluating"]
 
@@ -26,6 +28,8 @@ class Seated:
 
     Attributes:
         recomputation: of the forward in the backward; None where its graph is kept.
+        views: weights that are computed; None where passes read versions.
+        saved: what the first forward saves, under the rule 'graph'; None where that does not matter.
         next_forward: microbatch of its next forward.
         tags: (microbatch, forward version, backward version) of the gradients of the coming update.
     """
@@ -35,6 +39,8 @@ class Seated:
     gradients: Gradients
     optimizer: Optimizer
     recomputation: Recomputation | None = None
+    views: Views | None = None
+    saved: Saved | None = None
     next_forward: int = 0
     tags: list[tuple[int, int, int]] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
@@ -42,6 +48,8 @@ class Seated:
     def begin(self) -> None:
         """Gets ready for a stream."""
         self.next_forward = 0
+        if self.views is not None:
+            self.views.begin()
         self._counts = [int(norm.num_batches_tracked) for norm in self._norms() if norm.num_batches_tracked is not None]
 
     def average_statistics(self) -> Generator[Pending[Any], None, None]:
@@ -65,6 +73,22 @@ class Seated:
         found = {id(m): m for layer in layers for m in layer.modules() if isinstance(m, _NormBase)}
         return [m for m in found.values() if m.track_running_stats]
 
+    def read(self, version: int) -> WeightSet:
+        """Returns the weights that a forward reads; its backward releases them."""
+        return self.versions.read(version) if self.views is None else self.views.read(version)
+
+    def at_forward(self, version: int) -> AbstractContextManager[None]:
+        """Returns the context of a forward that reads a version, or a view of it."""
+        return nullcontext() if self.views is None else self.views.forward(version)
+
+    def at_backward(self) -> AbstractContextManager[None]:
+        """Returns the context of a backward."""
+        return nullcontext() if self.views is None else self.views.backward()
+
+    def watching(self, value: Any) -> AbstractContextManager[None]:
+        """Returns the context in which the layers run on a value in training."""
+        return nullcontext() if self.saved is None else self.saved.watching(value)
+
     def give(self, index: int, gradient: torch.Tensor) -> None:
         """Takes a handle's gradient from the last backward before an update, while that still runs."""
         assert self.optimizer.reduction is not None
@@ -84,8 +108,12 @@ class Seated:
         if self.optimizer.compensator.needs_read_weights:
             self.optimizer.compensator.penalise(self.versions.peek().leaves, self.versions.peek(read).leaves)
         self.versions.begin_update(coming)
+        if self.views is not None:
+            self.views.begin_update()
         self.optimizer.step(present_share)
         self.versions.end_update()
+        if self.views is not None:
+            self.views.end_update()
         tags = [(*tag, newest) for tag in self.tags]
         self.tags.clear()
         return tags

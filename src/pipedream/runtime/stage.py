@@ -71,11 +71,12 @@ class Held:
     """What a stage keeps of a microbatch between its forward and its backward.
 
     Attributes:
-        weights: the version that the forward read; None for a microbatch without samples.
+        weights: the set that the forward read; None for a microbatch without samples.
         entries: of each input that wants a gradient.
         outputs: tensors that went on, or the loss.
         wants: for each tensor that arrived, whether its gradient goes back.
         microbatch: whose.
+        version: that the forward read, or of which it read a view.
         weight: loss weight of the microbatch.
         scale: gradient of the update's objective by the loss, at the last stage.
         again: does the forward again and fills in entries and outputs; None where its graph was kept.
@@ -87,6 +88,7 @@ class Held:
     outputs: tuple[torch.Tensor, ...]
     wants: tuple[bool, ...]
     microbatch: int
+    version: int = 0
     weight: float = 0.0
     scale: float = 1.0
     again: Callable[[], None] | None = None

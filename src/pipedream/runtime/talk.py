@@ -22,6 +22,7 @@ __all__ = [
     "is_distributed",
     "join",
     "leave",
+    "made_once",
 ]
 
 
@@ -71,6 +72,14 @@ def broadcast_text(text: str, group: dist.ProcessGroup | None) -> str:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(buffer, 0, group=group)
     return bytes(buffer.numpy()).decode()
+
+
+def made_once(make: Callable[[], str], device: str) -> str:
+    """Returns what is made here, or on several processes what rank 0 makes (`from_rank_0`)."""
+    if not is_distributed():
+        return make()
+    rank, _ = join(device)
+    return from_rank_0(make, rank)
 
 
 def from_rank_0(make: Callable[[], str], rank: int) -> str:

@@ -17,6 +17,10 @@ counter, so `begin_update` itself asserts that the storage it frees for writing 
 
 Under autocast a set holds low-precision leaves of the weights that autocast would cast, cast once an update
 instead of once a forward; then only the optimizer's copy has full precision.
+
+Where a backward reads newer weights than its forward (`core.weights`), there is one set, and the optimizer steps in its
+storage although graphs have read it: a graph then sees the new weights, because it has saved leaves that share storage
+with the handles but not the version counter.
 """
 
 from __future__ import annotations
@@ -67,6 +71,7 @@ class Versions:
         handles: name -> the user's parameter, for those that are trained.
         low_precision: name -> type of the leaf, for weights that autocast would cast.
         watched: gradients of the leaves are wanted while a backward still runs (`WeightSet.ready`).
+        single: there is one set, and updates do not mind its readers.
     """
 
     def __init__(
@@ -74,19 +79,22 @@ class Versions:
         handles: Mapping[str, torch.nn.Parameter],
         low_precision: Mapping[str, torch.dtype] | None = None,
         watched: bool = False,
+        single: bool = False,
     ) -> None:
         self.handles = dict(handles)
         self._low = dict(low_precision or {})
         self._watched = watched
+        self._single = single
         self.newest = 0
         self._sets = {0: self._made(0, {name: self._leaf(name, handle) for name, handle in handles.items()})}
         self._free: list[WeightSet] = []
+        self._kept: dict[int, WeightSet] = {}
         self.peak = 1
 
     @property
     def alive(self) -> int:
-        """Versions that are held now, the newest included."""
-        return len(self._sets)
+        """Versions that are held now, the newest included, and views of them."""
+        return len(self._sets) + len(self._kept)
 
     @property
     def storages(self) -> int:
@@ -95,8 +103,12 @@ class Versions:
         if not self.handles:
             return 1
         name = next(iter(self.handles))
-        held = [s.leaves[name].untyped_storage().data_ptr() for s in (*self._sets.values(), *self._free)]
+        held = [s.leaves[name].untyped_storage().data_ptr() for s in self._whole]
         return len({*held, self.handles[name].untyped_storage().data_ptr()})
+
+    @property
+    def _whole(self) -> list[WeightSet]:
+        return [*self._sets.values(), *self._kept.values(), *self._free]
 
     def read(self, version: int) -> WeightSet:
         """Returns a version for a forward, which must `release` it after its backward.
@@ -112,9 +124,37 @@ class Versions:
         """Returns a version, the newest unless said, for use at once: for a forward that has no backward."""
         return self._sets[self.newest if version is None else version]
 
+    def read_view(self, version: int, fill: Callable[[Mapping[str, torch.Tensor]], None]) -> WeightSet:
+        """Returns the view of a version for a forward, which must `release` it after its backward.
+
+        Args:
+            version: the newest, unless its view is kept already.
+            fill: writes the view into tensors by name, when nobody keeps it yet.
+        """
+        if version not in self._kept:
+            assert version == self.newest, f"a view of version {version} was asked for, the newest is {self.newest}"
+            made = self._free.pop() if self._free else self._spare()
+            into = {
+                name: torch.empty_like(handle.data) if name in self._low else made.leaves[name].data
+                for name, handle in self.handles.items()
+            }
+            fill(into)
+            for name in self._low:
+                made.leaves[name].data.copy_(into[name])
+            made.version = version
+            self._kept[version] = made
+            self.peak = max(self.peak, self.alive)
+        found = self._kept[version]
+        found.readers += 1
+        return found
+
     def release(self, held: WeightSet) -> None:
         """Ends a reader's hold."""
         held.readers -= 1
+        if not held.readers and self._kept.get(held.version) is held:
+            del self._kept[held.version]
+            held.version = -1
+            self._free.append(held)
 
     def keep(self, coming: Collection[int]) -> None:
         """Frees the sets that no reader holds and that no forward to come will read; the newest stays.
@@ -133,12 +173,14 @@ class Versions:
         Args:
             coming: versions up to the newest that forwards to come will read.
         """
+        if self._single:
+            self._sets = {self.newest + 1: self._sets[self.newest]}
+            self._sets[self.newest + 1].version = self.newest + 1
+            return
         self.keep(coming)
         newest = self._sets[self.newest]
         if newest.readers or self.newest in coming:
-            if not self._free:
-                self._free.append(self._made(-1, {name: self._leaf_like(name, newest) for name in self.handles}))
-            moved = self._free.pop()
+            moved = self._free.pop() if self._free else self._spare()
             shared = [name for name in self.handles if name not in self._low]
             targets = [moved.leaves[name].detach() for name in shared]
             if targets:
@@ -155,15 +197,19 @@ class Versions:
     def end_update(self) -> None:
         """Makes what the optimizer wrote the newest version."""
         self.newest += 1
-        made = self._sets[self.newest]
+        self.cast()
+
+    def cast(self) -> None:
+        """Casts what stands in the handles into the low-precision leaves of the newest version."""
+        leaves = self._sets[self.newest].leaves
         for name in self._low:
-            with torch.no_grad():
-                made.leaves[name].detach().copy_(self.handles[name])
+            # Not detach(): graphs may have read the leaf, and shall see the new weights.
+            leaves[name].data.copy_(self.handles[name].data)
 
     def rewind(self) -> None:
         """Counts versions from 0 again: after a drain, when one set is left."""
         self.keep(())
-        assert len(self._sets) == 1, f"{len(self._sets)} versions after a drain"
+        assert self.alive == 1, f"{self.alive} versions after a drain"
         left = self._sets.pop(self.newest)
         left.version = self.newest = 0
         self._sets[0] = left
@@ -193,5 +239,6 @@ class Versions:
             return handle.data.requires_grad_()
         return handle.detach().to(kind, copy=True).requires_grad_()
 
-    def _leaf_like(self, name: str, model: WeightSet) -> torch.Tensor:
-        return torch.empty_like(model.leaves[name]).detach().requires_grad_()
+    def _spare(self) -> WeightSet:
+        leaves = self._sets[self.newest].leaves
+        return self._made(-1, {name: torch.empty_like(leaf).detach().requires_grad_() for name, leaf in leaves.items()})

@@ -217,8 +217,9 @@ class Worker:
             self.results.announce(self._minibatch(op.index))
 
     def _forward_training(self, op: Op, seat: Seated, message: Message) -> Message:
-        weights = seat.versions.read(self.program.weights.forward_version(op.stage, op.index))
-        held = self._held[op.stage, op.index] = Held(weights, (), (), message.gradients, op.index)
+        version = self.program.weights.forward_version(op.stage, op.index)
+        weights = seat.read(version)
+        held = self._held[op.stage, op.index] = Held(weights, (), (), message.gradients, op.index, version)
         targets = self._mail.take("input", op) if op.stage == self._last else None
 
         def run(message: Message, again: bool = False) -> Message:
@@ -226,10 +227,11 @@ class Worker:
                 value = self._value_of(message)
             else:
                 value, held.entries = seat.module.enter(message.structure, message.tensors, message.gradients)
-            output = seat.module.forward(value, weights.leaves, self._number(op.index), op.stage == 0)
+            with seat.watching(value):
+                output = seat.module.forward(value, weights.leaves, self._number(op.index), op.stage == 0)
             if targets is None:
                 structure, held.outputs, wants = outputs_of(output)
-                return message.carrying(structure, held.outputs, wants, weights.version)
+                return message.carrying(structure, held.outputs, wants, version)
             key, wanted = self._minibatch(op.index), self._value_of(targets)
             with seat.module.casting():
                 value, held.weight, held.scale = self._scorer.score(
@@ -238,7 +240,8 @@ class Worker:
             held.outputs = (value,)
             return message
 
-        return run(message) if seat.recomputation is None else seat.recomputation.forward(held, message, run)
+        with seat.at_forward(version):
+            return run(message) if seat.recomputation is None else seat.recomputation.forward(held, message, run)
 
     def _forward_alone(self, op: Op, seat: Seated, message: Message) -> Message:
         leaves = seat.optimizer.ema if self._ema else seat.versions.peek().leaves
@@ -282,13 +285,14 @@ class Worker:
         back: list[torch.Tensor | None] = []
         found: list[torch.Tensor | None] = []
         if held.weights is not None:
-            lent, ready = (seat.gradients.lent, seat.give if last else None) if makes_weights else ([], None)
-            if not makes_inputs:
-                found = seat.module.backward_weights(held, lent, ready)
-            elif makes_weights:
-                found, back = seat.module.backward(held, held.given(message), lent, ready)
-            else:
-                back = seat.module.backward_inputs(held, held.given(message))
+            with seat.at_backward():
+                lent, ready = (seat.gradients.lent, seat.give if last else None) if makes_weights else ([], None)
+                if not makes_inputs:
+                    found = seat.module.backward_weights(held, lent, ready)
+                elif makes_weights:
+                    found, back = seat.module.backward(held, held.given(message), lent, ready)
+                else:
+                    back = seat.module.backward_inputs(held, held.given(message))
         if makes_weights:
             self._add_gradients(op, seat, found)
         if last:
@@ -305,7 +309,7 @@ class Worker:
         held = self._held.pop((op.stage, op.index))
         seat.gradients.add(found, held.weight)
         if held.weights is not None:
-            seat.tags.append((op.index, held.weights.version, held.weights.version))
+            seat.tags.append((op.index, held.version, held.weights.version))
             seat.versions.release(held.weights)
 
     def _update_op(self, op: Op) -> Generator[Any, None, None]:
@@ -343,12 +347,7 @@ class Worker:
                 # A round may be the last one and not full before this worker has heard of the end.
                 members = members[: round(share * self.program.placement.replicas[op.stage])]
             for minibatch in range(members.start // m, -(-members.stop // m)):
-                yield (yield from self.results.gather(minibatch, self._result_replicas(minibatch), self.rate))
-
-    def _result_replicas(self, minibatch: int) -> range | list[int]:
-        m = self.program.microbatches
-        count = self.program.placement.replicas[self._last]
-        return sorted({k % count for k in range(minibatch * m, (minibatch + 1) * m)})
+                yield (yield from self.results.gather(minibatch, self.results.replicas_of(minibatch, m), self.rate))
 
     # -- messages -----------------------------------------------------------------------------------
 

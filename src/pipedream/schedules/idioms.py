@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 
+from ..core.depth import legal
 from ..core.errors import ScheduleError
 from ..core.op import Kind, Op
 from ..core.placement import Placement, Seat
 from ..core.plan import Plan
 from ..core.schedule import Order
+from ..core.views import View
+from ..core.weights import Latest
 
 __all__ = [
     "B",
@@ -21,15 +25,21 @@ __all__ = [
     "I",
     "Turns",
     "W",
+    "admitted",
     "at_one_seat",
     "backward",
     "endless",
     "flushed",
     "forward",
     "input_gradient",
+    "latest",
     "one_forward_one_backward",
     "one_forward_one_input_gradient",
+    "recomputing",
+    "refuse_lag",
+    "refuse_split",
     "share_out",
+    "unflushed",
     "update",
     "weight_gradient",
     "with_updates",
@@ -174,6 +184,77 @@ def share_out(name: str, plan: Plan, wanted: int | None, usual: int) -> int:
             f"part in every update; split the minibatch into at least {most}"
         )
     return wanted or max(usual, most)
+
+
+def unflushed(plan: Plan, per_update: int | None = None) -> Order:
+    """Returns 1F1B without a flush at the plan's depth.
+
+    Args:
+        plan: one seat a rank.
+        per_update: microbatches in an update of every stage, over its replicas, without a lag; None: a round of the
+            stage's replicas, with the plan's lag.
+    """
+
+    def ops(seat: Seat) -> Iterator[Op]:
+        stage = seat[0]
+        replicas = plan.replicas[stage]
+        steady = one_forward_one_backward(seat, mine=endless(seat, replicas), warmup=plan.in_flight[stage] - 1)
+        lag = plan.lag[stage] if per_update is None else 0
+        return with_updates(steady, replicas=replicas, per_update=per_update or replicas, lag=lag)
+
+    return at_one_seat(plan.placement, ops)
+
+
+def latest(
+    plan: Plan,
+    per_update: int | None = None,
+    *,
+    backward_rule: str = "graph",
+    forward_view: View | None = None,
+    backward_view: View | None = None,
+    shares_view: int = 1,
+) -> Latest:
+    """Returns the rule of the newest weights for `unflushed` of the same plan."""
+    return Latest(
+        warmup=tuple(count - 1 for count in plan.in_flight),
+        replicas=plan.replicas,
+        lag=plan.lag if per_update is None else (0,) * len(plan.stages),
+        per_update=plan.replicas if per_update is None else (per_update,) * len(plan.stages),
+        backward_rule=backward_rule,
+        forward_view=forward_view,
+        backward_view=backward_view,
+        shares_view=shares_view,
+    )
+
+
+def recomputing(plan: Plan, backward_rule: str) -> Plan:
+    """Returns the plan, all of whose stages recompute where the backward rule says so."""
+    if backward_rule != "recompute":
+        return plan
+    return replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
+
+
+def admitted(plan: Plan) -> int:
+    """Returns the most microbatches that a stage holds in flight, over its replicas."""
+    return max(count * replicas for count, replicas in zip(plan.in_flight, plan.replicas, strict=True))
+
+
+def refuse_split(name: str, microbatches: int | None) -> None:
+    """Refuses to split a minibatch. Raises ScheduleError: the method updates after every minibatch."""
+    if microbatches not in (None, 1):
+        raise ScheduleError(
+            f"schedule {name!r} updates after every minibatch and does not split it, but {microbatches} microbatches "
+            "were asked for; leave the number out, or take pipedream_2bw, 1f1b or gpipe"
+        )
+
+
+def refuse_lag(name: str, plan: Plan) -> None:
+    """Refuses a plan whose depth needs its lag. Raises ScheduleError: the method updates once a minibatch, without."""
+    if legal(plan.in_flight, plan.replicas) != plan.in_flight:
+        raise ScheduleError(
+            f"schedule {name!r} at in-flight counts {plan.in_flight}: they need the lag {plan.lag} of the plan, "
+            "but this method updates once a minibatch and does not lag; plan without a lag"
+        )
 
 
 def endless(seat: Seat, replicas: int) -> range:

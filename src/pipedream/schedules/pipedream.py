@@ -11,16 +11,11 @@ A one-stage plan is plain data parallelism: each round of its replicas is one al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ..core.errors import ScheduleError
-from ..core.op import Op
-from ..core.placement import Seat
 from ..core.plan import Plan
-from ..core.schedule import Claims, Order, Schedule
+from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
 from ..core.weights import Stash, VerticalSync
-from .idioms import at_one_seat, endless, one_forward_one_backward, with_updates
+from .idioms import refuse_split, unflushed
 
 __all__ = ["pipedream", "pipedream_vertical_sync"]
 
@@ -31,12 +26,12 @@ def pipedream(plan: Plan, microbatches: int | None = None) -> Schedule:
     Raises:
         ScheduleError: a minibatch is to be split; here the minibatch itself travels.
     """
-    _refuse_split("pipedream", microbatches)
+    refuse_split("pipedream", microbatches)
     return Schedule(
         name="pipedream",
         plan=plan,
         placement=plan.placement,
-        order=_order(plan),
+        order=unflushed(plan),
         weights=Stash(_warmup(plan), plan.replicas, plan.lag),
         updates=UpdateRule(plan.replicas, mean_of_rounds=True),
         claims=Claims(
@@ -53,12 +48,12 @@ def pipedream_vertical_sync(plan: Plan, microbatches: int | None = None) -> Sche
     Raises:
         ScheduleError: a minibatch is to be split; here the minibatch itself travels.
     """
-    _refuse_split("pipedream_vertical_sync", microbatches)
+    refuse_split("pipedream_vertical_sync", microbatches)
     return Schedule(
         name="pipedream_vertical_sync",
         plan=plan,
         placement=plan.placement,
-        order=_order(plan),
+        order=unflushed(plan),
         weights=VerticalSync(_warmup(plan), plan.replicas, plan.lag),
         updates=UpdateRule(plan.replicas, mean_of_rounds=True),
         claims=Claims(
@@ -69,23 +64,5 @@ def pipedream_vertical_sync(plan: Plan, microbatches: int | None = None) -> Sche
     )
 
 
-def _order(plan: Plan) -> Order:
-    def ops(seat: Seat) -> Iterator[Op]:
-        stage = seat[0]
-        replicas = plan.replicas[stage]
-        steady = one_forward_one_backward(seat, mine=endless(seat, replicas), warmup=_warmup(plan)[stage])
-        return with_updates(steady, replicas=replicas, per_update=replicas, lag=plan.lag[stage])
-
-    return at_one_seat(plan.placement, ops)
-
-
 def _warmup(plan: Plan) -> tuple[int, ...]:
     return tuple(count - 1 for count in plan.in_flight)
-
-
-def _refuse_split(name: str, microbatches: int | None) -> None:
-    if microbatches not in (None, 1):
-        raise ScheduleError(
-            f"schedule {name!r} updates after every minibatch and does not split it, but {microbatches} microbatches "
-            "were asked for; leave the number out, or take pipedream_2bw, 1f1b or gpipe"
-        )

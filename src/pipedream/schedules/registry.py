@@ -20,9 +20,17 @@ from .interleaved import interleaved_1f1b
 from .layouts import Layout, looped, mirrored, wave
 from .naive import naive
 from .one_f_one_b import one_f_one_b
+from .paci import paci
+from .pb_lwp import pb_lwp
 from .pipedream import pipedream, pipedream_vertical_sync
+from .pipelined_backprop import pipelined_backprop
+from .pipemare import pipemare
+from .pipeoptim import pipeoptim
+from .spectrain import spectrain, spectrain_v2
+from .timeprest import v_timeprest
 from .torch_csv import is_torch_csv, load_torch_csv
 from .two_bw import pipedream_2bw
+from .xpipe import xpipe
 from .zb_h1 import zb_h1
 from .zb_h2 import zb_h2
 from .zbv import zbv
@@ -44,6 +52,15 @@ SCHEDULES: dict[str, Callable[[Plan, int | None], Schedule]] = {
     "pipedream": pipedream,
     "pipedream_vertical_sync": pipedream_vertical_sync,
     "pipedream_2bw": pipedream_2bw,
+    "pipelined_backprop": pipelined_backprop,
+    "pb_lwp": pb_lwp,
+    "pipemare": pipemare,
+    "spectrain": spectrain,
+    "spectrain_v2": spectrain_v2,
+    "pipeoptim": pipeoptim,
+    "xpipe": xpipe,
+    "paci": paci,
+    "v_timeprest": v_timeprest,
 }
 """The methods, each by its name."""
 
@@ -76,6 +93,7 @@ ALIASES = {
     "zb2p": "zb_h2",
     "chimera_forward_doubling": "chimera_doubled",
     "chimera_backward_halving": "chimera_doubled",
+    "pb": "pipelined_backprop",
 }
 """Other names that papers use."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.memory import DEFERRED_SHARE, message_bytes, peers_of
+from ..core.op import Kind
 from ..core.program import Program
 from ..core.timeline import Span, Tag
 from ..core.weights import WeightRule
@@ -37,12 +38,17 @@ class Held:
 
 class _Seat:
     """One seat's versions. A version is alive while it is the newest, and while a microbatch that is in flight or
-    still to come reads it.
+    still to come reads it; under the rules that have one set of weights (`WeightRule.backward_rule`), only while it is
+    the newest. A view that is kept is alive from the first forward that reads it to the last pass that does.
 
     Attributes:
         stride: from one microbatch of the seat to its next.
         read: version that each of its microbatches reads.
-        readers: version -> microbatches not yet backwarded that read it.
+        readers: version -> microbatches that read it, and have not yet made the last pass that does.
+        until: the last pass that reads a kept view; None where none is kept.
+        released: whether a backward lets go of what its forward read.
+        forwarded: microbatches forwarded so far.
+        viewed: version whose view was kept last.
         newest, alive, peak: version made last; distinct ones alive now, and at most.
         order: its microbatches in the order of their gradients.
         in_flight, deferred: microbatches in flight; those of them that wait for the second half of their backward are
@@ -62,6 +68,10 @@ class _Seat:
         self.stride = program.placement.replicas[stage]
         self.read = [program.weights.forward_version(stage, k) for k in range(replica, total, self.stride)]
         self.readers = Counter(self.read)
+        self.until = program.weights.kept_until(stage)
+        self.released = program.weights.backward_rule == "stash"
+        self.forwarded = 0
+        self.viewed: int | None = None
         self.newest = 0
         self.alive = self.peak = 1
         self.order: list[int] = []
@@ -85,7 +95,7 @@ class _Seat:
         # A compensation that keeps tensors needs one more during an update.
         self.update_bytes: int = self.weights_bytes + sizes.update_working_bytes + (self.weights_bytes if kept else 0)
         self.start_bytes: int = (
-            self.weights_bytes
+            self.weights_bytes * (1 + program.weights.buffers(stage))
             + row.optimizer_bytes
             + kept
             + message_bytes(sizes, in_flight[stage], row.recompute, peers_of(plan.replicas, in_flight)[stage])
@@ -100,7 +110,17 @@ class _Seat:
     def forward(self) -> int:
         """Returns the most that the next forward holds."""
         self.in_flight += 1
-        return self.held_bytes + self.forward_bytes + (self.weights_bytes if self.has_sums else 0)
+        version = self.read[self.forwarded]
+        self.forwarded += 1
+        if self.until is not None and version != self.viewed:
+            self.viewed = version
+            self.alive += 1
+            self.peak = max(self.peak, self.alive)
+        most = self.held_bytes + self.forward_bytes + (self.weights_bytes if self.has_sums else 0)
+        if self.until is Kind.FORWARD:
+            self.readers[version] -= 1
+            self.alive -= not self.readers[version]
+        return most
 
     def backward(self, index: int) -> int:
         """Returns the most that the backward of a microbatch holds; then its activations are gone."""
@@ -127,14 +147,15 @@ class _Seat:
         """Takes in the gradients of a microbatch, and lets go of the version that it read."""
         self.has_sums = True
         self.order.append(index)
-        version = self.read[index // self.stride]
-        left = self.readers[version] = self.readers[version] - 1
-        if not left and version != self.newest:
-            self.alive -= 1
+        if self.released:
+            version = self.read[index // self.stride]
+            left = self.readers[version] = self.readers[version] - 1
+            if not left and (version != self.newest or self.until is not None):
+                self.alive -= 1
 
     def update(self, index: int) -> int:
         """Returns the most that an update holds; then its gradients are gone."""
-        if self.readers[self.newest]:
+        if self.released and self.until is None and self.readers[self.newest]:
             self.alive += 1
             self.peak = max(self.peak, self.alive)
         self.newest = index

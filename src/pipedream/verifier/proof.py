@@ -6,7 +6,7 @@ read reach back, two periods, and a drain that begins at each residue of the per
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from math import ceil, lcm
 
@@ -151,7 +151,7 @@ def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
     """Returns the peaks of microbatches in flight and of versions alive, of a rank and then of each of its seats.
 
     A version lives from its update to its last reader, and at least until the next update; an update
-    reuses the storage of the version before it where nobody reads that any more.
+    reuses the storage of the version before it where nobody reads that any more. A kept view is a set of its own.
 
     Raises:
         ScheduleError: more versions alive at a stage than its weight rule allows.
@@ -185,20 +185,29 @@ def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
     return [(_peak(held)[0], _peak(alive)[0]), *peaks]
 
 
-def _lives(run: Unrolled, stage: int, replica: int) -> Iterator[tuple[int, int]]:
-    """Yields from where to where in the rank's stream each version of a seat is alive."""
+def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]:
+    """Returns from where to where in the rank's stream each version of a seat is alive, and each view that is kept."""
     program, ops = run.program, run.ops
     made = [-1] + [
         ops[Op(Kind.UPDATE, stage, n, replica)][1] for n in range(1, program.updates.updates(stage, run.total) + 1)
     ]
     dies = [*made[1:], len(run.streams[program.placement.ranks[stage][replica]])]
     last = Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in program.kinds else Kind.BACKWARD
+    until = program.weights.kept_until(stage)
+    views: dict[int, tuple[int, int]] = {}
     for k in range(replica, run.total, program.placement.replicas[stage]):
         first = program.weights.forward_version(stage, k)
         second = program.weights.backward_version(stage, k)
-        dies[first] = max(dies[first], ops[Op(Kind.FORWARD, stage, k, replica)][1])
-        dies[second] = max(dies[second], ops[Op(last, stage, k, replica)][1])
-    return zip(made, dies, strict=True)
+        begin, end = ops[Op(Kind.FORWARD, stage, k, replica)][1], ops[Op(last, stage, k, replica)][1]
+        if until is None:
+            dies[first] = max(dies[first], begin)
+        else:  # the version is read once, by the first forward; a set of its own keeps the view
+            made_at, _ = views.get(first, (begin, begin))
+            views[first] = made_at, begin + 1 if until is Kind.FORWARD else end
+            dies[first] = max(dies[first], made_at)
+        if until is not Kind.BACKWARD:
+            dies[second] = max(dies[second], end)
+    return (*zip(made, dies, strict=True), *views.values())
 
 
 def _peak(spans: list[tuple[int, int]]) -> tuple[int, int]:

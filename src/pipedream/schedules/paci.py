@@ -1,0 +1,47 @@
+"""PACI: PipeDream's order with an update every m microbatches, and one set of weights, written in place.
+
+2026 (arXiv 2606.07881). No flush and no stash: the forward reads the newest weights, the backward goes through the old
+activations at the newest (the rule 'graph'). Stage s is (p-1-s)/m updates late in the mean, ceil((p-1-s)/m) at most.
+
+    rank 0 | F0  F1  .   B0  F2  B1' F3  B2  F4  B3'
+    rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4
+"""
+
+from __future__ import annotations
+
+from ..core.plan import Plan
+from ..core.schedule import Claims, Schedule
+from ..core.update import UpdateRule
+from .idioms import admitted, latest, recomputing, refuse_lag, share_out, unflushed
+
+__all__ = ["paci"]
+
+
+def paci(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
+    """Returns PACI; as many microbatches as the input stage holds in flight unless asked: one update late at most.
+
+    Args:
+        plan: of any depth.
+        microbatches: m, in an update.
+        backward_rule: 'graph', or 'recompute'.
+
+    Raises:
+        ScheduleError: fewer microbatches than a stage has replicas, or a depth that needs the plan's lag.
+    """
+    refuse_lag("paci", plan)
+    plan = recomputing(plan, backward_rule)
+    m = share_out("paci", plan, microbatches, admitted(plan))
+    return Schedule(
+        name="paci",
+        plan=plan,
+        placement=plan.placement,
+        order=unflushed(plan, m),
+        weights=latest(plan, m, backward_rule=backward_rule),
+        updates=UpdateRule((m,) * len(plan.stages)),
+        microbatches=m,
+        claims=Claims(
+            in_flight=lambda p, total, s: min(p - s, total),
+            staleness=lambda p, total, s: -(-(p - 1 - s) // m),
+            versions=lambda p, total, s: 1,
+        ),
+    )

@@ -1,0 +1,48 @@
+"""Pipelined backpropagation with linear weight prediction: the forward reads weights D updates ahead.
+
+Kosson et al., MLSys 2021, section 3.2: w(t) - lr T v(t) by the velocity, or w(t) + T (w(t) - w(t-1)) by the last
+difference, with T = D, the stage's delay 2(p-1-s). The backward reads the weights that there are. (The paper's best
+results add spike compensation, which is a matter of the update.)
+
+    rank 0 | F0  F1  F2  B0' F3  B1' F4  B2' F5  B3'
+    rank 1 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..core.plan import Plan
+from ..core.schedule import Schedule
+from ..core.views import VELOCITY, View
+from .idioms import latest, refuse_split
+from .pipelined_backprop import pipelined_backprop
+
+__all__ = ["pb_lwp"]
+
+
+def pb_lwp(
+    plan: Plan,
+    microbatches: int | None = None,
+    *,
+    by: str = VELOCITY,
+    scale: float = 1.0,
+    backward_rule: str = "graph",
+) -> Schedule:
+    """Returns pipelined backpropagation whose forwards are predicted.
+
+    Args:
+        plan: see `pipelined_backprop`.
+        microbatches: None or 1.
+        by: 'velocity' (SGD with momentum, Adam, AdamW) or 'difference' (any optimizer).
+        scale: horizon over delay; the paper also studies 2.
+        backward_rule: 'graph', or 'recompute'.
+
+    Raises:
+        ScheduleError: a minibatch is to be split.
+    """
+    refuse_split("pb_lwp", microbatches)
+    bare = pipelined_backprop(plan, microbatches, backward_rule=backward_rule)
+    horizons = tuple(scale * bare.weights.staleness(stage) for stage in range(len(plan.stages)))
+    weights = latest(bare.plan, backward_rule=backward_rule, forward_view=View(by, horizons))
+    return replace(bare, name="pb_lwp", weights=weights)

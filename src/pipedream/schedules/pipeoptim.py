@@ -1,0 +1,50 @@
+"""PipeOptim: PipeDream's order, forwards at predicted weights, backwards at those that there are; one set of weights.
+
+Guan et al., 2023 (arXiv 2312.00839), section 3: w - T lr u, u the direction of the optimizer's own step (SGD's
+momentum, Adam's and AdamW's corrected m / (sqrt(v) + eps)), T = p - 1 - s updates, which is what the stage is late.
+
+    rank 0 | F0  F1  .   B0' F2  B1' F3  B2' F4  B3'
+    rank 1 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4
+"""
+
+from __future__ import annotations
+
+from ..core.plan import Plan
+from ..core.schedule import Claims, Schedule
+from ..core.update import UpdateRule
+from ..core.views import VELOCITY, View
+from .idioms import latest, recomputing, refuse_split, unflushed
+
+__all__ = ["pipeoptim"]
+
+
+def pipeoptim(
+    plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY, backward_rule: str = "graph"
+) -> Schedule:
+    """Returns PipeOptim.
+
+    Args:
+        plan: of any depth.
+        microbatches: None or 1.
+        by: 'velocity' (SGD with momentum, Adam, AdamW) or 'difference' (any optimizer).
+        backward_rule: 'graph', or 'recompute'.
+
+    Raises:
+        ScheduleError: a minibatch is to be split.
+    """
+    refuse_split("pipeoptim", microbatches)
+    plan = recomputing(plan, backward_rule)
+    ahead = View(by, tuple(float(latest(plan).staleness(s)) for s in range(len(plan.stages))))
+    return Schedule(
+        name="pipeoptim",
+        plan=plan,
+        placement=plan.placement,
+        order=unflushed(plan),
+        weights=latest(plan, backward_rule=backward_rule, forward_view=ahead),
+        updates=UpdateRule(plan.replicas, mean_of_rounds=True),
+        claims=Claims(
+            in_flight=lambda p, m, s: min(p - s, m),
+            staleness=lambda p, m, s: p - 1 - s,
+            versions=lambda p, m, s: 1,
+        ),
+    )

@@ -1,0 +1,255 @@
+"""The rule 'graph': old activations, newer weights, for every kind of layer; or a refusal by the parameter's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import delayed
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+from pipedream.core.errors import ScheduleError
+from pipedream.runtime.saved import Saved
+from pipedream.runtime.stage import Held, StageModule, low_precision_weights
+from pipedream.runtime.versions import Versions
+
+
+class Attention(nn.Module):
+    """Self-attention, as user code has it: four products and the fused kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Linear(8, 24)
+        self.out = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.rows(x).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True) @ self.out.T
+
+
+class First(nn.Module):
+    """What another module's output begins with: recurrent layers give two, attention too."""
+
+    def __init__(self, inner: nn.Module, *more: Any) -> None:
+        super().__init__()
+        self.inner, self.more = inner, more
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x, *(x for _ in self.more))[0]
+        return found
+
+
+class Tied(nn.Module):
+    """A table that is read from both sides, with a shift and a scale that are weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 8)
+        self.shift = nn.Parameter(torch.randn(6, 8))
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.table(x) * self.scale + self.shift[: x.shape[1]], self.table.weight)
+
+
+class Cells(nn.Module):
+    """Cells in a loop: the same weights are read several times in one forward."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: Any = None
+        for part in x.unbind(1):
+            state = self.cell(part, state)
+        return state[0] if isinstance(state, tuple) else state
+
+
+def _rows(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(*shape, dtype=torch.float64)
+
+
+def _words() -> Tensor:
+    return torch.randint(7, (5, 4))
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "linear": (lambda: nn.Linear(8, 3), _rows(5, 8)),
+    "linear of sequences": (lambda: nn.Linear(8, 3, bias=False), _rows(5, 4, 8)),
+    "bilinear": (lambda: _Pairs(), _rows(5, 8)),
+    "conv1d": (lambda: nn.Conv1d(3, 4, 3, padding=1), _rows(2, 3, 9)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, groups=2, stride=2), _rows(2, 4, 7, 7)),
+    "transposed conv": (lambda: nn.ConvTranspose2d(3, 4, 3), _rows(2, 3, 5, 5)),
+    "batch norm": (lambda: nn.BatchNorm2d(3), _rows(4, 3, 5, 5)),
+    "layer norm": (lambda: nn.LayerNorm(8), _rows(5, 8)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), _rows(5, 4, 3)),
+    "rms norm": (lambda: nn.RMSNorm(8), _rows(5, 8)),
+    "prelu": (lambda: nn.PReLU(3), _rows(5, 3)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 3)), _words),
+    "bag": (lambda: nn.Sequential(nn.EmbeddingBag(7, 8), nn.Linear(8, 3)), _words),
+    "tied": (Tied, _words),
+    "lstm": (lambda: First(nn.LSTM(8, 6, num_layers=2, batch_first=True, bidirectional=True)), _rows(3, 4, 8)),
+    "gru": (lambda: First(nn.GRU(8, 6, batch_first=True)), _rows(3, 4, 8)),
+    "rnn": (lambda: First(nn.RNN(8, 6, batch_first=True)), _rows(3, 4, 8)),
+    "lstm cell": (lambda: Cells(nn.LSTMCell(8, 6)), _rows(3, 4, 8)),
+    "gru cell": (lambda: Cells(nn.GRUCell(8, 6)), _rows(3, 4, 8)),
+    "attention": (Attention, _rows(3, 4, 8)),
+    "multi-head attention": (lambda: First(nn.MultiheadAttention(8, 2, batch_first=True), 1, 2), _rows(3, 4, 8)),
+    "transformer layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), _rows(3, 4, 8)),
+    "deep": (
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()),
+        _rows(5, 8),
+    ),
+}
+
+
+class _Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.Bilinear(8, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pairs(x, x.flip(1))
+
+
+def _graph_rule(
+    layer: nn.Module, x: Tensor, factor: float, autocast: torch.dtype | None = None
+) -> tuple[Tensor | None, dict[str, Tensor | None], Tensor]:
+    """Returns the gradients of the input and the weights, which were multiplied in place between the two passes."""
+    named = [("layer", layer)]
+    handles = {f"layer.{name}": p for name, p in layer.named_parameters()}
+    low = low_precision_weights(named, handles, autocast)
+    stage, versions = StageModule(named, handles, x.device, 0, autocast), Versions(handles, low, single=True)
+    held = versions.read(0)
+    wants = x.is_floating_point()
+    value, boxes = stage.enter("", (x.clone(),), (wants,))
+    with Saved(versions).watching(value):
+        output = stage.forward(value, held.leaves, 0, first=False)
+    slope = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    versions.begin_update(())
+    with torch.no_grad():
+        for handle in handles.values():
+            handle.mul_(factor)
+    versions.end_update()
+    found, back = stage.backward(Held(held, boxes, (output,), (wants,), 0), [slope], [None] * len(handles))
+    return back[0] if back else None, dict(zip(handles, found, strict=True)), slope
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_old_activations_and_newer_weights(kind: str) -> None:
+    """The oracle swaps what autograd has saved of the weights, by storage, when the backward asks for it."""
+    make, draw = LAYERS[kind]
+    torch.manual_seed(0)
+    layer, x = make().double(), draw()
+    weights = {f"layer.{name}": p.detach().clone() for name, p in layer.named_parameters()}
+    back, found, slope = _graph_rule(layer, x, 1.5)
+    stage = delayed.Stage([("layer", layer)], None, 0, 0.0)
+    _, flight = delayed.forward(stage, x.requires_grad_(x.is_floating_point()), weights, 0)
+    flight.swapped = {name: 1.5 * w for name, w in weights.items()}
+    wanted, own = delayed.backward(flight, [slope])
+    if wanted:
+        torch.testing.assert_close(back, wanted[0], rtol=1e-12, atol=1e-12)
+    assert {name for name, g in found.items() if g is not None} == set(own)
+    for name, gradient in own.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_newer_weights_do_count() -> None:
+    """The test above could not fail if the weights were never read again."""
+    torch.manual_seed(0)
+    for kind in ("linear", "conv2d", "layer norm", "lstm", "gru cell", "attention"):
+        make, draw = LAYERS[kind]
+        layer, x = make().double(), draw()
+        state = {name: t.clone() for name, t in layer.state_dict().items()}
+        newer, _, _ = _graph_rule(layer, x, 1.5)
+        layer.load_state_dict(state)
+        same, _, _ = _graph_rule(layer, x, 1.0)
+        assert (newer - same).norm() > 0.1 * same.norm(), kind
+
+
+def test_low_precision_leaves_are_written_in_place() -> None:
+    """Under autocast a linear layer's leaf is cast once an update, and an old graph sees the new cast."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 3), torch.randn(5, 8)
+    weight = layer.weight.detach().clone()
+    back, _, slope = _graph_rule(layer, x, 1.5, torch.bfloat16)
+    torch.testing.assert_close(back.float(), slope.float() @ (1.5 * weight).bfloat16().float(), rtol=1e-2, atol=1e-2)
+
+
+class Computed(nn.Module):
+    """Two weights are added before they are read."""
+
+    def __init__(self, saves: bool = True) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+        self.saves = saves
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.a + self.b) if self.saves else x + (self.a + self.b)
+
+
+class Copies(torch.autograd.Function):
+    """Saves a copy of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight.clone())
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Any) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return slopes[0] * weight, (slopes[0] * x).sum(0)
+
+
+class OwnFunction(nn.Module):
+    """Uses a function of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Copies.apply(x, self.weight)
+
+
+def _pruned() -> nn.Module:
+    layer = nn.Linear(8, 3)
+    prune.random_unstructured(layer, "weight", 0.5)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "names", "operation"),
+    [
+        (lambda: parametrizations.weight_norm(nn.Linear(8, 3)), ["original0", "original1"], "_weight_norm_interface"),
+        (_pruned, ["weight_orig"], "mul"),
+        (Computed, ["layer.a", "layer.b"], "add"),
+        (OwnFunction, ["layer.weight"], "clone"),
+    ],
+)
+def test_what_is_computed_from_weights_alone_is_refused(
+    make: Callable[[], nn.Module], names: list[str], operation: str
+) -> None:
+    with pytest.raises(ScheduleError, match="rule 'graph'") as raised:
+        _graph_rule(make(), torch.randn(5, 8), 1.5)
+    assert all(f"{name}' (by {operation})" in str(raised.value) for name in names)
+
+
+def test_what_is_not_saved_may_be_computed() -> None:
+    _graph_rule(Computed(saves=False), torch.randn(5, 8), 1.5)
+
+
+def test_the_first_forward_alone_is_watched() -> None:
+    layer = Computed()
+    versions = Versions(dict(layer.named_parameters()), single=True)
+    saved, x = Saved(versions), torch.randn(5, 8, requires_grad=True)
+    with pytest.raises(ScheduleError), saved.watching(x):
+        x * (versions.peek().leaves["a"] + versions.peek().leaves["b"])
+    with saved.watching(x):
+        x * (versions.peek().leaves["a"] + versions.peek().leaves["b"])

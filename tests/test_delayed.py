@@ -1,0 +1,356 @@
+"""Methods whose forward and backward read different weights train as their papers' equations say (`delayed`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cases
+import delayed
+import processes
+import pytest
+import torch
+import zoo
+from cases import Case, check, check_same, per_worker, run
+from torch import nn
+
+import pipedream as pd
+from pipedream.core.errors import ScheduleError
+from pipedream.core.plan import Plan
+from pipedream.core.schedule import Schedule
+from pipedream.schedules import SCHEDULES, build
+from pipedream.schedules.pb_lwp import pb_lwp
+from pipedream.schedules.spectrain import spectrain_v2
+
+BOUND = 1e-9
+PARTS = {"pipemare": 2, "xpipe": 2, "paci": 2, "v_timeprest": 3}
+VERSIONS = {"spectrain_v2": lambda p, s: p - s + 1}  # one elsewhere
+LATE = {"pipelined_backprop": 2, "pb_lwp": 2, "pipemare": 2, "v_timeprest": 2}  # times p - 1 - s, in microbatches
+
+
+def _case(animal: str, schedule: str, stages: int = 3, **more: Any) -> Case:
+    return Case(animal, schedule, stages, microbatches=PARTS.get(schedule), **more)
+
+
+def _options(**options: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(options.items())
+
+
+def _matrix() -> list[Any]:
+    """Returns each method with each animal; SGD with momentum and AdamW; what is not quick is slow."""
+    found = []
+    for schedule in delayed.PAPERS:
+        for animal, optimizer in (("mlp", "sgd"), ("cnn", "adamw"), ("lstm", "sgd"), ("transformer", "adamw")):
+            quick = animal == "mlp" or (animal == "cnn" and schedule in ("pipelined_backprop", "spectrain"))
+            marks = () if quick else pytest.mark.slow
+            case = _case(animal, schedule, optimizer=optimizer)
+            found.append(pytest.param(case, id=str(case), marks=marks))
+    others = [
+        _case("mlp", "pipelined_backprop", options=_options(backward_rule="recompute")),
+        _case("cnn", "spectrain", optimizer="adamw", options=_options(backward_rule="recompute")),
+        _case("cnn", "pb_lwp", 4, optimizer="adamw", options=_options(by="difference")),
+    ]
+    slow = [
+        _case("cnn", "pipemare", options=_options(backward_rule="recompute")),
+        _case("cnn", "paci", optimizer="adamw", options=_options(backward_rule="recompute")),
+        _case("lstm", "spectrain", options=_options(backward_rule="recompute")),
+        _case("transformer", "paci", options=_options(backward_rule="recompute")),
+        _case("mlp", "xpipe", 4, options=_options(by="difference", backward_rule="recompute")),
+        _case("mlp", "spectrain_v2", 4, optimizer="adamw", options=_options(by="difference")),
+        _case("mlp", "pb_lwp", 4, options=_options(scale=2.0)),
+        _case("mlp", "pipeoptim", scheduled=True),
+        _case("mlp", "pipeoptim", 2, replicas=(2, 1), scheduled=True),
+        _case("mlp", "paci", 2, replicas=(2, 1)),
+        Case("mlp", "xpipe", 2, replicas=(2, 1), microbatches=5),
+        _case("mlp", "pipemare", 4, drain_at=-1, leave_at=17),
+        *(_case("cnn", schedule, stages) for schedule in delayed.PAPERS for stages in (1, 2, 4)),
+    ]
+    found += [pytest.param(case, id=str(case)) for case in others]
+    return found + [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in slow]
+
+
+@pytest.mark.parametrize("case", _matrix())
+def test_every_method_trains_as_its_paper_says(case: Case) -> None:
+    outcome = run(case)
+    assert len(outcome.dones) >= 50 - (case.leave_at >= 0) * case.stages * 2
+    check(case, outcome, BOUND)
+    p, m = case.stages, outcome.split
+    for stage in range(p):
+        kept = VERSIONS.get(case.schedule, lambda p, s: 1)(p, stage)
+        assert outcome.storages[stage] <= outcome.versions[stage] == kept  # a stage may have no weights
+        if not case.replicas:
+            late = LATE.get(case.schedule, 1) * (p - 1 - stage)
+            assert max(outcome.late[stage]) == -(-late // m)
+
+
+def test_the_comparison_can_fail() -> None:
+    case = _case("mlp", "spectrain", epochs=2, drain_at=-1)
+    outcome = run(case)
+    # (By the difference it would be the same: it is what SGD's velocity has just added.)
+    check(case, outcome, BOUND)
+    check(replace(case, options=_options(by="difference")), outcome, BOUND)
+    wrong = [
+        {"schedule": "pipeoptim"},
+        {"schedule": "spectrain_v2"},
+        {"schedule": "pipelined_backprop"},
+        {"options": _options(backward_rule="recompute")},
+    ]
+    for change in wrong:
+        with pytest.raises(AssertionError):
+            check(replace(case, **change), outcome, BOUND)
+
+
+IN_PROCESSES = {
+    2: [
+        _case("mlp", "pipelined_backprop", 2),
+        _case("cnn", "paci", 2, options=_options(backward_rule="recompute")),
+        _case("mlp", "spectrain_v2", 2),
+        _case("mlp", "xpipe", 2),
+        _case("lstm", "pipemare", 2),
+    ],
+    3: [
+        _case("cnn", "spectrain", 3),
+        _case("mlp", "pb_lwp", 3, options=_options(by="difference")),
+        _case("mlp", "pipeoptim", 2, replicas=(2, 1)),
+        _case("mlp", "paci", 2, replicas=(1, 2)),
+    ],
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
+    chosen = [per_worker(case) for case in IN_PROCESSES[workers]]
+    of_ranks = processes.results(cases.run_all, workers, chosen)
+    for number, case in enumerate(chosen):
+        alone = run(case)
+        for rank, outcomes in enumerate(of_ranks):
+            check_same(outcomes[number], alone, rank)
+
+
+# -- tags ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", delayed.PAPERS)
+def test_tags_are_those_of_the_static_table(name: str) -> None:
+    animal = zoo.make("mlp")
+    factory = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    plan = zoo.plan_of(animal, 3)
+    with pd.Pipeline(
+        animal.model, plan, schedule=name, microbatches=PARTS.get(name), loss=animal.loss, optimizer=factory
+    ) as pipeline:
+        for _ in pipeline.train(animal.batches, epochs=3):
+            pass
+        tags = pipeline.timeline().tags
+    rule, updates = pipeline.program.weights, pipeline.program.updates
+    assert len(tags) == 3 * 3 * len(animal.batches) * pipeline.program.microbatches - _empty(pipeline, animal, 3)
+    paper = delayed.PAPERS[name](3, pipeline.program.microbatches)
+    for tag in tags:
+        s, k = tag.stage, tag.microbatch
+        assert tag.forward_version == rule.forward_version(s, k) == paper.forward(s, k)
+        assert tag.backward_version == rule.backward_version(s, k) == paper.backward(s, k)
+        assert tag.applied_to == updates.update_of(s, k) - 1
+
+
+def _empty(pipeline: pd.Pipeline, animal: zoo.Animal, epochs: int) -> int:
+    """Returns how many microbatches without a sample there were, over the stages."""
+    m = pipeline.program.microbatches
+    return 3 * epochs * sum(max(0, m - len(x)) for x, _ in animal.batches)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def _train(schedule: str | Schedule, optimizer: Any, animal: str = "mlp", **more: Any) -> None:
+    made = zoo.make(animal, more.pop("dtype", torch.float64))
+    plan = more.pop("plan", None) or zoo.plan_of(made, 2)
+    with pd.Pipeline(made.model, plan, schedule=schedule, loss=made.loss, optimizer=optimizer, **more) as pipeline:
+        for _ in pipeline.train(made.batches):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"),
+    [
+        (partial(torch.optim.SGD, lr=0.1), "takes momentum="),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True), "nesterov=False"),
+        (partial(torch.optim.Adam, amsgrad=True), "amsgrad=False"),
+        (partial(torch.optim.AdamW, maximize=True), "maximize=False"),
+        (torch.optim.RMSprop, "RMSprop: it is known of SGD with momentum, Adam and AdamW"),
+        (torch.optim.NAdam, r"NAdam: it is known .*by='difference'\), which any optimizer has"),
+    ],
+)
+@pytest.mark.parametrize("name", ["pb_lwp", "spectrain_v2"])
+def test_a_velocity_that_is_not_known_is_refused(name: str, optimizer: Any, reason: str) -> None:
+    with pytest.raises(ScheduleError, match=reason):
+        _train(name, optimizer)
+
+
+def test_activations_that_are_not_kept_are_refused() -> None:
+    plan = Plan.uniform(2)
+    again = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
+    with pytest.raises(ScheduleError, match="stage 0 of the plan recomputes and does not keep them"):
+        build("paci", again)
+    exact = SCHEDULES["paci"](again, None, backward_rule="recompute")  # type: ignore[call-arg]
+    with pytest.raises(ScheduleError, match="stage 0 of its plan does not recompute"):
+        replace(exact, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("animal", "parameter"), [("transformer", r"1\.self_attn\.in_proj_weight"), ("lstm", r"2\.lstm\.weight_hh_l0")]
+)
+def test_weights_that_autocast_casts_are_refused_by_name(animal: str, parameter: str) -> None:
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    more = {"dtype": torch.float32, "autocast": torch.bfloat16}
+    made = zoo.make(animal, torch.float32)
+    # At the last stage, whose weights do not move between forward and backward, nothing is lost.
+    plan = zoo.plan_of(made, 4 if animal == "lstm" else 2)
+    with pytest.raises(ScheduleError, match=rf"rule 'graph' .*'{parameter}' \(by _to_copy\)"):
+        _train("pipelined_backprop", optimizer, animal, plan=plan, **more)
+    exact = SCHEDULES["pipelined_backprop"](plan, None, backward_rule="recompute")  # type: ignore[call-arg]
+    _train(exact, optimizer, animal, plan=plan, **more)
+
+
+class _OwnSgd(torch.optim.Optimizer):
+    """SGD with momentum, as a user writes it, which tells its direction."""
+
+    def __init__(self, parameters: Any, lr: float, momentum: float, weight_decay: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self._momentum, self._decay = momentum, weight_decay
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["v"] = self._momentum * state.get("v", 0.0) + p.grad + self._decay * p
+                    p -= group["lr"] * state["v"]
+
+    def velocity(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return self.state[parameter].get("v")
+
+
+def test_an_optimizer_may_tell_its_velocity(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = _case("mlp", "pb_lwp", epochs=2, drain_at=-1)
+    options = cases.OPTIMIZERS["sgd"].keywords
+    monkeypatch.setitem(cases.OPTIMIZERS, "sgd", partial(_OwnSgd, **options))
+    check(case, run(case), BOUND)
+
+
+# -- any optimizer, by differences -----------------------------------------------------------------
+
+
+class _Torchs:
+    """An optimizer of torch's as the reference wants it: from weights and gradients to weights."""
+
+    def __init__(self, factory: Callable[..., torch.optim.Optimizer], lr: float) -> None:
+        self.lr, self._factory = lr, factory
+        self._handles: dict[str, nn.Parameter] = {}
+
+    def step(self, weights: delayed.Values, gradients: delayed.Values, rate: float) -> delayed.Values:
+        if not self._handles:
+            self._handles = {name: nn.Parameter(w.clone()) for name, w in weights.items()}
+            self._optimizer = self._factory(list(self._handles.values()), lr=self.lr)
+        for name, handle in self._handles.items():
+            handle.grad = gradients.get(name)
+        self._optimizer.step()
+        return {name: handle.detach().clone() for name, handle in self._handles.items()}
+
+    def direction(self) -> delayed.Values:
+        return {}
+
+
+def _matrices() -> zoo.Animal:
+    """Returns a network without biases: Muon steps matrices alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        layers = [
+            nn.Linear(5, 6, bias=False),
+            nn.Tanh(),
+            nn.Linear(6, 6, bias=False),
+            nn.Tanh(),
+            nn.Linear(6, 3, bias=False),
+        ]
+        batches = [(torch.randn(8, 5, dtype=torch.float64), torch.randint(3, (8,))) for _ in range(5)]
+    model = nn.Sequential(*layers).double()
+    return zoo.Animal(model, batches, nn.CrossEntropyLoss(), zoo._classes, {3: (2, 4)})
+
+
+@pytest.mark.parametrize("schedule", [pb_lwp, spectrain_v2])
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.RMSprop])
+def test_any_optimizer_is_predicted_by_its_last_difference(schedule: Any, kind: Any) -> None:
+    animal, factory = _matrices(), partial(kind, lr=0.02)
+    plan = zoo.plan_of(animal, 3)
+    with pd.Pipeline(
+        animal.model,
+        plan,
+        schedule=schedule(plan, by="difference"),
+        loss=animal.loss,
+        # Muon takes no names.
+        optimizer=lambda named: factory([p for _, p in named]),
+        seed=3,
+    ) as pipeline:
+        losses = [done.loss for done in pipeline.train(animal.batches, epochs=10)]
+    paper = replace(delayed.PAPERS[schedule.__name__](3, 1), by="difference")
+    names = [stage.names for stage in plan.stages]
+    wanted = delayed.train(
+        _matrices().model, names, animal.batches * 10, animal.total, paper, lambda: _Torchs(kind, 0.02), seed=3
+    )
+    assert losses == pytest.approx(wanted.losses, rel=BOUND)
+    assert len(losses) == 50
+
+
+# -- drains and checkpoints ------------------------------------------------------------------------
+
+
+def test_a_difference_is_in_the_checkpoint(tmp_path: Path) -> None:
+    """A run that goes on gives the same bits; without the last difference it would not."""
+
+    def go(until: int, resume: Path | None, forget: bool = False) -> dict[str, torch.Tensor]:
+        animal = zoo.make("mlp")
+        plan = zoo.plan_of(animal, 3)
+        schedule, optimizer = pb_lwp(plan, by="difference"), partial(torch.optim.RMSprop, lr=0.01)
+        with pd.Pipeline(animal.model, plan, schedule=schedule, loss=animal.loss, optimizer=optimizer) as pipeline:
+            if resume is not None:
+                pipeline.load(resume)
+                for worker in pipeline._session.workers if forget else ():
+                    for seat in worker.seats.values():
+                        assert worker.rank == 2 or seat.views is not None
+                        if seat.views is not None:
+                            seat.views.restore({})
+            for done in pipeline.train(cases.Fresh(animal.batches), epochs=4 - pipeline.position[0]):
+                if done.number + 1 == 8 and resume is None:
+                    pipeline.save(tmp_path / "kept")
+                if done.number + 1 == until:
+                    break
+            return pipeline.state_dict()
+
+    whole = go(20, None)
+    again = go(20, tmp_path / "kept")
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    lost = go(20, tmp_path / "kept", forget=True)
+    assert not all(torch.equal(whole[name], lost[name]) for name in whole)
+
+
+@pytest.mark.parametrize("name", delayed.PAPERS)
+def test_a_drain_leaves_one_version(name: str) -> None:
+    animal = zoo.make("mlp")
+    plan = zoo.plan_of(animal, 3)
+    optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    with pd.Pipeline(
+        animal.model, plan, schedule=name, microbatches=PARTS.get(name), loss=animal.loss, optimizer=optimizer
+    ) as pipeline:
+        for done in pipeline.train(animal.batches, epochs=3):
+            if done.number == 7:
+                pipeline.drain()
+                seats = [seat for worker in pipeline._session.workers for seat in worker.seats.values()]
+                assert {seat.versions.alive for seat in seats} == {1}
+                # What stands in the model is the weights, not a view of them.
+                state = pipeline.state_dict()
+                for seat in seats:
+                    for key, leaf in seat.versions.peek().leaves.items():
+                        assert torch.equal(state[key], leaf)
