@@ -48,8 +48,8 @@ CHOOSE = {
     "minibatches, with the activations of 1f1b. Needs m >= 2p, and forwards and both halves of backwards about equal.",
     "dualpipev": "Where messages can hide behind the computation of the other direction, as with experts on many "
     "devices: a forward stands beside each backward. Else zbv has less bubble and holds less.",
-    "chimera_doubled": "As chimera, with many microbatches and backwards that take twice as long as forwards, which they "
-    "do; holds twice as many microbatches.",
+    "chimera_doubled": "As chimera, with many microbatches, and backwards that take twice as long as forwards, which "
+    "they do; holds twice as many microbatches.",
     "pipedream": "When the minibatch cannot be split or the bubble of a flush is too dear: no worker waits in steady "
     "state, at the price of stale gradients and of a set of weights for each minibatch in flight. The plan may "
     "replicate stages.",
