@@ -410,7 +410,7 @@ RUNS = (
     Case("mlp", "gpipe", 2, replicas=(2, 1), microbatches=4),
     Case("mlp", "1f1b", 3, microbatches=4),
     Case("mlp", "1f1b", 2, replicas=(1, 2), microbatches=4, clip_grad_norm=0.1),
-    Case("mlp", "interleaved_1f1b", 4, chunks=2, microbatches=4),
+    Case("mlp", "interleaved_1f1b", 4, microbatches=4),
     Case("mlp", "pipedream", 3),
     Case("mlp", "pipedream", 3, depth=(5, 3, 1)),
     Case("mlp", "pipedream", 2, replicas=(2, 1)),

@@ -26,7 +26,8 @@ from pipedream.core.plan import Plan
 from pipedream.core.schedule import Schedule
 from pipedream.lowering import lower
 from pipedream.metrics import in_flight, measure
-from pipedream.schedules import SCHEDULES, build, evaluation, from_torch_csv, to_torch_csv, uniform
+from pipedream.schedules import LAYOUTS, SCHEDULES, build, evaluation, from_torch_csv, to_torch_csv, uniform
+from pipedream.schedules.layouts import looped
 from pipedream.simulator import costs, simulate
 from pipedream.verifier import verify
 
@@ -73,6 +74,20 @@ def test_theirs_are_read_and_proved(name: str, p: int, m: int, v: int) -> None:
     again = from_torch_csv(to_torch_csv(schedule), name=name)
     assert again == schedule
     assert to_torch_csv(lower(again)) == to_torch_csv(schedule)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 4), (2, 7), (3, 6), (4, 8), (4, 11)])
+@pytest.mark.parametrize(
+    ("ours", "name"),
+    [("gpipe", "GPipe"), ("interleaved_1f1b", "Interleaved1F1B"), ("zbv", "ZBVZeroBubble"), ("dualpipev", "DualPipeV")],
+)
+def test_ours_are_theirs(ours: str, name: str, p: int, m: int) -> None:
+    """The same order, op by op, written twice from the same papers."""
+    m -= m % p if ours == "interleaved_1f1b" else 0
+    theirs, mine = read(name, p, m, 1 if ours == "gpipe" else 2), build(ours, uniform(ours, p), m)
+    for rank in range(p):
+        rows = [[op for op in one.ops(rank, m) if op.kind is not Kind.UPDATE] for one in (mine, theirs)]
+        assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize("name", [name for name in torch_schedules.STAGES_A_RANK if name != "GPipe"])
@@ -147,11 +162,11 @@ WRITABLE = [
 def flushing(draw: st.DrawFn) -> Schedule:
     """Any registered method that flushes and has no replicas, of any size."""
     name, p = draw(st.sampled_from(WRITABLE)), draw(st.integers(1, 4))
-    plan = uniform(name, p, chunks=draw(st.integers(1, 3)))
+    plan = uniform(name, p, chunks=draw(st.integers(1, 3)) if LAYOUTS.get(name) is looped else None)
     try:
         return build(name, plan, draw(st.integers(1, 16)))
-    except ScheduleError:  # it wants another multiple
-        return build(name, plan, p * draw(st.integers(1, 4)))
+    except ScheduleError:  # it wants another multiple, or more
+        return build(name, plan, 2 * p * draw(st.integers(1, 3)))
 
 
 @given(flushing())
@@ -363,6 +378,9 @@ def serial(split: int, plan: Plan, batches: int = 3) -> reference.Answer:
         ("Interleaved1F1B", 2, 4, 2),
         ("LoopedBFS", 2, 5, 2),
         ("LoopedBFS", 1, 3, 4),
+        ("InterleavedZeroBubble", 2, 4, 2),
+        ("ZBVZeroBubble", 2, 4, 2),
+        ("DualPipeV", 2, 5, 2),
     ],
 )
 def test_theirs_train_as_plain_pytorch(name: str, p: int, m: int, v: int) -> None:
