@@ -18,16 +18,15 @@ from cases import ASYNCHRONOUS, FLUSHING, LAYOUTS, Case, check, check_same, per_
 
 KINDS = {"mlp": "sgd", "cnn": "adamw", "lstm": "sgd", "transformer": "adamw"}
 PARTS = {"naive": 2, "gpipe": 3, "1f1b": 4, "pipedream_2bw": 3, "breadth_first": 3}  # the last minibatch has 2 samples
-PARTS |= {"interleaved_1f1b": 4, "chimera": 4}
+PARTS |= {"zb_h1": 4, "zb_h2": 5, "interleaved_1f1b": 4, "zbv": 4, "dualpipev": 4, "chimera": 4}
 BASIC = {"naive": 4, "gpipe": 3, "1f1b": 3, "pipedream": 4, "pipedream_vertical_sync": 3, "pipedream_2bw": 3}
-BASIC |= {"interleaved_1f1b": 4, "breadth_first": 4, "chimera": 4}
-
-PARTS |= {"zb_h1": 4, "zb_h2": 5}
-BASIC |= {"zb_h1": 3, "zb_h2": 4}
+BASIC |= {"zb_h1": 3, "zb_h2": 4, "interleaved_1f1b": 4, "breadth_first": 4, "zbv": 4, "dualpipev": 4}
+BASIC |= {"chimera": 4, "chimera_doubled": 2}
 
 
 def _case(animal: str, schedule: str, stages: int) -> Case:
-    return Case(animal, schedule, stages, optimizer=KINDS[animal], microbatches=PARTS.get(schedule))
+    parts = 2 * stages if schedule == "chimera_doubled" else PARTS.get(schedule)
+    return Case(animal, schedule, stages, optimizer=KINDS[animal], microbatches=parts)
 
 
 def _matrix() -> list[Case]:
@@ -38,6 +37,7 @@ def _matrix() -> list[Case]:
             for stages in (2, 4) if schedule in LAYOUTS else (1, 2, 3, 4):
                 case = _case(animal, schedule, stages)
                 quick = stages == BASIC[schedule] or (animal == "mlp" and schedule in ASYNCHRONOUS)
+                quick &= animal in ("cnn", "transformer") or schedule not in ("breadth_first", "dualpipev", "zb_h2")
                 others = pytest.mark.slow if animal == "cnn" and stages == 2 else pytest.mark.long
                 found.append(pytest.param(case, id=str(case), marks=() if quick else others))
     return found
