@@ -50,3 +50,11 @@ def test_sums_may_be_charged_whole(capfd: pytest.CaptureFixture[str], tmp_path: 
 def test_nonsense_is_refused(capfd: pytest.CaptureFixture[str], text: str, message: str) -> None:
     assert cli.main(["simulate", "--uniform", "2", "--slow", text]) == 2
     assert message in capfd.readouterr().err
+
+
+def test_seconds_of_a_weight_gradient(capfd: pytest.CaptureFixture[str]) -> None:
+    """m (f + i + w) + (p - 1)(f + i - w): half of the backward each, unless it is said."""
+    run = ("--uniform", "4", "--schedule", "zb_h1", "--microbatches", "8", "--backward-s", "2")
+    assert asked(capfd, *run)["makespan_s"] == pytest.approx(8 * 3 + 3 * 1)
+    assert asked(capfd, *run, "--weight-s", "0.5")["makespan_s"] == pytest.approx(8 * 3 + 3 * 2)
+    assert [row["peak_in_flight"] for row in asked(capfd, *run)["per_rank"]] == [4, 4, 4, 4]

@@ -96,7 +96,7 @@ class Net(nn.Module):
                 case "row":
                     new = x[:, :1] * v + y.mean(0)
                 case "both":
-                    new = torch.addcmul(x, v, v)
+                    new = torch.addcmul(x, v, v.exp())
                 case "constant":
                     new = (w @ w)[: len(x)] + 0.0 * v
                 case _:
@@ -111,6 +111,7 @@ def both_ways(
     """Returns the gradients of what arrived and of the weights: of one backward, and of two halves."""
     answers = []
     for splits in (False, True):
+        torch.manual_seed(2)
         net = make()
         weights = list(net.parameters())
         entered = [
@@ -159,13 +160,16 @@ def test_halves_give_the_gradients_of_the_whole(program: list[tuple[str, int, in
     """Branches, skips, shared weights, work in place, functions of weights, weights that are not used, inputs that
     want no gradient."""
 
-    def make() -> nn.Module:
-        torch.manual_seed(2)
-        return Net(program)
-
     torch.manual_seed(3)
     inputs = [torch.randn(3, WIDTH, dtype=torch.float64) for _ in wants]
-    assert_alike(*both_ways(make, inputs, wants))
+    assert_alike(*both_ways(lambda: Net(program), inputs, wants))
+
+
+def test_a_node_that_reads_a_weight_and_a_function_of_it() -> None:
+    """Both gradients leave it by ways of their own, and meet at the weight."""
+    assert_alike(
+        *both_ways(lambda: Net([("both", 0, 0, 0), ("both", 1, 0, 0)]), [torch.ones(3, WIDTH).double()], [True])
+    )
 
 
 class Cells(nn.Module):
@@ -266,11 +270,7 @@ def test_a_checkpoint_is_made_again_once() -> None:
 
             return (torch.as_tensor(checkpoint(counted, x, use_reentrant=False)),)
 
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return Again()
-
-    assert_alike(*both_ways(make, [torch.ones(3, WIDTH).double()], [True]))
+    assert_alike(*both_ways(Again, [torch.ones(3, WIDTH).double()], [True]))
     assert len(runs) == 4, "a forward and a second one, each way"
 
 
@@ -287,11 +287,7 @@ def test_a_hook_on_a_tensor_changes_a_gradient_once() -> None:
             x.register_hook(lambda gradient: calls.append(1) or gradient * 0.5)
             return (self.b(x),)
 
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return Hooked()
-
-    assert_alike(*both_ways(make, [torch.ones(3, WIDTH).double()], [True]))
+    assert_alike(*both_ways(Hooked, [torch.ones(3, WIDTH).double()], [True]))
     assert len(calls) == 2
 
 

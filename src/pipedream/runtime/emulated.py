@@ -85,18 +85,21 @@ class EmulatedStage(nn.Module):
         ends = [items * piece // pieces for piece in range(pieces + 1)]
         self.weights = nn.ParameterList(nn.Parameter(_zeros(end - begin)) for begin, end in pairwise(ends))
         self._splits = splits_backward
-        self._piece_s = stage.backward_s / microbatches / pieces / (2 if splits_backward else 1)
+        self._piece_s = stage.backward_s / microbatches / pieces
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """Waits for the seconds of a forward; returns rows of the planned size."""
         made = _Forward.apply(value, self._forward_s, self._columns, self._activation_bytes)  # type: ignore[no-untyped-call]
-        nowhere = torch.empty(0, dtype=torch.long)
+        nowhere, halves = torch.empty(0, dtype=torch.long), (self._piece_s / 2,) * 2
+        if not value.requires_grad:
+            halves = 0.0, self._piece_s  # nothing goes back: all is done for the weights
         for weights in self.weights:
             if self._splits:
-                made = _Path.apply(made, self._piece_s)  # type: ignore[no-untyped-call]
+                if halves[0]:
+                    made = _Path.apply(made, halves[0])  # type: ignore[no-untyped-call]
                 # Adds no rows, which costs nothing: a node of autograd's own, where the halves of a backward part.
-                apart = _Apart.apply(weights, self._columns, self._piece_s)  # type: ignore[no-untyped-call]
-                made = made.index_add(0, nowhere, apart) if made.is_leaf else made.index_add_(0, nowhere, apart)
+                apart = _Apart.apply(weights, self._columns, halves[1])  # type: ignore[no-untyped-call]
+                made = made.index_add_(0, nowhere, apart)
             else:
                 made = _Piece.apply(made, weights, self._piece_s)  # type: ignore[no-untyped-call]
         return torch.as_tensor(made)

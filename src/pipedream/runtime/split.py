@@ -50,7 +50,9 @@ class _Branch:
         self.node = node
         self.leaves = list(leaves)
         # Place among what the node gives, and where that goes: the node off the path, and which of its outputs.
-        self._ways = [(i, to, number) for i, (to, number) in enumerate(node.next_functions) if to and to in off]
+        self._ways = [
+            (i, to, number) for i, (to, number) in enumerate(node.next_functions) if to is not None and to in off
+        ]
 
     def run(self, arrived: _Gradients) -> None:
         """Adds the gradients that leave here to the ``.grad`` of the weights.
@@ -265,9 +267,9 @@ def _fitted(gradient: torch.Tensor | None, node: Node, number: int) -> torch.Ten
 
 
 def _nothing(node: Node, number: int) -> torch.Tensor:
-    """Returns a stand-in for the gradient of an output of a node: of its shape, without memory of its own."""
+    """Returns zeros for the gradient of an output of a node, without memory of their own."""
     like = node._input_metadata[number]
-    return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
 def _runs_once(node: Node | None) -> bool:
