@@ -65,6 +65,8 @@ CHOOSE = {
     "count less. One more tensor for each weight, the moving average of squared steps.",
     "pipedream_lr": "When a run diverges in its first phase at the rate that is right for one worker: late stages "
     "begin at a share of it. K is about the length of the warm-up or of the first decay.",
+    "pb_lwp_sc": "With pipelined_backprop and SGD with momentum: its paper's best. The prediction helps the forward, "
+    "the spike the late gradient.",
     "one_step_ef": "With AdamW or Muon on the two weight sets of 2BW: it gives back most of what one update of delay "
     "costs. One more tensor for each weight, the last update.",
     "pipelined_backprop": "To study training with delay at its barest: one set of weights, no flush, and twice "

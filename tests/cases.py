@@ -199,7 +199,7 @@ def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, opt
         "clip": case.clip_grad_norm,
         "microbatches": outcome.split,
     }
-    if case.schedule in delayed.PAPERS:
+    if case.schedule.removesuffix("_sc") in delayed.PAPERS:
         return _of_paper(case, plan, outcome)
     if case.schedule in FLUSHING:
         layout = LAYOUTS.get(case.schedule)
@@ -219,7 +219,7 @@ def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, opt
 def _of_paper(case: Case, plan: Plan, outcome: Outcome) -> reference.Answer:
     animal, options = zoo.make(case.animal, case.dtype), dict(case.options)
     changes = {"rule": options.pop("backward_rule", None), "by": options.pop("by", None)}
-    paper = delayed.PAPERS[case.schedule](case.stages, outcome.split, **options)
+    paper = delayed.PAPERS[case.schedule.removesuffix("_sc")](case.stages, outcome.split, **options)
     paper = replace(paper, **{name: value for name, value in changes.items() if value is not None})
     if case.replicas:
         # The papers have a worker a stage. Of r replicas each has W warm-up forwards, its own microbatches alone, and a
@@ -236,13 +236,17 @@ def _of_paper(case: Case, plan: Plan, outcome: Outcome) -> reference.Answer:
             ahead=lambda s: -(-late[s] // m[s]) if predicts else 0,
         )
     made = {"sgd": delayed.Sgd, "adamw": delayed.AdamW}[case.optimizer]
+    numbers = OPTIMIZERS[case.optimizer].keywords
+    if case.schedule == "pb_lwp_sc":
+        delays = iter(2 * (case.stages - 1 - s) for s in range(case.stages))  # one optimizer a stage, in their order
+        made = lambda **numbers: delayed.SpikeSgd(delay=next(delays), **numbers)  # noqa: E731
     return delayed.train(
         animal.model,
         [stage.names for stage in plan.stages],
         animal.batches * case.epochs,
         animal.total,
         paper,
-        lambda: made(**OPTIMIZERS[case.optimizer].keywords),
+        lambda: made(**numbers),
         microbatches=outcome.split,
         replicas=case.replicas,
         rounds=outcome.split == 1,

@@ -151,6 +151,22 @@ class Sgd:
         return dict(self._v)
 
 
+class SpikeSgd(Sgd):
+    """v <- mu v + g + c w; w <- w - lr (mu^D v + (1 - mu^D) / (1 - mu) (g + c w)): Kosson et al., SC_D."""
+
+    def __init__(self, lr: float, momentum: float, weight_decay: float, delay: int) -> None:
+        super().__init__(lr, momentum, weight_decay)
+        self._a, self._b = momentum**delay, (1 - momentum**delay) / (1 - momentum)
+
+    def step(self, weights: Values, gradients: Values, rate: float) -> Values:
+        g = {name: gradient + self._decay * weights[name] for name, gradient in gradients.items()}
+        super().step(weights, gradients, rate)
+        return {
+            name: w - rate * (self._a * self._v[name] + self._b * g[name]) if name in g else w
+            for name, w in weights.items()
+        }
+
+
 class AdamW:
     """Loshchilov and Hutter, ICLR 2019, algorithm 2."""
 

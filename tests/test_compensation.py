@@ -130,7 +130,7 @@ def _matrix() -> list[Any]:
                     parts = 3 if schedule == "pipedream_2bw" else None
                     case = Case(animal, schedule, stages, optimizer=optimizer, microbatches=parts)
                     key = name, str(case)
-                    marks = () if key in QUICK else pytest.mark.slow
+                    marks = () if key in QUICK else pytest.mark.long
                     quick |= {key} & QUICK
                     found.append(pytest.param(name, case, id=f"{name} {case}", marks=marks))
     assert quick == QUICK
@@ -148,7 +148,7 @@ OTHERS = [
     ("t1", Case("mlp", "pipedream", 3, replicas=(3, 2, 1))),
     ("sc", Case("mlp", "pipedream", 3, scheduled=True, ema=0.9)),
     *(
-        pytest.param(*row, marks=pytest.mark.slow)
+        pytest.param(*row, marks=pytest.mark.long)
         for row in (
             ("spike", Case("mlp", "pipedream", 2, replicas=(2, 1), epochs=12, drain_at=-1)),
             ("feedback", Case("mlp", "pipedream", 2, replicas=(1, 2), optimizer="adamw")),
@@ -217,7 +217,7 @@ def test_two_processes_give_to_the_bit_what_one_gives() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_processes_and_replicas_give_to_the_bit_what_one_gives() -> None:
     _check_processes(
         2,

@@ -45,13 +45,14 @@ def _matrix() -> list[Any]:
     for schedule in delayed.PAPERS:
         for animal, optimizer in (("mlp", "sgd"), ("cnn", "adamw"), ("lstm", "sgd"), ("transformer", "adamw")):
             quick = animal == "mlp" or (animal == "cnn" and schedule in ("pipelined_backprop", "spectrain"))
-            marks = () if quick else pytest.mark.slow
+            marks = () if quick else pytest.mark.long
             case = _case(animal, schedule, optimizer=optimizer)
             found.append(pytest.param(case, id=str(case), marks=marks))
     others = [
         _case("mlp", "pipelined_backprop", options=_options(backward_rule="recompute")),
         _case("cnn", "spectrain", optimizer="adamw", options=_options(backward_rule="recompute")),
         _case("cnn", "pb_lwp", 4, optimizer="adamw", options=_options(by="difference")),
+        _case("mlp", "pb_lwp_sc", 4),
     ]
     slow = [
         _case("cnn", "pipemare", options=_options(backward_rule="recompute")),
@@ -69,7 +70,7 @@ def _matrix() -> list[Any]:
         *(_case("cnn", schedule, stages) for schedule in delayed.PAPERS for stages in (1, 2, 4)),
     ]
     found += [pytest.param(case, id=str(case)) for case in others]
-    return found + [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in slow]
+    return found + [pytest.param(case, id=str(case), marks=pytest.mark.long) for case in slow]
 
 
 @pytest.mark.parametrize("case", _matrix())
@@ -82,8 +83,17 @@ def test_every_method_trains_as_its_paper_says(case: Case) -> None:
         kept = VERSIONS.get(case.schedule, lambda p, s: 1)(p, stage)
         assert outcome.storages[stage] <= outcome.versions[stage] == kept  # a stage may have no weights
         if not case.replicas:
-            late = LATE.get(case.schedule, 1) * (p - 1 - stage)
+            late = LATE.get(case.schedule.removesuffix("_sc"), 1) * (p - 1 - stage)
             assert max(outcome.late[stage]) == -(-late // m)
+
+
+@pytest.mark.parametrize(
+    ("name", "compensation"),
+    [("spectrain_v2", "spike"), ("spectrain_v2", "error_feedback:1"), ("pb_lwp", "nesterov"), ("xpipe", "velocity:2")],
+)
+def test_one_delay_is_made_up_for_once(name: str, compensation: str) -> None:
+    with pytest.raises(ScheduleError, match="both make up for the same delay"):
+        build(name, Plan.uniform(3)).compensated(compensation)
 
 
 def test_the_comparison_can_fail() -> None:
@@ -121,7 +131,7 @@ IN_PROCESSES = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
     chosen = [per_worker(case) for case in IN_PROCESSES[workers]]
     of_ranks = processes.results(cases.run_all, workers, chosen)

@@ -239,7 +239,7 @@ def limit(weights: WeightRule, kind: OfVelocity, momentum: float = 0.0) -> float
 
 
 @pytest.mark.parametrize(
-    "delay", [d if d in (0, 1, 2, 4, 8, 16) else pytest.param(d, marks=pytest.mark.slow) for d in range(33)]
+    "delay", [d if d in (0, 1, 2, 4, 8, 16) else pytest.param(d, marks=pytest.mark.long) for d in range(33)]
 )
 def test_stability_limit_of_late_gradients(delay: int) -> None:
     """(2 / c) sin(pi / (4 d + 2))."""

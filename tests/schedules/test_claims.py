@@ -159,7 +159,7 @@ SPLIT_TIMES = {
 """Seconds of forward, input gradient and weight gradient for which a makespan is claimed."""
 
 
-@pytest.mark.parametrize("p", [1, 2, 4, *(pytest.param(p, marks=pytest.mark.slow) for p in (3, 5, 6, 7, 8))])
+@pytest.mark.parametrize("p", [1, 2, 4, *(pytest.param(p, marks=pytest.mark.long) for p in (3, 5, 6, 7, 8))])
 @pytest.mark.parametrize(
     ("name", "times"), [(name, times) for name, each in SPLIT_TIMES.items() for times in each], ids=str
 )

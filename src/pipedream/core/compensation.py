@@ -347,6 +347,14 @@ def check(chosen: tuple[Compensation, ...], weights: WeightRule, *, flushes: boo
             f"compensations {' and '.join(moving)} make up for the same delay twice, for each of them predicts the "
             "weights; choose one"
         )
+    ahead = weights.forward_view is not None
+    spikes = all(isinstance(one, SpikeCompensation) for one in chosen if one.moves_weights)
+    if moving and ahead and (weights.backward_rule == "stash" or not spikes):
+        raise ScheduleError(
+            f"compensation {moving[0]} was asked of a method whose forwards read predicted weights: both make up for "
+            "the same delay; leave it out, or take a method that reads the weights that there are. (Spike compensation "
+            "goes with a prediction of the forward alone, as in pb_lwp_sc.)"
+        )
     if any(isinstance(one, GapAware) for one in chosen):
         if weights.backward_rule == "graph":
             raise ScheduleError(

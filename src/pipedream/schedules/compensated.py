@@ -18,10 +18,11 @@ from ..core.compensation import (
 )
 from ..core.plan import Plan
 from ..core.schedule import Schedule
+from .pb_lwp import pb_lwp
 from .pipedream import pipedream
 from .two_bw import pipedream_2bw
 
-__all__ = ["ftpipe_ga", "ftpipe_msnag", "nesterov_async", "one_step_ef", "pipedream_lr"]
+__all__ = ["ftpipe_ga", "ftpipe_msnag", "nesterov_async", "one_step_ef", "pb_lwp_sc", "pipedream_lr"]
 
 RESCHEDULED_FOR = 7_000
 """K of `pipedream_lr`, in updates: 7 times 1,000 in the code that came with Nesterov-async."""
@@ -70,6 +71,16 @@ def one_step_ef(plan: Plan, microbatches: int | None = None) -> Schedule:
     One-Step Gradient Delay, arXiv 2606.30634, ICML 2026.
     """
     return _with("one_step_ef", pipedream_2bw(plan, microbatches), ErrorFeedback(1.0))
+
+
+def pb_lwp_sc(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns pipelined backpropagation with linear weight prediction and spike compensation, for SGD.
+
+    Kosson et al., Pipelined Backpropagation at Scale, MLSys 2021, section 3.3: LWP^v_D + SC_D, the best of the paper's.
+    Where the prediction is kept for the backward the two are one and the same; here the backward reads the weights that
+    there are, and what it says too late is made up for at once.
+    """
+    return _with("pb_lwp_sc", pb_lwp(plan, microbatches), SpikeCompensation())
 
 
 def _with(name: str, schedule: Schedule, compensation: Compensation) -> Schedule:

@@ -13,7 +13,7 @@ from ..core.schedule import Schedule
 from .breadth_first import breadth_first
 from .chimera import chimera
 from .chimera_doubled import chimera_doubled
-from .compensated import ftpipe_ga, ftpipe_msnag, nesterov_async, one_step_ef, pipedream_lr
+from .compensated import ftpipe_ga, ftpipe_msnag, nesterov_async, one_step_ef, pb_lwp_sc, pipedream_lr
 from .dualpipev import dualpipev
 from .gpipe import gpipe
 from .interleaved import interleaved_1f1b
@@ -80,6 +80,7 @@ COMPENSATED: dict[str, Callable[[Plan, int | None], Schedule]] = {
     "ftpipe_ga": ftpipe_ga,
     "pipedream_lr": pipedream_lr,
     "one_step_ef": one_step_ef,
+    "pb_lwp_sc": pb_lwp_sc,
 }
 """Methods that are one of those above with a compensation of delay: in time and memory they are that one."""
 
