@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pipedream.core.cluster import Cluster, Level, Workers
 from pipedream.core.depth import legal
+from pipedream.core.errors import ScheduleError
 from pipedream.core.plan import Plan, Stage
 from pipedream.core.schedule import Schedule
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, uniform
@@ -59,7 +60,10 @@ def straight(draw: st.DrawFn) -> Schedule:
     if name == "pipedream_2bw":
         least = max(max(held - 1, 1) * count for held, count in zip(in_flight, replicas, strict=True))
         return build(name, plan, least + draw(st.integers(0, 3)))
-    return build(name, plan, None if name in WHOLE else draw(st.integers(max(replicas), 7)))
+    try:
+        return build(name, plan, None if name in WHOLE else draw(st.integers(max(replicas), 7)))
+    except ScheduleError:  # it needs more microbatches for these replicas
+        return build(name, plan)
 
 
 @st.composite
@@ -106,6 +110,7 @@ def some_costs(draw: st.DrawFn, stages: int, workers: int) -> Costs:
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[Schedule, Costs, int]:
-    schedule = draw(schedules())
+def runs(draw: st.DrawFn, of: st.SearchStrategy[Schedule] | None = None) -> tuple[Schedule, Costs, int]:
+    """Draws a schedule, of any registered method unless said, with costs and a number of microbatches."""
+    schedule = draw(schedules() if of is None else of)
     return schedule, draw(some_costs(len(schedule.plan.stages), schedule.placement.workers)), draw(st.integers(1, 15))

@@ -17,7 +17,7 @@ from pipedream import cli
 from pipedream.checking import check_plan
 from pipedream.core.profile import LayerProfile, Profile
 from pipedream.core.units import format_bytes
-from pipedream.schedules import LAYOUTS, SCHEDULES
+from pipedream.methods import methods_of
 
 ROWS = tuple(LayerProfile(1.0 + i, 2.0, output_bytes=1000, parameter_bytes=100, activation_bytes=80) for i in range(6))
 CHAIN = Profile.of_chain(ROWS, batch=8, update_s=0.6, optimizer_bytes=60, input_shapes=((8, 5),))
@@ -65,7 +65,7 @@ def put(value: Any, *path: Any) -> Edit:
 
 @settings(max_examples=20)
 @given(
-    st.sampled_from(sorted(set(SCHEDULES) - set(LAYOUTS))),
+    st.sampled_from([method.name for method in methods_of(allow_asynchronous=True)]),
     st.sampled_from(["4", "1-2-1", "2-1", "1-1-1-1"]),
     st.booleans(),
 )

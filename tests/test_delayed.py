@@ -89,7 +89,12 @@ def test_every_method_trains_as_its_paper_says(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("name", "compensation"),
-    [("spectrain_v2", "spike"), ("spectrain_v2", "error_feedback:1"), ("pb_lwp", "nesterov"), ("xpipe", "velocity_prediction:2")],
+    [
+        ("spectrain_v2", "spike"),
+        ("spectrain_v2", "error_feedback:1"),
+        ("pb_lwp", "nesterov"),
+        ("xpipe", "velocity_prediction:2"),
+    ],
 )
 def test_one_delay_is_made_up_for_once(name: str, compensation: str) -> None:
     with pytest.raises(ScheduleError, match="both make up for the same delay"):

@@ -140,6 +140,7 @@ STANDS_ON = {
     "ftpipe_ga": ("pipedream", GapAware()),
     "pipedream_lr": ("pipedream", LearningRateRescheduling(7000)),
     "one_step_ef": ("pipedream_2bw", ErrorFeedback(1.0)),
+    "pb_lwp_sc": ("pb_lwp", SpikeCompensation()),
 }
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import pytest
-from drawn import runs
+from drawn import runs, straight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +74,9 @@ def alive_after(
 
 @settings(max_examples=100)
 @given(
-    runs(), st.lists(st.integers(0, 10**6), min_size=40, max_size=40), st.lists(st.booleans(), min_size=8, max_size=8)
+    runs(straight()),
+    st.lists(st.integers(0, 10**6), min_size=40, max_size=40),
+    st.lists(st.booleans(), min_size=8, max_size=8),
 )
 def test_bytes_of_each_op_are_those_of_what_is_alive(
     run: tuple[Schedule, Costs, int], numbers: list[int], choices: list[bool]

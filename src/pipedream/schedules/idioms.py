@@ -28,6 +28,7 @@ __all__ = [
     "admitted",
     "at_one_seat",
     "backward",
+    "check_handing",
     "endless",
     "flushed",
     "forward",
@@ -254,6 +255,21 @@ def refuse_lag(name: str, plan: Plan) -> None:
         raise ScheduleError(
             f"schedule {name!r} at in-flight counts {plan.in_flight}: they need the lag {plan.lag} of the plan, "
             "but this method updates once a minibatch and does not lag; plan without a lag"
+        )
+
+
+def check_handing(name: str, plan: Plan, m: int) -> None:
+    """Checks that the replicas of the input stage, of which one reads minibatches for all, cannot wait in a circle.
+
+    Raises:
+        ScheduleError: replica 0 would have to admit a minibatch before its turn.
+    """
+    replicas, wait = plan.replicas[0], plan.in_flight[0] - 1
+    if replicas > 1 and m // replicas < wait:
+        raise ScheduleError(
+            f"schedule {name!r} with {m} microbatches a minibatch: the input stage has {replicas} replicas and {wait} "
+            f"warm-up forwards, so it needs at least {wait * replicas}; split the minibatch further, or take a smaller "
+            "depth"
         )
 
 

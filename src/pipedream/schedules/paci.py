@@ -12,7 +12,7 @@ from __future__ import annotations
 from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
-from .idioms import admitted, latest, recomputing, refuse_lag, share_out, unflushed
+from .idioms import admitted, check_handing, latest, recomputing, refuse_lag, share_out, unflushed
 
 __all__ = ["paci"]
 
@@ -26,11 +26,12 @@ def paci(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "g
         backward_rule: 'graph', or 'recompute'.
 
     Raises:
-        ScheduleError: fewer microbatches than a stage has replicas, or a depth that needs the plan's lag.
+        ScheduleError: too few microbatches for a stage's replicas, or a depth that needs the plan's lag.
     """
     refuse_lag("paci", plan)
     plan = recomputing(plan, backward_rule)
     m = share_out("paci", plan, microbatches, admitted(plan))
+    check_handing("paci", plan, m)
     return Schedule(
         name="paci",
         plan=plan,

@@ -19,7 +19,7 @@ from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
 from ..core.views import AVERAGE, View
-from .idioms import latest, recomputing, refuse_lag, share_out, unflushed
+from .idioms import check_handing, latest, recomputing, refuse_lag, share_out, unflushed
 from .pipelined_backprop import concurrent
 
 __all__ = ["pipemare"]
@@ -33,7 +33,7 @@ def pipemare(
     horizons: tuple[float, ...] | None = None,
     backward_rule: str = "graph",
 ) -> Schedule:
-    """Returns PipeMare with its discrepancy correction; a microbatch a stage unless asked.
+    """Returns PipeMare with its discrepancy correction; a microbatch a stage unless asked, or as replicas need.
 
     Args:
         plan: of any depth; a stage holds at least what this order asks for.
@@ -43,11 +43,14 @@ def pipemare(
         backward_rule: 'graph', or 'recompute'.
 
     Raises:
-        ScheduleError: fewer microbatches than a stage has replicas, or a depth that needs the plan's lag.
+        ScheduleError: too few microbatches for a stage's replicas, or a depth that needs the plan's lag.
     """
     refuse_lag("pipemare", plan)
     plan = concurrent(recomputing(plan, backward_rule))
-    m = share_out("pipemare", plan, microbatches, len(plan.stages))
+    first = plan.replicas[0]
+    usual = max(len(plan.stages), (plan.in_flight[0] - 1) * first if first > 1 else 0)
+    m = share_out("pipemare", plan, microbatches, usual)
+    check_handing("pipemare", plan, m)
     bare = latest(plan, m)
     back = horizons or tuple(bare.mean_staleness(stage) for stage in range(len(plan.stages)))
     view = View(AVERAGE, tuple(-horizon for horizon in back), decay)

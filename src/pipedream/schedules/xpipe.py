@@ -14,7 +14,7 @@ from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
 from ..core.views import VELOCITY, View
-from .idioms import admitted, latest, recomputing, refuse_lag, share_out, unflushed
+from .idioms import admitted, check_handing, latest, recomputing, refuse_lag, share_out, unflushed
 
 __all__ = ["xpipe"]
 
@@ -29,11 +29,12 @@ def xpipe(plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY, ba
         backward_rule: 'graph', or 'recompute'.
 
     Raises:
-        ScheduleError: fewer microbatches than a stage has replicas, or a depth that needs the plan's lag.
+        ScheduleError: too few microbatches for a stage's replicas, or a depth that needs the plan's lag.
     """
     refuse_lag("xpipe", plan)
     plan = recomputing(plan, backward_rule)
     m = share_out("xpipe", plan, microbatches, admitted(plan))
+    check_handing("xpipe", plan, m)
     ahead = View(by, tuple(float(latest(plan, m).staleness(s)) for s in range(len(plan.stages))))
     weights = latest(plan, m, backward_rule=backward_rule, forward_view=ahead, shares_view=m)
     return Schedule(
