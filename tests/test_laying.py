@@ -16,6 +16,7 @@ from pipedream.core.plan import Plan
 from pipedream.core.profile import LayerProfile, Profile
 from pipedream.lowering import lower
 from pipedream.methods import score
+from pipedream.schedules.layouts import looped
 from pipedream.verifier import verify
 
 EVEN = Profile.of_chain((LayerProfile(1.0, 1.0, 8, 100, activation_bytes=1000),) * 8, batch=16)
@@ -25,6 +26,7 @@ EVEN = Profile.of_chain((LayerProfile(1.0, 1.0, 8, 100, activation_bytes=1000),)
 def test_every_layout_is_planned_proved_and_simulated(name: str, workers: int, chunks: int | None, layers: int) -> None:
     profile = Profile.of_chain((LayerProfile(1.0, 1.0, 8, 100),) * layers, batch=16)
     layout = schedules.LAYOUTS[name]
+    chunks = chunks if layout is looped else None
     plan = pd.plan(profile, Cluster.flat(workers), schedule=name, chunks=chunks)
     assert plan.workers == workers
     assert len(plan.stages) == layout.stages(workers, chunks)

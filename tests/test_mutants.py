@@ -272,7 +272,7 @@ def test_a_version_too_new_or_too_old(name: str, which: int) -> None:
 def test_versions_that_fall(name: str, which: int, only: int) -> None:
     program = made(name, which)
     text = refused(replace(program, weights=shifted(program.weights, -2, only=only, keeps=9)))
-    assert re.search(r"\dF\d+: weight rule 'shifted' reads version \d+, and version \d+ for a microbatch before", text)
+    assert re.search(r"\dF\d+: weight rule 'shifted' reads version \d+, and version \d+ for one before", text)
 
 
 def test_a_backward_at_other_weights_than_its_rule_says() -> None:

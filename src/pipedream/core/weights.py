@@ -57,7 +57,7 @@ class WeightRule(ABC):
 
     @abstractmethod
     def forward_version(self, stage: int, microbatch: int) -> int:
-        """Returns the version that a forward reads; never falls as the microbatch grows."""
+        """Returns the version that a forward reads; never falls as the microbatches of a replica grow."""
 
     def backward_version(self, stage: int, microbatch: int) -> int:
         """Returns the version that the backward reads."""

@@ -66,18 +66,19 @@ def _check_order(run: Unrolled, rank: int) -> None:
 def _check_versions(run: Unrolled, stage: int) -> None:
     """Checks what a weight rule says of a stage's microbatches."""
     program, rule = run.program, run.program.weights
-    newest = 0
+    newest = [0] * program.placement.replicas[stage]  # each replica drops versions by itself
     for k in range(run.total):
-        rank, position = run.ops[Op(Kind.FORWARD, stage, k, program.placement.replica(stage, k))]
+        replica = program.placement.replica(stage, k)
+        rank, position = run.ops[Op(Kind.FORWARD, stage, k, replica)]
         version = rule.forward_version(stage, k)
-        if version < newest:
+        if version < newest[replica]:
             raise run.error(
                 rank,
                 position,
-                f"weight rule {rule.name!r} reads version {version}, and version {newest} for a microbatch before; "
+                f"weight rule {rule.name!r} reads version {version}, and version {newest[replica]} for one before; "
                 "what is behind may have been dropped",
             )
-        newest = version
+        newest[replica] = version
         again = rule.backward_version(stage, k)
         if rule.backward_rule == "stash" and len(program.kinds) > 1 and again != version:
             raise run.error(
