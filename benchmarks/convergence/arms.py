@@ -1,0 +1,260 @@
+"""What is compared: methods as their papers write them, and arms, which are methods with an optimizer, one after another.
+
+Nothing of the library is used here. What the library is asked for, to check an arm and to know its seconds, stands
+beside each method under the library's own names.
+
+Legend: p stages, s a stage from 0, k a microbatch and n an update of a stage since the last drain, m microbatches of a
+minibatch, D the staleness of a stage in updates, T a horizon in updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+__all__ = ["ARMS", "Arm", "Method", "Turn", "arms_of"]
+
+OfStage = Callable[[int, int], float]
+"""(p, s) -> a number."""
+
+
+def _never(p: int, s: int) -> int:
+    return 0
+
+
+def _one_after_another(p: int, s: int) -> int:
+    """1F1B: stage s holds p - s microbatches; p - 1 - s backwards lie between the two passes of one."""
+    return p - 1 - s
+
+
+def _concurrent(p: int, s: int) -> int:
+    """Each stage makes a forward and a backward in each cycle; 2 (p - 1 - s) cycles lie between the two of one."""
+    return 2 * (p - 1 - s)
+
+
+@dataclass(frozen=True)
+class Method:
+    """Which weights the passes of a microbatch read, and what an update makes of its gradient.
+
+    The forward of microbatch k reads version max(0, floor((k - late) / m)) of a stage, at a view `ahead` of it.
+
+    Attributes:
+        schedule: the library's method.
+        late: (p, s) -> microbatches that a forward is late.
+        accumulates: microbatches of a minibatch read different versions: they are computed one by one, m = p.
+        splits: the library is asked to split a minibatch in p; here it is computed at once, for all its microbatches
+            read one version.
+        rule: 'stash': the backward reads what its forward read; 'graph': old activations and the newest weights, at a
+            view `back` of them; 'recompute': the true gradient there, on the old input.
+        ahead, back: (p, s) -> T; negative: towards weights that are gone.
+        step: what one update is taken to add to the weights: 'velocity', the optimizer's own direction at the coming
+            rate; 'difference', the last update; 'average', PipeMare's moving average of updates.
+        at_once: (momentum, D) -> b of v <- m v + g; w <- w - lr (a v + b g), a = 1 - b (1 - m), for momentum SGD.
+        feedback: D -> lambda of w <- w - (u_n + lambda (u_n - u_{n-1})), u the update of any optimizer.
+        rescheduled: PipeMare's T1, the rate over D^(1 - min(n / K, 1)), for this share of the run.
+        compensation: the same, as the library is asked for it; {updates} stands for K.
+    """
+
+    schedule: str
+    late: Callable[[int, int], int] = _never
+    accumulates: bool = False
+    splits: bool = False
+    rule: str = "stash"
+    ahead: OfStage | None = None
+    back: OfStage | None = None
+    step: str = "velocity"
+    at_once: Callable[[float, int], float] | None = None
+    feedback: Callable[[int], float] | None = None
+    rescheduled: float = 0.0
+    compensation: tuple[str, ...] = ()
+
+    def parts(self, p: int) -> int:
+        """Returns m, as far as it matters here."""
+        return p if self.accumulates else 1
+
+    def staleness(self, p: int, s: int) -> int:
+        """Returns D, the most updates that a gradient is late."""
+        return -(-self.late(p, s) // self.parts(p))
+
+    def microbatches(self, p: int) -> int | None:
+        """Returns m, as the library is asked for it; None where its method does not split."""
+        if self.splits or self.accumulates:
+            return p
+        return 1 if self.schedule in ("paci", "pipemare") else None
+
+    @property
+    def flushes(self) -> bool:
+        """No gradient is late."""
+        return self.schedule == "1f1b"
+
+    def __str__(self) -> str:
+        return " ".join([self.schedule, *self.compensation])
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A method, until a share of the run; it begins with a drained pipeline, and its views and feedback with 0."""
+
+    method: Method
+    until: float = 1.0
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is trained.
+
+    Attributes:
+        name: short.
+        turns: methods in turn.
+        optimizer: of `steppers`.
+        about: a line for people.
+        source: where it was published.
+        tasks: on which it is run.
+    """
+
+    name: str
+    turns: tuple[Turn, ...]
+    optimizer: str
+    about: str
+    source: str
+    tasks: tuple[str, ...] = field(default=("digits", "char_gpt"))
+
+    @property
+    def synchronous(self) -> bool:
+        """The same at any number of stages."""
+        return all(turn.method.flushes for turn in self.turns)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+# -- methods ---------------------------------------------------------------------------------------
+
+SYNCHRONOUS = Method("1f1b", splits=True)
+NAIVE = Method("paci", _one_after_another, rule="graph")
+PIPEDREAM = Method("pipedream", _one_after_another)
+VERTICAL_SYNC = Method("pipedream_vertical_sync", lambda p, s: p - 1)
+TWO_BW = Method("pipedream_2bw", lambda p, s: 1, splits=True)
+PIPELINED = Method("pipelined_backprop", _concurrent, rule="graph")
+PIPEMARE = Method(
+    "pipemare", _concurrent, rule="graph", back=lambda p, s: -_concurrent(p, s), step="average"
+)  # T2; without it, at a microbatch a minibatch, PipeMare is pipelined backpropagation
+
+
+def _spike(momentum: float, late: int) -> float:
+    return (1 - momentum**late) / (1 - momentum)
+
+
+def _spiked(method: Method) -> Method:
+    return replace(method, at_once=_spike, compensation=("spike",))
+
+
+def _fed_back(method: Method) -> Method:
+    return replace(method, feedback=lambda late: 1.0, compensation=("error_feedback:1.0",))
+
+
+def _rescheduled(method: Method) -> Method:
+    return replace(method, rescheduled=0.5, compensation=("t1:{updates}",))
+
+
+PREDICTED = replace(PIPELINED, schedule="pb_lwp", ahead=_concurrent)
+WARMED_UP = 0.2
+"""T3: share of the run that is trained synchronously first."""
+
+
+def _after_warm_up(method: Method) -> tuple[Turn, ...]:
+    return Turn(SYNCHRONOUS, WARMED_UP), Turn(method)
+
+
+def _with_finish(method: Method) -> tuple[Turn, ...]:
+    return Turn(method, 2 / 3), Turn(SYNCHRONOUS)
+
+
+# -- arms ------------------------------------------------------------------------------------------
+
+
+def _own(name: str, method: Method | tuple[Turn, ...], about: str, source: str, **more: Any) -> tuple[Arm, ...]:
+    """Returns an arm for each task, with the task's usual optimizer: momentum SGD for digits, AdamW for the GPT."""
+    turns = method if isinstance(method, tuple) else (Turn(method),)
+    of = {"digits": "sgd", "char_gpt": "adamw"} | more
+    return tuple(Arm(name, turns, optimizer, about, source, (task,)) for task, optimizer in of.items() if optimizer)
+
+
+KOSSON = "Kosson et al., MLSys 2021"
+YANG = "Yang et al., PipeMare, MLSys 2021"
+NARAYANAN = "Narayanan et al., PipeDream, SOSP 2019"
+ONE_STEP = "One-Step Gradient Delay, arXiv 2606.30634"
+
+ARMS: tuple[Arm, ...] = (
+    *_own("sync", SYNCHRONOUS, "synchronous: 1F1B with a flush", "Narayanan et al., PipeDream-2BW, ICML 2021"),
+    *_own("naive", NAIVE, "asynchronous 1F1B, one set of weights, written in place", NARAYANAN + ", section 3.3"),
+    *_own(
+        "naive_recompute",
+        replace(NAIVE, rule="recompute"),
+        "the same, with true gradients: forwards are done again at the newest weights",
+        "Narayanan et al., PipeDream, SOSP 2019; Ajanthan et al., ICML 2025 (without a stash)",
+    ),
+    *_own("pipedream", PIPEDREAM, "weight stashing", NARAYANAN),
+    *_own("vertical_sync", VERTICAL_SYNC, "PipeDream with vertical sync", NARAYANAN),
+    *_own("2bw", TWO_BW, "one update of delay at every stage", "Narayanan et al., PipeDream-2BW, ICML 2021"),
+    *_own(
+        "paci",
+        replace(NAIVE, accumulates=True),
+        "naive, with an update every p microbatches",
+        "PACI, arXiv 2606.07881",
+    ),
+    *_own("pb", PIPELINED, "pipelined backpropagation; also PipeMare without T1, T2, T3", KOSSON),
+    *_own("pb_lwp", PREDICTED, "forwards at weights predicted by the velocity, T = D", KOSSON),
+    *_own("pb_sc", _spiked(PIPELINED), "spike compensation", KOSSON, char_gpt=""),
+    *_own("pb_lwp_sc", _spiked(PREDICTED), "both", KOSSON, char_gpt=""),
+    *_own("pipemare_t1", _rescheduled(PIPELINED), "T1: rates by stage, for half of the run", YANG),
+    *_own("pipemare_t2", PIPEMARE, "T2: the backward's weights corrected back", YANG),
+    *_own("pipemare_t1_t2", _rescheduled(PIPEMARE), "T1 and T2", YANG),
+    *_own("pipemare_t1_t2_t3", _after_warm_up(_rescheduled(PIPEMARE)), "T1, T2, and T3: a synchronous fifth first", YANG),
+    *_own("hybrid", _with_finish(PIPELINED), "pb, the last third synchronous", "Zhang and Abdelrahman, 2021"),
+    *_own(
+        "spectrain",
+        replace(
+            PIPEDREAM,
+            schedule="spectrain",
+            rule="graph",
+            ahead=lambda p, s: s // 2 + p - 1 - s,
+            back=lambda p, s: s // 2,
+        ),
+        "both passes at weights predicted by the velocity",
+        "Chen et al., SpecTrain, 2018",
+        char_gpt="",
+    ),
+    *_own(
+        "pipeoptim",
+        replace(PIPEDREAM, schedule="pipeoptim", rule="graph", ahead=_one_after_another),
+        "forwards predicted by AdamW's direction",
+        "Guan et al., PipeOptim, 2023",
+        digits="",
+    ),
+    *_own(
+        "nesterov",
+        replace(PIPEDREAM, at_once=lambda momentum, late: 1.0, compensation=("nesterov",)),
+        "PipeDream with Nesterov momentum",
+        "Ajanthan et al., ICML 2025",
+        char_gpt="",
+    ),
+    *_own("nesterov", PIPEDREAM, "PipeDream, NAdam, beta_1 0.99", "Ajanthan et al., ICML 2025", digits="", char_gpt="nadam"),
+    *_own("sync_nadam", SYNCHRONOUS, "synchronous, NAdam, beta_1 0.99", "control", digits="", char_gpt="nadam"),
+    *_own("sync_adamw", SYNCHRONOUS, "synchronous, AdamW", "control", digits="adamw", char_gpt=""),
+    *_own("2bw_adamw", TWO_BW, "2BW, AdamW", ONE_STEP, digits="adamw", char_gpt=""),
+    *_own("2bw_ef", _fed_back(TWO_BW), "2BW with error feedback, AdamW", ONE_STEP, digits="adamw"),
+    *_own("sync_muon", SYNCHRONOUS, "synchronous, Muon", "control", digits="", char_gpt="muon"),
+    *_own("pipedream_muon", PIPEDREAM, "PipeDream, Muon", ONE_STEP, digits="", char_gpt="muon"),
+    *_own("2bw_muon", TWO_BW, "2BW, Muon", ONE_STEP, digits="", char_gpt="muon"),
+    *_own("2bw_ef_muon", _fed_back(TWO_BW), "2BW with error feedback, Muon", ONE_STEP, digits="", char_gpt="muon"),
+    *_own("sync_sgd", SYNCHRONOUS, "synchronous, momentum SGD", "control", digits="", char_gpt="sgd"),
+    *_own("pb_sgd", PIPELINED, "pipelined backpropagation, momentum SGD", KOSSON, digits="", char_gpt="sgd"),
+    *_own("pb_lwp_sc_sgd", _spiked(PREDICTED), "the same, LWP and SC", KOSSON, digits="", char_gpt="sgd"),
+)  # fmt: skip
+
+
+def arms_of(task: str) -> dict[str, Arm]:
+    """Returns the arms of a task, by name."""
+    return {arm.name: arm for arm in ARMS if task in arm.tasks}

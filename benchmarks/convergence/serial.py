@@ -1,0 +1,268 @@
+"""A serial emulation: pipeline training of one model in one process, one microbatch after the other.
+
+Whatever a pipeline does at the same time, the weights that each pass of each microbatch reads are known numbers of
+updates old (`arms.Method`). So each gradient can be taken by itself: the weights that its forward read are written into
+the model, then those that its backward read, and the update is made. What comes out equals the running pipeline's
+(tests/test_convergence_emulation.py) at the cost of training in one process.
+
+A stage keeps its weights in one flat tensor, of which the optimizer's parameters are views, and writes views and old
+versions into another, whose parts the modules' parameters are: reading a version is one copy. Written through `data`
+it does not move autograd's count of versions, so a backward after another copy goes through old activations and new
+weights: the rule 'graph'.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import exp
+
+import torch
+from arms import Arm, Method
+from torch import Tensor, nn
+
+__all__ = ["Emulation", "train"]
+
+Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+DECAY = exp(-2)
+"""Of PipeMare's average, over D updates (Yang et al., section 3.2: theory asks for this)."""
+
+
+class Stage:
+    """Some layers, their weights, and what an update needs to know of earlier ones.
+
+    Args:
+        layers: as they stand in the model, numbered.
+        optimizer: makes the stage's own.
+    """
+
+    def __init__(self, layers: Sequence[tuple[int, nn.Module]], optimizer: Factory) -> None:
+        self.layers = nn.Sequential(*(layer for _, layer in layers))
+        named = [(f"{i}.{name}", p) for i, layer in layers for name, p in layer.named_parameters()]
+        self._leaves = [p for _, p in named]
+        self._read = torch.cat([p.detach().reshape(-1) for p in self._leaves])
+        self.weights = self._read.clone()
+        self._handles = [nn.Parameter(part) for part in _parts(self.weights, self._leaves)]
+        for leaf, part in zip(self._leaves, _parts(self._read, self._leaves), strict=True):
+            leaf.data = part
+        self._optimizer = optimizer([(name, h) for (name, _), h in zip(named, self._handles, strict=True)])
+        self._rates = [group["lr"] for group in self._optimizer.param_groups]
+
+    def begin(self, method: Method, p: int, s: int, updates: int) -> None:
+        """Begins with a method, drained; the method's own knowledge of earlier updates is 0.
+
+        Args:
+            updates: K of T1.
+        """
+        self._method, self._updates = method, updates
+        self._late, self._m, self._staleness = method.late(p, s), method.parts(p), method.staleness(p, s)
+        self._ahead = method.ahead(p, s) if method.ahead else 0.0
+        self._back = method.back(p, s) if method.back else 0.0
+        self._feedback = method.feedback(self._staleness) if method.feedback else 0.0
+        self._gamma = DECAY ** (1 / abs(self._back)) if method.step == "average" and self._back else 0.0
+        self._average = torch.zeros_like(self.weights) if self._gamma else None
+        self._last_update = torch.zeros_like(self.weights) if self._feedback else None
+        self._made: deque[Tensor] = deque([self.weights.clone()], maxlen=self._staleness + 1)
+        self._newest = self.weights
+
+    def read_forward(self, k: int) -> None:
+        """Writes what the forward of microbatch k reads into the layers."""
+        version = max(0, (k - self._late) // self._m)
+        self._read.copy_(self._made[version - k // self._m - 1])
+
+    def read_backward(self) -> None:
+        """Writes what a backward reads into the layers: all updates of earlier microbatches are made."""
+        if self._method.rule != "stash":
+            self._read.copy_(self._newest)
+
+    def read_newest(self) -> None:
+        """Writes the newest weights into the layers."""
+        self._read.copy_(self.weights)
+
+    def update(self, number: int, factor: float, coming: float) -> None:
+        """Makes an update with the gradients that the layers' parameters have.
+
+        Args:
+            number: of updates since the start of training.
+            factor: on the learning rates, at this update.
+            coming: the same at the next one.
+        """
+        if self._method.rescheduled:
+            factor *= max(self._staleness, 1) ** (min(number / self._updates, 1.0) - 1.0)
+        for handle, leaf in zip(self._handles, self._leaves, strict=True):
+            handle.grad, leaf.grad = leaf.grad, None
+        self._set_rates(factor)
+        before = self.weights.clone()
+        self._optimizer.step()
+        if self._method.at_once:
+            self._move_at_once(before)
+        if self._last_update is not None:
+            update = before - self.weights
+            self.weights.sub_(update - self._last_update, alpha=self._feedback)
+            self._last_update = update
+        if self._average is not None:
+            self._average.lerp_(self.weights - before, 1 - self._gamma)
+        self._look(before, coming)
+
+    def _move_at_once(self, before: Tensor) -> None:
+        """Adds what b g + (a - 1) v moves, a - 1 = -b (1 - m), to a step of momentum SGD along v."""
+        assert self._method.at_once is not None
+        (group,) = self._optimizer.param_groups
+        momentum = group["momentum"]
+        b = self._method.at_once(momentum, self._staleness)
+        gradient = torch.cat([handle.grad.reshape(-1) for handle in self._handles])  # type: ignore[union-attr]
+        gradient.add_(before, alpha=group["weight_decay"])
+        self.weights.sub_(gradient - (1 - momentum) * self._direction(), alpha=group["lr"] * b)
+
+    def _look(self, before: Tensor, coming: float) -> None:
+        """Computes the views of the version that was just made."""
+        newest = ahead = self.weights
+        if self._ahead or self._back:
+            if self._method.step == "velocity":
+                self._set_rates(coming)
+                step = -self._optimizer.param_groups[0]["lr"] * self._direction()
+            else:
+                step = self._average if self._average is not None else self.weights - before
+            ahead = torch.add(self.weights, step, alpha=self._ahead)
+            newest = torch.add(self.weights, step, alpha=self._back)
+        self._newest = newest
+        self._made.append(ahead.clone() if ahead is self.weights else ahead)
+
+    def _direction(self) -> Tensor:
+        """Returns v of momentum SGD, or Adam's m / (sqrt(v) + eps), both corrected for their beginning."""
+        found = []
+        for group in self._optimizer.param_groups:
+            for handle in group["params"]:
+                state = self._optimizer.state[handle]
+                if "momentum_buffer" in state:
+                    found.append((handle, state["momentum_buffer"]))
+                    continue
+                first, second = (1 - beta ** float(state["step"]) for beta in group["betas"])
+                found.append(
+                    (handle, state["exp_avg"] / first / ((state["exp_avg_sq"] / second).sqrt() + group["eps"]))
+                )
+        by_handle = {id(handle): direction for handle, direction in found}
+        return torch.cat([by_handle[id(handle)].reshape(-1) for handle in self._handles])
+
+    def _set_rates(self, factor: float) -> None:
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+
+
+class Emulation:
+    """A model that is trained as a pipeline of p stages trains it.
+
+    Args:
+        units: the model, layer by layer; p divides their number.
+        stages: p.
+        optimizer: makes one for a stage.
+        loss: a mean over the samples of (output, targets).
+        updates: K of T1.
+    """
+
+    def __init__(
+        self, units: Sequence[nn.Module], stages: int, optimizer: Factory, loss: Loss, *, updates: int = 1
+    ) -> None:
+        numbered, size = list(enumerate(units)), len(units) // stages
+        if size * stages != len(units):
+            raise ValueError(
+                f"{len(units)} layers were to be cut into {stages} equal stages; their number does not divide"
+            )
+        self.stages = [Stage(numbered[s * size : (s + 1) * size], optimizer) for s in range(stages)]
+        self._loss, self._updates = loss, updates
+        self._number = 0
+
+    def begin(self, method: Method) -> None:
+        """Drains, and goes on with a method."""
+        self._method, self._parts, self._k = method, method.parts(len(self.stages)), 0
+        for s, stage in enumerate(self.stages):
+            stage.begin(method, len(self.stages), s, self._updates)
+
+    def minibatch(self, x: Tensor, y: Tensor, factor: Callable[[int], float]) -> float:
+        """Trains on a minibatch and makes an update of each stage; returns the loss.
+
+        Args:
+            factor: number of an update -> factor on the learning rates.
+        """
+        found = 0.0
+        pieces = zip(x.tensor_split(self._parts), y.tensor_split(self._parts), strict=True)
+        for xs, ys in pieces if self._parts > 1 else [(x, y)]:
+            for stage in self.stages:
+                stage.read_forward(self._k)
+            share = len(xs) / len(x)
+            found += (self._recomputed if self._method.rule == "recompute" else self._passes)(xs, ys, share)
+            self._k += 1
+        for stage in self.stages:
+            stage.update(self._number, factor(self._number), factor(self._number + 1))
+        self._number += 1
+        return found
+
+    def output(self, x: Tensor) -> Tensor:
+        """Returns what the newest weights of all stages make of an input."""
+        for stage in self.stages:
+            stage.read_newest()
+        with torch.no_grad():
+            for stage in self.stages:
+                x = stage.layers(x)
+        return x
+
+    def state(self) -> Tensor:
+        """Returns all weights, stage after stage."""
+        return torch.cat([stage.weights for stage in self.stages])
+
+    def _passes(self, x: Tensor, y: Tensor, share: float) -> float:
+        """Does forward and backward, with the weights changed between the two; returns the loss."""
+        for stage in self.stages:
+            x = stage.layers(x)
+        loss = self._loss(x, y) * share
+        for stage in self.stages:
+            stage.read_backward()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item()
+
+    def _recomputed(self, x: Tensor, y: Tensor, share: float) -> float:
+        """Does the forward, and each stage's again at the backward's weights, from its old input."""
+        inputs = []
+        with torch.no_grad():
+            for stage in self.stages:
+                inputs.append(x)
+                x = stage.layers(x)
+        output = x.requires_grad_()
+        loss = self._loss(output, y) * share
+        (slope,) = torch.autograd.grad(loss, output)
+        for stage, given in zip(reversed(self.stages), reversed(inputs), strict=True):
+            stage.read_backward()
+            given = given.detach().requires_grad_(given.is_floating_point())
+            torch.autograd.backward(stage.layers(given), slope)
+            slope = given.grad
+        return loss.item()
+
+
+def train(
+    emulation: Emulation,
+    arm: Arm,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    factor: Callable[[int], float],
+    watch: Callable[[int, float], bool],
+) -> None:
+    """Trains on minibatches, by each method of an arm in turn.
+
+    Args:
+        factor: see `Emulation.minibatch`.
+        watch: called with the number of updates made and the loss of the last; says whether to go on.
+    """
+    ends = [round(turn.until * len(batches)) for turn in arm.turns]
+    begins = dict(zip([0, *ends[:-1]], arm.turns, strict=True))
+    for n, (x, y) in enumerate(batches):
+        if n in begins:
+            emulation.begin(begins[n].method)
+        loss = emulation.minibatch(x, y, factor)
+        if not watch(n + 1, loss):
+            return
+
+
+def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]

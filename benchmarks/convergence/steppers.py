@@ -1,0 +1,129 @@
+"""The optimizers of the arms, as factories from named parameters: what a pipeline's user would give."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["STEPPERS", "Muon", "orthogonal"]
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def sgd(named: Named, lr: float) -> torch.optim.Optimizer:
+    """Momentum SGD."""
+    return torch.optim.SGD(named, lr=lr, momentum=0.9, weight_decay=5e-4)
+
+
+def adamw(named: Named, lr: float) -> torch.optim.Optimizer:
+    """AdamW; only matrices and kernels decay."""
+    return torch.optim.AdamW(_decaying(named), lr=lr, betas=(0.9, 0.999), weight_decay=0.01)
+
+
+def nadam(named: Named, lr: float) -> torch.optim.Optimizer:
+    """NAdam with long momentum: Ajanthan et al., ICML 2025, section 5."""
+    return torch.optim.NAdam(
+        _decaying(named), lr=lr, betas=(0.99, 0.999), momentum_decay=0.004, weight_decay=0.01, decoupled_weight_decay=True
+    )  # fmt: skip
+
+
+def muon(named: Named, lr: float) -> torch.optim.Optimizer:
+    """Muon for the matrices inside, AdamW for the rest."""
+    return Muon(named, lr=lr)
+
+
+STEPPERS: dict[str, Callable[[Named, float], torch.optim.Optimizer]] = {
+    "sgd": sgd,
+    "adamw": adamw,
+    "nadam": nadam,
+    "muon": muon,
+}
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al., 2024) for matrices, AdamW for the rest, at one learning rate for both.
+
+    An update of a matrix is its Nesterov momentum made orthogonal, times 0.2 sqrt(max(rows, columns)), which gives it
+    the size of an AdamW update (Liu et al., 2025). torch.optim.Muon makes it orthogonal in bfloat16 and matrix by
+    matrix; here matrices of one shape go together, in their own precision.
+
+    Args:
+        named: parameters; embeddings (``embed``) and the output layer (``head``) are no matrices in this sense.
+        lr, weight_decay: of both.
+    """
+
+    def __init__(self, named: Named, lr: float, weight_decay: float = 0.01) -> None:
+        groups: list[dict[str, Any]] = []
+        for inside in (True, False):
+            for decay in (weight_decay, 0.0):
+                chosen = [p for name, p in named if _inside(name, p) is inside and bool(decay) is (p.ndim >= 2)]
+                if chosen:
+                    groups.append({"params": chosen, "matrices": inside, "weight_decay": decay})
+        super().__init__(groups, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.95})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Makes an update."""
+        for group in self.param_groups:
+            torch._foreach_mul_(group["params"], 1 - group["lr"] * group["weight_decay"])
+            (self._matrices if group["matrices"] else self._rest)(group)
+
+    def _matrices(self, group: dict[str, Any]) -> None:
+        alike: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+        for p in group["params"]:
+            alike[p.shape].append(p)
+        for shape, matrices in alike.items():
+            gradients = [p.grad for p in matrices]
+            momenta = [self._kept(p, "momentum_buffer") for p in matrices]
+            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+            ahead = torch.stack(torch._foreach_lerp(gradients, momenta, group["momentum"]))
+            size = 0.2 * max(shape) ** 0.5
+            torch._foreach_add_(matrices, list(orthogonal(ahead).unbind()), alpha=-group["lr"] * size)
+
+    def _rest(self, group: dict[str, Any]) -> None:
+        first, second = group["betas"]
+        for p in group["params"]:
+            state = self.state[p]
+            mean, square = self._kept(p, "exp_avg"), self._kept(p, "exp_avg_sq")
+            state["step"] = state.get("step", torch.zeros(())) + 1
+            mean.lerp_(p.grad, 1 - first)
+            square.mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
+            scale = (square / (1 - second ** float(state["step"]))).sqrt_().add_(group["eps"])
+            p.addcdiv_(mean, scale, value=-group["lr"] / (1 - first ** float(state["step"])))
+
+    def _kept(self, p: nn.Parameter, name: str) -> Tensor:
+        state = self.state[p]
+        if name not in state:
+            state[name] = torch.zeros_like(p)
+        found: Tensor = state[name]
+        return found
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Returns matrices of shape (count, rows, columns) with their singular values brought near 1.
+
+    Five Newton-Schulz iterations of the quintic 3.4445 x - 4.775 x^3 + 2.0315 x^5 (Jordan et al., 2024).
+    """
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+def _inside(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim == 2 and "embed" not in name and "head" not in name
+
+
+def _decaying(named: Named) -> list[dict[str, Any]]:
+    groups = [
+        {"params": [item for item in named if item[1].ndim >= 2]},
+        {"params": [item for item in named if item[1].ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
