@@ -6,18 +6,15 @@ An arm whose method this version of the library does not have yet is skipped, an
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipedream as pd
@@ -35,7 +32,7 @@ import arms
 import serial
 import steppers
 import tasks
-from arms import Arm, Method, Turn
+from arms import Arm, Method
 
 BOUND = 1e-9
 UPDATES = 20

@@ -1,4 +1,4 @@
-"""What is compared: methods as their papers write them, and arms, which are methods with an optimizer, one after another.
+"""What is compared: methods as their papers write them, and arms: methods with an optimizer, one or more in turn.
 
 Nothing of the library is used here. What the library is asked for, to check an arm and to know its seconds, stands
 beside each method under the library's own names.
@@ -181,6 +181,7 @@ def _own(name: str, method: Method | tuple[Turn, ...], about: str, source: str, 
     return tuple(Arm(name, turns, optimizer, about, source, (task,)) for task, optimizer in of.items() if optimizer)
 
 
+AJANTHAN = "Ajanthan et al., ICML 2025"
 KOSSON = "Kosson et al., MLSys 2021"
 YANG = "Yang et al., PipeMare, MLSys 2021"
 NARAYANAN = "Narayanan et al., PipeDream, SOSP 2019"
@@ -211,7 +212,7 @@ ARMS: tuple[Arm, ...] = (
     *_own("pipemare_t1", _rescheduled(PIPELINED), "T1: rates by stage, for half of the run", YANG),
     *_own("pipemare_t2", PIPEMARE, "T2: the backward's weights corrected back", YANG),
     *_own("pipemare_t1_t2", _rescheduled(PIPEMARE), "T1 and T2", YANG),
-    *_own("pipemare_t1_t2_t3", _after_warm_up(_rescheduled(PIPEMARE)), "T1, T2, and T3: a synchronous fifth first", YANG),
+    *_own("pipemare_t1_t2_t3", _after_warm_up(_rescheduled(PIPEMARE)), "T1, T2, T3: a synchronous fifth first", YANG),
     *_own("hybrid", _with_finish(PIPELINED), "pb, the last third synchronous", "Zhang and Abdelrahman, 2021"),
     *_own(
         "spectrain",
@@ -237,10 +238,10 @@ ARMS: tuple[Arm, ...] = (
         "nesterov",
         replace(PIPEDREAM, at_once=lambda momentum, late: 1.0, compensation=("nesterov",)),
         "PipeDream with Nesterov momentum",
-        "Ajanthan et al., ICML 2025",
+        AJANTHAN,
         char_gpt="",
     ),
-    *_own("nesterov", PIPEDREAM, "PipeDream, NAdam, beta_1 0.99", "Ajanthan et al., ICML 2025", digits="", char_gpt="nadam"),
+    *_own("nesterov", PIPEDREAM, "PipeDream, NAdam, beta_1 0.99", AJANTHAN, digits="", char_gpt="nadam"),
     *_own("sync_nadam", SYNCHRONOUS, "synchronous, NAdam, beta_1 0.99", "control", digits="", char_gpt="nadam"),
     *_own("sync_adamw", SYNCHRONOUS, "synchronous, AdamW", "control", digits="adamw", char_gpt=""),
     *_own("2bw_adamw", TWO_BW, "2BW, AdamW", ONE_STEP, digits="adamw", char_gpt=""),

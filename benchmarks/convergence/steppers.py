@@ -26,9 +26,8 @@ def adamw(named: Named, lr: float) -> torch.optim.Optimizer:
 
 def nadam(named: Named, lr: float) -> torch.optim.Optimizer:
     """NAdam with long momentum: Ajanthan et al., ICML 2025, section 5."""
-    return torch.optim.NAdam(
-        _decaying(named), lr=lr, betas=(0.99, 0.999), momentum_decay=0.004, weight_decay=0.01, decoupled_weight_decay=True
-    )  # fmt: skip
+    betas, decay = (0.99, 0.999), {"weight_decay": 0.01, "decoupled_weight_decay": True}
+    return torch.optim.NAdam(_decaying(named), lr=lr, betas=betas, momentum_decay=0.004, **decay)
 
 
 def muon(named: Named, lr: float) -> torch.optim.Optimizer:

@@ -1,7 +1,7 @@
-"""The two tasks: handwritten digits by a narrow deep convolutional network, characters of source code by a small GPT.
+"""The two tasks: handwritten digits by a deep narrow convolutional network, characters of source code by a small GPT.
 
-Both have eight layers that are alike, one a stage at eight stages; normalisation is by sample (GroupNorm, LayerNorm), as
-in the papers, so that no statistics couple the samples of a minibatch. There is no dropout.
+Both have eight layers that are alike, one a stage at eight stages. They are normalised sample by sample (GroupNorm,
+LayerNorm), so that no statistics couple the samples of a minibatch. There is no dropout.
 """
 
 from __future__ import annotations

@@ -1,0 +1,274 @@
+"""How far asynchronous training gets, update for update: tunes and trains every arm, and writes its curves.
+
+    python benchmarks/convergence/run.py                     # all of it, or what is still to do; hours
+    python benchmarks/convergence/run.py --budget-s 600      # ten minutes of it; the next call goes on
+    python benchmarks/convergence/run.py --tasks digits --stages 4 --arms sync pipedream --seeds 1
+    python benchmarks/convergence/report.py                  # tables and pictures of what there is
+
+The learning rate of each arm at each number of stages is tuned on a seed of its own (100): a grid of powers of two,
+wider as long as the best lies on its edge. Then it is trained with the other seeds. What curves.json has is not run
+again; it is written after every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from arms import ARMS, arms_of
+from serial import Emulation, train
+from steppers import STEPPERS
+from tasks import TASKS
+
+__all__ = ["Curve", "Point", "Run", "best_step", "due", "main", "trained"]
+
+CURVES = Path(__file__).with_name("curves.json")
+TUNING_SEED = 100
+SEEDS = 5
+STAGES = (2, 4, 8)
+GRID = (-1, 0, 1)
+WIDEST = 7
+"""Powers of two from the task's own rate: those tried first, and the furthest."""
+LOOKS = 20
+
+
+class Run(NamedTuple):
+    """One training: an arm, its stages (1 where it is synchronous), the seed, the power of two of its rate."""
+
+    task: str
+    arm: str
+    stages: int
+    seed: int
+    step: int
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self))
+
+
+class Point(NamedTuple):
+    """What the newest weights of all stages do on the test samples after so many updates."""
+
+    updates: int
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a run gave.
+
+    Attributes:
+        rate: learning rate.
+        seconds: that it took.
+        points: at regular updates; it ends early where the loss is no number.
+    """
+
+    rate: float
+    seconds: float
+    points: tuple[Point, ...]
+
+    def scores(self, task: str) -> list[float]:
+        """Returns what is to be small, at each point: the share of errors, or the loss; infinite where it diverged."""
+        found = [1 - p.accuracy if TASKS[task].metric == "accuracy" else p.loss for p in self.points]
+        found = [
+            value if math.isfinite(point.loss) else math.inf for value, point in zip(found, self.points, strict=True)
+        ]
+        return found + [math.inf] * (LOOKS - len(found))
+
+    def score(self, task: str) -> tuple[float, float]:
+        """Returns what tuning goes by: the mean of the last three scores, then of the losses."""
+        losses = [point.loss for point in self.points[-3:]]
+        return sum(self.scores(task)[-3:]) / 3, sum(losses) / len(losses) if len(self.points) == LOOKS else math.inf
+
+
+Curves = dict[Run, Curve]
+
+
+def trained(run: Run) -> Curve:
+    """Trains, and returns the curve."""
+    task, arm = TASKS[run.task], arms_of(run.task)[run.arm]
+    rate = task.rates[arm.optimizer] * 2.0**run.step
+    optimizer = partial(STEPPERS[arm.optimizer], lr=rate)
+    rescheduled = max(turn.method.rescheduled for turn in arm.turns)
+    emulation = Emulation(
+        task.model(run.seed), run.stages, optimizer, task.loss, updates=max(1, round(rescheduled * task.updates))
+    )
+    x, y = task.data()[1]
+    begin, points = time.perf_counter(), []
+
+    def watch(updates: int, loss: float) -> bool:
+        if not math.isfinite(loss):
+            return False
+        if updates * LOOKS // task.updates > (updates - 1) * LOOKS // task.updates:
+            output = emulation.output(x)
+            accuracy = (output.argmax(-1) == y).double().mean().item()
+            points.append(Point(updates, task.loss(output, y).item(), accuracy))
+            return math.isfinite(points[-1].loss)
+        return True
+
+    train(emulation, arm, task.batches(run.seed), task.factor, watch)
+    return Curve(rate, time.perf_counter() - begin, tuple(points))
+
+
+def due(curves: Curves, task: str, arm: str, stages: int, seeds: int) -> list[Run]:
+    """Returns the runs that an arm needs next, which do not need each other; none where it is done."""
+    own = arms_of(task)[arm]
+    stages = 1 if own.synchronous else stages
+    tuning = {run.step: curve for run, curve in curves.items() if run[:4] == (task, arm, stages, TUNING_SEED)}
+    missing = [step for step in GRID if step not in tuning]
+    if not missing:
+        best = best_step(tuning, task)
+        beside = [best - 1, best + 1]
+        missing = [step for step in beside if step not in tuning and abs(step) <= WIDEST]
+    if missing:
+        return [Run(task, arm, stages, TUNING_SEED, step) for step in missing]
+    runs = [Run(task, arm, stages, seed, best) for seed in range(seeds)]
+    return [run for run in runs if run not in curves]
+
+
+def best_step(tuning: dict[int, Curve], task: str) -> int:
+    """Returns the power of two that gave the best score; of those that all diverged, the least."""
+    return min(tuning, key=lambda step: (tuning[step].score(task), step))
+
+
+# -- keeping ---------------------------------------------------------------------------------------
+
+
+def load(path: Path) -> Curves:
+    """Reads curves.
+
+    Raises:
+        SystemExit: they are of other settings.
+    """
+    if not path.exists():
+        return {}
+    data = json.loads(path.read_text())
+    if data.get("settings") != settings():
+        sys.exit(
+            f"{path} has runs of other settings ({data.get('settings')}, not {settings()}): move it away, or give --out"
+        )
+    found = {}
+    for key, (rate, seconds, points) in data["curves"].items():
+        task, arm, *numbers = key.split("/")
+        found[Run(task, arm, *map(int, numbers))] = Curve(rate, seconds, tuple(Point(*point) for point in points))
+    return found
+
+
+def save(path: Path, curves: Curves) -> None:
+    """Writes curves, whole or not at all."""
+    lines = (
+        f"{json.dumps(str(run))}: {json.dumps([c.rate, round(c.seconds, 1), [_rounded(p) for p in c.points]])}"
+        for run, c in sorted(curves.items())
+    )
+    head = json.dumps({"settings": settings(), "environment": environment()})
+    text = head[:-1] + ', "curves": {\n' + ",\n".join(lines) + "\n}}\n"
+    beside = path.with_suffix(".part")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+def settings() -> dict[str, Any]:
+    """Returns what the runs depend on, as JSON values."""
+    return {name: task.settings() for name, task in TASKS.items()}
+
+
+def environment() -> dict[str, str]:
+    """Returns where and when it was run."""
+    return {
+        "date": str(date.today()),
+        "machine": f"{os.cpu_count()} cores of {_processor()}, {platform.system()} {platform.release()}",
+        "software": f"Python {platform.python_version()}, torch {torch.__version__}",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _rounded(point: Point) -> list[float]:
+    return [point.updates, float(f"{point.loss:.6g}"), round(point.accuracy, 5)]
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Runs what is to do; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, default=STAGES)
+    parser.add_argument("--arms", nargs="+", choices=sorted({arm.name for arm in ARMS}), help="all unless said")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="no run begins that would end after that")
+    parser.add_argument("--jobs", type=int, default=1, help="processes; each computes in one thread")
+    parser.add_argument("--out", type=Path, default=CURVES)
+    options = parser.parse_args()
+    curves, begin = load(options.out), time.monotonic()
+    cases = [
+        (task, arm, stages)
+        for task in options.tasks
+        for arm in arms_of(task)
+        for stages in options.stages
+        if not options.arms or arm in options.arms
+    ]
+    longest, going = 0.0, dict[Future[Curve], Run]()
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        while True:
+            spent = time.monotonic() - begin
+            for run in _next(curves, cases, options.seeds, set(going.values()), options.jobs - len(going)):
+                if spent + longest <= options.budget_s:
+                    going[pool.submit(trained, run)] = run
+            if not going:
+                break
+            for future in wait(going, return_when=FIRST_COMPLETED).done:
+                run, curve = going.pop(future), future.result()
+                curves[run] = curve
+                longest = max(longest, curve.seconds)
+                save(options.out, curves)
+                end = curve.points[-1] if curve.points else Point(0, math.nan, 0.0)
+                print(
+                    f"{run}: rate {curve.rate:.4g}, after {end.updates} updates loss {end.loss:.4f}, "
+                    f"accuracy {end.accuracy:.3f}; {curve.seconds:.1f} s",
+                    flush=True,
+                )
+    left = [case for case in cases if due(curves, *case, options.seeds)]
+    print(
+        f"{len(cases) - len(left)} of {len(cases)} arms done in {time.monotonic() - begin:.0f} s"
+        + ("; call again" * bool(left))
+    )
+    return 0
+
+
+def _next(curves: Curves, cases: list[tuple[str, str, int]], seeds: int, going: set[Run], count: int) -> Iterator[Run]:
+    """Yields runs to begin, of the first cases that have any."""
+    begun = set(going)
+    for task, arm, stages in cases:
+        for run in due(curves, task, arm, stages, seeds):
+            if count <= 0:
+                return
+            if run not in begun:
+                begun.add(run)
+                count -= 1
+                yield run
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
