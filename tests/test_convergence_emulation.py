@@ -24,11 +24,16 @@ from pipedream.core.plan import Plan
 from pipedream.core.profile import LayerProfile, Profile
 from pipedream.core.schedule import Schedule
 from pipedream.planner import by_hand
+from pipedream.report.style import LINES
 from pipedream.schedules import SCHEDULES
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "convergence"))
 
 import arms
+import effects
+import report
+import run
+import seconds
 import serial
 import steppers
 import tasks
@@ -63,7 +68,7 @@ def _factor(update: int) -> float:
 def _emulated(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:
     units, batches, loss = _small(task, stages)
     optimizer = partial(steppers.STEPPERS[arm.optimizer], lr=RATES[arm.optimizer])
-    emulation = serial.Emulation(units, stages, optimizer, loss, updates=UPDATES // 2)
+    emulation = serial.Emulation(units, stages, optimizer, loss, annealed=UPDATES // 2)
     losses: list[float] = []
     serial.train(emulation, arm, batches, _factor, lambda n, found: not losses.append(found))  # type: ignore[func-returns-value]
     return losses, emulation.state()
@@ -153,3 +158,164 @@ def test_the_comparison_can_fail() -> None:
     for i, name in enumerate(names):
         for other in names[i + 1 :]:
             assert (ends[name][1] - ends[other][1]).norm() > 1e4 * BOUND * ends[name][1].norm(), (name, other)
+
+
+# -- by hand ---------------------------------------------------------------------------------------
+
+
+def _by_hand(p: int, data: list[tuple[float, float]], lr: float, m: float) -> dict[str, list[float]]:
+    """Returns the weights of a chain of y = tanh(w_s x) with the loss (y - t)^2 / 2, for some arms.
+
+    Every equation is written out in numbers: weights w[n][s] after n updates, velocity v, update n from 0, the delay of
+    pipelined backpropagation D_s = 2 (p - 1 - s). Momentum SGD has the weight decay 5e-4 of `steppers.sgd`.
+    """
+
+    def gradient(x: float, t: float, forward: list[float], backward: list[float], again: bool) -> list[float]:
+        """With activations of the forward, and weights of the backward; or with activations done again at these."""
+        seen = [x]
+        for w in forward:
+            seen.append(math.tanh(w * seen[-1]))
+        slope, found = seen[-1] - t, [0.0] * p
+        for s in reversed(range(p)):
+            y = math.tanh(backward[s] * seen[s]) if again else seen[s + 1]
+            slope *= 1 - y * y
+            found[s] = slope * seen[s]
+            slope *= backward[s]
+        return found
+
+    ends = {}
+    for name in ("naive", "naive_recompute", "pipedream", "pb", "pb_lwp_sc", "pipemare_t1_t2"):
+        clock = 2 if name.startswith(("pb", "pipemare")) else 1
+        late = [clock * (p - 1 - s) for s in range(p)]
+        w, v, delta = [[1.0 + 0.1 * s for s in range(p)]], [[0.0] * p], [[0.0] * p]
+        for n, (x, t) in enumerate(data):
+            read = [max(0, n - d) for d in late]
+            forward = [w[read[s]][s] for s in range(p)]
+            backward = list(w[n])
+            if name == "pipedream":
+                backward = forward
+            if name == "pb_lwp_sc":
+                forward = [w[read[s]][s] - lr * late[s] * v[read[s]][s] for s in range(p)]
+            if name == "pipemare_t1_t2":
+                backward = [w[n][s] - late[s] * delta[n][s] for s in range(p)]
+            g = gradient(x, t, forward, backward, again=name == "naive_recompute")
+            g = [g[s] + 5e-4 * w[n][s] for s in range(p)]
+            v.append([m * v[n][s] + g[s] for s in range(p)])
+            a, b = [1.0] * p, [0.0] * p
+            if name == "pb_lwp_sc":
+                a, b = [m**d for d in late], [(1 - m**d) / (1 - m) for d in late]
+            rate = [lr] * p
+            if name == "pipemare_t1_t2":
+                rate = [lr / max(d, 1) ** (1 - min(n / (len(data) // 2), 1)) for d in late]
+            w.append([w[n][s] - rate[s] * (a[s] * v[n + 1][s] + b[s] * g[s]) for s in range(p)])
+            gamma = [math.exp(-2) ** (1 / d) if d else 0.0 for d in late]
+            delta.append([gamma[s] * delta[n][s] + (1 - gamma[s]) * (w[n + 1][s] - w[n][s]) for s in range(p)])
+        ends[name] = w[-1]
+    return ends
+
+
+class _Tanh(nn.Module):
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(start, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.w)
+
+
+def test_the_emulation_gives_what_is_written_out_by_hand() -> None:
+    p, lr, m = 4, 0.05, 0.9
+    draw = torch.Generator().manual_seed(2)
+    data = [(x, 0.9 * x) for x in torch.rand(40, generator=draw, dtype=torch.float64).tolist()]
+    batches = [tuple(torch.tensor([value], dtype=torch.float64) for value in pair) for pair in data]
+    for name, wanted in _by_hand(p, data, lr, m).items():
+        emulation = serial.Emulation(
+            [_Tanh(1.0 + 0.1 * s) for s in range(p)],
+            p,
+            partial(steppers.sgd, lr=lr),
+            lambda output, t: ((output - t) ** 2 / 2).mean(),
+            annealed=len(data) // 2,
+        )
+        serial.train(emulation, arms.arms_of("digits")[name], batches, lambda n: 1.0, lambda n, loss: True)
+        assert emulation.state().tolist() == pytest.approx(wanted, rel=1e-11), name
+
+
+def test_muon_is_torchs() -> None:
+    """Torch makes updates orthogonal in bfloat16, whose relative error is 2^-9 in each of the products."""
+    weights = [torch.randn(6, 4), torch.randn(4, 6), torch.randn(6, 4)]
+    ours, theirs = ([nn.Parameter(w.clone()) for w in weights] for _ in range(2))
+    own = steppers.Muon([(f"{i}.weight", p) for i, p in enumerate(ours)], lr=0.1)
+    torchs = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    for _ in range(5):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        own.step()
+        torchs.step()
+    for mine, other, start in zip(ours, theirs, weights, strict=True):
+        assert (mine - other).norm() < 0.03 * (mine - start).norm()
+
+
+# -- tuning and judging ----------------------------------------------------------------------------
+
+
+def _curve(score: float) -> run.Curve:
+    return run.Curve(1.0, 1.0, tuple(run.Point(n, score, 1 - score) for n in range(run.LOOKS)))
+
+
+@pytest.mark.parametrize("best", [-5, -1, 0, 1, 4, 40])
+def test_tuning_widens_the_grid_until_the_best_is_inside(best: int) -> None:
+    curves: run.Curves = {}
+    while chosen := run.due(curves, "digits", "pb", 4, 5):
+        assert not set(chosen) & set(curves)
+        curves |= {one: _curve(abs(one.step - best) / 100) for one in chosen}
+    found = min(best, run.WIDEST)
+    tried = {one.step for one in curves if one.seed == run.TUNING_SEED}
+    assert tried == set(range(min(found, 0) - 1, min(max(found, 0) + 1, run.WIDEST) + 1))
+    assert {one.seed for one in curves if one.seed != run.TUNING_SEED} == set(range(5))
+    assert {one.step for one in curves if one.seed != run.TUNING_SEED} == {found}
+
+
+def test_a_curve_that_ends_early_has_diverged(tmp_path: Path) -> None:
+    whole = _curve(0.3)
+    short = run.Curve(1.0, 1.0, whole.points[:-1])
+    assert short.score("digits") > whole.score("digits") == pytest.approx((0.3, 0.3))
+    assert run.best_step({0: short, 1: whole}, "digits") == 1
+    curves = {run.Run("digits", "pb", 4, 0, -1): whole, run.Run("char_gpt", "sync", 1, 100, 2): short}
+    run.save(tmp_path / "curves.json", curves)
+    assert run.load(tmp_path / "curves.json") == curves
+
+
+def test_effects_are_judged_by_seeds() -> None:
+    low, high = dict.fromkeys(range(5), 0.1), dict.fromkeys(range(5), 0.2)
+    mixed = {0: 0.05, 1: 0.3, 2: 0.05, 3: 0.3, 4: 0.1}
+    none = dict.fromkeys(range(5), math.inf)
+    assert report.judged(low, high, 0.0, even=False) == "yes"
+    assert report.judged(high, low, 0.0, even=False) == "no, the contrary"
+    assert report.judged(low, mixed, 0.0, even=False) == "no, within the seeds' spread"
+    assert report.judged(low, none, 0.0, even=False) == "yes"
+    assert report.judged(none, none, math.nan, even=True) == "no, both diverge"
+    assert report.judged(low, high, 0.1, even=True) == "yes"
+    assert report.judged(high, low, 0.05, even=True) == "no, it is worse"
+    assert report.judged({0: 0.1}, high, 0.05, even=True) == "not run"
+
+
+def test_simulated_time_is_that_of_closed_forms() -> None:
+    """A flush takes 3 (2p - 1) / p a minibatch of p microbatches; without one a minibatch takes 3, done again 4."""
+    of = arms.arms_of("digits")
+    for p in (2, 4):
+        assert seconds.times_of(of["sync"], p, 10, [1, 10]) == pytest.approx([3 * (2 * p - 1) / p * n for n in (1, 10)])
+        for name in of:
+            if not of[name].turns[0].method.flushes:
+                first, last = seconds.times_of(of[name], p, 600, [10, 300])
+                assert last - first == pytest.approx(290 * (4 if name == "naive_recompute" else 3)), name
+        begin, end = (seconds.times_of(of["hybrid"], p, 600, [at])[0] for at in (400, 600))
+        assert end - begin == pytest.approx(200 * 3 * (2 * p - 1) / p)
+
+
+def test_effects_and_families_name_arms_of_their_task() -> None:
+    for effect in effects.EFFECTS:
+        assert {effect.better, effect.worse} <= set(arms.arms_of(effect.task)), effect.says
+    for task, families in report.FAMILIES.items():
+        assert {name for names in families.values() for name in names} == set(arms.arms_of(task))
+        assert all(len(names) <= len(LINES) for names in families.values())

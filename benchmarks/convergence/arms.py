@@ -204,6 +204,7 @@ ARMS: tuple[Arm, ...] = (
         replace(NAIVE, accumulates=True),
         "naive, with an update every p microbatches",
         "PACI, arXiv 2606.07881",
+        char_gpt="",  # eight passes an update take too long
     ),
     *_own("pb", PIPELINED, "pipelined backpropagation; also PipeMare without T1, T2, T3", KOSSON),
     *_own("pb_lwp", PREDICTED, "forwards at weights predicted by the velocity, T = D", KOSSON),

@@ -73,7 +73,7 @@ class Curve:
 
     Attributes:
         rate: learning rate.
-        seconds: that it took.
+        seconds: of a core that it took.
         points: at regular updates; it ends early where the loss is no number.
     """
 
@@ -103,12 +103,10 @@ def trained(run: Run) -> Curve:
     task, arm = TASKS[run.task], arms_of(run.task)[run.arm]
     rate = task.rates[arm.optimizer] * 2.0**run.step
     optimizer = partial(STEPPERS[arm.optimizer], lr=rate)
-    rescheduled = max(turn.method.rescheduled for turn in arm.turns)
-    emulation = Emulation(
-        task.model(run.seed), run.stages, optimizer, task.loss, updates=max(1, round(rescheduled * task.updates))
-    )
+    annealed = max(1, round(max(turn.method.rescheduled for turn in arm.turns) * task.updates))
+    emulation = Emulation(task.model(run.seed), run.stages, optimizer, task.loss, annealed=annealed)
     x, y = task.data()[1]
-    begin, points = time.perf_counter(), []
+    begin, points = time.process_time(), []
 
     def watch(updates: int, loss: float) -> bool:
         if not math.isfinite(loss):
@@ -121,7 +119,7 @@ def trained(run: Run) -> Curve:
         return True
 
     train(emulation, arm, task.batches(run.seed), task.factor, watch)
-    return Curve(rate, time.perf_counter() - begin, tuple(points))
+    return Curve(rate, time.process_time() - begin, tuple(points))
 
 
 def due(curves: Curves, task: str, arm: str, stages: int, seeds: int) -> list[Run]:
@@ -229,19 +227,20 @@ def main() -> int:
         for stages in options.stages
         if not options.arms or arm in options.arms
     ]
-    longest, going = 0.0, dict[Future[Curve], Run]()
+    longest, going = 0.0, dict[Future[Curve], tuple[Run, float]]()
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         while True:
             spent = time.monotonic() - begin
-            for run in _next(curves, cases, options.seeds, set(going.values()), options.jobs - len(going)):
+            busy = {run for run, _ in going.values()}
+            for run in _next(curves, cases, options.seeds, busy, options.jobs - len(going)):
                 if spent + longest <= options.budget_s:
-                    going[pool.submit(trained, run)] = run
+                    going[pool.submit(trained, run)] = run, spent
             if not going:
                 break
             for future in wait(going, return_when=FIRST_COMPLETED).done:
-                run, curve = going.pop(future), future.result()
+                (run, since), curve = going.pop(future), future.result()
                 curves[run] = curve
-                longest = max(longest, curve.seconds)
+                longest = max(longest, time.monotonic() - begin - since)
                 save(options.out, curves)
                 end = curve.points[-1] if curve.points else Point(0, math.nan, 0.0)
                 print(
@@ -258,7 +257,7 @@ def main() -> int:
 
 
 def _next(curves: Curves, cases: list[tuple[str, str, int]], seeds: int, going: set[Run], count: int) -> Iterator[Run]:
-    """Yields runs to begin, of the first cases that have any."""
+    """Yields so many runs to begin, of the first cases that have any beside those that go on."""
     begun = set(going)
     for task, arm, stages in cases:
         for run in due(curves, task, arm, stages, seeds):

@@ -50,13 +50,13 @@ class Stage:
         self._optimizer = optimizer([(name, h) for (name, _), h in zip(named, self._handles, strict=True)])
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
 
-    def begin(self, method: Method, p: int, s: int, updates: int) -> None:
+    def begin(self, method: Method, p: int, s: int, annealed: int) -> None:
         """Begins with a method, drained; the method's own knowledge of earlier updates is 0.
 
         Args:
-            updates: K of T1.
+            annealed: updates until T1 has ended, K.
         """
-        self._method, self._updates = method, updates
+        self._method, self._annealed = method, annealed
         self._late, self._m, self._staleness = method.late(p, s), method.parts(p), method.staleness(p, s)
         self._ahead = method.ahead(p, s) if method.ahead else 0.0
         self._back = method.back(p, s) if method.back else 0.0
@@ -90,7 +90,7 @@ class Stage:
             coming: the same at the next one.
         """
         if self._method.rescheduled:
-            factor *= max(self._staleness, 1) ** (min(number / self._updates, 1.0) - 1.0)
+            factor *= max(self._staleness, 1) ** (min(number / self._annealed, 1.0) - 1.0)
         for handle, leaf in zip(self._handles, self._leaves, strict=True):
             handle.grad, leaf.grad = leaf.grad, None
         self._set_rates(factor)
@@ -104,7 +104,7 @@ class Stage:
             self._last_update = update
         if self._average is not None:
             self._average.lerp_(self.weights - before, 1 - self._gamma)
-        self._look(before, coming)
+        self._compute_views(before, coming)
 
     def _move_at_once(self, before: Tensor) -> None:
         """Adds what b g + (a - 1) v moves, a - 1 = -b (1 - m), to a step of momentum SGD along v."""
@@ -116,7 +116,7 @@ class Stage:
         gradient.add_(before, alpha=group["weight_decay"])
         self.weights.sub_(gradient - (1 - momentum) * self._direction(), alpha=group["lr"] * b)
 
-    def _look(self, before: Tensor, coming: float) -> None:
+    def _compute_views(self, before: Tensor, coming: float) -> None:
         """Computes the views of the version that was just made."""
         newest = ahead = self.weights
         if self._ahead or self._back:
@@ -131,20 +131,18 @@ class Stage:
         self._made.append(ahead.clone() if ahead is self.weights else ahead)
 
     def _direction(self) -> Tensor:
-        """Returns v of momentum SGD, or Adam's m / (sqrt(v) + eps), both corrected for their beginning."""
-        found = []
+        """Returns v of momentum SGD, or Adam's m / (sqrt(v) + eps), m and v corrected for their beginning."""
+        found = {}
         for group in self._optimizer.param_groups:
             for handle in group["params"]:
                 state = self._optimizer.state[handle]
                 if "momentum_buffer" in state:
-                    found.append((handle, state["momentum_buffer"]))
+                    found[id(handle)] = state["momentum_buffer"]
                     continue
                 first, second = (1 - beta ** float(state["step"]) for beta in group["betas"])
-                found.append(
-                    (handle, state["exp_avg"] / first / ((state["exp_avg_sq"] / second).sqrt() + group["eps"]))
-                )
-        by_handle = {id(handle): direction for handle, direction in found}
-        return torch.cat([by_handle[id(handle)].reshape(-1) for handle in self._handles])
+                size = (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"])
+                found[id(handle)] = state["exp_avg"] / first / size
+        return torch.cat([found[id(handle)].reshape(-1) for handle in self._handles])
 
     def _set_rates(self, factor: float) -> None:
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
@@ -159,11 +157,11 @@ class Emulation:
         stages: p.
         optimizer: makes one for a stage.
         loss: a mean over the samples of (output, targets).
-        updates: K of T1.
+        annealed: updates until T1 has ended, K.
     """
 
     def __init__(
-        self, units: Sequence[nn.Module], stages: int, optimizer: Factory, loss: Loss, *, updates: int = 1
+        self, units: Sequence[nn.Module], stages: int, optimizer: Factory, loss: Loss, *, annealed: int = 1
     ) -> None:
         numbered, size = list(enumerate(units)), len(units) // stages
         if size * stages != len(units):
@@ -171,14 +169,14 @@ class Emulation:
                 f"{len(units)} layers were to be cut into {stages} equal stages; their number does not divide"
             )
         self.stages = [Stage(numbered[s * size : (s + 1) * size], optimizer) for s in range(stages)]
-        self._loss, self._updates = loss, updates
+        self._loss, self._annealed = loss, annealed
         self._number = 0
 
     def begin(self, method: Method) -> None:
         """Drains, and goes on with a method."""
         self._method, self._parts, self._k = method, method.parts(len(self.stages)), 0
         for s, stage in enumerate(self.stages):
-            stage.begin(method, len(self.stages), s, self._updates)
+            stage.begin(method, len(self.stages), s, self._annealed)
 
     def minibatch(self, x: Tensor, y: Tensor, factor: Callable[[int], float]) -> float:
         """Trains on a minibatch and makes an update of each stage; returns the loss.

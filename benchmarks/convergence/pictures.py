@@ -1,0 +1,108 @@
+"""Small multiples: arms of one kind beside each other, a column a number of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipedream.report.axis import figure, length, ticks
+from pipedream.report.style import COLOURS, LINES, line_style
+from pipedream.report.svg import frame, text
+
+__all__ = ["Line", "Panel", "panels_svg"]
+
+WIDTH, HEIGHT, LEFT, TOP, GAP, LEGEND = 250, 150, 56, 60, 44, 150
+
+
+@dataclass(frozen=True)
+class Line:
+    """A median over seeds.
+
+    Attributes:
+        name: of the arm.
+        points: (x, least, median, most).
+    """
+
+    name: str
+    points: Sequence[tuple[float, float, float, float]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lines in one frame; `title` stands above it."""
+
+    title: str
+    lines: Sequence[Line]
+
+
+def panels_svg(
+    rows: Sequence[Sequence[Panel]], *, title: str, x_label: str, y_label: str, low: float, high: float
+) -> str:
+    """Returns a picture of rows of panels, all of one height in y; what lies outside is drawn at the border.
+
+    Raises:
+        ValueError: there is no panel.
+    """
+    if not rows or not all(rows):
+        raise ValueError("a picture of panels was asked for without any; train some arms first")
+    columns = max(len(row) for row in rows)
+    width = LEFT + columns * (WIDTH + GAP) + LEGEND
+    total = TOP + len(rows) * (HEIGHT + GAP)
+    parts = [f"<style>{line_style()}</style>", text(16, 24, title, size=14, weight=600)]
+    parts.append(
+        text(
+            16,
+            42,
+            f"{y_label} against {x_label}; a line is the median of the seeds, its band all of them",
+            colour="faint",
+        )
+    )
+    for number, row in enumerate(rows):
+        y = TOP + number * (HEIGHT + GAP)
+        names = list(dict.fromkeys(line.name for panel in row for line in panel.lines))
+        for column, panel in enumerate(row):
+            parts += _panel(panel, names, LEFT + column * (WIDTH + GAP), y, low, high)
+        for i, name in enumerate(names):
+            colour = list(LINES)[i % len(LINES)]
+            x = LEFT + columns * (WIDTH + GAP) - 20
+            parts.append(_path([(x, y + 20 + 16 * i), (x + 18, y + 20 + 16 * i)], colour))
+            parts.append(text(x + 24, y + 24 + 16 * i, name))
+    return frame("".join(parts), width, total, title, standalone=True)
+
+
+def _panel(panel: Panel, names: Sequence[str], left: float, top: float, low: float, high: float) -> list[str]:
+    bottom, right = top + HEIGHT, left + WIDTH
+    last = max((line.points[-1][0] for line in panel.lines if line.points), default=1.0)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        inside = min(max(y, low), high)
+        return left + x / last * WIDTH, bottom - (inside - low) / (high - low) * HEIGHT
+
+    parts = [text(left, top - 6, panel.title, colour="faint")]
+    for tick in ticks(low, high, 5):
+        y = at(0, tick)[1]
+        parts.append(
+            f'<line class="tick" x1="{length(left)}" y1="{length(y)}" x2="{length(right)}" y2="{length(y)}" '
+            f'stroke="{COLOURS["line"][0]}"/>'
+        )
+        parts.append(text(left - 6, y + 4, figure(tick), colour="faint", anchor="end"))
+    for tick in ticks(0, last, 4):
+        parts.append(text(at(tick, low)[0], bottom + 14, figure(tick), colour="faint", anchor="middle"))
+    for line in panel.lines:
+        colour = list(LINES)[names.index(line.name) % len(LINES)]
+        over = [at(x, most) for x, _, _, most in line.points]
+        under = [at(x, least) for x, least, _, _ in reversed(line.points)]
+        if over != under[::-1]:
+            ring = " ".join(f"{length(x)},{length(y)}" for x, y in over + under)
+            parts.append(f'<polygon class="{colour}" points="{ring}" fill="{LINES[colour][0]}" fill-opacity="0.15"/>')
+        parts.append(_path([at(x, median) for x, _, median, _ in line.points], colour, line.name))
+    return parts
+
+
+def _path(points: Sequence[tuple[float, float]], colour: str, name: str = "") -> str:
+    ring = " ".join(f"{length(x)},{length(y)}" for x, y in points)
+    told = f"<title>{name}</title>" if name else ""
+    return (
+        f'<polyline class="series of-{colour}" points="{ring}" fill="none" stroke="{LINES[colour][0]}" '
+        f'stroke-width="1.6" stroke-linejoin="round">{told}</polyline>'
+    )

@@ -1,0 +1,231 @@
+"""Tables and pictures of curves.json, written into README.md between its two marks, and beside it.
+
+python benchmarks/convergence/report.py [--curves FILE] [--out FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+
+from arms import arms_of
+from effects import EFFECTS, Effect
+from pictures import Line, Panel, panels_svg
+from run import CURVES, LOOKS, SEEDS, STAGES, Curve, Curves, best_step, due, load
+from seconds import times_of
+from tasks import TASKS
+
+__all__ = ["judged", "main", "of_arm"]
+
+MARKS = ("<!-- made by report.py -->", "<!-- end -->")
+
+FAMILIES = {
+    "digits": {
+        "which weights": ("sync", "naive", "naive_recompute", "pipedream", "vertical_sync", "2bw"),
+        "pipelined backpropagation": ("sync", "pb", "pb_lwp", "pb_sc", "pb_lwp_sc"),
+        "PipeMare": ("sync", "pb", "pipemare_t1", "pipemare_t2", "pipemare_t1_t2", "pipemare_t1_t2_t3"),
+        "others": ("sync", "pipedream", "nesterov", "spectrain", "paci", "hybrid"),
+        "AdamW": ("sync_adamw", "2bw_adamw", "2bw_ef"),
+    },
+    "char_gpt": {
+        "which weights": ("sync", "naive", "naive_recompute", "pipedream", "vertical_sync", "2bw"),
+        "prediction, hybrid": ("sync", "pb", "pb_lwp", "pipeoptim", "hybrid"),
+        "PipeMare": ("sync", "pb", "pipemare_t1", "pipemare_t2", "pipemare_t1_t2", "pipemare_t1_t2_t3"),
+        "optimizers": ("sync", "pipedream", "2bw", "2bw_ef", "sync_nadam", "nesterov"),
+        "Muon": ("sync_muon", "pipedream_muon", "2bw_muon", "2bw_ef_muon"),
+        "momentum SGD": ("sync_sgd", "pb_sgd", "pb_lwp_sc_sgd"),
+    },
+}
+
+RANGE = {"digits": (0.5, 1.0), "char_gpt": (1.9, 3.4)}
+
+
+def main() -> int:
+    """Writes all that there is; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--curves", type=Path, default=CURVES)
+    parser.add_argument("--out", type=Path, default=CURVES.parent, help="folder of README.md and the pictures")
+    options = parser.parse_args()
+    curves = load(options.curves)
+    if not curves:
+        parser.error(f"{options.curves} has no runs; call run.py first")
+    options.out.mkdir(exist_ok=True)
+    page = options.out / "README.md"
+    if not page.exists():
+        shutil.copy(CURVES.with_name("README.md"), page)
+    parts = [*_how(options.curves, curves), *_effects(curves)]
+    for task in TASKS:
+        if any(run.task == task for run in curves):
+            parts += _table(curves, task) + _pictures(curves, task, options.out)
+    before, rest = page.read_text().split(MARKS[0])
+    page.write_text("\n".join([before + MARKS[0], "", *parts, "", MARKS[1] + rest.split(MARKS[1])[1]]))
+    return 0
+
+
+def of_arm(curves: Curves, task: str, arm: str, stages: int) -> dict[int, Curve]:
+    """Returns an arm's curves at the rate that it was tuned to, by seed; none where it is not tuned yet."""
+    left = due(curves, task, arm, stages, 1)
+    own = 1 if arms_of(task)[arm].synchronous else stages
+    mine = {run: curve for run, curve in curves.items() if run[:3] == (task, arm, own)}
+    tuning = {run.step: curve for run, curve in mine.items() if run.seed not in range(SEEDS)}
+    if not tuning or any(run.seed not in range(SEEDS) for run in left):
+        return {}
+    best = best_step(tuning, task)
+    return {run.seed: curve for run, curve in mine.items() if run.step == best and run.seed in range(SEEDS)}
+
+
+def judged(better: dict[int, float], worse: dict[int, float], spread: float, even: bool) -> str:
+    """Returns whether an effect shows.
+
+    Args:
+        better, worse: seed -> score, which is to be small.
+        spread: of the scores of one arm over the seeds.
+        even: the effect is that there is none: medians no further apart than the spread.
+    """
+    seeds = sorted(set(better) & set(worse))
+    if len(seeds) < SEEDS:
+        return "not run"
+    mine, theirs = (median(scores[s] for s in seeds) for scores in (better, worse))
+    if math.isinf(mine) and math.isinf(theirs):
+        return "no, both diverge"
+    if even:
+        if math.isinf(spread):
+            return "no, some seeds diverge"
+        return "yes" if abs(theirs - mine) <= spread else f"no, it is {'worse' if mine > theirs else 'better'}"
+    if mine < theirs and sum(better[s] < worse[s] for s in seeds) >= SEEDS - 1:
+        return "yes"
+    if mine > theirs and sum(better[s] > worse[s] for s in seeds) >= SEEDS - 1:
+        return "no, the contrary"
+    return "no, within the seeds' spread"
+
+
+def _scores(curves: dict[int, Curve], task: str) -> dict[int, float]:
+    return {seed: curve.score(task)[0] for seed, curve in curves.items()}
+
+
+def _how(path: Path, curves: Curves) -> list[str]:
+    about = json.loads(path.read_text())["environment"]
+    cases = [(task, arm, stages) for task in TASKS for arm in arms_of(task) for stages in STAGES]
+    done = sum(not due(curves, *case, SEEDS) for case in cases)
+    took = sum(curve.seconds for curve in curves.values())
+    longest = max(curve.seconds for curve in curves.values())
+    return [
+        f"- {about['date']}, {about['machine']}, {about['software']}",
+        f"- {done} of {len(cases)} arms (tasks, stages) done; {len(curves)} runs, {took / 60:.0f} minutes of one core, "
+        f"the longest {longest:.0f} s",
+        "",
+    ]
+
+
+def _effects(curves: Curves) -> list[str]:
+    head = " | ".join(f"{p} stages" for p in STAGES)
+    found = [
+        "### Published, and here",
+        "",
+        f"Each cell: better arm to worse arm (medians), and whether the effect shows. {_rule()}",
+        "",
+        f"| published | source | figures there | arms | {head} |",
+        "| --- | --- | --- | --- |" + " --- |" * len(STAGES),
+    ]
+    for effect in EFFECTS:
+        cells = " | ".join(_cell(curves, effect, p) for p in STAGES)
+        sign = "=" if effect.even else ">"
+        arms = f"{effect.task}: {effect.better} {sign} {effect.worse}"
+        found.append(f"| {effect.says} | {effect.source} | {effect.published or 'not at hand'} | {arms} | {cells} |")
+    return [*found, ""]
+
+
+def _rule() -> str:
+    return (
+        f"*yes*: better in the median and for {SEEDS - 1} of {SEEDS} seeds (same first weights, same data); "
+        "for parity (=): the medians are no further apart than the second arm's seeds."
+    )
+
+
+def _cell(curves: Curves, effect: Effect, stages: int) -> str:
+    better, worse = (
+        _scores(of_arm(curves, effect.task, arm, stages), effect.task) for arm in (effect.better, effect.worse)
+    )
+    if not better or not worse:
+        return "not run"
+    spread = max(worse.values()) - min(worse.values())
+    shown = " to ".join(_shown(median(scores.values()), effect.task) for scores in (better, worse))
+    return f"{shown}: {judged(better, worse, spread, effect.even)}"
+
+
+def _shown(score: float, task: str) -> str:
+    if not math.isfinite(score):
+        return "diverged"
+    return f"{100 * (1 - score):.1f}%" if TASKS[task].metric == "accuracy" else f"{score:.3f}"
+
+
+def _table(curves: Curves, task: str) -> list[str]:
+    name = "accuracy" if TASKS[task].metric == "accuracy" else "loss, nats a character"
+    found = [
+        f"### {task}: {name} at the end",
+        "",
+        "Median (least to greatest) of the seeds, and the tuned rate.",
+        "",
+        "| arm | what | source |" + "".join(f" {p} stages |" for p in STAGES),
+        "| --- | --- | --- |" + " ---: |" * len(STAGES),
+    ]
+    for arm in arms_of(task).values():
+        cells = []
+        for p in STAGES:
+            own = of_arm(curves, task, arm.name, p)
+            scores = sorted(_scores(own, task).values())
+            if not scores:
+                cells.append("not run")
+                continue
+            low, high = sorted((_shown(scores[0], task), _shown(scores[-1], task)))
+            cells.append(f"{_shown(median(scores), task)} ({low} to {high}), {next(iter(own.values())).rate:.3g}")
+        if arm.synchronous:
+            cells = [cells[0]] + ["the same"] * (len(STAGES) - 1)
+        found.append(f"| {arm.name} | {arm.about} | {arm.source} | {' | '.join(cells)} |")
+    return [*found, ""]
+
+
+def _pictures(curves: Curves, task: str, folder: Path) -> list[str]:
+    found = []
+    for by, label in (("updates", "updates"), ("time", "simulated time, in forwards of a minibatch at a stage")):
+        rows = []
+        for title, names in FAMILIES[task].items():
+            row = [
+                Panel(f"{title}, {p} stages", [line for name in names for line in _lines(curves, task, name, p, by)])
+                for p in STAGES
+            ]
+            if any(panel.lines for panel in row):
+                rows.append(row)
+        if not rows:
+            continue
+        low, high = RANGE[task]
+        metric = "accuracy" if TASKS[task].metric == "accuracy" else "loss"
+        picture = panels_svg(rows, title=f"{task}: {metric}", x_label=label, y_label=metric, low=low, high=high)
+        file = f"{task}_{by}.svg"
+        (folder / file).write_text(picture)
+        found += [f"![{task}: {metric} against {label}]({file})", ""]
+    return found
+
+
+def _lines(curves: Curves, task: str, arm: str, stages: int, by: str) -> Iterable[Line]:
+    own = of_arm(curves, task, arm, stages)
+    if not own:
+        return
+    updates = TASKS[task].updates
+    at = [-(-updates * look // LOOKS) for look in range(1, LOOKS + 1)]
+    xs: Sequence[float] = at if by == "updates" else times_of(arms_of(task)[arm], stages, updates, at)
+    runs = [curve.scores(task) for curve in own.values()]
+    columns = [sorted(scores) for scores in zip(*runs, strict=True)]
+    if TASKS[task].metric == "accuracy":
+        columns = [[1 - score for score in reversed(scores)] for scores in columns]
+    points = [(x, scores[0], median(scores), scores[-1]) for x, scores in zip(xs, columns, strict=True)]
+    yield Line(arm, points)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
