@@ -5,9 +5,9 @@
     python benchmarks/convergence/run.py --tasks digits --stages 4 --arms sync pipedream --seeds 1
     python benchmarks/convergence/report.py                  # tables and pictures of what there is
 
-The learning rate of each arm at each number of stages is tuned on a seed of its own (100): a grid of powers of two,
-wider as long as the best lies on its edge. Then it is trained with the other seeds. What curves.json has is not run
-again; it is written after every run.
+The learning rate of each arm at each number of stages is tuned on a seed of its own (100): powers of four, then of two
+beside the best, until the best has both neighbours. Then it is trained with the other seeds. What curves.json has is
+not run again; it is written after every run.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ CURVES = Path(__file__).with_name("curves.json")
 TUNING_SEED = 100
 SEEDS = 5
 STAGES = (2, 4, 8)
-GRID = (-1, 0, 1)
-WIDEST = 7
-"""Powers of two from the task's own rate: those tried first, and the furthest."""
+GRID = (-4, -2, 0, 2)
+WIDEST = 8
+"""Powers of two, times the task's own rate: those tried first, and the furthest. Where gradients are very late there is
+more than one good rate, far apart."""
 LOOKS = 20
 
 

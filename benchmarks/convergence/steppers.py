@@ -1,4 +1,7 @@
-"""The optimizers of the arms, as factories from named parameters: what a pipeline's user would give."""
+"""The optimizers of the arms, as factories from named parameters: what a pipeline's user would give.
+
+Fused or over lists of tensors: one tensor after the other they take a third of a run's time.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,18 @@ Named = list[tuple[str, nn.Parameter]]
 
 def sgd(named: Named, lr: float) -> torch.optim.Optimizer:
     """Momentum SGD."""
-    return torch.optim.SGD(named, lr=lr, momentum=0.9, weight_decay=5e-4)
+    return torch.optim.SGD(named, lr=lr, momentum=0.9, weight_decay=5e-4, fused=True)
 
 
 def adamw(named: Named, lr: float) -> torch.optim.Optimizer:
     """AdamW; only matrices and kernels decay."""
-    return torch.optim.AdamW(_decaying(named), lr=lr, betas=(0.9, 0.999), weight_decay=0.01)
+    return torch.optim.AdamW(_decaying(named), lr=lr, betas=(0.9, 0.999), weight_decay=0.01, fused=True)
 
 
 def nadam(named: Named, lr: float) -> torch.optim.Optimizer:
     """NAdam with long momentum: Ajanthan et al., ICML 2025, section 5."""
     betas, decay = (0.99, 0.999), {"weight_decay": 0.01, "decoupled_weight_decay": True}
-    return torch.optim.NAdam(_decaying(named), lr=lr, betas=betas, momentum_decay=0.004, **decay)
+    return torch.optim.NAdam(_decaying(named), lr=lr, betas=betas, momentum_decay=0.004, foreach=True, **decay)
 
 
 def muon(named: Named, lr: float) -> torch.optim.Optimizer:
@@ -85,14 +88,16 @@ class Muon(torch.optim.Optimizer):
 
     def _rest(self, group: dict[str, Any]) -> None:
         first, second = group["betas"]
-        for p in group["params"]:
-            state = self.state[p]
-            mean, square = self._kept(p, "exp_avg"), self._kept(p, "exp_avg_sq")
-            state["step"] = state.get("step", torch.zeros(())) + 1
-            mean.lerp_(p.grad, 1 - first)
-            square.mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
-            scale = (square / (1 - second ** float(state["step"]))).sqrt_().add_(group["eps"])
-            p.addcdiv_(mean, scale, value=-group["lr"] / (1 - first ** float(state["step"])))
+        weights, gradients = group["params"], [p.grad for p in group["params"]]
+        means = [self._kept(p, "exp_avg") for p in weights]
+        squares = [self._kept(p, "exp_avg_sq") for p in weights]
+        group["step"] = group.get("step", 0) + 1
+        torch._foreach_lerp_(means, gradients, 1 - first)
+        torch._foreach_mul_(squares, second)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - second)
+        sizes = torch._foreach_sqrt(torch._foreach_div(squares, 1 - second ** group["step"]))
+        torch._foreach_add_(sizes, group["eps"])
+        torch._foreach_addcdiv_(weights, means, sizes, value=-group["lr"] / (1 - first ** group["step"]))
 
     def _kept(self, p: nn.Parameter, name: str) -> Tensor:
         state = self.state[p]
@@ -112,7 +117,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
     x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
     for _ in range(5):
         gram = x @ x.mT
-        x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
     return x.mT if tall else x
 
 

@@ -37,7 +37,7 @@ class Task:
         batch: samples of a minibatch.
         updates: of a run.
         warmup: share of them over which rates rise.
-        rates: optimizer -> the rate from which tuning starts.
+        rates: optimizer -> the rate in the middle of those that are tried.
     """
 
     name: str
@@ -180,9 +180,9 @@ TASKS = {
         F.cross_entropy,
         metric="accuracy",
         batch=32,
-        updates=600,
-        warmup=0.05,
-        rates={"sgd": 0.05, "adamw": 0.005},
+        updates=300,
+        warmup=0.1,
+        rates={"sgd": 0.0125, "adamw": 0.005},
     ),
     "char_gpt": Task(
         "char_gpt",
@@ -191,7 +191,7 @@ TASKS = {
         _per_token,
         metric="loss",
         batch=16,
-        updates=400,
+        updates=300,
         warmup=0.1,
         rates={"sgd": 0.1, "adamw": 0.004, "nadam": 0.004, "muon": 0.008},
     ),
