@@ -11,7 +11,7 @@ from pipedream.report.svg import frame, text
 
 __all__ = ["Line", "Panel", "panels_svg"]
 
-WIDTH, HEIGHT, LEFT, TOP, GAP, LEGEND = 250, 150, 56, 60, 44, 150
+WIDTH, HEIGHT, LEFT, TOP, GAP, LEGEND = 250, 150, 56, 76, 44, 150
 
 
 @dataclass(frozen=True)
