@@ -1,6 +1,6 @@
 """How far asynchronous training gets, update for update: tunes and trains every arm, and writes its curves.
 
-    python benchmarks/convergence/run.py                     # all of it, or what is still to do; hours
+    python benchmarks/convergence/run.py                     # all of it, or what is still to do: 3 hours of a core
     python benchmarks/convergence/run.py --budget-s 600      # ten minutes of it; the next call goes on
     python benchmarks/convergence/run.py --tasks digits --stages 4 --arms sync pipedream --seeds 1
     python benchmarks/convergence/report.py                  # tables and pictures of what there is
@@ -228,7 +228,8 @@ def main() -> int:
         for stages in options.stages
         if not options.arms or arm in options.arms
     ]
-    longest, going = 0.0, dict[Future[Curve], tuple[Run, float]]()
+    longest = max((curve.seconds for curve in curves.values()), default=0.0)
+    going: dict[Future[Curve], tuple[Run, float]] = {}
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         while True:
             spent = time.monotonic() - begin
