@@ -244,3 +244,19 @@ def test_predictions_of_several_processes_come_in_order_at_rank_0() -> None:
     found = processes.results(mishaps.predict, 3, 3, 9)
     check_predictions(found[0], 9)
     assert found[1:] == [[], []]
+
+
+def test_what_a_drain_has_finished_is_ready() -> None:
+    """A checkpoint in the loop holds minibatches whose results the loop has not heard of."""
+    animal = zoo.make("mlp")
+    heard = []
+    with pd.Pipeline(animal.model, zoo.plan_of(animal, 3), loss=animal.loss, optimizer=SGD) as pipeline:
+        for done in pipeline.train(animal.batches, epochs=3):
+            heard.append(done)
+            if done.number == 4:
+                assert pipeline.ready == ()
+                drained = pipeline.drain()
+                coming = pipeline.ready
+                assert [one.number for one in coming] == list(range(5, drained))
+                assert coming
+    assert tuple(heard[5:drained]) == coming

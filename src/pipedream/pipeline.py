@@ -344,6 +344,11 @@ class Pipeline:
         return self._epoch, self._epoch_batches
 
     @property
+    def ready(self) -> tuple[Done, ...]:
+        """Results of minibatches that a drain has finished; the loop is given them next."""
+        return tuple(self._ready)
+
+    @property
     def rank(self) -> int:
         """This process's rank; 0 where one process has all workers."""
         return self._session.rank
