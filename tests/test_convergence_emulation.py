@@ -133,7 +133,7 @@ def _cases() -> list[Any]:
         for stages in (3,) if arm.synchronous else (3, 2, 8):
             new = {str(arm.turns), arm.optimizer} - seen if stages == 3 else {}
             seen |= set(new)
-            marks = () if new else pytest.mark.slow
+            marks = () if new else pytest.mark.long
             (task,) = arm.tasks
             found.append(pytest.param(task, arm, stages, id=f"{task} {arm} {stages}", marks=marks))
     return found

@@ -194,7 +194,7 @@ def test_folder_holds_trace_and_report(trained: Path) -> None:
         assert json.loads((trained / f"{name}.json").read_text(encoding="utf-8"))["artifact"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.processes
 def test_four_ways_to_start_give_the_same_losses(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

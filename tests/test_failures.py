@@ -190,7 +190,7 @@ def test_backward_of_a_layer_fails(tmp_path: Path) -> None:
     [
         pytest.param("raises=True", ("rank 0", "0F", "OSError: the disk is gone"), marks=pytest.mark.slow),
         ("nan=True", ("rank 1", "1F5", "minibatch 5 is nan", "learning rate")),
-        pytest.param("wide=True", ("rank 0", "stage 0", "0F5", "8x5 and 4x8"), marks=pytest.mark.slow),
+        pytest.param("wide=True", ("rank 0", "stage 0", "0F5", "8x5 and 4x8"), marks=pytest.mark.long),
     ],
 )
 def test_data_fails(tmp_path: Path, loader: str, words: tuple[str, ...]) -> None:
@@ -214,7 +214,7 @@ def test_plan_is_for_other_workers(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("import nothing_of_that_name\n", ("does not import", "nothing_of_that_name", "small.py, line 1")),
-        pytest.param("x = 1\n", ("has no function recipe()",), marks=pytest.mark.slow),
+        pytest.param("x = 1\n", ("has no function recipe()",), marks=pytest.mark.long),
     ],
 )
 def test_recipe_is_none(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:

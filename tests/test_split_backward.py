@@ -26,10 +26,10 @@ CASES = [
     # Replicas: sums over them begin in the last weight gradients. Two stages of a different number of them.
     SHORT("mlp", "zb_h1", 2, replicas=(2, 1), microbatches=4),
     SHORT("mlp", "zb_h2", 2, replicas=(1, 3), microbatches=6, optimizer="adamw"),
-    pytest.param(SHORT("transformer", "zb_h1", 3, replicas=(2, 1, 2), microbatches=4), marks=pytest.mark.slow),
+    pytest.param(SHORT("transformer", "zb_h1", 3, replicas=(2, 1, 2), microbatches=4), marks=pytest.mark.long),
     # The forward done again in I.
     SHORT("cnn", "zb_h1", 3, microbatches=4, recompute=True),
-    pytest.param(SHORT("lstm", "zb_h2", 3, microbatches=4, recompute=True), marks=pytest.mark.slow),
+    pytest.param(SHORT("lstm", "zb_h2", 3, microbatches=4, recompute=True), marks=pytest.mark.long),
     # What happens inside an update; a loop that is left.
     SHORT("mlp", "zb_h1", 3, microbatches=3, clip_grad_norm=0.1, scheduled=True, ema=0.9),
     Case("mlp", "zb_h2", 2, microbatches=4, epochs=4, drain_at=-1, leave_at=11),
@@ -49,7 +49,7 @@ def test_autocast_equals_autocast_in_one_process() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.long
 def test_several_processes_give_to_the_bit_what_one_gives() -> None:
     chosen = [
         per_worker(case)
@@ -66,7 +66,7 @@ def test_several_processes_give_to_the_bit_what_one_gives() -> None:
             check_same(outcomes[number], alone, rank)
 
 
-@pytest.mark.parametrize("animal", ["mlp", "cnn", *(pytest.param(a, marks=pytest.mark.slow) for a in zoo.NAMES[2:])])
+@pytest.mark.parametrize("animal", ["mlp", "cnn", *(pytest.param(a, marks=pytest.mark.long) for a in zoo.NAMES[2:])])
 def test_it_is_1f1b_to_rounding(animal: str) -> None:
     """Split or not, the gradients of a microbatch are made of the same numbers."""
     case = SHORT(animal, "1f1b", 3, microbatches=4)

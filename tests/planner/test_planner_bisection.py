@@ -144,7 +144,7 @@ def test_large_models_are_planned_by_it(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("count", "widths", "limit_s"),
-    [(300, (8, 4, 8), 30), pytest.param(1000, (8, 16, 8), 60, marks=pytest.mark.slow)],
+    [(300, (8, 4, 8), 30), pytest.param(1000, (8, 16, 8), 60, marks=pytest.mark.long)],
 )
 def test_many_layers_on_three_levels_in_seconds(count: int, widths: tuple[int, ...], limit_s: float) -> None:
     """Several times what it needs, for machines differ."""
