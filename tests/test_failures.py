@@ -276,7 +276,7 @@ def test_launcher_is_stopped(tmp_path: Path) -> None:
     assert "the store, which the launcher serves, has not answered for 6." in ended.err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_launcher_that_is_stopped_for_a_moment_is_forgiven(tmp_path: Path) -> None:
     started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
     started.wait_for_file("going")
@@ -324,7 +324,7 @@ def test_workers_are_started_again_and_then_fewer(tmp_path: Path) -> None:
     assert (summary["workers"], summary["minibatches"]) == (1, 40)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_starts_workers_again(tmp_path: Path) -> None:
     arguments = written(tmp_path, second="Fragile")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")

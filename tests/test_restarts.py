@@ -104,7 +104,7 @@ def test_with_fewer_workers_it_plans_again_and_goes_on(tmp_path: Path) -> None:
     assert "going on with one worker fewer, 2, after: rank 2 was ended by SIGKILL" in ended.err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchruns_restarts_go_on_too(tmp_path: Path) -> None:
     write(tmp_path, ONCE)
     ended = commands.run(

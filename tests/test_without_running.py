@@ -59,7 +59,7 @@ def test_blocks_of_the_llama_by_hand() -> None:
     assert flops == pytest.approx(6 * PARAMETERS * 4096, rel=0.04)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_llama_is_profiled_and_planned_within_a_minute_and_4_gib(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(LLAMA)], cwd=tmp_path, capture_output=True, text=True, timeout=600
