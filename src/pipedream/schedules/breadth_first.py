@@ -12,14 +12,11 @@ stages 0 and 2.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
 
 from ..core.op import Op
 from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
-from ..core.update import UpdateRule
-from ..core.weights import Flush
-from .idioms import backward, forward, with_updates
+from .idioms import backward, flushing, forward, minibatch_by_minibatch
 from .layouts import looped
 
 __all__ = ["breadth_first"]
@@ -38,24 +35,18 @@ def breadth_first(plan: Plan, microbatches: int | None = None) -> Schedule:
     p, chunks = plan.workers, looped.check("breadth_first", plan)
     m = microbatches or 4 * p
 
-    def order(rank: int) -> Iterator[Op]:
-        for number in count():
-            mine = range(number * m, (number + 1) * m)
-            for lap in range(chunks):
-                yield from (forward((rank + p * lap, 0), k) for k in mine)
-            for lap in reversed(range(chunks)):
-                yield from (backward((rank + p * lap, 0), k) for k in mine)
+    def ops(rank: int, mine: range) -> Iterator[Op]:
+        for lap in range(chunks):
+            yield from (forward((rank + p * lap, 0), k) for k in mine)
+        for lap in reversed(range(chunks)):
+            yield from (backward((rank + p * lap, 0), k) for k in mine)
 
-    return Schedule(
-        name="breadth_first",
-        plan=plan,
-        placement=plan.placement,
-        order=lambda rank: with_updates(order(rank), replicas=1, per_update=m),
-        weights=Flush(m),
-        updates=UpdateRule((m,) * len(plan.stages)),
-        microbatches=m,
-        flushes=True,
-        claims=Claims(
+    return flushing(
+        "breadth_first",
+        plan,
+        m,
+        minibatch_by_minibatch(m, ops),
+        Claims(
             assumption="p workers with v equal stages each, messages cost nothing",
             # Below p a worker waits for the last one before each further lap.
             bubble=lambda p, m: 1 - chunks * m / ((chunks - 1) * max(m, p) + m + p - 1),

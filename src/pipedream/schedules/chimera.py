@@ -21,9 +21,7 @@ from ..core.errors import ScheduleError
 from ..core.op import Op
 from ..core.plan import Plan
 from ..core.schedule import Claims, Order, Schedule
-from ..core.update import UpdateRule
-from ..core.weights import Flush
-from .idioms import backward, forward, update
+from .idioms import backward, flushing, forward, update
 from .layouts import mirrored
 
 __all__ = ["both_ways", "chimera"]
@@ -104,14 +102,4 @@ def both_ways(name: str, plan: Plan, m: int, order: Order, claims: Claims) -> Sc
                 for stage in sorted((rank, p - 1 - rank), reverse=True):
                     yield update((stage, int(stage != rank)), number)
 
-    return Schedule(
-        name=name,
-        plan=plan,
-        placement=plan.placement,
-        order=with_updates,
-        weights=Flush(m),
-        updates=UpdateRule((m,) * len(plan.stages)),
-        microbatches=m,
-        flushes=True,
-        claims=claims,
-    )
+    return flushing(name, plan, m, with_updates, claims)

@@ -16,16 +16,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import count
 
 from ..core.errors import ScheduleError
-from ..core.op import Kind, Op
+from ..core.op import Op
 from ..core.placement import Seat
 from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
-from ..core.update import UpdateRule
-from ..core.weights import Flush
-from .idioms import F, I, Turns, W, with_updates
+from .idioms import SPLIT, F, I, Turns, W, flushing, minibatch_by_minibatch
 from .layouts import wave
 
 __all__ = ["dualpipev"]
@@ -50,21 +47,12 @@ def dualpipev(plan: Plan, microbatches: int | None = None) -> Schedule:
             f"each; split the minibatch into at least {2 * p}"
         )
 
-    def order(rank: int) -> Iterator[Op]:
-        for number in count():
-            yield from _minibatch(rank, p, range(number * m, (number + 1) * m))
-
-    return Schedule(
-        name="dualpipev",
-        plan=plan,
-        placement=plan.placement,
-        order=lambda rank: with_updates(order(rank), replicas=1, per_update=m),
-        weights=Flush(m),
-        updates=UpdateRule((m,) * (2 * p)),
-        microbatches=m,
-        flushes=True,
-        kinds=(Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT),
-        claims=Claims(
+    return flushing(
+        "dualpipev",
+        plan,
+        m,
+        minibatch_by_minibatch(m, lambda rank, mine: _minibatch(rank, p, mine)),
+        Claims(
             assumption="p workers with two equal stages each, messages cost nothing; m at least 2p, f = i = w (the "
             "makespan: w <= i <= f)",
             least=lambda p: 2 * p,
@@ -74,6 +62,7 @@ def dualpipev(plan: Plan, microbatches: int | None = None) -> Schedule:
             versions=lambda p, m, s: 2,
             makespan_s=lambda p, m, n, f, i, w: n * (2 * m * (f + i + w) + (p - 1) * (f + i - w)),
         ),
+        kinds=SPLIT,
     )
 
 

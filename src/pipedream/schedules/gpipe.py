@@ -14,9 +14,7 @@ from ..core.op import Op
 from ..core.placement import Seat
 from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
-from ..core.update import UpdateRule
-from ..core.weights import Flush
-from .idioms import at_one_seat, backward, flushed, forward, share_out
+from .idioms import at_one_seat, backward, flushed, flushing, forward, share_out
 
 __all__ = ["gpipe"]
 
@@ -32,16 +30,12 @@ def gpipe(plan: Plan, microbatches: int | None = None) -> Schedule:
 
         return flushed(seat, replicas=plan.replicas[seat[0]], microbatches=m, ops=all_forward_all_backward)
 
-    return Schedule(
-        name="gpipe",
-        plan=plan,
-        placement=plan.placement,
-        order=at_one_seat(plan.placement, ops),
-        weights=Flush(m),
-        updates=UpdateRule((m,) * len(plan.stages)),
-        microbatches=m,
-        flushes=True,
-        claims=Claims(
+    return flushing(
+        "gpipe",
+        plan,
+        m,
+        at_one_seat(plan.placement, ops),
+        Claims(
             bubble=lambda p, m: (p - 1) / (m + p - 1),
             in_flight=lambda p, m, s: m,
             staleness=lambda p, m, s: 0,

@@ -15,11 +15,13 @@ from ..core.errors import ScheduleError
 from ..core.op import Kind, Op
 from ..core.placement import Placement, Seat
 from ..core.plan import Plan
-from ..core.schedule import Order
+from ..core.schedule import Claims, Order, Schedule
+from ..core.update import UpdateRule
 from ..core.views import View
-from ..core.weights import Latest
+from ..core.weights import Flush, Latest
 
 __all__ = [
+    "SPLIT",
     "B",
     "F",
     "I",
@@ -31,9 +33,11 @@ __all__ = [
     "check_handing",
     "endless",
     "flushed",
+    "flushing",
     "forward",
     "input_gradient",
     "latest",
+    "minibatch_by_minibatch",
     "one_forward_one_backward",
     "one_forward_one_input_gradient",
     "recomputing",
@@ -48,6 +52,8 @@ __all__ = [
 
 F, B, U = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE
 I, W = Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741  # the field's letters
+SPLIT = (F, I, W)
+"""Kinds of op of a microbatch whose backward is split."""
 
 
 def forward(seat: Seat, microbatch: int) -> Op:
@@ -169,6 +175,48 @@ def flushed(seat: Seat, *, replicas: int, microbatches: int, ops: Callable[[rang
         first = number * microbatches
         yield from ops(range(first + (seat[1] - first) % replicas, first + microbatches, replicas))
         yield update(seat, number + 1)
+
+
+def minibatch_by_minibatch(m: int, ops: Callable[[int, range], Iterator[Op]]) -> Order:
+    """Returns the order of ranks that have several stages without replicas: a stage updates behind its last backward.
+
+    Args:
+        m: microbatches of a minibatch.
+        ops: (rank, microbatches of a minibatch) -> its forwards and backwards.
+    """
+
+    def order(rank: int) -> Iterator[Op]:
+        passes = (op for number in count() for op in ops(rank, range(number * m, (number + 1) * m)))
+        return with_updates(passes, replicas=1, per_update=m)
+
+    return order
+
+
+def flushing(
+    name: str, plan: Plan, m: int, order: Order, claims: Claims, *, kinds: tuple[Kind, ...] = (F, B)
+) -> Schedule:
+    """Returns the schedule of an order that flushes: an update a minibatch, of all its microbatches, at every stage.
+
+    Args:
+        name: of the method.
+        plan: stages, replicas, depth.
+        m: microbatches of a minibatch.
+        order: rank -> ops, updates among them.
+        claims: of the method.
+        kinds: of op that each microbatch needs at each stage.
+    """
+    return Schedule(
+        name=name,
+        plan=plan,
+        placement=plan.placement,
+        order=order,
+        weights=Flush(m),
+        updates=UpdateRule((m,) * len(plan.stages)),
+        microbatches=m,
+        flushes=True,
+        kinds=kinds,
+        claims=claims,
+    )
 
 
 def share_out(name: str, plan: Plan, wanted: int | None, usual: int) -> int:

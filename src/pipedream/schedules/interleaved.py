@@ -10,15 +10,12 @@ are stage and microbatch; rank 0 has stages 0 and 2.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
 
 from ..core.errors import ScheduleError
 from ..core.op import Op
 from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
-from ..core.update import UpdateRule
-from ..core.weights import Flush
-from .idioms import backward, forward, with_updates
+from .idioms import backward, flushing, forward, minibatch_by_minibatch
 from .layouts import looped
 
 __all__ = ["interleaved_1f1b"]
@@ -42,33 +39,28 @@ def interleaved_1f1b(plan: Plan, microbatches: int | None = None) -> Schedule:
             f"{p}; split the minibatch into a multiple of that"
         )
 
-    def order(rank: int) -> Iterator[Op]:
-        def nth(i: int, first: int, *, back: bool) -> Op:
-            """The i-th forward or backward of a minibatch: p microbatches at one stage, then at the next."""
+    def ops(rank: int, mine: range) -> Iterator[Op]:
+        def nth(i: int, *, back: bool) -> Op:
+            """The i-th forward or backward: p microbatches at one stage, then at the next."""
             group, i = divmod(i, p * chunks)
             lap, k = divmod(i, p)
             stage = rank + p * (chunks - 1 - lap if back else lap)
-            return (backward if back else forward)((stage, 0), first + group * p + k)
+            return (backward if back else forward)((stage, 0), mine[group * p + k])
 
         total = m * chunks
         warmup = min(2 * (p - 1 - rank) + (chunks - 1) * p, total)
-        for number in count():
-            for i in range(total + warmup):
-                if i < total:
-                    yield nth(i, number * m, back=False)
-                if i >= warmup:
-                    yield nth(i - warmup, number * m, back=True)
+        for i in range(total + warmup):
+            if i < total:
+                yield nth(i, back=False)
+            if i >= warmup:
+                yield nth(i - warmup, back=True)
 
-    return Schedule(
-        name="interleaved_1f1b",
-        plan=plan,
-        placement=plan.placement,
-        order=lambda rank: with_updates(order(rank), replicas=1, per_update=m),
-        weights=Flush(m),
-        updates=UpdateRule((m,) * len(plan.stages)),
-        microbatches=m,
-        flushes=True,
-        claims=Claims(
+    return flushing(
+        "interleaved_1f1b",
+        plan,
+        m,
+        minibatch_by_minibatch(m, ops),
+        Claims(
             assumption="p workers with v equal stages each, messages cost nothing, m a multiple of p",
             bubble=lambda p, m: (p - 1) / (chunks * m + p - 1),
             in_flight=lambda p, m, s: min(2 * (p - 1 - s) + (chunks - 1) * p + 1, chunks * m),

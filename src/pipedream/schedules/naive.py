@@ -14,9 +14,7 @@ from ..core.op import Op
 from ..core.placement import Seat
 from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
-from ..core.update import UpdateRule
-from ..core.weights import Flush
-from .idioms import at_one_seat, flushed, one_forward_one_backward, share_out
+from .idioms import at_one_seat, flushed, flushing, one_forward_one_backward, share_out
 
 __all__ = ["naive"]
 
@@ -31,16 +29,12 @@ def naive(plan: Plan, microbatches: int | None = None) -> Schedule:
 
         return flushed(seat, replicas=plan.replicas[seat[0]], microbatches=m, ops=one_at_a_time)
 
-    return Schedule(
-        name="naive",
-        plan=plan,
-        placement=plan.placement,
-        order=at_one_seat(plan.placement, ops),
-        weights=Flush(m),
-        updates=UpdateRule((m,) * len(plan.stages)),
-        microbatches=m,
-        flushes=True,
-        claims=Claims(
+    return flushing(
+        "naive",
+        plan,
+        m,
+        at_one_seat(plan.placement, ops),
+        Claims(
             # Nothing overlaps at all: one of p workers works. Also true for unequal times of F and B.
             bubble=lambda p, m: (p - 1) / p,
             in_flight=lambda p, m, s: 1,

@@ -14,9 +14,7 @@ from ..core.op import Op
 from ..core.placement import Seat
 from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
-from ..core.update import UpdateRule
-from ..core.weights import Flush
-from .idioms import at_one_seat, flushed, one_forward_one_backward, share_out
+from .idioms import at_one_seat, flushed, flushing, one_forward_one_backward, share_out
 
 __all__ = ["one_f_one_b"]
 
@@ -33,16 +31,12 @@ def one_f_one_b(plan: Plan, microbatches: int | None = None) -> Schedule:
 
         return flushed(seat, replicas=plan.replicas[seat[0]], microbatches=m, ops=in_turn)
 
-    return Schedule(
-        name="1f1b",
-        plan=plan,
-        placement=plan.placement,
-        order=at_one_seat(plan.placement, ops),
-        weights=Flush(m),
-        updates=UpdateRule((m,) * len(plan.stages)),
-        microbatches=m,
-        flushes=True,
-        claims=Claims(
+    return flushing(
+        "1f1b",
+        plan,
+        m,
+        at_one_seat(plan.placement, ops),
+        Claims(
             bubble=lambda p, m: (p - 1) / (m + p - 1),
             in_flight=lambda p, m, s: min(p - s, m),
             staleness=lambda p, m, s: 0,

@@ -155,8 +155,7 @@ def uniform(
     workers, layout = workers or _USUAL_WORKERS, layout_of(name)
     if layout is None:
         return Plan.uniform(workers, forward_s, backward_s, transfer_s)
-    order = layout.order(workers, chunks or layout.chunks or 1)
-    stages = len(order) // layout.replicas
+    order, stages = layout.order(workers, chunks or layout.chunks or 1), layout.stages(workers, chunks)
     replicas = (layout.replicas,) * stages
     return Plan.uniform(stages, forward_s, backward_s, transfer_s, replicas=replicas, order=order)
 

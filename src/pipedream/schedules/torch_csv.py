@@ -24,8 +24,8 @@ from ..core.placement import Placement
 from ..core.plan import Plan
 from ..core.program import Program
 from ..core.schedule import Claims, Schedule
-from ..core.update import UpdateRule
 from ..core.weights import Flush
+from .idioms import SPLIT, B, F, flushing
 from .torch_actions import Action, check_messages, check_sums, read_rows
 
 __all__ = ["from_torch_csv", "is_torch_csv", "load_torch_csv", "to_torch_csv"]
@@ -101,17 +101,13 @@ def from_torch_csv(text: str, *, name: str = "torch_csv", plan: Plan | None = No
     except ScheduleError as error:
         raise ScheduleError(f"schedule {name!r}: {error}") from None
     splits = any(action.word == "I" for row in rows for action in row)
-    return Schedule(
-        name=name,
-        plan=plan,
-        placement=plan.placement,
-        order=_Repeated(tuple(tuple(_ops(row, splits)) for row in rows), m),
-        weights=Flush(m),
-        updates=UpdateRule((m,) * len(ranks)),
-        microbatches=m,
-        flushes=True,
-        kinds=(Kind.FORWARD, *_HALVES) if splits else (Kind.FORWARD, Kind.BACKWARD),
-        claims=Claims(assumption="none: it was read from a file"),
+    return flushing(
+        name,
+        plan,
+        m,
+        _Repeated(tuple(tuple(_ops(row, splits)) for row in rows), m),
+        Claims(assumption="none: it was read from a file"),
+        kinds=SPLIT if splits else (F, B),
     )
 
 

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..core.op import Kind, Op
+from ..core.op import Op
 from ..core.placement import Seat
 from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
-from ..core.update import UpdateRule
-from ..core.weights import Flush
-from .idioms import at_one_seat, flushed, one_forward_one_input_gradient, share_out
+from .idioms import SPLIT, at_one_seat, flushed, flushing, one_forward_one_input_gradient, share_out
 
 __all__ = ["zb_h2"]
 
@@ -40,17 +38,12 @@ def zb_h2(plan: Plan, microbatches: int | None = None) -> Schedule:
 
         return flushed(seat, replicas=plan.replicas[seat[0]], microbatches=m, ops=in_turn)
 
-    return Schedule(
-        name="zb_h2",
-        plan=plan,
-        placement=plan.placement,
-        order=at_one_seat(plan.placement, ops),
-        weights=Flush(m),
-        updates=UpdateRule((m,) * len(plan.stages)),
-        microbatches=m,
-        flushes=True,
-        kinds=(Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT),
-        claims=Claims(
+    return flushing(
+        "zb_h2",
+        plan,
+        m,
+        at_one_seat(plan.placement, ops),
+        Claims(
             assumption="straight pipeline, paper's depth, equal stages, messages cost nothing; "
             "m at least 2p - 1, f = i = w (the makespan: i <= f <= w)",
             least=lambda p: 2 * p - 1,
@@ -60,4 +53,5 @@ def zb_h2(plan: Plan, microbatches: int | None = None) -> Schedule:
             versions=lambda p, m, s: 1,
             makespan_s=lambda p, m, n, f, i, w: n * m * (f + i + w) + (p - 1) * f,
         ),
+        kinds=SPLIT,
     )

@@ -14,14 +14,11 @@ what 1F1B's first worker has at its one, which is as large as two of these. The 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
 
-from ..core.op import Kind, Op
+from ..core.op import Op
 from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
-from ..core.update import UpdateRule
-from ..core.weights import Flush
-from .idioms import F, I, Turns, W, with_updates
+from .idioms import SPLIT, F, I, Turns, W, flushing, minibatch_by_minibatch
 from .layouts import wave
 
 __all__ = ["zbv"]
@@ -41,21 +38,12 @@ def zbv(plan: Plan, microbatches: int | None = None) -> Schedule:
     p = plan.workers
     m = microbatches or 4 * p
 
-    def order(rank: int) -> Iterator[Op]:
-        for number in count():
-            yield from _minibatch(rank, p, range(number * m, (number + 1) * m))
-
-    return Schedule(
-        name="zbv",
-        plan=plan,
-        placement=plan.placement,
-        order=lambda rank: with_updates(order(rank), replicas=1, per_update=m),
-        weights=Flush(m),
-        updates=UpdateRule((m,) * (2 * p)),
-        microbatches=m,
-        flushes=True,
-        kinds=(Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT),
-        claims=Claims(
+    return flushing(
+        "zbv",
+        plan,
+        m,
+        minibatch_by_minibatch(m, lambda rank, mine: _minibatch(rank, p, mine)),
+        Claims(
             assumption="p workers with two equal stages each, messages cost nothing; m at least 2p, f = i = w",
             least=lambda p: 2 * p,
             bubble=lambda p, m: (p - 1) / (6 * m + p - 1),
@@ -64,6 +52,7 @@ def zbv(plan: Plan, microbatches: int | None = None) -> Schedule:
             versions=lambda p, m, s: 2,
             makespan_s=lambda p, m, n, f, i, w: 2 * n * m * (f + i + w) + (p - 1) * f,
         ),
+        kinds=SPLIT,
     )
 
 
