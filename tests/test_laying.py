@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import pipedream as pd
 from pipedream import api, schedules
+from pipedream.checking import check_plan
 from pipedream.core.cluster import Cluster, Workers
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.plan import Plan
@@ -52,8 +53,14 @@ def test_a_worker_needs_what_all_its_stages_hold() -> None:
     most = max(free.worker_bytes.values())
     fits = pd.plan(EVEN, Cluster.flat(4, memory_bytes=most), schedule="interleaved_1f1b", microbatches=4)
     assert replace(fits, cluster=free.cluster) == free
-    with pytest.raises(PlanError, match=r"stages \d, \d of worker \d need .* under interleaved_1f1b"):
+    with pytest.raises(PlanError, match=r"stages \d, \d of worker \d need up to .* together"):
         pd.plan(EVEN, Cluster.flat(4, memory_bytes=most - 1), schedule="interleaved_1f1b", microbatches=4)
+    tight = replace(free, cluster=Cluster.flat(4, memory_bytes=most - 1))  # as a person would edit it
+    assert max(stage.peak_bytes for stage in tight.stages) < most - 1
+    assert tight.overfull is not None
+    with pytest.raises(PlanError, match="beside the other stages of its worker"):
+        check_plan(tight)
+    assert check_plan(free).plan == free
     again = pd.plan(EVEN, Cluster.flat(4), schedule="interleaved_1f1b", microbatches=4, recompute="always")
     assert max(again.worker_bytes.values()) < most
 

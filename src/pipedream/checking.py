@@ -204,9 +204,10 @@ def _with_bytes(plan: Plan, built: Schedule) -> Plan:
 def _check_memory(plan: Plan, holds: tuple[Held, ...]) -> None:
     if (s := plan.overfull) is not None:
         stage, one = plan.stages[s], holds[s]
+        beside = " beside the other stages of its worker" if plan.is_shared else ""
         raise PlanError(
             f"stage {s} of the plan (layers {stage.first} to {stage.last - 1}) holds {one.in_flight} in flight and "
-            f"{one.versions} versions under {plan.schedule} and needs {format_bytes(stage.peak_bytes)}, a worker has "
-            f"{format_bytes(plan.sites[s].memory_bytes or 0)}; move layers to another stage, take a smaller depth or "
-            "more microbatches"
+            f"{one.versions} versions under {plan.schedule} and needs {format_bytes(stage.peak_bytes)}{beside}, a "
+            f"worker has {format_bytes(plan.sites[s].memory_bytes or 0)}; move layers to another stage, take a smaller "
+            "depth or more microbatches"
         )

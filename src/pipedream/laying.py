@@ -14,10 +14,9 @@ from .core.cluster import Cluster
 from .core.errors import PlanError
 from .core.plan import Plan
 from .core.profile import Profile
-from .core.units import format_bytes
-from .methods import holds_of
+from .methods import holds_of, refuse_overfull
 
-__all__ = ["check_memory", "lay_out"]
+__all__ = ["lay_out"]
 
 
 def lay_out(
@@ -52,7 +51,7 @@ def lay_out(
         )
     p = cluster.workers
     order = layout.order(p, chunks or layout.chunks or 1)
-    count = len(order) // layout.replicas
+    count = layout.stages(p, chunks)
     row = Cluster.flat(count, cluster.bandwidth_bytes_per_s, cluster.latency_s)
     cut = planner.plan(profile, row, versions=lambda in_flight, lag: 1, shape="straight")
     replicas = (layout.replicas,) * count
@@ -71,21 +70,5 @@ def lay_out(
     plan = replace(plan, schedule=built.name, microbatches=m, note=note)
     space = planner.Space.of(profile, cluster, holds=holds_of(schedule, m), microbatches=m)
     plan = space.with_bytes(plan)
-    check_memory(plan)
+    refuse_overfull(plan)
     return plan
-
-
-def check_memory(plan: Plan) -> None:
-    """Checks that what all stages of a worker hold fits its memory.
-
-    Raises:
-        PlanError: it does not.
-    """
-    for worker, need in plan.worker_bytes.items():
-        limit = plan.cluster.memories[worker]
-        if limit is not None and need > limit:
-            held = [s for s in range(len(plan.stages)) if worker in plan.workers_of(s)]
-            raise PlanError(
-                f"stages {', '.join(map(str, held))} of worker {worker} need {format_bytes(need)} under "
-                f"{plan.schedule}, it has {format_bytes(limit)}; use more workers, recomputation, or another method"
-            )

@@ -19,7 +19,16 @@ from .core.profile import Profile
 from .core.units import format_bytes
 from .lowering import lower
 
-__all__ = ["for_method", "holds_of", "methods_of", "plan_of_file", "score", "simulated_period_s", "versions_of"]
+__all__ = [
+    "for_method",
+    "holds_of",
+    "methods_of",
+    "plan_of_file",
+    "refuse_overfull",
+    "score",
+    "simulated_period_s",
+    "versions_of",
+]
 
 _MOST_SIMULATED = 128  # workers, or microbatches until replicas come round: more take seconds
 
@@ -226,11 +235,22 @@ def plan_of_file(
         )
     if read.plan.order:
         found = replace(found, cluster=cluster, order=read.plan.order, bound_s=0.0, note="cut as a straight pipeline")
-        for worker, limit in enumerate(cluster.memories):
-            mine = [stage.peak_bytes for stage, at in zip(found.stages, found.order, strict=True) if at == worker]
-            if limit is not None and sum(mine) > limit:
-                raise PlanError(
-                    f"the {len(mine)} stages of worker {worker} need up to {format_bytes(sum(mine))} together, it has "
-                    f"{format_bytes(limit)}; use recomputation, smaller microbatches or more workers"
-                )
+        refuse_overfull(found)
     return for_method(found, profile, name, parts)
+
+
+def refuse_overfull(plan: Plan) -> None:
+    """Checks that what all stages of a worker hold together fits its memory.
+
+    Raises:
+        PlanError: it does not.
+    """
+    if (s := plan.overfull) is None:
+        return
+    worker = max(plan.workers_of(s), key=plan.worker_bytes.__getitem__)
+    held = [str(stage) for stage in range(len(plan.stages)) if worker in plan.workers_of(stage)]
+    raise PlanError(
+        f"stages {', '.join(held)} of worker {worker} need up to {format_bytes(plan.worker_bytes[worker])} together, "
+        f"it has {format_bytes(plan.cluster.memories[worker] or 0)}; use recomputation, smaller microbatches, more "
+        "workers or another method"
+    )

@@ -282,7 +282,11 @@ class Plan(Artifact):
 
     @property
     def overfull(self) -> int | None:
-        """The first stage that needs more memory than a worker of it has; None where all fit."""
+        """The first stage whose worker has less memory than it and its other stages need; None where all fit."""
+        if self.is_shared:
+            needs, memories = self.worker_bytes, self.cluster.memories
+            full = {w for w, need in needs.items() if (limit := memories[w]) is not None and need > limit}
+            return next((s for s in range(len(self.stages)) if full.intersection(self.workers_of(s))), None)
         for s, (stage, site) in enumerate(zip(self.stages, self.sites, strict=True)):
             if site.memory_bytes is not None and stage.peak_bytes > site.memory_bytes:
                 return s
