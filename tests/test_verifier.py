@@ -124,9 +124,9 @@ def test_updates_that_wait_for_all_stages_stand_behind_all_gradients_of_their_ra
 @given(cases())
 @settings(max_examples=30)
 def test_one_lane_a_direction_never_deadlocks(case: Case) -> None:
-    # Where ranks share several boundaries of stages, each has a lane of its own.
-    boundary = (lambda channel: channel.source) if case.name in LAYOUTS else (lambda channel: 0)
-    verify(case.program(), lanes=lambda channel: (channel.sender, channel.receiver, boundary(channel)))
+    # Two ranks that share several boundaries may read them in orders that have nothing to do with each other.
+    assume(case.name not in LAYOUTS)
+    verify(case.program(), lanes=lambda channel: (channel.sender, channel.receiver))
 
 
 def unchecked(replicas: tuple[int, ...], in_flight: tuple[int, ...], lag: tuple[int, ...]) -> Plan:
