@@ -45,6 +45,10 @@ class Paper:
     by: str = "velocity"
     decay: float = exp(-2)
 
+    def gamma(self, s: int) -> float:
+        """Returns the weight of the average so far, in one update."""
+        return self.decay ** (1 / abs(self.back(s))) if self.back(s) else 0.0
+
 
 def pipelined_backprop(p: int, m: int) -> Paper:
     """Kosson et al., section 3: forward at w(t - D), D = 2(S - s) for s = 1..S, backward at w(t)."""
@@ -154,9 +158,13 @@ class Sgd:
 class SpikeSgd(Sgd):
     """v <- mu v + g + c w; w <- w - lr (mu^D v + (1 - mu^D) / (1 - mu) (g + c w)): Kosson et al., SC_D."""
 
-    def __init__(self, lr: float, momentum: float, weight_decay: float, delay: int) -> None:
+    def __init__(self, lr: float, momentum: float, weight_decay: float, delay: int = 0) -> None:
         super().__init__(lr, momentum, weight_decay)
-        self._a, self._b = momentum**delay, (1 - momentum**delay) / (1 - momentum)
+        self.compensate(delay)
+
+    def compensate(self, delay: int) -> None:
+        """Compensates another delay from now on; of 0 it is momentum SGD."""
+        self._a, self._b = self._mu**delay, (1 - self._mu**delay) / (1 - self._mu)
 
     def step(self, weights: Values, gradients: Values, rate: float) -> Values:
         g = {name: gradient + self._decay * weights[name] for name, gradient in gradients.items()}
@@ -216,10 +224,16 @@ class Stage:
     """Layers, their weights and their optimizer."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]], optimizer: Any, seed: int, gamma: float) -> None:
-        self.layers, self.optimizer, self._seed, self._gamma = layers, optimizer, seed, gamma
+        self.layers, self.optimizer, self._seed = layers, optimizer, seed
         weights = {f"{n}.{k}": p.detach().clone() for n, layer in layers for k, p in layer.named_parameters()}
-        self.average = {name: torch.zeros_like(w) for name, w in weights.items()}
-        self.made = [Moment(weights, {"velocity": {}, "difference": {}, "average": self.average})]
+        self.made = [Moment(weights, {"velocity": {}, "difference": {}, "average": {}})]
+        self.follow(gamma)
+
+    def follow(self, gamma: float) -> None:
+        """Takes another average from now on, of nothing at first."""
+        self._gamma = gamma
+        self.average = {name: torch.zeros_like(w) for name, w in self.made[-1].weights.items()}
+        self.made[-1].added["average"] = self.average
 
     def run(self, value: Any, weights: Mapping[str, Tensor], number: int) -> Any:
         for name, layer in self.layers:
@@ -286,6 +300,27 @@ def backward(flight: Flight, gradients: Sequence[Tensor | None]) -> tuple[list[T
     return list(found[: len(flight.inputs)]), {name: g for name, g in own if g is not None}
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A method that takes its turn in a run.
+
+    Attributes:
+        microbatches: m, of a minibatch and of an update.
+        rate: (s, update since the start of training) -> factor on the learning rate.
+        spike: s -> delay that spike compensation makes up for, of a `SpikeSgd`.
+    """
+
+    paper: Paper
+    microbatches: int
+    rate: Callable[[int, int], float] = lambda s, update: 1.0
+    spike: Callable[[int], int] = lambda s: 0
+
+
+def synchronous(m: int) -> Turn:
+    """Returns what all methods that flush are."""
+    return Turn(Paper(lambda s, k: k // m, lambda s, k: k // m, "stash"), m)
+
+
 def train(
     model: nn.Module,
     stages: Sequence[Sequence[str]],
@@ -300,6 +335,7 @@ def train(
     seed: int = 0,
     drains: Sequence[int] = (),
     rate_at: Callable[[int], float] = lambda update: 1.0,
+    turns: Mapping[int, Turn] | None = None,
 ) -> Answer:
     """Trains a copy of the model, one microbatch after the other.
 
@@ -312,21 +348,22 @@ def train(
         rounds: an update is the mean of the replicas' minibatches, each normalised by itself; else it is of one.
         drains: minibatch numbers before which all stages are at their newest; versions are counted from there.
         rate_at: number of an update -> factor on the learning rate.
+        turns: minibatch number -> method that begins there, in the place of the one before; averages begin anew.
     """
     model = copy.deepcopy(model)
     model.train()
     modules, counts = dict(model.named_modules()), tuple(replicas or (1,) * len(stages))
-    gammas = [paper.decay ** (1 / abs(paper.back(s))) if paper.back(s) else 0.0 for s in range(len(stages))]
     parts = [
-        Stage([(n, modules[n]) for n in names], optimizer(), seed, gamma)
-        for names, gamma in zip(stages, gammas, strict=True)
+        Stage([(n, modules[n]) for n in names], optimizer(), seed, paper.gamma(s)) for s, names in enumerate(stages)
     ]
+    turn = Turn(paper, microbatches)
     answer, base, updates = Answer(), 0, [0] * len(parts)
     sums: list[list[tuple[Values, float]]] = [[] for _ in parts]
 
     def rate_of(s: int, update: int) -> float:
         held = counts if rounds else (1,) * len(counts)
-        return float(parts[s].optimizer.lr * rate_at(update * held[s] // held[0]) * held[s] / held[0])
+        number = update * held[s] // held[0]
+        return float(parts[s].optimizer.lr * turn.rate(s, number) * rate_at(number) * held[s] / held[0])
 
     def update(s: int) -> None:
         held = sums[s]
@@ -343,13 +380,20 @@ def train(
         sums[s] = []
 
     for n, (x, y) in enumerate(batches):
-        if n and n in drains:
+        if n and (n in drains or n in (turns or {})):
             for s, part in enumerate(parts):
                 if sums[s]:
                     update(s)
                 part.made = part.made[-1:]
             base = n * microbatches
             answer.at_drains[n] = _loaded(model, parts)
+        if turns and n in turns:
+            turn = turns[n]
+            paper, microbatches, base = turn.paper, turn.microbatches, n * turn.microbatches
+            for s, part in enumerate(parts):
+                part.follow(paper.gamma(s))
+                if isinstance(part.optimizer, SpikeSgd):
+                    part.optimizer.compensate(turn.spike(s))
         loss = weight = 0.0
         answer.rates.append(rate_of(0, updates[0]))
         for part_number, (xs, ys) in enumerate(pieces(x, y, microbatches)):

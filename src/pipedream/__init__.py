@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .core.cluster import Cluster
     from .core.errors import PipelineError
     from .core.op import Op
+    from .core.phase import Phase
     from .core.placement import Placement
     from .core.plan import Plan, Stage
     from .core.profile import Profile
@@ -36,6 +37,7 @@ __all__ = [
     "Cluster",
     "Done",
     "Op",
+    "Phase",
     "Pipeline",
     "PipelineError",
     "Placement",
@@ -59,6 +61,7 @@ _HOMES = {
     "Cluster": "core.cluster",
     "Done": "pipeline",
     "Op": "core.op",
+    "Phase": "core.phase",
     "Pipeline": "pipeline",
     "PipelineError": "core.errors",
     "Placement": "core.placement",

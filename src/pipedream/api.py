@@ -224,6 +224,7 @@ def plan(
         rule = holds_of(schedule, parts)
         how: dict[str, Any] = {"microbatches": parts, "depth": in_flight, "lag": lag, "recompute": recompute}
         if cuts is not None:
+            how["part_ties"] = schedules.build(schedule, Plan.uniform(1)).flushes
             return planner.by_hand(profile, cluster, cuts, counts, holds=rule, **how)
         return planner.plan(profile, cluster, holds=rule, shape=shape, all_workers=all_workers, **how)
 
@@ -369,7 +370,7 @@ def layers_of(model: Any, plan: Plan, sample: Any) -> Captured:
     """Finds the layers of a plan in a model, by name or with a sample of its input.
 
     Raises:
-        PlanError: the plan is of another model, or cuts it where it cannot be cut.
+        PlanError: the plan is of another model.
     """
     names = [name for stage in plan.stages for name in stage.names]
     if sample is not None:
@@ -389,10 +390,4 @@ def layers_of(model: Any, plan: Plan, sample: Any) -> Captured:
             f"the plan runs layer {names[here]!r} where the model runs {own[here]!r}: it was made for a graph whose "
             "branches it takes one after the other, and a pipeline runs chains; plan again from a profile of the model"
         )
-    for stage in plan.stages[1:]:
-        if stage.first not in captured.graph.cuts():
-            raise PlanError(
-                f"the plan cuts the model before layer {captured.graph.layers[stage.first].name!r}, between layers "
-                "that share parameters; keep them in one stage"
-            )
     return captured

@@ -105,7 +105,7 @@ def emulate(
         "versions": software_versions(),
     }
     if rank == 0:
-        write_run(folder, summary, scaled, None, predicted, measured, steady, losses, None, None)
+        write_run(folder, summary, scaled, None, predicted, [measured], steady, losses, None, None)
         write_text(folder / "planned.json", plan.to_json() + "\n")
         if not quiet:
             print(_told(summary, folder), flush=True)

@@ -16,7 +16,8 @@ receiving does not grow with the run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from math import lcm
 
@@ -26,7 +27,7 @@ from .core.placement import Placement
 from .core.program import Channel, Instruction, Move, Program, RankProgram, Transfer, moved
 from .core.schedule import Schedule
 
-__all__ = ["lower"]
+__all__ = ["lower", "with_common_channels"]
 
 _MOST_AHEAD = 8
 
@@ -59,9 +60,30 @@ def lower(schedule: Schedule) -> Program:
         cycle=schedule.cycle,
         flushes=schedule.flushes,
         couples_updates=schedule.couples_updates,
+        norm_delay=schedule.norm_delay,
         channels=channels,
         ranks=ranks,
     )
+
+
+def with_common_channels(programs: Sequence[Program]) -> tuple[Program, ...]:
+    """Returns programs that can take turns over one set of channels: each of the largest depth that one of them has.
+
+    Raises:
+        ScheduleError: their stages live on other ranks, or their messages go other ways.
+    """
+    first = programs[0]
+    for other in programs[1:]:
+        ways = [[(c.sender, c.receiver, c.carries, c.source, c.target) for c in p.channels] for p in (first, other)]
+        if other.placement != first.placement or ways[0] != ways[1]:
+            raise ScheduleError(
+                f"schedules {first.schedule!r} and {other.schedule!r} were asked for in one run: their stages live on "
+                "other ranks, or their messages go other ways, and a change of phase moves no weights; take methods of "
+                "one placement"
+            )
+    depths = [max(c.depth for c in ends) for ends in zip(*(p.channels for p in programs), strict=True)]
+    common = tuple(replace(c, depth=depth) for c, depth in zip(first.channels, depths, strict=True))
+    return tuple(replace(program, channels=common) for program in programs)
 
 
 def _channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel, ...]:

@@ -14,29 +14,29 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from . import schedules
 from .api import layers_of
-from .core.errors import ArtifactError, PipelineError, ScheduleError
+from .core.coupling import Policy
+from .core.errors import ArtifactError, PipelineError
+from .core.phase import Phase, next_border, phase_at, phases_text
 from .core.plan import Plan
-from .core.program import Program
 from .core.schedule import Schedule
 from .core.timeline import Timeline
-from .lowering import lower
+from .phases import compensated, evaluation_of, phases_of, prepare
 from .runtime.checkpoints import newest
 from .runtime.crew import Settings
 from .runtime.feed import Ending
 from .runtime.judge import STUCK_AFTER_S
 from .runtime.losses import Loss, is_torch_loss
 from .runtime.results import Done
+from .runtime.scaling import Scaling
 from .runtime.session import Session
 from .runtime.taking import Take
 from .runtime.talk import device_of
-from .verifier import Proof, verify
 
 __all__ = ["Done", "Pipeline"]
 
@@ -54,8 +54,11 @@ class Pipeline:
             targets); None where the model's output carries ``.loss``.
         optimizer: factory from a list of (name, parameter) to a torch optimizer; called once a stage.
         compensation: what makes up for late gradients, in the place of the method's own: one or several of
-            `core.compensation`, or texts: 'spike', 'nesterov', 'error_feedback', 't1:500'; () for none.
+            `core.compensation`, or texts: 'spike', 'nesterov', 'error_feedback', 't1:500'; () for none. Of phases it is
+            for those that do not flush and do not say their own.
         microbatches: parts of a minibatch, for methods that split it; those of the plan unless said.
+        phases: in place of schedule and microbatches, methods that take turns, each until a minibatch or an epoch
+            (`Phase`), or as text (`core.phase`): ``"1f1b/4:200,pipedream"``. Each change is a drain.
         metrics: name -> ``metric(output, batch)``, a mean over samples or (sum, weight).
         inputs: batch -> the model's input, a tuple for several; by default the first of a pair, else the batch.
         targets: batch -> what the loss and the metrics get; by default the second of a pair for torch's own losses,
@@ -63,10 +66,13 @@ class Pipeline:
         weight: batch -> what the loss is a mean over, for losses that do not say it themselves.
         scheduler: factory from an optimizer to a learning-rate scheduler; stepped once an update.
         clip_grad_norm: greatest norm of an update's gradients.
-        clip: 'global' (over all stages; flushing methods only) or 'local' (of each stage).
+        clip: 'global' (over all stages; flushing methods only), 'local' (of each stage), or 'delayed_global': without a
+            flush by the norm of an earlier update (`core.coupling`).
         ema: decay of an exponential moving average of the weights.
         autocast: low-precision dtype of the forwards (torch.bfloat16).
-        on_nan: 'error', or 'continue' past a loss that is not a number.
+        on_nan: 'error' at a loss that is not a number, 'continue' past it, or 'skip' updates with gradients that are
+            not finite (docs/couplings.md).
+        grad_scaler: a torch.amp.GradScaler (methods that flush), or a constant factor on the loss.
         seed: of everything random inside the layers.
         device: 'cpu', 'cuda' (each process its own: LOCAL_RANK) or 'cuda:N'.
         sample: the model's input, to find the layers where the plan does not name them.
@@ -89,6 +95,7 @@ class Pipeline:
         optimizer: Callable[[list[tuple[str, Any]]], Any],
         compensation: Any = None,
         microbatches: int | None = None,
+        phases: str | Sequence[Phase] | None = None,
         metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
         inputs: Callable[[Any], Any] | None = None,
         targets: Callable[[Any], Any] | None = None,
@@ -99,6 +106,7 @@ class Pipeline:
         ema: float | None = None,
         autocast: Any = None,
         on_nan: str = "error",
+        grad_scaler: Any = None,
         seed: int = 0,
         device: str = "cpu",
         sample: Any = None,
@@ -108,31 +116,17 @@ class Pipeline:
         if not stuck_after_s >= 0:
             raise PipelineError(f"stuck_after_s={stuck_after_s} was asked for; give seconds, or 0 for no limit")
         self.plan = plan
-        if isinstance(schedule, Schedule):
-            built = schedule
-        else:
-            name, parts = plan.method(schedule, microbatches)
-            built = schedules.build(name, plan, parts)
-        built = built if compensation is None else built.compensated(compensation)
-        _check_words(clip=(clip, ("global", "local")), on_nan=(on_nan, ("error", "continue")))
-        couples = clip_grad_norm is not None and clip == "global" and plan.workers > 1
-        if couples and not built.flushes and len(plan.stages) > 1:
-            raise ScheduleError(
-                f"clip_grad_norm by the global norm was asked of {built.name!r}, which does not flush: its stages "
-                "update at different times and no moment has one global norm. Take clip='local' (each stage by its own "
-                "norm) or a flushing schedule (1f1b, gpipe)"
-            )
-        self.schedule = built.coupled() if couples and len(plan.stages) > 1 else built
-        self.program: Program = lower(self.schedule)
-        self.proof: Proof = verify(self.program)
-        evaluation = lower(schedules.evaluation(self.schedule.plan))
-        verify(evaluation)
-        captured = layers_of(model, plan, sample)
+        self.phases = compensated(plan, phases_of(schedule, microbatches, phases), compensation)
+        captured, scaling = layers_of(model, plan, sample), Scaling.of(grad_scaler)
+        tied = any(stage.first not in captured.graph.cuts() for stage in plan.stages[1:])
+        policy = Policy(clip_grad_norm, clip, on_nan, "" if scaling is None else scaling.kind, tied)
+        self.prepared = prepare(plan, self.phases, policy)
+        self._phase = self._epoch = self._epoch_batches = self._number = 0
+        self._enter(0)
         self._take = Take(inputs, targets, is_torch_loss(loss))
         self._loggers = tuple(loggers)
-        self._epoch = self._epoch_batches = self._number = 0
         self._segment: Iterator[Done] | None = None
-        self._ready: deque[Done] = deque()
+        self._results: deque[Done] = deque()
         self._ending = Ending.DATA
         self._training = self._interrupted = False
         self._seed = seed
@@ -142,18 +136,10 @@ class Pipeline:
             model,
             captured.graph,
             captured.layers,
-            self.program,
-            evaluation,
+            [found.program for found in self.prepared],
+            evaluation_of(self.prepared[0].schedule.plan),
             Settings(
-                loss=Loss(loss, weight),
-                optimizer=optimizer,
-                metrics=dict(metrics or {}),
-                scheduler=scheduler,
-                seed=seed,
-                clip_grad_norm=clip_grad_norm,
-                ema=ema,
-                autocast=autocast,
-                on_nan=on_nan,
+                Loss(loss, weight), optimizer, dict(metrics or {}), scheduler, seed, policy, ema, autocast, scaling
             ),
             device_of(device),
             stuck_after_s=stuck_after_s,
@@ -182,22 +168,21 @@ class Pipeline:
         state, self._data_state = self._data_state, None
         if state is None and left:
             state = self._session.data_state(*self.position)
-        self._session.open_feed(
-            loader,
-            self._take,
-            first_epoch=self._epoch,
-            epochs=self._epoch + epochs,
-            skip=self._epoch_batches,
-            state=state,
-        )
+        until, opened = self._epoch + epochs, None
         while True:
-            self._segment = self._session.train()
-            while self._ready or self._advance():
-                done = self._ready.popleft()
-                yield done
-            if self._ending is not Ending.DRAIN:
+            end = next_border(self.phases[self._phase :], self._epoch, until)
+            if end != opened:
+                self._session.open_feed(
+                    loader, self._take, first_epoch=self._epoch, epochs=end, skip=self._epoch_batches, state=state
+                )
+                opened, state = end, None
+            self._segment = self._session.train(self.phases[self._phase].until)
+            while self._results or self._advance():
+                yield self._results.popleft()
+            if self._ending is Ending.DRAIN:
+                self._session.resume()
+            elif self._ending is Ending.INTERRUPT or end == until:
                 break
-            self._session.resume()
         self._segment = None
         self._training = False
         if self._ending is Ending.INTERRUPT:
@@ -215,6 +200,7 @@ class Pipeline:
                 self.drains.append(self._number)
             self._segment = None
             self._ending = self._session.ending
+            self._enter(phase_at(self.phases, self._number, self._epoch))
             return False
         self._number = done.number + 1
         self._epoch, self._epoch_batches = (
@@ -223,8 +209,15 @@ class Pipeline:
         if self._session.rank == 0:
             for logger in self._loggers:
                 logger.log(done)
-        self._ready.append(done)
+        self._results.append(done)
         return True
+
+    def _enter(self, phase: int) -> None:
+        """Takes up a phase, at a drain."""
+        if phase != self._phase:
+            self._session.follow(phase)
+        self._phase, found = phase, self.prepared[phase]
+        self.schedule, self.program, self.proof = found.schedule, found.program, found.proof
 
     def drain(self) -> int:
         """Finishes what has been admitted. Returns the number of minibatches done; all ranks call it alike."""
@@ -237,7 +230,7 @@ class Pipeline:
     def _finish(self) -> None:
         """Ends a stream that its loop has left, by a break."""
         self.drain()
-        self._ready.clear()
+        self._results.clear()
         self._training = False
 
     # -- other uses of the pipeline -----------------------------------------------------------------
@@ -311,6 +304,8 @@ class Pipeline:
             "epoch": epoch,
             "epoch_batches": batches,
             "drains": tuple(self.drains),
+            "plan": self.plan,
+            "phases": phases_text(self.phases) if len(self.phases) > 1 else "",
             "seed": self._seed,
             "data": self._session.data_state(epoch, batches),
         }
@@ -332,7 +327,7 @@ class Pipeline:
         found = newest(folder)
         if found is None:
             raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
-        page = self._session.load(found)
+        page = self._session.load(found, lambda page: self._enter(phase_at(self.phases, page.minibatches, page.epoch)))
         self._number, self._epoch, self._epoch_batches = page.minibatches, page.epoch, page.epoch_batches
         self.drains = list(page.drains)
         self._data_state = page.data
@@ -349,6 +344,11 @@ class Pipeline:
         return tuple(self._ready)
 
     @property
+    def trained(self) -> dict[int, tuple[int, int]]:
+        """Phase, by its number -> (begin, end), for the phases trained so far: counts of minibatches."""
+        return dict(self._session.trained)
+
+    @property
     def rank(self) -> int:
         """This process's rank; 0 where one process has all workers."""
         return self._session.rank
@@ -358,10 +358,15 @@ class Pipeline:
         """The workers are several processes."""
         return self._session.distributed
 
-    def timeline(self) -> Timeline:
-        """Returns what ran when, on all ranks; drains. Every rank calls it."""
+    def timeline(self, phase: int | None = None) -> Timeline:
+        """Returns what ran when in a phase, on all ranks; drains. Every rank calls it.
+
+        Args:
+            phase: its number; None: the last one that was trained. All have one zero of time.
+        """
         self.drain()
-        return self._session.timeline(self.plan.batch)
+        number = max(self.trained, default=self._phase) if phase is None else phase
+        return self._session.timeline(number, self.plan.batch)
 
     def status(self) -> dict[int, dict[str, float]]:
         """Returns rank -> busy share and peak bytes of late, as far as this process knows; does not wait."""
@@ -369,8 +374,13 @@ class Pipeline:
 
     def sent_bytes(self) -> dict[int, int]:
         """Returns rank -> bytes that it has sent; every rank calls it."""
-        rows = self._session.gathered({str(k): v for k, v in self._session.sent_bytes().items()})
-        return {int(rank): value for row in rows for rank, value in row.items()}
+        return self._session.gathered(self._session.sent_bytes())
+
+    def skipped_updates(self) -> tuple[int, ...]:
+        """Returns the updates that each stage has skipped; every rank calls it."""
+        seats = [row for worker in self._session.workers for row in worker.seats.items()]
+        whole = self._session.gathered({stage: seat.optimizer.skipped for stage, seat in seats})
+        return tuple(whole[stage] for stage in sorted(whole))
 
     def learning_rates(self) -> tuple[float, ...]:
         """Returns each stage's learning rate now: the user's, times r_s / r_0 where a round is an update, and T1's."""
@@ -391,9 +401,3 @@ class Pipeline:
         else:
             self._session.abort(error)
             self._session.close(failed=True)
-
-
-def _check_words(**words: tuple[str, tuple[str, ...]]) -> None:
-    for name, (value, known) in words.items():
-        if value not in known:
-            raise ScheduleError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .core.errors import PipelineError, RecipeError
+from .core.phase import Phase
 
 __all__ = ["Recipe", "blaming", "load_recipe", "make_recipe"]
 
@@ -42,7 +43,9 @@ class Recipe:
         epochs: how many, unless the command line says.
         target: (metric, value) to be reached; the seconds until then are reported. For 'loss', lower is better.
         sample: the model's input for one minibatch, for the profile; by default the first training batch's.
-        inputs, targets, weight, scheduler, clip_grad_norm, clip, ema, autocast, compensation: see `Pipeline`.
+        inputs, targets, weight, scheduler, clip_grad_norm, clip, ema, autocast, compensation, on_nan, grad_scaler: see
+            `Pipeline`; a compensation is for the methods that do not flush.
+        phases: see `Pipeline`; a schedule or phases that the command line says come first.
         name: of the recipe; by default the file's.
     """
 
@@ -64,6 +67,9 @@ class Recipe:
     ema: float | None = None
     autocast: Any = None
     compensation: Any = None
+    on_nan: str = "error"
+    grad_scaler: Any = None
+    phases: str | Sequence[Phase] = ()
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -95,8 +101,8 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and least < value < most):
                 yield name, f"not a number between {least:g} and {most:g}"
-        if self.clip not in ("global", "local"):
-            yield "clip", "neither 'global' nor 'local'"
+        if self.clip not in ("global", "local", "delayed_global"):
+            yield "clip", "none of 'global', 'local' and 'delayed_global'"
         if self.target is not None and not (
             isinstance(self.target, tuple)
             and len(self.target) == 2
@@ -104,6 +110,10 @@ class Recipe:
             and isinstance(self.target[1], (int, float))
         ):
             yield "target", "not a pair (metric, value)"
+        if not isinstance(self.phases, str) and not (
+            isinstance(self.phases, Sequence) and all(isinstance(phase, Phase) for phase in self.phases)
+        ):
+            yield "phases", "neither a text nor a list of Phase"
         if not isinstance(self.name, str):
             yield "name", "not a text"
 

@@ -29,7 +29,7 @@ from .report.html import save_page
 from .report.trace import save_trace
 from .runtime.files import save_weights
 
-__all__ = ["keep_plan", "last_segment", "software_versions", "summarise", "write_report", "write_run"]
+__all__ = ["keep_plan", "last_segment", "phase_figures", "software_versions", "summarise", "write_report", "write_run"]
 
 
 def last_segment(measured: Timeline, drains: list[int]) -> Timeline:
@@ -101,6 +101,32 @@ def summarise(
     }
 
 
+def phase_figures(
+    timelines: Mapping[int, Timeline], trained: Mapping[int, tuple[int, int]], drains: list[int]
+) -> list[dict[str, Any]]:
+    """Returns what a summary says of each phase: method, split, where it began and ended, how fast it was.
+
+    Args:
+        timelines: measured, by phase.
+        trained: phase -> (begin, end), counts of minibatches.
+        drains: of the run.
+    """
+    rows = []
+    for number, timeline in timelines.items():
+        figures = _steady(last_segment(timeline, drains)) if timeline.spans else None
+        rows.append(
+            {
+                "schedule": timeline.name,
+                "microbatches": timeline.minibatch_microbatches,
+                "begin": trained[number][0],
+                "end": trained[number][1],
+                "samples_per_s": None if figures is None else figures.samples_per_s,
+                "bubble": None if figures is None else figures.bubble,
+            }
+        )
+    return rows
+
+
 def _steady(timeline: Timeline) -> metrics.Metrics:
     try:
         return metrics.steady(timeline)
@@ -129,7 +155,7 @@ def write_run(
     plan: Plan,
     profile: Profile | None,
     predicted: Timeline,
-    measured: Timeline,
+    measured: Sequence[Timeline],
     steady: Timeline,
     losses: list[tuple[int, float]],
     state: dict[str, Any] | None,
@@ -140,8 +166,8 @@ def write_run(
     Args:
         folder: made if it is not there.
         summary, plan, profile, predicted: as they are.
-        measured: of the whole run, for the trace.
-        steady: the part of it that the report shows.
+        measured: of each phase of the run, for the trace.
+        steady: the part of one of them that the report shows.
         losses: (number, loss) of each minibatch.
         state, average: the weights, and their average if one was kept; None where there are none.
     """

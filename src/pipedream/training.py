@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -13,20 +13,23 @@ from typing import Any
 
 from rich.console import Console
 
-from . import api, resuming, schedules
+from . import api, resuming
 from .core.cluster import Cluster
 from .core.errors import PlanError, RecipeError
+from .core.phase import Phase, phases_text
 from .core.plan import Plan
 from .core.profile import Profile
 from .loop import Loop, Saving
+from .phases import all_flush, phases_of, planned_for
 from .pipeline import Pipeline
 from .planner import SHAPES, counts_of
 from .recipe import Recipe, blaming, make_recipe
-from .runfolder import keep_plan, last_segment, software_versions, summarise, write_run
+from .runfolder import keep_plan, last_segment, phase_figures, software_versions, summarise, write_run
 from .runtime import talk
 from .runtime.files import load_weights
 from .runtime.judge import STUCK_AFTER_S
 from .runtime.launch import set_threads
+from .runtime.loggers import loggers_of
 from .runtime.losses import Loss, is_torch_loss
 from .runtime.taking import Take
 
@@ -47,6 +50,7 @@ def train_recipe(
     *,
     workers: int | None = None,
     schedule: str | None = None,
+    phases: str | Sequence[Phase] | None = None,
     compensation: Any = None,
     plan: Plan | None = None,
     shape: str | tuple[int, ...] = "pipeline",
@@ -78,7 +82,9 @@ def train_recipe(
         workers: of the run; under torchrun the number of processes.
         schedule: a method's name; that of `plan`, or PipeDream's own, unless said. 'auto' takes the fastest by
             simulation, see `pipedream.plan`.
-        compensation: as of `Pipeline`; the recipe's unless said, where the method does not flush.
+        phases: as of `Pipeline`, in place of schedule and microbatches; the recipe's unless said. The plan is made for
+            the first of them that does not flush.
+        compensation: as of `Pipeline`; the recipe's unless said, where a method does not flush.
         plan: made before; None profiles the model here and plans.
         shape: what to plan, see `pipedream.plan`; 'pipeline' and 'any' use all workers.
         lag: 1 puts the updates of replicated stages behind their next forward.
@@ -92,9 +98,9 @@ def train_recipe(
         checkpoint_every: minibatches between checkpoints (each drains the pipeline); None saves where it is drained for
             an evaluation, 0 never. They lie in the run folder, under ``checkpoints``.
         keep: how many of them are left.
-        resume: run folder or checkpoint to go on from. What is not said here (schedule and its compensation, plan,
-            microbatches, seed) is the checkpoint's; for another number of workers a new plan is made. A launcher's
-            restart goes on from the newest checkpoint of its run folder by itself.
+        resume: run folder or checkpoint to go on from. What is not said here (schedule and its compensation, phases,
+            plan, microbatches, seed) is the checkpoint's; for another number of workers a new plan is made. A
+            launcher's restart goes on from the newest checkpoint of its run folder by itself.
         seed: of the recipe and of everything random inside the layers; 0 unless said.
         device: 'cpu' or 'cuda'.
         cluster: workers and links; None takes this machine.
@@ -114,6 +120,7 @@ def train_recipe(
     set_threads(processes)
     console = Console(quiet=quiet or rank != 0, highlight=False, soft_wrap=True)
     start = resuming.find(resume, out, rank)
+    asked = schedule, microbatches
     if start is not None and weights is not None:
         raise RecipeError("weights and a checkpoint to resume were both given; a checkpoint has its own weights")
     if start is None and plan is not None:
@@ -123,7 +130,10 @@ def train_recipe(
         workers = start.page.plan.workers
     count = _workers(workers, plan, shape, processes)
     recipe = make(seed)
-    if compensation is None and start is not None and schedule == start.page.schedule:
+    chosen = _phases(phases, asked, start, recipe)
+    if chosen:  # each says its own compensation, also that of a checkpoint
+        schedule, microbatches = planned_for(chosen).name, planned_for(chosen).microbatches
+    elif compensation is None and start is not None and schedule == start.page.schedule:
         compensation = start.page.compensation
     if recipe.target is not None and recipe.target[0] not in {"loss", *recipe.metrics}:
         raise RecipeError(
@@ -162,11 +172,13 @@ def train_recipe(
         schedule, microbatches = plan.method(None, microbatches)
     if rank == 0:
         keep_plan(folder, plan, profile)  # a run that goes on with fewer workers plans again
-    loggers = _loggers(logs, folder) if rank == 0 else []
+    loggers = loggers_of(logs, folder) if rank == 0 else []
     with blaming("while the pipeline was put together"):
-        made = _pipeline(recipe, plan, schedule, compensation, microbatches, seed, str(place), loggers, stuck_after_s)
+        turns = chosen or (Phase(schedule, microbatches=microbatches),)
+        made = _pipeline(recipe, plan, turns, compensation, seed, str(place), loggers, stuck_after_s)
     with made as pipeline:
-        console.print(f"\n{plan}\n\n{pipeline.proof}\n")
+        proofs = "\n\n".join(str(found.proof) for found in pipeline.prepared)
+        console.print(f"\n{plan}\n\n{proofs}\n")
         if weights is not None:
             pipeline.load_state_dict(load_weights(weights))
         if checkpoint_every != 0 and not resuming.is_shared(folder, rank):
@@ -184,15 +196,15 @@ def train_recipe(
             work.losses = start.losses
             console.print(f"going on from {start.path}: minibatch {start.page.minibatches}, epoch {start.page.epoch}\n")
         interrupted = work.train(epochs or recipe.epochs, minibatches)
-        measured = pipeline.timeline()
+        timelines = {number: pipeline.timeline(number) for number in sorted(pipeline.trained)}
         sent = pipeline.sent_bytes()
         state = pipeline.state_dict()
         average = pipeline.state_dict(ema=True) if recipe.ema is not None else None
-        rates = pipeline.learning_rates()
-        steady = last_segment(measured, pipeline.drains)
-        predicted = api.simulate_program(
-            pipeline.program, max(steady.microbatches, 4 * pipeline.program.cycle * max(plan.in_flight))
-        )
+        rates, skipped = pipeline.learning_rates(), pipeline.skipped_updates()
+        # The report tells of the phase that most minibatches were trained in.
+        longest = max(timelines, key=lambda number: pipeline.trained[number][1] - pipeline.trained[number][0])
+        program, steady = pipeline.prepared[longest].program, last_segment(timelines[longest], pipeline.drains)
+        predicted = api.simulate_program(program, max(steady.microbatches, 4 * program.cycle * max(plan.in_flight)))
     summary = summarise(
         plan=plan,
         predicted=predicted,
@@ -204,13 +216,17 @@ def train_recipe(
     summary |= work.figures() | {
         "seconds": time.perf_counter() - began,
         "interrupted": interrupted,
+        "skipped_updates": list(skipped),
+        "schedule": phases_text(pipeline.phases) if chosen else program.schedule,
+        "phases": phase_figures(timelines, pipeline.trained, pipeline.drains),
         "resumed_from": None if start is None else start.page.minibatches,
         "configuration": {
             "workers": plan.workers,
             "processes": processes,
-            "schedule": pipeline.program.schedule,
-            "compensation": [str(one) for one in pipeline.program.updates.compensation],
-            "microbatches": pipeline.program.microbatches,
+            "schedule": program.schedule,
+            "compensation": [str(one) for one in program.updates.compensation],
+            "phases": phases_text(pipeline.phases) if chosen else None,
+            "microbatches": program.microbatches,
             "in_flight": list(plan.in_flight),
             "depth": plan.depth,
             "recompute": [stage.recompute for stage in plan.stages],
@@ -233,7 +249,9 @@ def train_recipe(
     if rank == 0:
         for logger in loggers:
             logger.close()
-        write_run(folder, summary, plan, profile, predicted, measured, steady, work.losses, state, average)
+        write_run(
+            folder, summary, plan, profile, predicted, list(timelines.values()), steady, work.losses, state, average
+        )
         _say(console, summary, folder)
     if interrupted:
         raise KeyboardInterrupt
@@ -282,29 +300,38 @@ def _workers(workers: int | None, plan: Plan | None, shape: str | tuple[int, ...
     return count
 
 
+def _phases(
+    phases: str | Sequence[Phase] | None,
+    asked: tuple[str | None, int | None],
+    start: resuming.Start | None,
+    recipe: Recipe,
+) -> tuple[Phase, ...]:
+    """Returns the phases of the run: what is said, else the checkpoint's, else the recipe's; none for one method."""
+    if phases is None and asked == (None, None):
+        phases = recipe.phases if start is None else start.page.phases  # which has none where it has but one method
+    return phases_of(*asked, phases) if phases else ()
+
+
 def _pipeline(
     recipe: Recipe,
     plan: Plan,
-    schedule: str,
+    phases: tuple[Phase, ...],
     compensation: Any,
-    microbatches: int | None,
     seed: int,
     device: str,
     loggers: Iterable[Any],
     stuck_after_s: float,
 ) -> Pipeline:
-    if compensation is None and recipe.compensation is not None:
+    if compensation is None and not all_flush(plan, phases):
         # Asked for here it is refused by a method that flushes; in a recipe it is for the methods that do not.
-        flushes = schedules.build(schedule, plan, microbatches).flushes
-        compensation = None if flushes else recipe.compensation
+        compensation = recipe.compensation
     return Pipeline(
         recipe.model,
         plan,
-        schedule=schedule,
+        phases=phases,
         loss=recipe.loss,
         optimizer=recipe.optimizer,
         compensation=compensation,
-        microbatches=microbatches,
         metrics=recipe.metrics,
         inputs=recipe.inputs,
         targets=recipe.targets,
@@ -314,6 +341,8 @@ def _pipeline(
         clip=recipe.clip,
         ema=recipe.ema,
         autocast=recipe.autocast,
+        on_nan=recipe.on_nan,
+        grad_scaler=recipe.grad_scaler,
         seed=seed,
         device=device,
         sample=None if _names_layers(plan) else _sample(recipe),
@@ -334,20 +363,6 @@ def _model_input(recipe: Recipe, batch: Any) -> Any:
     if recipe.sample is not None:
         return recipe.sample
     return Take(recipe.inputs).input_of(batch)
-
-
-def _loggers(names: tuple[str, ...], folder: Path) -> list[Any]:
-    from .runtime.loggers import CSVLogger, TensorBoardLogger  # here: tensorboard is optional
-
-    found: list[Any] = []
-    for name in names:
-        if name == "csv":
-            found.append(CSVLogger(folder / "train.csv"))
-        elif name == "tensorboard":
-            found.append(TensorBoardLogger(folder / "tensorboard"))
-        else:
-            raise RecipeError(f"logger {name!r} is not known; choose csv or tensorboard")
-    return found
 
 
 def _new_folder(name: str) -> Path:

@@ -158,7 +158,7 @@ def _graph() -> Profile:
     [
         ((1,), None, None),
         ((2,), None, None),
-        ((4,), None, r"before layer 4 .*share a parameter \(d, f\); cut at one of \[1, 2, 3\]"),
+        ((4,), None, r"before layer 4 .*share a parameter \(d, f\), .* flushes; cut at one of \[1, 2, 3\]"),
         ((6,), None, r"the model has 6 layers, a cut lies between 1 and 5"),
         ((0,), None, r"the model has 6 layers, a cut lies between 1 and 5"),
         ((3, 1), None, r"cuts \(3, 1\) were asked; give layer indices that rise"),

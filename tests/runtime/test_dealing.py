@@ -184,7 +184,9 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
             loader = DataLoader(data[replica], batch_sampler=Lists(lengths))
             extent = Extent(epoch, len(lengths), skip)
             readings.append(DealtReading(Dealer(loader, replica, replicas), Order(), extent, state))
-        feeds = [Feed(reading, lambda batch: (batch, -batch), replicas * cycles) for reading in readings]
+        feeds = [Feed(reading, lambda batch: (batch, -batch)) for reading in readings]
+        for feed in feeds:
+            feed.begin(replicas * cycles)
         here: list[int] = []
         for rounds in (drain, leave if i < len(legs) - 1 else None):
             ending, _, found = stream(feeds, rounds)

@@ -44,7 +44,9 @@ def take(batch: Any) -> tuple[Any, Any]:
 def test_replicas_take_each_minibatch_once_in_order_with_a_drain_between(
     size: int, epochs: int, replicas: int, stop: int, cycles: int
 ) -> None:
-    feeds = [Feed(part, take, replicas * cycles) for part in read(Loader(size), replicas, epochs=epochs)]
+    feeds = [Feed(part, take) for part in read(Loader(size), replicas, epochs=epochs)]
+    for feed in feeds:
+        feed.begin(replicas * cycles)
     admitted: list[tuple[int, int, bool]] = []
 
     def stream(until: int | None) -> Ending:

@@ -31,8 +31,8 @@ def take(batch: Any) -> tuple[Any, Any]:
     return (batch["x"], batch["name"]), -batch["x"]
 
 
-def feed_of(count: int, cycle: int = 1) -> Feed:
-    return Feed(share(WholeReading(batches(count), Order(), Extent(), None), 1)[0], take, cycle)
+def feed_of(count: int) -> Feed:
+    return Feed(share(WholeReading(batches(count), Order(), Extent(), None), 1)[0], take)
 
 
 def taken(intake: Intake, microbatch: int) -> tuple[Any, ...]:
@@ -59,10 +59,10 @@ def test_what_is_handed_over_is_what_each_would_have_read_itself(
     parts = 1 if whole else replicas + more
     cycle = replicas if whole else 1
     channels = {replica: LocalChannel() for replica in range(1, replicas)}
-    doors = [OwnDoor(feed_of(count, cycle), channels), *(HandedDoor(channel) for channel in channels.values())]
-    handed = [door.open(parts, replica, 100) for replica, door in enumerate(doors)]
-    own = [OwnDoor(feed_of(count, cycle)) for _ in range(replicas)]
-    read = [door.open(parts, replica, 100) for replica, door in enumerate(own)]
+    doors = [OwnDoor(feed_of(count), channels), *(HandedDoor(channel) for channel in channels.values())]
+    handed = [door.open(parts, replica, 100, cycle) for replica, door in enumerate(doors)]
+    own = [OwnDoor(feed_of(count)) for _ in range(replicas)]
+    read = [door.open(parts, replica, 100, cycle) for replica, door in enumerate(own)]
     ended: set[int] = set()
     # By rounds: minibatches where each replica takes whole ones, else all microbatches of a minibatch.
     rounds = [range(i * replicas, (i + 1) * replicas) for i in range(12)] if whole else [

@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from pipedream.core.compensation import ErrorFeedback
+from pipedream.core.update import UpdateRule
 from pipedream.runtime.channel import LocalGroup
 from pipedream.runtime.optimize import Gradients, Optimizer
 
@@ -74,13 +76,14 @@ def test_a_sum_is_divided_once_by_the_weight_or_by_the_round(rounds: bool, divis
 @pytest.mark.parametrize("limit", [0.5, 100.0])
 def test_clipping_is_that_of_torch(limit: float) -> None:
     handles, plain = _handles(), _handles()
-    optimizer, gradients = Optimizer(handles, SGD, clip_grad_norm=limit), Gradients([torch.float32] * 2)
+    optimizer, gradients = Optimizer(handles, SGD), Gradients([torch.float32] * 2)
     found = [torch.randn_like(p) for p in plain.values()]
     gradients.add(found, 1.0)
     for p, gradient in zip(plain.values(), found, strict=True):
         p.grad = gradient.clone()
     torch.nn.utils.clip_grad_norm_(plain.values(), limit)
     finish(optimizer.prepare(gradients))
+    optimizer.clip(limit, optimizer.squares**0.5)
     for name in plain:
         torch.testing.assert_close(handles[name].grad, plain[name].grad)
 
@@ -126,6 +129,22 @@ def test_a_stage_with_twice_the_replicas_has_twice_the_rate_and_one_clock_with_t
             handles["a"].grad = torch.ones(3)
             optimizer.step()
             assert float((before - handles["a"].detach())[0]) == pytest.approx(rate, rel=1e-4)
+
+
+def test_what_a_compensation_keeps_goes_on_into_a_phase_that_keeps_it_too() -> None:
+    """y(t+1) = y(t) - (u_t + lambda (u_t - u_{t-1})); behind a phase without error feedback u_{t-1} is 0 again."""
+    handles = {"a": nn.Parameter(torch.zeros(1))}
+    optimizer = Optimizer(handles, partial(torch.optim.SGD, lr=1.0))
+    moved, rounds = [], []
+    for number, (strength, gradient) in enumerate(((1.0, 1.0), (2.0, 3.0), (0.0, 5.0), (1.0, 1.0))):
+        optimizer.follow(UpdateRule((1,), compensation=(ErrorFeedback(strength),)), 0, 1, clock=min(number, 1))
+        rounds.append(optimizer.rounds)
+        handles["a"].grad = torch.full((1,), gradient)
+        before = float(handles["a"].detach())
+        optimizer.step()
+        moved.append(before - float(handles["a"].detach()))
+    assert moved == [1 + 1, 3 + 2 * (3 - 1), 5, 1 + 1]
+    assert rounds == [0, 1, 2, 3]
 
 
 def test_the_average_of_the_weights_follows_them() -> None:

@@ -53,6 +53,13 @@ def train(
             help="What makes up for late gradients: spike, nesterov, error_feedback, t1:500, ..., none; once for each.",
         ),
     ] = None,
+    phases: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METHOD[/MICROBATCHES][+COMPENSATION]:END,...",
+            help="Methods that take turns, each until a minibatch or an epoch (e): 1f1b/4:200,pipedream:3e,1f1b/4.",
+        ),
+    ] = None,
     allow_asynchronous: AllowAsynchronous = False,
     plan: Annotated[Path | None, typer.Option(help="A plan's file; none: profile the model and plan here.")] = None,
     straight: Straight = False,
@@ -131,6 +138,7 @@ def train(
         workers=workers,
         schedule=schedule,
         compensation=None if compensation is None else [text for text in compensation if text != "none"],
+        phases=phases,
         plan=given,
         shape=shape,
         lag=lag,

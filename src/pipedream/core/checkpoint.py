@@ -66,7 +66,10 @@ class StageState:
         scheduler: state of the learning-rate scheduler; None without one.
         updates: optimizer steps made.
         scheduled: scheduler steps made.
-        rounds_before: updates of the input stage under the plans before, which `updates` does not count.
+        skipped: updates that were left out, for gradients that were not finite.
+        loss_scale: factor on the loss and good updates in a row since it changed; None where it is not scaled.
+        norm_square: square of the newest global norm of the gradients that was known; 0 before there was one.
+        rounds_before: updates of the input stage under the plans and phases before, which `updates` does not count.
     """
 
     groups: tuple[Group, ...]
@@ -74,6 +77,9 @@ class StageState:
     scheduler: Any = None
     updates: int = 0
     scheduled: int = 0
+    norm_square: float = 0.0
+    skipped: int = 0
+    loss_scale: tuple[float, int] | None = None
     rounds_before: int = 0
 
     def __post_init__(self) -> None:
@@ -96,7 +102,8 @@ class Checkpoint(Artifact):
         minibatches: done since the start of training.
         epoch, epoch_batches: where the data goes on.
         drains: minibatch numbers at which the pipeline was drained; this is the last of them.
-        schedule, compensation, microbatches, seed, plan: of the run that saved it.
+        schedule, compensation, microbatches, seed, plan: of the run that saved it; the first three of its phase.
+        phases: of that run, as text (`core.phase`); empty where it has but one method.
         stages: one for each of the plan's.
         tensors: by name.
         files: name -> bytes; a file of another size is damaged.
@@ -123,6 +130,7 @@ class Checkpoint(Artifact):
     files: dict[str, int] = field(default_factory=dict)
     random: tuple[str, ...] = ()
     data: Any = None
+    phases: str = ""
     software: dict[str, str] = field(default_factory=dict)
     compensation: tuple[Compensation, ...] = ()
 

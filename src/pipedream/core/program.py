@@ -109,6 +109,7 @@ class Program(Artifact):
         cycle: microbatches by which one period moves on.
         flushes: an update waits until nothing is in flight.
         couples_updates: updates of all stages wait for each other.
+        norm_delay: see `Schedule`.
         channels: the ends of the messages.
         ranks: the instructions of each rank.
 
@@ -130,6 +131,7 @@ class Program(Artifact):
     couples_updates: bool
     channels: tuple[Channel, ...]
     ranks: tuple[RankProgram, ...]
+    norm_delay: int = 0
 
     def __post_init__(self) -> None:
         stages, workers = self.placement.stages, self.placement.workers
@@ -147,6 +149,11 @@ class Program(Artifact):
                 f"a cycle is a whole number of rounds ({self.placement.cycle} microbatches), minibatches "
                 f"({self.microbatches}) and updates {self.updates.per_update}, found {self.cycle}"
             )
+
+    @property
+    def round_minibatches(self) -> int:
+        """Minibatches of which a drain waits for a multiple, so that no round of a stage's replicas is torn."""
+        return self.placement.cycle if self.updates.mean_of_rounds else 1
 
     def stream(self, rank: int) -> Iterator[Instruction]:
         """Yields the instructions of a rank without end."""
@@ -266,7 +273,7 @@ class Program(Artifact):
     @classmethod
     def decoded(cls, value: Any, place: str) -> Program:
         """Builds a program from JSON values: `decode` for a noun that has abstract and textual fields."""
-        value = dict(value)
+        value = {"norm_delay": 0, **value}
         placement = decode(Placement, value.get("placement"), f"{place}.placement")
         weights = WeightRule.from_dict(value.pop("weights", None), f"{place}.weights")
         rows = decode(tuple[dict[str, str], ...], value.pop("ranks", None), f"{place}.ranks")
@@ -313,6 +320,7 @@ _PLAIN_FIELDS: dict[str, Any] = {
     "cycle": int,
     "flushes": bool,
     "couples_updates": bool,
+    "norm_delay": int,
     "channels": tuple[Channel, ...],
 }
 

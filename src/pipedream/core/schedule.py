@@ -73,6 +73,7 @@ class Schedule:
         flushes: an update waits until nothing is in flight.
         kinds: kinds of op that each microbatch needs at each stage.
         couples_updates: updates of all stages wait for each other (clipping by the global norm).
+        norm_delay: where they do, for the norm of the update so many before; 0: of the same one.
         claims: the paper's closed forms.
 
     Raises:
@@ -90,6 +91,7 @@ class Schedule:
     flushes: bool = False
     kinds: tuple[Kind, ...] = (Kind.FORWARD, Kind.BACKWARD)
     couples_updates: bool = False
+    norm_delay: int = 0
     claims: Claims = field(default_factory=Claims, repr=False, compare=False)
 
     def __post_init__(self) -> None:

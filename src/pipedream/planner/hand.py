@@ -44,6 +44,7 @@ def by_hand(
     depth: str | tuple[int, ...] = "noam",
     lag: int = 0,
     recompute: str = "never",
+    part_ties: bool = False,
 ) -> Plan:
     """Returns the plan that is cut before each of the given layers, in the order of the model's graph.
 
@@ -54,13 +55,15 @@ def by_hand(
         versions, holds: what the method holds of what is admitted, see `plan`.
         recompute: which stages keep only their input: 'never' any, 'auto' those that do not fit the memory at the
             paper's depth otherwise, 'always' all.
+        part_ties: layers that share a parameter may lie in different stages: each holds it then (a method that flushes
+            keeps them equal), though its bytes are counted at the first alone.
 
     Raises:
         PlanError: a cut that the model does not allow (says why), counts that match neither stages nor
             workers, or a stage that does not fit the memory.
     """
     places = tuple(_place(profile.graph, cut) for cut in cuts)
-    check_cuts(profile.graph, places)
+    check_cuts(profile.graph, places, part_ties=part_ties)
     counts = (1,) * (len(cuts) + 1) if replicas is None else tuple(replicas)
     if len(counts) != len(cuts) + 1:
         raise PlanError(
@@ -93,14 +96,15 @@ def _place(graph: LayerGraph, cut: int | str) -> int:
     return names.index(cut)
 
 
-def check_cuts(graph: LayerGraph, cuts: tuple[int, ...]) -> None:
-    """Checks that a model may be cut before each of these layers.
+def check_cuts(graph: LayerGraph, cuts: tuple[int, ...], *, part_ties: bool = False) -> None:
+    """Checks that a model may be cut before each of these layers, `part_ties` also between some that share a parameter.
 
     Raises:
         PlanError: it may not, with the reason; or they do not rise.
     """
     count = len(graph.layers)
-    allowed = [i for i in range(1, count) if not any(min(group) < i <= max(group) for group in graph.ties)]
+    ties = () if part_ties else graph.ties
+    allowed = [i for i in range(1, count) if not any(min(group) < i <= max(group) for group in ties)]
     if any(after <= before for before, after in pairwise(cuts)):
         raise PlanError(f"cuts {cuts} were asked; give layer indices that rise, each once")
     for cut in cuts:
@@ -116,4 +120,4 @@ def check_cuts(graph: LayerGraph, cuts: tuple[int, ...]) -> None:
 def _reason(graph: LayerGraph, cut: int) -> str:
     group = next(group for group in graph.ties if min(group) < cut <= max(group))
     names = ", ".join(graph.layers[i].name for i in sorted(group))
-    return f"it would part layers that share a parameter ({names})"
+    return f"it would part layers that share a parameter ({names}), which takes a method that flushes"

@@ -24,6 +24,7 @@ def curve_svg(
     x_label: str = "minibatch",
     y_label: str = "loss",
     marks: Iterable[float] = (),
+    named: Iterable[tuple[float, str]] = (),
     standalone: bool = True,
 ) -> str:
     """Returns the picture of a curve; many points become a line of means in a band from least to most.
@@ -34,6 +35,7 @@ def curve_svg(
         width_px, height_px: of the picture.
         x_label, y_label: of the axes.
         marks: x of dashed lines (drains).
+        named: x of lines with a word beside each (phases).
         standalone: False for a picture inside an HTML page.
     """
     given = list(points)
@@ -65,6 +67,10 @@ def curve_svg(
         for mark in marks:
             if left_x <= mark <= right_x:
                 parts.append(_line("drain", at(mark, low)[0], top, at(mark, low)[0], bottom, "faint", "3 4"))
+        for mark, word in named:
+            if left_x <= mark <= right_x:
+                x = at(mark, low)[0]
+                parts += [_line("phase", x, top, x, bottom, "faint"), text(x + 4, top + 11, word, colour="faint")]
         parts += _drawn(thinned(kept), at, len(kept))
     else:
         parts.append(

@@ -19,7 +19,7 @@ from .curve import curve_svg
 from .lanes import Window, start_window, steady_window
 from .style import page_style
 from .svg import LEFT, RIGHT, timeline_svg
-from .tables import NOTHING, cards, pairs, percent, plan_table, profile_table, stage_table
+from .tables import NOTHING, cards, pairs, percent, phase_table, plan_table, profile_table, stage_table
 
 __all__ = ["page", "save_page"]
 
@@ -57,6 +57,7 @@ def page(
         f'<dl class="cards">{cards(_figures(summary))}</dl>',
         _timelines(runs, _numbers(summary.get("drains"))),
         _section("Loss", _curve(summary, losses)),
+        _section("Phases", phase_table(_phases(summary))) if _phases(summary) else "",
         _section("Stages", stage_table(_list(summary.get("stages")))) if summary.get("stages") else "",
         _section("Plan", plan_table(plan) + (f"<p>{escape(plan.note)}</p>" if plan.note else "")) if plan else "",
         f"<details><summary>Profile</summary>{profile_table(profile)}</details>" if profile else "",
@@ -183,9 +184,21 @@ def _curve(summary: Mapping[str, Any], losses: Iterable[tuple[int, float]]) -> s
     if not points:
         return "<p>No loss was recorded.</p>"
     picture = curve_svg(
-        points, title="Loss of each minibatch", width_px=_WIDTH_PX, height_px=260, marks=drains, standalone=False
+        points,
+        title="Loss of each minibatch",
+        width_px=_WIDTH_PX,
+        height_px=260,
+        marks=drains,
+        named=[(phase["begin"], str(phase.get("schedule", ""))) for phase in _phases(summary) if "begin" in phase],
+        standalone=False,
     )
     return f'<div class="scroll" tabindex="0" role="region" aria-label="Loss">{picture}</div>{note}'
+
+
+def _phases(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the phases of a run; nothing, where it has but one."""
+    found = [phase for phase in _list(summary.get("phases")) if isinstance(phase, Mapping)]
+    return found if len(found) > 1 else []
 
 
 def _seconds(value: Any) -> str:

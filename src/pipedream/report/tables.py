@@ -11,7 +11,18 @@ from ..core.profile import Profile
 from ..core.units import format_bytes, format_seconds
 from .axis import figure
 
-__all__ = ["amount", "bar", "cards", "pairs", "percent", "plan_table", "profile_table", "stage_table", "table"]
+__all__ = [
+    "amount",
+    "bar",
+    "cards",
+    "pairs",
+    "percent",
+    "phase_table",
+    "plan_table",
+    "profile_table",
+    "stage_table",
+    "table",
+]
 
 NOTHING = "-"
 """What stands for a value that is not known."""
@@ -40,6 +51,20 @@ def table(
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
         f"{shown}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
+
+
+def phase_table(phases: Iterable[Mapping[str, Any]]) -> str:
+    """Returns the phases of a run as a table."""
+    heads = ("phase", "microbatches", "from minibatch", "to", "samples per second", "bubble")
+    rows = [
+        (
+            escape(str(phase.get("schedule", NOTHING))),
+            *(amount(phase.get(name)) for name in ("microbatches", "begin", "end", "samples_per_s")),
+            percent(phase.get("bubble")),
+        )
+        for phase in phases
+    ]
+    return table("Phases", heads, rows, says=False)
 
 
 def pairs(caption: str, values: Mapping[str, Any]) -> str:

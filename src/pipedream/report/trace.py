@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,10 @@ def trace(*timelines: Timeline) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def save_trace(timeline: Timeline, path: str | os.PathLike[str]) -> Path:
-    """Writes the trace of a timeline to a file, atomically. Returns the path."""
-    return write_text(path, json.dumps(trace(timeline)) + "\n")
+def save_trace(timeline: Timeline | Sequence[Timeline], path: str | os.PathLike[str]) -> Path:
+    """Writes the trace of a timeline, or of several, to a file, atomically. Returns the path."""
+    timelines = [timeline] if isinstance(timeline, Timeline) else timeline
+    return write_text(path, json.dumps(trace(*timelines)) + "\n")
 
 
 def _metadata(run: int, timeline: Timeline) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -15,7 +16,7 @@ import torch
 
 from .message import Message, copied
 
-__all__ = ["Group", "LocalChannel", "LocalGroup", "Pending", "Receiver", "Sender"]
+__all__ = ["Group", "LocalChannel", "LocalGroup", "Pending", "Receiver", "Sender", "close_all"]
 
 Result = TypeVar("Result")
 
@@ -63,6 +64,19 @@ class Receiver(ABC):
     def close(self) -> None:
         """Completes what was posted ahead; the sender has begun to close."""
         return
+
+
+def close_all(ends: Sequence[Sender | Receiver]) -> None:
+    """Ends channels, of which the other ends do the same."""
+    for end in ends:
+        if isinstance(end, Sender):
+            end.close_begin()
+    for end in ends:
+        if isinstance(end, Receiver):
+            end.close()
+    for end in ends:
+        if isinstance(end, Sender):
+            end.close()
 
 
 class Group(ABC):

@@ -20,7 +20,7 @@ import torch
 from ..core.compensation import Compensation, ErrorFeedback, GapAware, OfVelocity, rate_factor
 from ..core.errors import ScheduleError
 
-__all__ = ["Compensator"]
+__all__ = ["Compensator", "check_compensations"]
 
 _COUPLED = (
     torch.optim.SGD,
@@ -65,8 +65,7 @@ class Compensator:
         self._gap = next((one for one in chosen if isinstance(one, GapAware)), None)
         feedback = next((one for one in chosen if isinstance(one, ErrorFeedback)), None)
         self._strength = feedback.strength_at(staleness) if feedback is not None else 0.0
-        if self._velocity is not None:
-            _check_velocity(self._velocity, optimizer)
+        check_compensations(chosen, optimizer)
         self.state: dict[str, dict[str, torch.Tensor]] = {name: {} for name in handles}
         for name, handle in handles.items():
             if self._strength:
@@ -213,6 +212,17 @@ class Compensator:
             held["mean_square"].mul_(self._gap.decay).addcmul_(step, step, value=1.0 - self._gap.decay)
             held["steps"] += 1
             held["greatest_rate"].clamp_(min=rate)
+
+
+def check_compensations(chosen: Sequence[Compensation], optimizer: torch.optim.Optimizer) -> None:
+    """Checks that compensations are defined for an optimizer.
+
+    Raises:
+        ScheduleError: one is not.
+    """
+    for one in chosen:
+        if isinstance(one, OfVelocity):
+            _check_velocity(one, optimizer)
 
 
 def _couples_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:

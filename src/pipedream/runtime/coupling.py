@@ -1,49 +1,110 @@
-"""Clipping by one norm over all stages: no stage updates before all have their gradients.
+"""What is decided over an update before it is made: whether its gradients are finite, and how far they are clipped.
 
-The norm is that of the whole model's gradient, as `torch.nn.utils.clip_grad_norm_` takes it in one process. A rank
-gives one number for all its stages, so its first update of a minibatch waits for the gradients of all of them; the
-schedule has its updates together for this (`Schedule.coupled`).
+A stage decides by its own gradients, or by those of all stages. The norm of all is that of the whole model's gradient,
+as `torch.nn.utils.clip_grad_norm_` takes it in one process; it is not finite if any gradient is not. A rank gives one
+number for all its stages, so its first update of a round waits for the gradients of all of them; the schedule has its
+updates together for this (`Schedule.coupled`). Without a flush it is the norm of an earlier update that clips
+(`core.coupling`).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Mapping
+from math import isfinite
 from typing import Any
 
 import torch
 
-from .channel import Group
+from ..core.coupling import Policy
+from ..core.program import Program
+from .channel import Group, Pending
 from .seat import Seated
 
-__all__ = ["GlobalNorm"]
+__all__ = ["Coupling"]
 
 
-class GlobalNorm:
-    """What the stages of one rank have of the norm.
+class Coupling:
+    """What decides over the updates of one rank's stages.
 
     Args:
-        limit: greatest norm of a minibatch's gradient.
+        policy: what was chosen of the run's couplings.
         group: adds a number up over all ranks.
         seats: stage -> what lives here.
+
+    Attributes:
+        norm_square: square of the newest global norm that is known and finite; 0 before there is one.
     """
 
-    def __init__(self, limit: float, group: Group, seats: Mapping[int, Seated]) -> None:
-        self._limit = limit
+    def __init__(self, policy: Policy, group: Group, seats: Mapping[int, Seated]) -> None:
+        self._limit, self._skips = policy.clip_grad_norm, policy.skips
+        self._locally = policy.clip == "local"
         self._group = group
         self._seats = seats
+        self._hears_of_all = False
+        self._delay = 0
         self._prepared: dict[int, tuple[float, bool]] = {}
+        self._norms: deque[Pending[torch.Tensor]] = deque()
+        self.norm_square = 0.0
+
+    def follow(self, program: Program) -> None:
+        """Takes up another program, at a drain."""
+        wanted = self._skips or (self._limit is not None and not self._locally)
+        self._hears_of_all = wanted and program.couples_updates
+        self._delay = program.norm_delay
 
     def prepare(self, stage: int, wish: float) -> Generator[Any, None, tuple[float, bool]]:
-        """Prepares the update of a stage as `Optimizer.prepare`, clipped; yields where it would wait."""
+        """Prepares the update of a stage as `Optimizer.prepare`, and decides over it; yields where it would wait."""
+        if not self._hears_of_all:
+            seat = self._seats[stage]
+            prepared = yield from seat.optimizer.prepare(seat.gradients, wish)
+            if self._limit is not None or self._skips:
+                square = seat.optimizer.squares
+                self._decide(seat, square, square)
+            return prepared
         if not self._prepared:
-            for s, seat in self._seats.items():
-                self._prepared[s] = yield from seat.optimizer.prepare(seat.gradients, wish)
-            # Replicas hold the same gradients after their sum: each gives its share of the stage's square.
-            squares = sum(seat.optimizer.squares / seat.optimizer.replicas for seat in self._seats.values())
-            pending = self._group.add_up(torch.tensor([squares], dtype=torch.float64))
-            if not pending.ready():
-                yield pending
-            norm = float(pending.result()) ** 0.5
-            for seat in self._seats.values():
-                seat.optimizer.clip(self._limit, norm)
+            for number, seat in self._seats.items():
+                self._prepared[number] = yield from seat.optimizer.prepare(seat.gradients, wish)
+            yield from self._decide_together()
         return self._prepared.pop(stage)
+
+    def settle(self) -> Generator[Any, None, None]:
+        """Hears of all norms that are on their way, at a drain; yields where it would wait."""
+        while self._norms:
+            yield from self._hear()
+
+    def _decide_together(self) -> Generator[Any, None, None]:
+        squares = {stage: seat.optimizer.squares for stage, seat in self._seats.items()}
+        # Replicas hold the same gradients after their sum: each gives its share of the stage's square.
+        mine = sum(squares[stage] / seat.optimizer.replicas for stage, seat in self._seats.items())
+        self._norms.append(self._group.add_up(torch.tensor([mine], dtype=torch.float64)))
+        heard = 0.0
+        if len(self._norms) > self._delay:
+            heard = yield from self._hear()
+        for stage, seat in self._seats.items():
+            own = squares[stage]
+            if not self._delay:
+                self._decide(seat, heard, own if self._locally else heard)
+            else:
+                # The global norm of this very update is no less than the stage's own, whatever the older one was.
+                self._decide(seat, own, max(own, self.norm_square))
+
+    def _hear(self) -> Generator[Any, None, float]:
+        pending = self._norms.popleft()
+        if not pending.ready():
+            yield pending
+        square = float(pending.result())
+        if isfinite(square):
+            self.norm_square = square
+        return square
+
+    def _decide(self, seat: Seated, whole: float, bound: float) -> None:
+        """Skips an update, or clips its gradients in place.
+
+        Args:
+            whole: sum of the squares of all that is skipped together.
+            bound: square of the norm that clips.
+        """
+        seat.optimizer.finite = isfinite(whole) or not self._skips
+        if self._limit is not None and seat.optimizer.finite:
+            seat.optimizer.clip(self._limit, bound**0.5)

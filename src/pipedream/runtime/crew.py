@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..core.coupling import Policy
 from ..core.holding import most_in_flight
 from ..core.program import Program
 from .channel import Group, LocalChannel, LocalGroup, Receiver, Sender
-from .coupling import GlobalNorm
+from .coupling import Coupling
 from .losses import Loss, Metric
 from .optimize import Gradients, Optimizer
-from .recompute import Recomputation
 from .results import Results
 from .saved import Saved
+from .scaling import LossScale, Scaling
 from .scoring import Scorer
 from .seat import Seated
 from .stage import StageModule, low_precision_weights
+from .ties import Shared, TiedSum, own_copies
 from .versions import Versions
-from .views import Views
 from .wire import Line, WireGroup, WireReceiver, WireSender
 from .worker import Worker
 
@@ -39,10 +39,10 @@ class Settings:
     Attributes:
         loss, metrics, optimizer, scheduler: of the user.
         seed: of the run.
-        clip_grad_norm: greatest norm; None does not clip.
+        policy: on what couples the stages.
         ema: decay of the average of the weights; None keeps none.
         autocast: low-precision type; None computes as the weights are.
-        on_nan: 'error' or 'continue'.
+        scaling: of the loss; None does not scale it.
     """
 
     loss: Loss
@@ -50,10 +50,10 @@ class Settings:
     metrics: Mapping[str, Metric]
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     seed: int = 0
-    clip_grad_norm: float | None = None
+    policy: Policy = field(default_factory=Policy)
     ema: float | None = None
     autocast: torch.dtype | None = None
-    on_nan: str = "error"
+    scaling: Scaling | None = None
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,22 @@ class Wires:
     Attributes:
         everyone: gloo group of all ranks: headers, results, sums of small numbers.
         stages: for each stage the group of its replicas, None where there is one.
+        holders: of each of the shared weights the group of all that hold them, None where this rank does not.
         pairs: channel number -> group of its payloads.
     """
 
     everyone: dist.ProcessGroup
     stages: tuple[dist.ProcessGroup | None, ...]
+    holders: tuple[dist.ProcessGroup | None, ...]
     pairs: Mapping[int, dist.ProcessGroup]
 
 
-def connect(program: Program, device: torch.device) -> Wires:
-    """Makes the process groups of a program; every rank calls it."""
+def connect(program: Program, device: torch.device, shared: Sequence[Shared] = ()) -> Wires:
+    """Makes the process groups of a program, or of several over the same channels; every rank calls it.
+
+    Args:
+        shared: weights that several stages hold.
+    """
     world = dist.group.WORLD
     assert world is not None
     on_gpu = device.type == "cuda"
@@ -85,32 +91,41 @@ def connect(program: Program, device: torch.device) -> Wires:
         number: dist.new_group([c.sender, c.receiver], backend="nccl") if on_gpu else everyone
         for number, c in enumerate(program.channels)
     }
-    return Wires(everyone, stages, pairs)
+    holders = tuple(
+        dist.new_group(sorted(rank for stage in one.stages for rank in program.placement.ranks[stage]), backend=backend)
+        for one in shared
+    )
+    return Wires(everyone, stages, holders, pairs)
 
 
 def local_crew(
-    program: Program,
+    programs: Sequence[Program],
     evaluation: Program,
     layers: Sequence[tuple[str, nn.Module]],
     handles: Sequence[dict[str, nn.Parameter]],
     settings: Settings,
     device: torch.device,
+    shared: Sequence[Shared] = (),
 ) -> list[Worker]:
-    """Returns all workers of a program, joined by queues.
+    """Returns all workers, joined by queues.
 
     Args:
-        program, evaluation: verified.
+        programs: of each phase of the run, over the same channels; verified.
+        evaluation: verified.
         layers: (name, module) of the whole model.
         handles: for each stage, its trained parameters.
         settings: the user's choices.
         device: of all workers.
+        shared: weights that several stages hold.
     """
-    placement = program.placement
+    program, placement = programs[0], programs[0].placement
     channels = {number: LocalChannel() for number in range(len(program.channels))}
     owners = placement.ranks[-1]
     results = {(owner, rank): LocalChannel() for owner in owners for rank in range(placement.workers) if rank != owner}
     norm = LocalGroup(placement.workers)
     sums = [LocalGroup(count) for count in placement.replicas]
+    holders = [LocalGroup(sum(placement.replicas[stage] for stage in one.stages)) for one in shared]
+    members = [[rank for stage in one.stages for rank in placement.ranks[stage]] for one in shared]
     crew = []
     for rank in range(placement.workers):
         seats = {}
@@ -119,13 +134,19 @@ def local_crew(
             if replica:
                 own_layers, own_handles = _copied(layers, handles[stage])
             seats[stage] = _seat(
-                program,
+                programs,
                 stage,
                 own_layers,
                 own_handles,
                 settings,
                 device,
                 sums[stage].member(replica) if placement.replicas[stage] > 1 else None,
+                [
+                    (one, holders[i].member(members[i].index(rank)))
+                    for i, one in enumerate(shared)
+                    if stage in one.stages
+                ],
+                copies=own_copies(own_handles, stage, shared) if not replica else None,
             )
         crew.append(
             _worker(
@@ -147,22 +168,25 @@ def local_crew(
 
 def wire_worker(
     rank: int,
-    program: Program,
+    programs: Sequence[Program],
     evaluation: Program,
     layers: Sequence[tuple[str, nn.Module]],
     handles: Mapping[int, dict[str, nn.Parameter]],
     settings: Settings,
     device: torch.device,
     wires: Wires,
+    shared: Sequence[Shared] = (),
 ) -> Worker:
     """Returns this process's worker, joined to the others by torch.distributed.
 
     Args:
+        programs, evaluation, layers, settings, device, shared: as of `local_crew`.
         handles: stage -> its trained parameters, for the stages of this rank.
         wires: of `connect`.
     """
-    placement = program.placement
-    most_out, in_flight = _most_out(program), most_in_flight(program)
+    program, placement = programs[0], programs[0].placement
+    most_out = _most_out(programs)
+    in_flight = [max(counts) for counts in zip(*map(most_in_flight, programs), strict=True)]
     senders: dict[int, Sender] = {}
     receivers: dict[int, Receiver] = {}
     for number, channel in enumerate(program.channels):
@@ -193,13 +217,18 @@ def wire_worker(
                 result_receivers[owner] = WireReceiver(line)
     seats = {
         stage: _seat(
-            program,
+            programs,
             stage,
             layers,
             handles[stage],
             settings,
             device,
             WireGroup(group) if (group := wires.stages[stage]) is not None else None,
+            [
+                (one, WireGroup(group))
+                for one, group in zip(shared, wires.holders, strict=True)
+                if stage in one.stages and group is not None
+            ],
         )
         for stage, _ in placement.seats(rank)
     }
@@ -219,13 +248,13 @@ def wire_worker(
 
 
 def data_channels(
-    rank: int, program: Program, everyone: dist.ProcessGroup
+    rank: int, programs: Sequence[Program], everyone: dist.ProcessGroup
 ) -> tuple[dict[int, WireSender], WireReceiver | None]:
     """Returns the channels on which replica 0 of the input stage hands the others their data.
 
     Returns: replica -> sender, at replica 0; the receiver, at the others. Nothing at other stages.
     """
-    placement = program.placement
+    program, placement = programs[0], programs[0].placement
     first, *others = placement.ranks[0]
     senders: dict[int, WireSender] = {}
     receiver = None
@@ -235,15 +264,15 @@ def data_channels(
         number = len(program.channels) + placement.workers**2 + replica  # behind those of the results
         line = Line(other if rank == first else first, number, 2, everyone, everyone, torch.device("cpu"))
         if rank == first:
-            senders[replica] = WireSender(line, _most_out(program))
+            senders[replica] = WireSender(line, _most_out(programs))
         else:
             receiver = WireReceiver(line)
     return senders, receiver
 
 
-def _most_out(program: Program) -> int:
+def _most_out(programs: Sequence[Program]) -> int:
     """Returns the messages that may be unread: what the input stage has in flight, or one minibatch."""
-    return max(*program.plan.in_flight, program.microbatches) * max(program.placement.replicas) + 2
+    return max(max(*p.plan.in_flight, p.microbatches) * max(p.placement.replicas) + 2 for p in programs)
 
 
 def _copied(
@@ -256,47 +285,43 @@ def _copied(
 
 
 def _seat(
-    program: Program,
+    programs: Sequence[Program],
     stage: int,
     layers: Sequence[tuple[str, nn.Module]],
     handles: dict[str, nn.Parameter],
     settings: Settings,
     device: torch.device,
     replica_group: Group | None,
+    tied: Sequence[tuple[Shared, Group]],
+    copies: dict[str, nn.Parameter] | None = None,
 ) -> Seated:
-    plan = program.plan
+    """Returns a seat; `copies` are trained in the place of the handles, where another seat has some of these too."""
+    plan = programs[0].plan
     mine = layers[plan.stages[stage].first : plan.stages[stage].last]
     module = StageModule(mine, handles, device, settings.seed, settings.autocast)
-    rule = program.weights
-    versions = Versions(
-        handles,
-        low_precision_weights(mine, handles, settings.autocast),
-        watched=replica_group is not None,
-        single=rule.backward_rule != "stash" or rule.kept_until(stage) is not None,
-    )
-    optimizer = Optimizer(
-        handles,
-        settings.optimizer,
-        scheduler=settings.scheduler,
-        rate_factor=Fraction(program.updates.per_update[stage], program.updates.per_update[0]),
-        replicas=plan.replicas[stage],
-        clip_grad_norm=None if program.couples_updates else settings.clip_grad_norm,
-        replica_group=replica_group,
-        mean_of_rounds=program.updates.mean_of_rounds,
-        ema=settings.ema,
-        compensation=program.updates.compensation,
-        staleness=rule.staleness(stage),
-    )
-    moves = rule.staleness(stage) > 0 or bool(rule.views(stage))  # weights change between forward and backward
-    return Seated(
+    low = low_precision_weights(mine, handles, settings.autocast)
+    handles = copies or handles
+    versions = Versions(handles, low, watched=replica_group is not None)
+    # Weights change between forward and backward.
+    moves = [p.weights for p in programs if p.weights.staleness(stage) > 0 or p.weights.views(stage)]
+    seat = Seated(
         module=module,
         versions=versions,
         gradients=Gradients([handle.dtype for handle in handles.values()]),
-        optimizer=optimizer,
-        recomputation=Recomputation(module) if plan.stages[stage].recompute else None,
-        views=Views(rule, stage, versions, optimizer) if rule.views(stage) else None,
-        saved=Saved(versions) if rule.backward_rule == "graph" and moves else None,
+        optimizer=Optimizer(
+            handles,
+            settings.optimizer,
+            scheduler=settings.scheduler,
+            replicas=plan.replicas[stage],
+            replica_group=replica_group,
+            ema=settings.ema,
+            tied=[TiedSum(one, stage, list(handles), group, plan.replicas[stage]) for one, group in tied],
+            loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,
+        ),
+        saved=Saved(versions) if any(rule.backward_rule == "graph" for rule in moves) else None,
     )
+    seat.check(programs, stage)
+    return seat
 
 
 def _worker(
@@ -312,7 +337,6 @@ def _worker(
     device: torch.device,
     everyone: Group,
 ) -> Worker:
-    limit = settings.clip_grad_norm if program.couples_updates else None
     results = Results(rank, program.placement.ranks[-1], result_senders, result_receivers, list(settings.metrics))
     return Worker(
         rank,
@@ -322,7 +346,7 @@ def _worker(
         senders=dict(senders),
         receivers=dict(receivers),
         results=results,
-        scorer=Scorer(settings.loss, settings.metrics, results, program.updates.mean_of_rounds, settings.on_nan),
+        scorer=Scorer(settings.loss, settings.metrics, results, settings.policy.on_nan),
         device=device,
-        norm=None if limit is None else GlobalNorm(limit, everyone, seats),
+        coupling=Coupling(settings.policy, everyone, seats),
     )

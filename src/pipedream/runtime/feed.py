@@ -49,17 +49,27 @@ class Feed:
     Args:
         reading: of the loader; it may pass over the minibatches of other replicas.
         take: batch -> (inputs, targets).
-        cycle: minibatches of which a drain waits for a multiple, so that no stage's round is torn apart.
     """
 
-    def __init__(self, reading: Reading, take: Callable[[Any], tuple[Any, Any]], cycle: int = 1) -> None:
-        self._cycle = cycle
+    def __init__(self, reading: Reading, take: Callable[[Any], tuple[Any, Any]]) -> None:
         self._reading = reading
         self._take = take
         self._base = 0
         self._count: int | None = None
         self.stopped: Ending | None = None
         self.ended_at = 0
+        self.begin()
+
+    def begin(self, cycle: int = 1, until: int | None = None) -> None:
+        """Gets ready for a stream.
+
+        Args:
+            cycle: minibatches of which a drain waits for a multiple, so that no stage's round is torn apart.
+            until: minibatches of this stream at which it drains by itself, rounded up to a multiple of the cycle; None
+                goes on to the end of the data.
+        """
+        self._cycle = cycle
+        self._until = None if until is None else -(-until // cycle) * cycle
 
     def stop(self, ending: Ending) -> None:
         """Lets the stream end before the next round; an interrupt is not weakened to a drain."""
@@ -79,6 +89,8 @@ class Feed:
             number: greater than any before.
             replica: of the input stage, that takes it.
         """
+        if self._until is not None and number >= self._until:
+            self.stop(Ending.DRAIN)
         if self.stopped is not None and number % self._cycle == replica % self._cycle:
             # All replicas stop before the same round, unless the data ended within the one before it.
             until = number - number % self._cycle

@@ -44,13 +44,15 @@ class Door(ABC):
     """Abstract: where the data of one worker of the input stage comes from."""
 
     @abstractmethod
-    def open(self, parts: int, replica: int, base: int) -> Intake:
+    def open(self, parts: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> Intake:
         """Begins a stream.
 
         Args:
             parts: microbatches of a minibatch.
             replica: of the input stage, that takes them.
             base: minibatches done before this stream.
+            cycle: as of `Feed.begin`.
+            until: minibatches since the start of training at which it drains by itself; None: it does not.
         """
 
     @abstractmethod
@@ -74,7 +76,8 @@ class OwnDoor(Door):
         self._feed = feed
         self._senders = senders or {}
 
-    def open(self, parts: int, replica: int, base: int) -> Intake:
+    def open(self, parts: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> Intake:
+        self._feed.begin(cycle, None if until is None else until - base)
         return _Splitting(self._feed, parts, replica, base, self._senders)
 
     def stop(self, ending: Ending) -> None:
@@ -90,7 +93,7 @@ class HandedDoor(Door):
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
 
-    def open(self, parts: int, replica: int, base: int) -> Intake:
+    def open(self, parts: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> Intake:
         return _Receiving(self._receiver)
 
     def stop(self, ending: Ending) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ class Keeper:
 
     Args:
         model: the user's.
-        program: that is run.
         workers: of this process.
         names: of each stage's parameters and buffers.
         group: gloo group of all ranks; None in a lone process.
@@ -40,7 +40,6 @@ class Keeper:
     def __init__(
         self,
         model: nn.Module,
-        program: Program,
         workers: Sequence[Worker],
         names: Sequence[Sequence[str]],
         group: dist.ProcessGroup | None,
@@ -48,7 +47,6 @@ class Keeper:
         device: torch.device,
     ) -> None:
         self._model = model
-        self._program = program
         self._workers = workers
         self._names = names
         self._group = group
@@ -61,7 +59,7 @@ class Keeper:
 
         Args:
             folder: of the checkpoints of this run.
-            position: fields of `Checkpoint`: minibatches, epoch, epoch_batches, drains, seed, data.
+            position: fields of `Checkpoint`: minibatches, epoch, epoch_batches, drains, plan, phases, seed, data.
             keep: how many complete ones are left; None keeps all.
             wait: return when it is complete; otherwise it is written in the background, from a copy.
 
@@ -80,7 +78,6 @@ class Keeper:
             **position,
             schedule=self._program.schedule,
             microbatches=self._program.microbatches,
-            plan=self._program.plan,
             stages=tuple(whole[stage] for stage in range(len(self._names))),
             random=tuple(json.loads(text)[1] for text in said),
             software={name: version(name) for name in ("pipedream", "torch")},
@@ -91,15 +88,23 @@ class Keeper:
             self.writer.finish()
         return path
 
-    def load(self, path: Path) -> Checkpoint:
+    @property
+    def _program(self) -> Program:
+        return self._workers[0].program
+
+    def load(self, path: Path, begin: Callable[[Checkpoint], None]) -> Checkpoint:
         """Takes up a checkpoint of this model, of whatever plan and schedule; every rank calls it.
+
+        Args:
+            path: of the checkpoint.
+            begin: gets its contents page before anything is taken from it, to take up the phase that the run is in.
 
         Raises:
             ArtifactError: it is damaged, or of another model or optimizer; on every rank.
         """
         failure, page = "", None
         try:
-            page = self._restored(path)
+            page = self._restored(path, begin)
         except PipelineError as error:
             failure = str(error)
         failures = [text for text in gather_texts(failure, self._group) if text]
@@ -117,11 +122,14 @@ class Keeper:
             tensors |= {f"model/{name}": state[name].detach() for name in self._names[stage] if name in state}
             tensors |= optimizer_state.tensors_of(seat.optimizer)
             tensors |= {} if seat.views is None else seat.views.tensors()
-            stages[stage] = encode(optimizer_state.saved(seat.optimizer))
+            stages[stage] = encode(
+                replace(optimizer_state.saved(seat.optimizer), norm_square=self._workers[0].coupling.norm_square)
+            )
         return tensors, stages
 
-    def _restored(self, path: Path) -> Checkpoint:
+    def _restored(self, path: Path, begin: Callable[[Checkpoint], None]) -> Checkpoint:
         page = checkpoints.contents(path)
+        begin(page)
         found = checkpoints.read(path, page, self._wanted(page))
         values = {name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")}
         mine = {name for stage in self._stages() for name in self._names[stage]}
@@ -145,6 +153,8 @@ class Keeper:
                 ) from None
         for worker in self._workers:
             worker.done_minibatches = page.minibatches
+            worker.coupling.norm_square = page.stages[0].norm_square  # that of all stages
+            worker.clock = page.stages[0].updates if same else 0
         if page.random:
             generators.restore(page.random[self._rank % len(page.random)], self._device)
         return page
@@ -159,6 +169,9 @@ class Keeper:
                 if name in state and (name in saved or f"model/{name}" in page.tensors):
                     yield f"model/{name}"
         trained = {name for _, seat in self._seats() for name in seat.optimizer.named}
+        here = {name for stage in self._stages() for name in self._names[stage]}
+        # A shared weight goes by its first name, which may be that of a layer elsewhere.
+        yield from (f"model/{name}" for name in trained - here if f"model/{name}" in page.tensors)
         averaged = any(seat.optimizer.ema for _, seat in self._seats())
         stepped = {name for _, seat in self._seats() if seat.views is not None for name in seat.views.tensors()}
         for name in page.tensors:
@@ -189,7 +202,8 @@ class Keeper:
 
 
 def share_with_replicas(workers: Sequence[Worker]) -> None:
-    """Copies the first replica's parameters and buffers to the others of its stage, where they live in one process."""
+    """Copies the first replica's parameters and buffers to the others of its stage, where they live in one process, and
+    weights that several stages hold to the copies that are trained."""
     first: dict[int, Seated] = {}
     for worker in workers:
         for stage, seat in worker.seats.items():
@@ -198,6 +212,9 @@ def share_with_replicas(workers: Sequence[Worker]) -> None:
                 with torch.no_grad():
                     for here, there in zip(_tensors(seat), _tensors(source), strict=True):
                         here.copy_(there)
+            for name, handle in seat.versions.handles.items():
+                if handle is not seat.module.handles[name]:
+                    handle.data.copy_(seat.module.handles[name].detach())
 
 
 def _tensors(seat: Seated) -> list[torch.Tensor]:

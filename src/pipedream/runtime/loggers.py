@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from ..core.errors import RecipeError
 from .results import Done
 
-__all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
+__all__ = ["CSVLogger", "Logger", "TensorBoardLogger", "loggers_of"]
 
 
 class Logger(Protocol):
@@ -78,3 +80,20 @@ class TensorBoardLogger:
     def close(self) -> None:
         """Writes what is still in memory."""
         self._writer.close()
+
+
+def loggers_of(names: Sequence[str], folder: Path) -> list[CSVLogger | TensorBoardLogger]:
+    """Returns loggers by their names, 'csv' and 'tensorboard', that write into a run folder.
+
+    Raises:
+        RecipeError: an unknown name.
+    """
+    found: list[CSVLogger | TensorBoardLogger] = []
+    for name in names:
+        if name == "csv":
+            found.append(CSVLogger(folder / "train.csv"))
+        elif name == "tensorboard":
+            found.append(TensorBoardLogger(folder / "tensorboard"))
+        else:
+            raise RecipeError(f"logger {name!r} is not known; choose csv or tensorboard")
+    return found

@@ -15,16 +15,22 @@ from ..core.timeline import Span, Tag, Timeline
 from .talk import gather_texts
 from .worker import Worker
 
-__all__ = ["peak_bytes", "timeline"]
+__all__ = ["peak_bytes", "status", "timeline"]
 
 
 def timeline(
-    program: Program, workers: Sequence[Worker], group: dist.ProcessGroup | None, device: torch.device, batch: int
+    program: Program,
+    phase: int,
+    workers: Sequence[Worker],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    batch: int,
 ) -> Timeline:
-    """Returns what ran when on all ranks, from the start of the first span; every rank calls it.
+    """Returns what ran when on all ranks in a phase, from the start of the run's first span; every rank calls it.
 
     Args:
         program: that was run.
+        phase: its number.
         workers: of this process.
         group: gloo group of all ranks; None in a lone process.
         device: of the workers.
@@ -35,33 +41,58 @@ def timeline(
         rows.append(
             {
                 "rank": worker.rank,
-                "spans": [list(span) for span in worker.recorder.spans()],
-                "tags": [list(tag) for tag in worker.recorder.tags],
+                "began_s": worker.recorder.began_s,
+                "spans": [list(span) for span in worker.recorder.spans(phase)],
+                "tags": [list(tag) for tag in worker.recorder.tags(phase)],
                 "peak_bytes": peak_bytes(device),
                 "versions": max(seat.versions.peak for seat in worker.seats.values()),
             }
         )
     parts = [part for text in gather_texts(json.dumps(rows), group) for part in json.loads(text)]
     parts.sort(key=lambda part: part["rank"])
-    start = min((span[4] for part in parts for span in part["spans"]), default=0.0)
+    start = min((part["began_s"] for part in parts if part["began_s"] is not None), default=0.0)
     spans = tuple(
         Span(rank, kind, stage, index, begin - start, end - start)
         for part in parts
         for rank, kind, stage, index, begin, end in part["spans"]
     )
-    lead = workers[0]
     return Timeline(
         name=program.schedule,
         source="measured",
         workers=program.placement.workers,
         spans=spans,
-        microbatches=lead.done_minibatches * program.microbatches,
+        microbatches=workers[0].trained.get(phase, (0, 0))[1] * program.microbatches,
         minibatch_microbatches=program.microbatches,
         batch=batch,
         tags=tuple(Tag(*tag) for part in parts for tag in part["tags"]),
         peak_bytes=tuple(part["peak_bytes"] for part in parts),
         peak_versions=tuple(part["versions"] for part in parts),
     )
+
+
+def status(
+    workers: Sequence[Worker], count: int, device: torch.device, distributed: bool
+) -> dict[int, dict[str, float]]:
+    """Returns rank -> busy share since the last call and peak bytes; of other processes, their last word, at rank 0.
+
+    Args:
+        workers: of this process.
+        count: of all workers.
+        device: of the workers.
+        distributed: there are other processes.
+    """
+    mine = {w.rank: {"busy_share": w.recorder.busy_share(), "peak_bytes": float(peak_bytes(device))} for w in workers}
+    if not distributed:
+        return mine
+    store = dist.distributed_c10d._get_default_store()
+    rank = workers[0].rank
+    if rank != 0:
+        store.set(f"pipedream/status/{rank}", json.dumps(mine[rank]))
+        return mine
+    for other in range(1, count):
+        if store.check([f"pipedream/status/{other}"]):
+            mine[other] = json.loads(store.get(f"pipedream/status/{other}"))
+    return mine
 
 
 def peak_bytes(device: torch.device) -> int:

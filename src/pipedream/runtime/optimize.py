@@ -15,9 +15,12 @@ from typing import Any
 import torch
 
 from ..core.compensation import Compensation
+from ..core.update import UpdateRule
 from .channel import Group, Pending
 from .compensation import Compensator
 from .reduction import Reduction
+from .scaling import LossScale
+from .ties import TiedSum
 
 __all__ = ["Gradients", "Optimizer"]
 
@@ -88,12 +91,20 @@ class Optimizer:
         scheduler: factory: torch optimizer -> scheduler with ``step()``; None for a constant rate.
         rate_factor: on the learning rate: microbatches in an update of this stage over those in one of stage 0.
         replicas: r_s.
-        clip_grad_norm: greatest norm of this stage's gradients by themselves; None does not clip.
         replica_group: adds up gradients over the stage's replicas; None where there is one.
         mean_of_rounds: see `UpdateRule`.
         ema: decay of the exponential moving average of the weights; None keeps none.
         compensation: of delay, see `UpdateRule`.
         staleness: updates that the stage's gradients are late.
+        tied: sums over the stages that hold some of these weights too.
+        loss_scale: of the loss that the gradients are of; None where it is not scaled.
+
+    Attributes:
+        spoken_for: numbers of the handles that another stage speaks for.
+        finite: the gradients of the coming update are, or it is made whatever they are; otherwise it is skipped.
+        skipped: updates that were left out.
+
+    `rate_factor`, `mean_of_rounds`, `compensation` and `staleness` belong to the method, and change with it (`follow`).
 
     Raises:
         ScheduleError: a compensation is not defined for the optimizer.
@@ -107,12 +118,13 @@ class Optimizer:
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         rate_factor: Fraction = Fraction(1),
         replicas: int = 1,
-        clip_grad_norm: float | None = None,
         replica_group: Group | None = None,
         mean_of_rounds: bool = False,
         ema: float | None = None,
         compensation: Sequence[Compensation] = (),
         staleness: int = 0,
+        tied: Sequence[TiedSum] = (),
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.named = dict(handles)
         self._handles = list(handles.values())
@@ -124,15 +136,45 @@ class Optimizer:
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
         self._rate_factor = rate_factor
         self.replicas = replicas
-        self._clip = clip_grad_norm
         self.replica_group = replica_group
         self.reduction = None if replica_group is None else Reduction(self._handles, replica_group)
         self._mean_of_rounds = mean_of_rounds
         self._decay = ema
+        self.finite = True
+        self.skipped = 0
+        self.loss_scale = loss_scale
+        self._tied = tuple(tied)
+        self.spoken_for = frozenset().union(*(one.spoken_for for one in tied))
         self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
         self.scheduled = 0
         self.updates = 0
         self.rounds_before = 0
+
+    def follow(self, updates: UpdateRule, stage: int, staleness: int, clock: int) -> None:
+        """Takes up another method's updates at a drain, and counts them anew from the common clock.
+
+        What a compensation keeps goes on where the method before kept it too, and begins anew otherwise.
+
+        Args:
+            updates: of the method.
+            stage: whose optimizer this is.
+            staleness: of its gradients.
+            clock: updates that the input stage has made by the method before.
+        """
+        self.catch_up(clock - self.scheduled)
+        self.rounds_before += clock
+        self.updates = self.scheduled = 0
+        self._rate_factor = Fraction(updates.per_update[stage], updates.per_update[0])
+        self._mean_of_rounds = updates.mean_of_rounds
+        before = self.compensator.state
+        self.compensator = Compensator(updates.compensation, staleness, self.optimizer, self.named)
+        for name, kept in before.items():
+            self.compensator.load(name, kept)
+
+    @property
+    def scale(self) -> float:
+        """The factor on the loss."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     @property
     def rate(self) -> float:
@@ -168,22 +210,22 @@ class Optimizer:
         else:
             self.close(gradients, wish)
             sums, weight, count, wish = yield from self.reduction.take()
-        divisor = float(count) if self._mean_of_rounds else weight
+        for one in self._tied:
+            yield from one.add_up(sums, self._handles)
+        divisor = (float(count) if self._mean_of_rounds else weight) * self.scale
         present = [s for s in sums if s is not None]
         if present and divisor != 1.0 and divisor > 0.0:
             torch._foreach_div_(present, divisor)
         ready = iter(present)
         for handle, held in zip(self._handles, sums, strict=True):
             handle.grad = None if held is None else next(ready)
-        if self._clip is not None:
-            self.clip(self._clip, self.squares**0.5)
         return (count / self.replicas if self._mean_of_rounds else 1.0), wish > 0
 
     @property
     def squares(self) -> float:
-        """The sum of the squares of the gradients in the handles."""
-        gradients = [handle.grad for handle in self._handles if handle.grad is not None]
-        return sum((float(n) ** 2 for n in torch._foreach_norm(gradients)), 0.0) if gradients else 0.0
+        """The sum of the squares of the gradients in the handles, but for weights that another stage speaks for."""
+        found = [h.grad for i, h in enumerate(self._handles) if h.grad is not None and i not in self.spoken_for]
+        return sum((float(n) ** 2 for n in torch._foreach_norm(found)), 0.0) if found else 0.0
 
     def clip(self, limit: float, norm: float) -> None:
         """Scales the gradients in the handles so that a norm does not exceed a limit, if it does."""
@@ -193,8 +235,22 @@ class Optimizer:
             torch._foreach_mul_(gradients, scale)
 
     def step(self, present_share: float = 1.0) -> None:
-        """Makes the update from the handles' ``.grad``: step, schedule, EMA."""
+        """Makes the update from the handles' ``.grad``: step, schedule, EMA.
+
+        One that is skipped leaves out the step and the average; the schedule's clock counts it.
+        """
         self.catch_up(self.due)
+        if self.finite:
+            self._step(present_share)
+        else:
+            self.skipped += 1
+        self.updates += 1
+        for handle in self._handles:
+            handle.grad = None
+        if self.loss_scale is not None:
+            self.loss_scale.hear(self.finite)
+
+    def _step(self, present_share: float) -> None:
         factor = float(self._rate_factor) * present_share * self.compensator.rate_factor(self.rounds)
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if factor != 1.0:
@@ -204,9 +260,6 @@ class Optimizer:
         if factor != 1.0:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
-        self.updates += 1
-        for handle in self._handles:
-            handle.grad = None
         if self._decay is not None and self._handles:
             averages = [self.ema[name] for name in self._names]
             torch._foreach_lerp_(averages, [handle.detach() for handle in self._handles], 1.0 - self._decay)

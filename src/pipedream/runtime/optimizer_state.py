@@ -31,11 +31,18 @@ _NOT_OPTIONS = ("params", "param_names")
 
 
 def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Returns the tensors ``optimizer/NAME/KEY``, ``compensation/NAME/KEY`` and ``ema/NAME`` (averages) of a stage."""
-    found = {f"ema/{name}": average for name, average in optimizer.ema.items()}
+    """Returns the tensors ``optimizer/NAME/KEY``, ``compensation/NAME/KEY`` and ``ema/NAME`` (averages) of a stage.
+
+    Another stage speaks for some weights that it holds too.
+    """
+    mine = {name for number, name in enumerate(optimizer.named) if number not in optimizer.spoken_for}
+    found = {f"ema/{name}": average for name, average in optimizer.ema.items() if name in mine}
     for name, held in optimizer.compensator.state.items():
-        found |= {f"compensation/{name}/{key}": tensor for key, tensor in held.items()}
+        if name in mine:
+            found |= {f"compensation/{name}/{key}": tensor for key, tensor in held.items()}
     for name, state in _states(optimizer).items():
+        if name not in mine:
+            continue
         found |= {f"optimizer/{name}/{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
     return found
 
@@ -61,8 +68,16 @@ def saved(optimizer: Optimizer) -> StageState:
     if optimizer.scheduler is not None:
         state = optimizer.scheduler.state_dict()
         scheduler = _checked(_plain(state), f"state of {type(optimizer.scheduler).__name__}")
-    counts = optimizer.updates, optimizer.scheduled, optimizer.rounds_before
-    return StageState(tuple(groups), {n: s for n, s in numbers.items() if s}, scheduler, *counts)
+    return StageState(
+        tuple(groups),
+        {n: s for n, s in numbers.items() if s},
+        scheduler,
+        optimizer.updates,
+        optimizer.scheduled,
+        skipped=optimizer.skipped,
+        loss_scale=None if optimizer.loss_scale is None else (optimizer.loss_scale.value, optimizer.loss_scale.good),
+        rounds_before=optimizer.rounds_before,
+    )
 
 
 def restore(
@@ -98,8 +113,13 @@ def restore(
                 whole["state"][index] = _state_of(name, places, stages, tensors)
     whole["state"] = {index: state for index, state in whole["state"].items() if state}
     inner.load_state_dict(whole)
+    # Of what is a stage's own, the same one's, or the first one's.
+    then = stages[0 if stage is None else stage]
+    optimizer.skipped = then.skipped
+    if optimizer.loss_scale is not None and then.loss_scale is not None:
+        optimizer.loss_scale.value, optimizer.loss_scale.good = then.loss_scale
     for name, average in optimizer.ema.items():
-        average.copy_(tensors.get(f"ema/{name}", tensors[f"model/{name}"]))
+        average.copy_(tensors[f"ema/{name}" if f"ema/{name}" in tensors else f"model/{name}"])
     for name in optimizer.compensator.state:
         optimizer.compensator.load(name, _beneath(f"compensation/{name}/", tensors))
     _restore_scheduler(optimizer, stages, sources, stage)

@@ -6,7 +6,7 @@ storage). The whole model's state dict is put together at rank 0, under the user
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,21 +35,33 @@ def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trained(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Returns those of the named parameters that are trained, each shared one once, in the model's order."""
-    wanted = set(names)
+    """Returns those of the named parameters that are trained, each shared one once, in the model's order.
+
+    A shared one goes by the first of its names, which may be that of a layer elsewhere.
+    """
+    every = dict(model.named_parameters(remove_duplicate=False))
+    wanted = {id(every[name]) for name in names if name in every}
     return {
-        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad and (name in wanted)
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) in wanted
     }
 
 
-def materialise(layers: Sequence[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
+def materialise(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
     """Gives storage and initial values to layers that were built on the meta device.
 
-    Each layer's initialisation is seeded by (seed, layer name), so that it does not depend on the cut.
+    Each layer's initialisation is seeded by (seed, layer name), so that it does not depend on the cut. A parameter that
+    layers share stays one: it has the values of the first of these layers.
 
     Raises:
         CaptureError: a module with parameters of its own has no ``reset_parameters``.
     """
+    slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        for slot, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                slots.setdefault(id(parameter), []).append((module._parameters, slot))
     for name, layer in layers:
         if not any(t.is_meta for t in [*layer.parameters(), *layer.buffers()]):
             layer.to(device)
@@ -66,6 +78,10 @@ def materialise(layers: Sequence[tuple[str, nn.Module]], device: torch.device, s
                         f"layer {name!r} is on the meta device and {type(inner).__name__} has no reset_parameters() to "
                         "initialise it; give it one, or build the model on the CPU"
                     )
+    for places in slots.values():
+        made = next((held[slot] for held, slot in places if not held[slot].is_meta), None)
+        for held, slot in places if made is not None else ():
+            held[slot] = made
 
 
 def drop_foreign(model: nn.Module, own: set[str]) -> None:
@@ -86,9 +102,18 @@ def drop_foreign(model: nn.Module, own: set[str]) -> None:
 
 
 def share_initial(
-    model: nn.Module, names: Sequence[Sequence[str]], placement: Placement, rank: int, group: dist.ProcessGroup
+    model: nn.Module,
+    names: Sequence[Sequence[str]],
+    placement: Placement,
+    rank: int,
+    group: dist.ProcessGroup,
+    drawn: Collection[str],
 ) -> None:
-    """Sends rank 0's values of each stage's parameters and buffers to the ranks of that stage, over gloo."""
+    """Sends rank 0's values of each stage's parameters and buffers to the ranks of that stage, over gloo.
+
+    Args:
+        drawn: names of those that were on the meta device, which each owner has drawn alike for itself.
+    """
     state = named_state(model)
     for stage, owned in enumerate(names):
         for owner in placement.ranks[stage]:
@@ -96,7 +121,7 @@ def share_initial(
                 continue
             for name in owned:
                 tensor = state[name]
-                if tensor.is_meta:
+                if name in drawn:
                     continue
                 if rank == 0:
                     dist.send(tensor.detach().cpu().contiguous(), owner, group=group)

@@ -22,14 +22,18 @@ class Recorder:
     Args:
         rank: of the worker.
         device: whose clock is read.
+
+    Attributes:
+        phase: of the run, to which what is noted belongs; microbatches are counted by its method.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._watch = Stopwatch(device)
-        self._spans: deque[tuple[str, int, int, Any, Any]] = deque(maxlen=_MOST_KEPT)
+        self._spans: deque[tuple[int, str, int, int, Any, Any]] = deque(maxlen=_MOST_KEPT)
         self._looked: Any = None
-        self.tags: deque[Tag] = deque(maxlen=_MOST_KEPT)
+        self._tags: deque[tuple[int, Tag]] = deque(maxlen=_MOST_KEPT)
+        self.phase = 0
 
     def mark(self) -> Any:
         """Returns this moment."""
@@ -37,12 +41,25 @@ class Recorder:
 
     def note(self, kind: str, stage: int, index: int, start: Any) -> None:
         """Notes a span that began at `start` and ends now."""
-        self._spans.append((kind, stage, index, start, self._watch.mark()))
+        self._spans.append((self.phase, kind, stage, index, start, self._watch.mark()))
 
-    def spans(self) -> list[Span]:
-        """Returns the spans so far, in seconds of this machine's clock; on a GPU, waits for it."""
+    def tag(self, tag: Tag) -> None:
+        """Notes what a gradient carried."""
+        self._tags.append((self.phase, tag))
+
+    @property
+    def began_s(self) -> float | None:
+        """When the first span of all phases began, in seconds of this machine's clock; None where there is none."""
+        return self._watch.resolve()(self._spans[0][4]) if self._spans else None
+
+    def spans(self, phase: int) -> list[Span]:
+        """Returns the spans of a phase so far, in seconds of this machine's clock; on a GPU, waits for it."""
         resolve = self._watch.resolve()
-        return [Span(self._rank, k, s, i, resolve(a), resolve(b)) for k, s, i, a, b in self._spans]
+        return [Span(self._rank, k, s, i, resolve(a), resolve(b)) for p, k, s, i, a, b in self._spans if p == phase]
+
+    def tags(self, phase: int) -> list[Tag]:
+        """Returns the tags of a phase so far."""
+        return [tag for p, tag in self._tags if p == phase]
 
     def busy_share(self) -> float:
         """Returns the share of the time since the last call in which the worker computed."""
@@ -52,7 +69,7 @@ class Recorder:
         resolve = self._watch.resolve()
         begin, end = resolve(since), resolve(self._looked)
         busy = 0.0
-        for kind, _, _, start, stop in reversed(self._spans):
+        for _, kind, _, _, start, stop in reversed(self._spans):
             if resolve(stop) < begin:
                 break
             if kind in WORK:

@@ -22,18 +22,18 @@ class Scorer:
     Args:
         loss, metrics: of the user.
         results: where the sums go.
-        mean_of_rounds: each microbatch is normalised by itself (see `UpdateRule`).
         on_nan: 'error' or 'continue'.
+
+    Attributes:
+        mean_of_rounds: each microbatch is normalised by itself (see `UpdateRule`): of the method that trains.
     """
 
-    def __init__(
-        self, loss: Loss, metrics: Mapping[str, Metric], results: Results, mean_of_rounds: bool, on_nan: str
-    ) -> None:
+    def __init__(self, loss: Loss, metrics: Mapping[str, Metric], results: Results, on_nan: str) -> None:
         self._loss = loss
         self._metrics = metrics
         self._results = results
-        self._mean_of_rounds = mean_of_rounds
         self._on_nan = on_nan
+        self.mean_of_rounds = False
 
     def score(
         self, key: int, message: Message, output: Any, targets: Any, rank: int, where: str, again: bool = False
@@ -67,7 +67,7 @@ class Scorer:
         # A round takes the gradient of each minibatch's mean; a sum over microbatches is divided at the update.
         of_mean = 1.0 / weight if is_sum and weight else 1.0
         of_sum = 1.0 if is_sum else weight
-        scale = of_mean if self._mean_of_rounds else of_sum
+        scale = of_mean if self.mean_of_rounds else of_sum
         if not again:
             self._note(key, message, _detached(output), targets, loss, weight, is_sum)
         return value, weight, scale

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,12 +10,17 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from ..core.op import Op
+from ..core.program import Program
+from ..core.views import VELOCITY
 from .channel import Pending
+from .compensation import check_compensations
 from .optimize import Gradients, Optimizer
 from .recompute import Recomputation
 from .reduction import add_up_all
 from .saved import Saved
-from .stage import StageModule
+from .stage import Held, StageModule
+from .velocity import check_velocity
 from .versions import Versions, WeightSet
 from .views import Views
 
@@ -29,7 +34,7 @@ class Seated:
     Attributes:
         recomputation: of the forward in the backward; None where its graph is kept.
         views: weights that are computed; None where passes read versions.
-        saved: what the first forward saves, under the rule 'graph'; None where that does not matter.
+        saved: what the run's first forward saves; None where no phase has the rule 'graph'.
         next_forward: microbatch of its next forward.
         tags: (microbatch, forward version, backward version) of the gradients of the coming update.
     """
@@ -45,12 +50,47 @@ class Seated:
     tags: list[tuple[int, int, int]] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
 
+    def check(self, programs: Iterable[Program], stage: int) -> None:
+        """Checks, before a run, what the methods of its phases ask of this seat's optimizer.
+
+        Raises:
+            ScheduleError: one of them goes by a velocity that the optimizer does not have.
+        """
+        for program in programs:
+            check_compensations(program.updates.compensation, self.optimizer.optimizer)
+            if any(view.by == VELOCITY for view in program.weights.views(stage)):
+                check_velocity(self.optimizer.optimizer)
+
+    def follow(self, program: Program, stage: int, clock: int) -> None:
+        """Takes up another program at a drain, where one version of the weights is left.
+
+        What views are made of goes on where the method before made it too, and begins anew otherwise.
+
+        Args:
+            program: verified.
+            stage: of this seat.
+            clock: updates that the input stage has made by the program before.
+        """
+        rule = program.weights
+        self.optimizer.follow(program.updates, stage, rule.staleness(stage), clock)
+        self.versions.follow(rule.backward_rule != "stash" or rule.kept_until(stage) is not None)
+        self.recomputation = Recomputation(self.module) if program.plan.stages[stage].recompute else None
+        before = {} if self.views is None else self.views.tensors()
+        self.views = Views(rule, stage, self.versions, self.optimizer) if rule.views(stage) else None
+        if self.views is not None:
+            self.views.restore(before)
+
     def begin(self) -> None:
         """Gets ready for a stream."""
         self.next_forward = 0
         if self.views is not None:
             self.views.begin()
         self._counts = [int(norm.num_batches_tracked) for norm in self._norms() if norm.num_batches_tracked is not None]
+
+    def end(self) -> Generator[Pending[Any], None, None]:
+        """Ends a stream, at a drain; yields where it would wait."""
+        yield from self.average_statistics()
+        self.versions.rewind()
 
     def average_statistics(self) -> Generator[Pending[Any], None, None]:
         """Averages BatchNorm's running statistics over the replicas at a drain, and adds up their counts."""
@@ -94,19 +134,35 @@ class Seated:
         assert self.optimizer.reduction is not None
         self.optimizer.reduction.put(index, self.gradients.complete(index, gradient))
 
-    def update(self, coming: Collection[int], present_share: float, read: int) -> list[tuple[int, int, int, int]]:
+    def add(self, held: Held, found: list[torch.Tensor | None]) -> None:
+        """Takes in a microbatch's gradients of the weights, with which the seat is done with it."""
+        self.gradients.add(found, held.weight)
+        if held.weights is not None:
+            self.tags.append((held.microbatch, held.version, held.weights.version))
+            self.versions.release(held.weights)
+
+    def update(
+        self, program: Program, op: Op, present_share: float, total: int | None
+    ) -> list[tuple[int, int, int, int]]:
         """Makes an update from the gradients in the handles; returns the tags of those gradients.
 
         Args:
-            coming: versions, of those there are, that forwards to come will read.
+            program: that is run.
+            op: the update.
             present_share: of the round's replicas, on the learning rate.
-            read: version that the gradients were taken at; that of the first where there are several.
+            total: microbatches of the stream; None while nobody knows.
 
         A tag is (microbatch, forward version, backward version, version that the update started from).
         """
+        stage, updates, compensator = op.stage, program.updates, self.optimizer.compensator
         newest = self.versions.newest
-        if self.optimizer.compensator.needs_read_weights:
-            self.optimizer.compensator.penalise(self.versions.peek().leaves, self.versions.peek(read).leaves)
+        behind, step = self.next_forward, program.placement.replicas[stage]
+        if compensator.needs_read_weights:
+            # Also where this replica has no part in the next update, it needs the weights that the others read for it.
+            behind, step = updates.members(stage, op.index + 1).start, 1
+            read = program.weights.forward_version(stage, updates.members(stage, op.index).start)
+            compensator.penalise(self.versions.peek().leaves, self.versions.peek(read).leaves)
+        coming = program.weights.readable(stage, behind, newest, step=step, total=total)
         self.versions.begin_update(coming)
         if self.views is not None:
             self.views.begin_update()

@@ -7,7 +7,7 @@ that a failure of one ends all.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ..core.graph import LayerGraph
 from ..core.program import Program
 from ..core.timeline import Timeline
 from . import measured, parameters
-from .channel import Receiver, Sender
+from .channel import Receiver, Sender, close_all
 from .clock import in_process, on_wire
 from .crew import Settings, connect, data_channels, local_crew, wire_worker
 from .doing import Doing
@@ -37,6 +37,7 @@ from .results import Done, Output
 from .supply import Supply
 from .taking import Taking
 from .talk import agree, gather_texts, join
+from .ties import shared_weights, spread
 from .worker import Worker
 
 __all__ = ["Session"]
@@ -54,7 +55,8 @@ class Session:
         model: the user's module; on several processes each rank keeps only its own stages' parameters.
         graph: of its layers.
         layers: its layers, in the order of the graph.
-        program, evaluation: verified.
+        programs: of each phase of the run, over the same channels; verified. The first is taken up.
+        evaluation: verified.
         settings: the user's choices.
         device: of the workers of this process.
         stuck_after_s: seconds that an op or the loader may take; 0 sets no limit.
@@ -68,7 +70,7 @@ class Session:
         model: nn.Module,
         graph: LayerGraph,
         layers: Sequence[nn.Module],
-        program: Program,
+        programs: Sequence[Program],
         evaluation: Program,
         settings: Settings,
         device: torch.device,
@@ -76,7 +78,8 @@ class Session:
         stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
         self.model = model
-        self.program = program
+        self._programs = programs
+        program = programs[0]
         self.device = device
         self.rank, processes = join(device)
         self._settings = settings
@@ -90,20 +93,21 @@ class Session:
         self._group: dist.ProcessGroup | None = None
         self._doors: dict[int, Door] = {}
         if processes == 1:
-            parameters.materialise(named, device, settings.seed)
+            parameters.materialise(model, named, device, settings.seed)
             handles = [parameters.trained(model, names) for names in self._names]
-            self.workers = local_crew(program, evaluation, named, handles, settings, device)
+            shared = shared_weights(model, [layers[stage.first : stage.last] for stage in stages])
+            self.workers = local_crew(programs, evaluation, named, handles, settings, device, shared)
             self._names_here = {name for names in self._names for name in names}
             self._handing: list[Sender | Receiver] = []
-            self._supply = Supply(program, range(program.placement.workers))
+            self._supply = Supply(programs, range(program.placement.workers))
         else:
             self.workers = [self._join_others(processes, named, evaluation)]
             assert self._group is not None
-            senders, receiver = data_channels(self.rank, program, self._group)
+            senders, receiver = data_channels(self.rank, programs, self._group)
             self._handing = [*senders.values(), *([] if receiver is None else [receiver])]
-            self._supply = Supply(program, [self.rank], self._group, senders, receiver)
+            self._supply = Supply(programs, [self.rank], self._group, senders, receiver)
         writing = dist.new_group(backend="gloo") if self.distributed else None
-        self.keeper = Keeper(model, program, self.workers, self._names, self._group, writing, device)
+        self.keeper = Keeper(model, self.workers, self._names, self._group, writing, device)
         self.interrupts = Interrupts(patient=self.distributed)
         for worker in self.workers:
             worker.wishes_to_stop = lambda: self.interrupts.heard
@@ -113,28 +117,48 @@ class Session:
         self._doing.place = _LOOP
 
     def _join_others(self, processes: int, named: Sequence[tuple[str, nn.Module]], evaluation: Program) -> Worker:
-        program, model = self.program, self.model
+        program, model = self._programs[0], self.model
         placement = program.placement
         if processes != placement.workers:
             raise PlanError(
                 f"the plan {program.plan.config} needs {placement.workers} workers, but {processes} processes were "
                 f"started; start {placement.workers} (--workers or --nproc-per-node), or plan for {processes}"
             )
-        wires = connect(program, self.device)
+        shared = shared_weights(model, [[layer for _, layer in named[s.first : s.last]] for s in program.plan.stages])
+        wires = connect(program, self.device, shared)
         self._group = wires.everyone
         store = dist.distributed_c10d._get_default_store()
         self._guard = Guard(store, self.rank, processes, self._doing, stuck_after_s=self._stuck_after_s)
-        agree("plan or schedule", program.to_json(), self._group)
+        agree("plan or schedule", "\n".join(p.to_json() for p in self._programs), self._group)
         own_stages = [stage for stage, _ in placement.seats(self.rank)]
         own = {name for stage in own_stages for name in self._names[stage]}
         self._names_here = own
+        drawn = {name for name, tensor in parameters.named_state(model).items() if tensor.is_meta}
         for stage in own_stages:
             span = program.plan.stages[stage]
-            parameters.materialise(named[span.first : span.last], self.device, self._settings.seed)
-        parameters.share_initial(model, self._names, placement, self.rank, self._group)
+            parameters.materialise(model, named[span.first : span.last], self.device, self._settings.seed)
+        parameters.share_initial(model, self._names, placement, self.rank, self._group, drawn)
+        spread(model, shared, wires.holders, placement, self.rank)
         parameters.drop_foreign(model, own)
         handles = {stage: parameters.trained(model, self._names[stage]) for stage in own_stages}
-        return wire_worker(self.rank, program, evaluation, named, handles, self._settings, self.device, wires)
+        return wire_worker(
+            self.rank, self._programs, evaluation, named, handles, self._settings, self.device, wires, shared
+        )
+
+    @property
+    def program(self) -> Program:
+        """The program that is run now."""
+        return self.workers[0].program
+
+    @property
+    def trained(self) -> dict[int, tuple[int, int]]:
+        """Phase -> (begin, end), for the phases that were trained here: counts of minibatches."""
+        return self.workers[0].trained
+
+    def follow(self, phase: int) -> None:
+        """Takes up the program of a phase, at a drain."""
+        for worker in self.workers:
+            worker.follow(self._programs[phase], phase)
 
     @property
     def distributed(self) -> bool:
@@ -195,9 +219,9 @@ class Session:
         except PipelineError as error:
             raise self._told(error) from error.__cause__
 
-    def train(self) -> Iterator[Done]:
-        """Trains until the data ends or `stop` was called, and drains; yields as `Worker.train`."""
-        streams = [worker.train(self._doors.get(worker.rank)) for worker in self.workers]
+    def train(self, until: int | None = None) -> Iterator[Done]:
+        """Trains until the data ends, `stop` was called or `until` minibatches are done in all; see `Worker.train`."""
+        streams = [worker.train(self._doors.get(worker.rank), until) for worker in self.workers]
         yield from self._run(streams)
 
     def stop(self) -> None:
@@ -282,7 +306,7 @@ class Session:
         if ema or not predicted:
             optimizers = [seat.optimizer for worker in self.workers for seat in worker.seats.values()]
             others = {n: t for one in optimizers for n, t in (one.ema if ema else one.unpredicted()).items()}
-            same = {id(tensor): others[name] for name, tensor in own.items() if name in others}
+            same = {id(tensor): others[name] for name, tensor in state.items() if name in others}
             own = {name: same.get(id(tensor), tensor) for name, tensor in own.items()}
         placement = self.program.placement
         whole = parameters.assemble(own, state, self._names, placement, self.rank, self._group)
@@ -306,10 +330,10 @@ class Session:
         except PipelineError as error:
             raise self._told(error) from error.__cause__
 
-    def load(self, path: Path) -> Checkpoint:
+    def load(self, path: Path, begin: Callable[[Checkpoint], None]) -> Checkpoint:
         """Takes up a checkpoint, see `Keeper.load`."""
         with self._doing.at("reading a checkpoint"):
-            return self.keeper.load(path)
+            return self.keeper.load(path, begin)
 
     def check_saved(self, *, wait: bool) -> None:
         """Raises what went wrong with a checkpoint that is written in the background."""
@@ -324,13 +348,14 @@ class Session:
 
     # -- what happened ------------------------------------------------------------------------------
 
-    def timeline(self, batch: int) -> Timeline:
-        """Returns what ran when on all ranks, from the start of the first span; the same on every rank."""
-        return measured.timeline(self.program, self.workers, self._group, self.device, batch)
+    def timeline(self, phase: int, batch: int) -> Timeline:
+        """Returns what ran when on all ranks in a phase, from the start of the first span; the same on every rank."""
+        return measured.timeline(self._programs[phase], phase, self.workers, self._group, self.device, batch)
 
-    def gathered(self, value: Any) -> list[Any]:
-        """Returns a JSON value of each process, the same on every rank."""
-        return [json.loads(text) for text in gather_texts(json.dumps(value), self._group)]
+    def gathered(self, counts: Mapping[int, int]) -> dict[int, int]:
+        """Returns the counts of all processes, the same on every rank."""
+        rows = [json.loads(text) for text in gather_texts(json.dumps(counts), self._group)]
+        return {int(number): count for row in rows for number, count in row.items()}
 
     def sent_bytes(self) -> dict[int, int]:
         """Returns rank -> bytes of payload that its stages have sent."""
@@ -342,20 +367,7 @@ class Session:
 
     def status(self) -> dict[int, dict[str, float]]:
         """Returns rank -> busy share since the last call and peak bytes; of other processes, their last word."""
-        mine = {
-            w.rank: {"busy_share": w.recorder.busy_share(), "peak_bytes": float(measured.peak_bytes(self.device))}
-            for w in self.workers
-        }
-        if self._group is None:
-            return mine
-        store = dist.distributed_c10d._get_default_store()
-        if self.rank != 0:
-            store.set(f"pipedream/status/{self.rank}", json.dumps(mine[self.rank]))
-            return mine
-        for rank in range(1, self.program.placement.workers):
-            if store.check([f"pipedream/status/{rank}"]):
-                mine[rank] = json.loads(store.get(f"pipedream/status/{rank}"))
-        return mine
+        return measured.status(self.workers, self.program.placement.workers, self.device, self.distributed)
 
     def abort(self, error: BaseException) -> None:
         """Tells the other ranks that this one ends with an error of the user's own code."""
@@ -374,15 +386,7 @@ class Session:
             for worker in self.workers:
                 ends += [*worker.senders.values(), *worker.results.senders.values()]
                 ends += [*worker.receivers.values(), *worker.results.receivers.values()]
-            for end in ends:
-                if isinstance(end, Sender):
-                    end.close_begin()
-            for end in ends:
-                if isinstance(end, Receiver):
-                    end.close()
-            for end in ends:
-                if isinstance(end, Sender):
-                    end.close()
+            close_all(ends)
             if self._group is not None:
                 dist.barrier(group=self._group)
         if self._guard is not None:

@@ -94,18 +94,20 @@ class Held:
     again: Callable[[], None] | None = None
     deferred: Deferred | None = None
 
-    def given(self, message: Message | None) -> list[torch.Tensor | None]:
+    def given(self, message: Message | None, loss_scale: float = 1.0) -> list[torch.Tensor | None]:
         """Returns the gradients of the outputs, whose graph is there then, and notes the loss weight.
 
         Args:
             message: that brought them; None at the last stage, which makes its own.
+            loss_scale: factor on those that it makes.
         """
         if self.again is not None:
             again, self.again = self.again, None  # it holds what arrived
             again()
             del again
         if message is None:
-            return [torch.full_like(self.outputs[0], self.scale)]
+            own = torch.full_like(self.outputs[0], self.scale)
+            return [own.mul_(loss_scale)]  # may overflow, and be infinite
         self.weight = message.weight
         arriving = iter(message.tensors)
         return [next(arriving) if output.requires_grad else None for output in self.outputs]
@@ -120,6 +122,9 @@ class StageModule:
         device: where it computes.
         seed: of the run.
         autocast: low-precision type of the forward; None computes as the weights are.
+
+    Attributes:
+        handles: as given: they stand in the modules while nothing runs.
     """
 
     def __init__(
@@ -135,7 +140,7 @@ class StageModule:
         self._seed = seed
         self._autocast = autocast
         self._names = tuple(handles)
-        self._handles = handles
+        self.handles = handles
         known = {id(parameter): name for name, parameter in handles.items()}
         modules = {id(m): m for _, layer in layers for m in layer.modules()}
         self._slots = [
@@ -173,7 +178,7 @@ class StageModule:
                     first = False
             return value
         finally:
-            self._place(self._handles)
+            self._place(self.handles)
             self.restore_generator(state)
 
     def enter(self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]) -> tuple[Any, tuple[Entry, ...]]:

@@ -2,13 +2,14 @@
 
 - All workers in one process: one reading serves all of them.
 - One replica, or a minibatch a microbatch and a map-style DataLoader: each replica loads its own (`dealing.py`).
+  Where a run has several methods, this is so if all of them travel a minibatch at a time.
 - Anything else: replica 0 reads and hands the others their parts (`intake.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Supply:
     """The data's side of the workers of one process.
 
     Args:
-        program: of the training.
+        programs: of the training, of each of its phases.
         ranks: of the workers of this process.
         group: of all ranks; None in a lone process.
         senders: other replica of the input stage -> channel, at replica 0 on several processes.
@@ -41,17 +42,16 @@ class Supply:
 
     def __init__(
         self,
-        program: Program,
+        programs: Sequence[Program],
         ranks: Iterable[int],
         group: dist.ProcessGroup | None = None,
         senders: Mapping[int, Sender] | None = None,
         receiver: Receiver | None = None,
     ) -> None:
-        self._input = program.placement.ranks[0]
+        self._input = programs[0].placement.ranks[0]
         here = set(ranks)
         self._here = [rank for rank in self._input if rank in here]
-        self._cycle = program.placement.cycle if program.updates.mean_of_rounds else 1
-        self._parts = program.microbatches
+        self._parts = max(program.microbatches for program in programs)
         self._group = group
         self._senders = dict(senders or {})
         self._receiver = receiver
@@ -112,7 +112,7 @@ class Supply:
         if not self._here:
             return {}
         shared = share(self._whole(loader, order, extent, state, training), len(self._here))
-        feeds = [Feed(reading, take, self._cycle if training else 1) for reading in shared]
+        feeds = [Feed(reading, take) for reading in shared]
         return {rank: OwnDoor(feed) for rank, feed in zip(self._here, feeds, strict=True)}
 
     def _open_apart(
@@ -140,16 +140,15 @@ class Supply:
                 f"it is a {type(loader).__name__}, but rank {first} has a DataLoader over a map-style data set",
                 "let every rank make the same loader",
             )
-        cycle = self._cycle if training else 1
         if dealt:
             reading = DealtReading(self._dealer(loader, training, replica, replicas), order, extent, state)
             self._readings[training] = reading
-            return {rank: OwnDoor(Feed(reading, take, cycle))}
+            return {rank: OwnDoor(Feed(reading, take))}
         if replica:
             assert self._receiver is not None
             return {rank: HandedDoor(self._receiver)}
         (whole,) = share(self._whole(loader, order, extent, state, training), 1)
-        return {rank: OwnDoor(Feed(whole, take, cycle), self._senders)}
+        return {rank: OwnDoor(Feed(whole, take), self._senders)}
 
     def _whole(
         self, loader: Any, order: Order, extent: Extent, state: Mapping[str, Any] | None, training: bool

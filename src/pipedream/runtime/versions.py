@@ -71,7 +71,7 @@ class Versions:
         handles: name -> the user's parameter, for those that are trained.
         low_precision: name -> type of the leaf, for weights that autocast would cast.
         watched: gradients of the leaves are wanted while a backward still runs (`WeightSet.ready`).
-        single: there is one set, and updates do not mind its readers.
+        single: there is one set, and updates do not mind its readers; another method changes it (`follow`).
     """
 
     def __init__(
@@ -213,6 +213,11 @@ class Versions:
         left = self._sets.pop(self.newest)
         left.version = self.newest = 0
         self._sets[0] = left
+
+    def follow(self, single: bool) -> None:
+        """Takes up another method's rule at a drain; sets that are free then are let go, for it may need fewer."""
+        self._single = single
+        self._free.clear()
 
     def reload(self) -> None:
         """Takes over weights that were written into the handles from outside, after a drain."""

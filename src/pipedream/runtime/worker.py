@@ -19,7 +19,7 @@ from ..core.program import Instruction, Move, Program
 from ..core.timeline import Tag
 from .batches import flatten, to_device, unflatten
 from .channel import Pending, Receiver, Sender
-from .coupling import GlobalNorm
+from .coupling import Coupling
 from .doing import Doing
 from .feed import Ending
 from .intake import Door, Intake
@@ -46,14 +46,18 @@ class Worker:
 
     Args:
         rank: of this worker.
-        program: of the training, verified.
+        program: of the training, or of its first phase, verified.
         evaluation: the program of forwards alone.
         seats: stage -> what lives here.
         senders, receivers: channel number -> its end, for the channels of the programs.
         results: this rank's part in losses and metrics.
         scorer: of the last stage's outputs.
         device: where it computes.
-        norm: of the gradients of all stages, where they are clipped by it.
+        coupling: decides over the updates of this rank's stages.
+
+    Attributes:
+        clock: updates of the input stage since this program was taken up.
+        trained: phase -> (begin, end): minibatches done at its first stream here, and at the end of its last one.
     """
 
     def __init__(
@@ -68,10 +72,9 @@ class Worker:
         results: Results,
         scorer: Scorer,
         device: torch.device,
-        norm: GlobalNorm | None = None,
+        coupling: Coupling,
     ) -> None:
         self.rank = rank
-        self.program = program
         self.seats = seats
         self._evaluation = evaluation
         self.senders = senders
@@ -79,49 +82,61 @@ class Worker:
         self.results = results
         self._scorer = scorer
         self._device = device
-        self._norm = norm
+        self.coupling = coupling
         self._last = program.placement.stages - 1
-        self._ends_update = last_backwards(program, rank)
         self.recorder = Recorder(rank, device)
         self.ending = Ending.DATA
         self._total: int | None = None
         self._mail = Mail(rank, program.placement, program.channels, senders, receivers)
         self.done_minibatches = 0
+        self.clock = 0
+        self.trained: dict[int, tuple[int, int]] = {}
         self._at: tuple[Program, Instruction] | None = None
         self.doing = Doing()
         self.wishes_to_stop: Callable[[], bool] = lambda: False
+        self.follow(program, 0)
         self._begin(None, 1, 0)
+
+    def follow(self, program: Program, phase: int) -> None:
+        """Takes up a verified program over the same channels, at a drain; `phase` is its number in the run."""
+        self.program = program
+        self._ends_update = last_backwards(program, self.rank)
+        self.recorder.phase, self._scorer.mean_of_rounds = phase, program.updates.mean_of_rounds
+        self.coupling.follow(program)
+        for stage, seat in self.seats.items():
+            seat.follow(program, stage, self.clock)
+        self.clock = 0
 
     # -- the three things a worker does -------------------------------------------------------------
 
-    def train(self, door: Door | None) -> Generator[Pending[Any] | Done, None, None]:
+    def train(self, door: Door | None, until: int | None) -> Generator[Pending[Any] | Done, None, None]:
         """Trains until the stream ends, and drains. `ending` says then why it ended.
 
         Args:
             door: where the data comes from, at the workers of the input stage; None elsewhere.
+            until: minibatches since the start of training at which it drains by itself; None: it does not.
 
         Raises:
             WorkerError: an op failed; names rank, stage, op and cause.
         """
-        self._begin(door, self.program.microbatches, self.done_minibatches)
+        self._begin(door, self.program.microbatches, self.done_minibatches, self.program.round_minibatches, until)
         self._training = True
         for seat in self.seats.values():
             seat.begin()
-        for event in self._run(self.program):
-            if not isinstance(event, Op):
-                yield event
+        yield from (event for event in self._run(self.program) if not isinstance(event, Op))
+        yield from self.coupling.settle()
         for seat in self.seats.values():
-            yield from seat.average_statistics()
-            seat.versions.rewind()
+            yield from seat.end()
+        self.clock += self.program.updates.updates(0, self._total or 0)
+        begin, _ = self.trained.get(self.recorder.phase, (self.done_minibatches, 0))
         self.done_minibatches += (self._total or 0) // self.program.microbatches
+        self.trained[self.recorder.phase] = begin, self.done_minibatches
 
     def evaluate(self, door: Door | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Runs forwards alone, and ends with one `Done` that holds the means over all minibatches."""
-        self._begin(door, 1, 0, ema)
+        self._begin(door, 1, 0, ema=ema)
         with evaluating(self.seats.values()):
-            for event in self._run(self._evaluation):
-                if not isinstance(event, Op):
-                    yield event
+            yield from (event for event in self._run(self._evaluation) if not isinstance(event, Op))
         owners = self.program.placement.ranks[self._last]
         if self._last in self.seats:
             self.results.announce(0)
@@ -129,7 +144,7 @@ class Worker:
 
     def predict(self, door: Door | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
         """Runs forwards alone, and yields the outputs in order, at rank 0 only."""
-        self._begin(door, 1, 0, ema)
+        self._begin(door, 1, 0, ema=ema)
         self._predicting = True
         ahead, given = self.program.plan.in_flight[0], 0
         with evaluating(self.seats.values()):
@@ -285,16 +300,17 @@ class Worker:
         back: list[torch.Tensor | None] = []
         found: list[torch.Tensor | None] = []
         if held.weights is not None:
+            scale = seat.optimizer.scale
             with seat.at_backward():
                 lent, ready = (seat.gradients.lent, seat.give if last else None) if makes_weights else ([], None)
                 if not makes_inputs:
                     found = seat.module.backward_weights(held, lent, ready)
                 elif makes_weights:
-                    found, back = seat.module.backward(held, held.given(message), lent, ready)
+                    found, back = seat.module.backward(held, held.given(message, scale), lent, ready)
                 else:
-                    back = seat.module.backward_inputs(held, held.given(message))
+                    back = seat.module.backward_inputs(held, held.given(message, scale))
         if makes_weights:
-            self._add_gradients(op, seat, found)
+            seat.add(self._held.pop((op.stage, op.index)), found)
         if last:
             seat.optimizer.close(seat.gradients, float(self.wishes_to_stop()))
         if makes_inputs and op.stage:
@@ -304,38 +320,20 @@ class Worker:
             )
         self.recorder.note(op.kind.value, op.stage, self._number(op.index), start)
 
-    def _add_gradients(self, op: Op, seat: Seated, found: list[torch.Tensor | None]) -> None:
-        """Takes in a microbatch's gradients of the weights, with which the seat is done with it."""
-        held = self._held.pop((op.stage, op.index))
-        seat.gradients.add(found, held.weight)
-        if held.weights is not None:
-            seat.tags.append((op.index, held.version, held.weights.version))
-            seat.versions.release(held.weights)
-
     def _update_op(self, op: Op) -> Generator[Any, None, None]:
         seat = self.seats[op.stage]
         before = self.recorder.mark()
         shared = self.program.placement.replicas[op.stage] > 1
         wish = shared and self.wishes_to_stop()
-        if self._norm is None:
-            share, wishes = yield from seat.optimizer.prepare(seat.gradients, float(wish))
-        else:
-            share, wishes = yield from self._norm.prepare(op.stage, float(wish))
-        if shared or self.program.couples_updates:
+        share, wishes = yield from self.coupling.prepare(op.stage, float(wish))
+        if shared or (self.program.couples_updates and not self.program.norm_delay):
             self.recorder.note("wait", op.stage, op.index, before)
         start = self.recorder.mark()
-        weights, updates, newest = self.program.weights, self.program.updates, seat.versions.newest
-        behind, step = seat.next_forward, self.program.placement.replicas[op.stage]
-        if seat.optimizer.compensator.needs_read_weights:
-            # Also where this replica has no part in the next update, it needs the weights that the others read for it.
-            behind, step = updates.members(op.stage, op.index + 1).start, 1
-        coming = weights.readable(op.stage, behind, newest, step=step, total=self._total)
-        read = weights.forward_version(op.stage, updates.members(op.stage, op.index).start)
         with self.doing.task_of("an update"):
-            tags = seat.update(coming, share, read)
+            tags = seat.update(self.program, op, share, self._total)
         for microbatch, forward_version, backward_version, newest in tags:
             number = self._number(microbatch)
-            self.recorder.tags.append(Tag(op.stage, number, forward_version, backward_version, newest))
+            self.recorder.tag(Tag(op.stage, number, forward_version, backward_version, newest))
         before_drain = self._base * self.program.microbatches // self.program.updates.per_update[op.stage]
         self.recorder.note("U", op.stage, before_drain + op.index, start)
         if wishes:
@@ -371,11 +369,13 @@ class Worker:
 
     # -- small things -------------------------------------------------------------------------------
 
-    def _begin(self, door: Door | None, split: int, base: int, ema: bool = False) -> None:
+    def _begin(
+        self, door: Door | None, split: int, base: int, cycle: int = 1, until: int | None = None, ema: bool = False
+    ) -> None:
         """Forgets the stream before, and gets ready for one that begins at minibatch `base`."""
         self._door = door
         replica = dict(self.program.placement.seats(self.rank)).get(0, 0)
-        self._intake: Intake | None = None if door is None else door.open(split, replica, base)
+        self._intake: Intake | None = None if door is None else door.open(split, replica, base, cycle, until)
         self._split = split
         self._base = base
         self._ema = ema

@@ -8,7 +8,8 @@ microbatch between forward and backward at the last stage, where here there is n
     rank 0 | F0  F1  F2  B0  F3  B1' F4  B2  F5  B3'
     rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4
 
-T1 (rates by stage) and T3 (a synchronous warm-up) are not in here: they are matters of the update and of the run.
+T1 (rates by stage) and T3 (a synchronous warm-up) are not in here: they are matters of the update and of the run, whose
+phases are then ``1f1b/4:200,pipemare+t1=500``.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ def flatten(program: Program, rank: int, total: int, *, gives: Iterable[int]) ->
         if position == loop:
             start = len(flat)
         one = _flat(program, instruction, total)
-        if program.couples_updates and one.letter == Kind.UPDATE.value:
+        # A delayed norm is known before it is asked for (`core.coupling`).
+        if program.couples_updates and not program.norm_delay and one.letter == Kind.UPDATE.value:
             flat.append(one._replace(code=COUPLE))
         flat.append(one)
         sum_of = given[one.what].get(position) if one.code == OP and one.what in given else None

@@ -11,7 +11,8 @@ into the cycle. The waits are
 - on a lane (what a transport runs in order, such as an NCCL communicator) a rank's transfers complete in
   the order in which they were issued: a send when its message is sent, a receive when it is posted. Receives
   from one sender are posted on a lane in that sender's order;
-- a sum waits for all replicas; where updates are coupled, an update waits for the same one on all ranks.
+- a sum waits for all replicas; where updates are coupled, an update waits until all ranks have come to the same one,
+  or to the one that is `norm_delay` before.
 """
 
 from __future__ import annotations
@@ -114,12 +115,12 @@ class _Waits:
             self.sent.add(message)
             self._issue(rank, message)
             return True
-        if (
-            instruction.kind is Kind.UPDATE
-            and self.run.program.couples_updates
-            and not self._meet(rank, ("update", -1, instruction.index))
-        ):
-            return False
+        if instruction.kind is Kind.UPDATE and self.run.program.couples_updates:
+            # A rank that comes to its first one has the gradients of all its stages (`unrolled`).
+            self._meet(rank, ("update", -1, instruction.index))
+            norm_of = ("update", -1, instruction.index - self.run.program.norm_delay)
+            if self.met[norm_of] != self.members[norm_of]:
+                return False
         if instruction in self.consumers:
             self.consumed.update(self.consumers[instruction])
             self._post(rank)
@@ -196,7 +197,7 @@ class _Waits:
                 instruction.channel,
                 instruction.index,
             )
-        meeting: _Meeting = ("update", -1, instruction.index)
+        meeting: _Meeting = ("update", -1, instruction.index - self.run.program.norm_delay)
         if isinstance(instruction, Transfer):
             meeting = ("sum", instruction.channel, instruction.index)
         other = min(self.members[meeting] - self.met[meeting])

@@ -1,0 +1,123 @@
+"""The phases of a run made ready: the method of each, lowered and proved, over one set of channels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from . import schedules
+from .core.compensation import compensations
+from .core.coupling import Policy, coupled
+from .core.errors import ScheduleError
+from .core.phase import Phase, check_phases, read_phases
+from .core.plan import Plan
+from .core.program import Program
+from .core.schedule import Schedule
+from .lowering import lower, with_common_channels
+from .verifier import Proof, verify
+
+__all__ = ["Prepared", "all_flush", "compensated", "evaluation_of", "phases_of", "planned_for", "prepare"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A phase that can be run.
+
+    Attributes:
+        phase: what was asked.
+        schedule: its method.
+        program: lowered, with the channels of all phases.
+        proof: of the program.
+    """
+
+    phase: Phase
+    schedule: Schedule
+    program: Program
+    proof: Proof
+
+
+def phases_of(
+    schedule: str | Schedule | None, microbatches: int | None, phases: str | Sequence[Phase] | None
+) -> tuple[Phase, ...]:
+    """Returns the phases of a run, of which one that has but one method has one.
+
+    Raises:
+        ScheduleError: phases that cannot follow each other, or phases and a schedule beside them.
+    """
+    if not phases:
+        return (Phase(schedule if schedule is not None else "", microbatches=microbatches),)
+    if schedule is not None or microbatches is not None:
+        raise ScheduleError(
+            "phases were asked for and a schedule or microbatches beside them; each phase says its own: "
+            "Phase('1f1b', until=200, microbatches=4), as text 1f1b/4:200"
+        )
+    return read_phases(phases) if isinstance(phases, str) else check_phases(phases)
+
+
+def all_flush(plan: Plan, phases: Sequence[Phase]) -> bool:
+    """Tells whether none of the phases has gradients that are late."""
+    return all(_built(plan, phase).flushes for phase in phases)
+
+
+def compensated(plan: Plan, phases: Sequence[Phase], asked: Any) -> tuple[Phase, ...]:
+    """Returns phases, those that do not flush with a compensation unless they say their own.
+
+    Where all of them flush it is given to all, for `prepare` to refuse it with the reason.
+
+    Args:
+        asked: one or several of `core.compensation`, or their texts; () for none, None to leave the phases as they are.
+
+    Raises:
+        ScheduleError: an unknown one, or a method that does not work with this plan.
+    """
+    if asked is None:
+        return tuple(phases)
+    chosen, none_late = compensations(asked), all_flush(plan, phases)
+    return tuple(
+        replace(phase, compensation=chosen)
+        if phase.compensation is None and (none_late or not _built(plan, phase).flushes)
+        else phase
+        for phase in phases
+    )
+
+
+def prepare(plan: Plan, phases: Sequence[Phase], policy: Policy) -> tuple[Prepared, ...]:
+    """Returns the phases of a run, lowered and proved.
+
+    Raises:
+        ScheduleError: a method does not work with this plan or this policy, or they are not of one placement.
+        DeadlockError: a program would stand still.
+    """
+    built = [coupled(_built(plan, phase), policy) for phase in phases]
+    programs = with_common_channels([lower(schedule) for schedule in built])
+    return tuple(
+        Prepared(phase, schedule, program, verify(program))
+        for phase, schedule, program in zip(phases, built, programs, strict=True)
+    )
+
+
+def evaluation_of(plan: Plan) -> Program:
+    """Returns the program of forwards alone, proved."""
+    program = lower(schedules.evaluation(plan))
+    verify(program)
+    return program
+
+
+def planned_for(phases: Sequence[Phase]) -> Phase:
+    """Returns the phase that a run's plan is made for: the first that does not flush, for it keeps the most weights."""
+
+    def flushes(phase: Phase) -> bool:
+        if isinstance(phase.schedule, Schedule):
+            return phase.schedule.flushes
+        return schedules.build(phase.schedule, schedules.uniform(phase.schedule, None)).flushes
+
+    return next((phase for phase in phases if not flushes(phase)), phases[-1])
+
+
+def _built(plan: Plan, phase: Phase) -> Schedule:
+    built = phase.schedule
+    if not isinstance(built, Schedule):
+        name, parts = plan.method(built or None, phase.microbatches)
+        built = schedules.build(name, plan, parts)
+    return built if phase.compensation is None else built.compensated(phase.compensation)

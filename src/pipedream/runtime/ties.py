@@ -1,0 +1,135 @@
+"""Weights that several stages hold, as an embedding and an output layer that share a matrix.
+
+Each holder keeps its own copy and its own optimizer state. At an update the holders add up their gradients, so that
+each makes the same step, and the copies stay equal to the bit. That takes a flush: without one the holders make their
+updates at different times, from gradients of different versions, and no moment has one gradient for the one weight.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..core.errors import PlanError
+from ..core.placement import Placement
+from .channel import Group, Pending
+from .reduction import add_up_all
+
+__all__ = ["Shared", "TiedSum", "own_copies", "shared_weights", "spread"]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Weights that the same stages hold.
+
+    Attributes:
+        names: of the parameters, as `nn.Module.named_parameters` gives them.
+        stages: the holders, in order; the first one speaks for them.
+    """
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
+def shared_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> tuple[Shared, ...]:
+    """Returns the trained weights that more than one stage holds.
+
+    Args:
+        model: the user's.
+        stages: layers of each.
+
+    Raises:
+        PlanError: stages share a view of a weight, or a module with state that moves.
+    """
+    holders: dict[int, set[int]] = defaultdict(set)
+    views: dict[int, set[int]] = defaultdict(set)
+    moving: dict[int, set[int]] = defaultdict(set)
+    for stage, layers in enumerate(stages):
+        for layer in layers:
+            for parameter in layer.parameters():
+                if parameter.requires_grad:
+                    holders[id(parameter)].add(stage)
+                    views[parameter.untyped_storage()._cdata].add(id(parameter))
+            for module in layer.modules():
+                if any(buffer is not None for buffer in module._buffers.values()):
+                    moving[id(module)].add(stage)
+    named = dict(model.named_parameters())
+    for parts in views.values():
+        if len(parts) > 1 and len(set.union(*(holders[part] for part in parts))) > 1:
+            names = ", ".join(name for name, parameter in named.items() if id(parameter) in parts)
+            raise PlanError(
+                f"stages share one storage under different parameters ({names}), whose gradients cannot be added up; "
+                "keep these layers in one stage, or share the parameter itself"
+            )
+    if any(len(found) > 1 for found in moving.values()):
+        raise PlanError("stages share a module that has buffers, which each would move by itself; keep it in one stage")
+    groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name, parameter in named.items():
+        if len(holders[id(parameter)]) > 1:
+            groups[tuple(sorted(holders[id(parameter)]))].append(name)
+    return tuple(Shared(tuple(names), held) for held, names in groups.items())
+
+
+def own_copies(handles: Mapping[str, nn.Parameter], stage: int, shared: Sequence[Shared]) -> dict[str, nn.Parameter]:
+    """Returns a stage's handles for a process that has all stages: copies of what a stage before it holds too."""
+    foreign = {name for one in shared if stage in one.stages[1:] for name in one.names}
+    return {
+        name: nn.Parameter(handle.detach().clone()) if name in foreign else handle for name, handle in handles.items()
+    }
+
+
+def spread(
+    model: nn.Module,
+    shared: Sequence[Shared],
+    groups: Sequence[dist.ProcessGroup | None],
+    placement: Placement,
+    rank: int,
+) -> None:
+    """Gives all holders the first one's values; every holder calls it.
+
+    Args:
+        groups: of the holders of each of the shared weights.
+    """
+    named = dict(model.named_parameters())
+    for one, group in zip(shared, groups, strict=True):
+        if any(rank in placement.ranks[stage] for stage in one.stages):
+            for name in one.names:
+                dist.broadcast(named[name].data, placement.ranks[one.stages[0]][0], group=group)
+
+
+class TiedSum:
+    """One holder's part in the sums over the holders.
+
+    Args:
+        shared: the weights.
+        stage: the holder.
+        handles: names of all weights of the stage, in order.
+        group: of all replicas of all holders.
+        replicas: of this stage; they hold the same sums, of which each gives its share.
+    """
+
+    def __init__(self, shared: Shared, stage: int, handles: Sequence[str], group: Group, replicas: int) -> None:
+        self._indices = [handles.index(name) for name in shared.names]
+        self._group = group
+        self._replicas = replicas
+        self.spoken_for = frozenset(self._indices) if stage != shared.stages[0] else frozenset()
+
+    def add_up(
+        self, sums: list[torch.Tensor | None], handles: Sequence[torch.Tensor]
+    ) -> Generator[Pending[Any], None, None]:
+        """Puts the sums over the holders in the place of this holder's own; yields where it would wait.
+
+        A weight that no holder has a gradient for has none, as in one process.
+        """
+        own = [torch.zeros_like(handles[i]) if (held := sums[i]) is None else held for i in self._indices]
+        there = torch.tensor([float(sums[i] is not None) for i in self._indices], dtype=torch.float64)
+        parts = [part / self._replicas if self._replicas > 1 else part for part in own]
+        *whole, counts = yield from add_up_all(self._group, [*parts, there.to(own[0].device)])
+        for i, total, count in zip(self._indices, whole, counts.tolist(), strict=True):
+            sums[i] = total if count else None

@@ -1,0 +1,631 @@
+"""What couples the stages beside the data: norms over all of them, gradients that are not numbers, tied weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+import zoo
+from cases import OPTIMIZERS, Fresh, assert_near
+from test_phases import Run, check, check_resumed, go
+from torch import Tensor, nn
+
+import pipedream as pd
+from pipedream.capture import capture
+from pipedream.core.cluster import Cluster
+from pipedream.core.coupling import norm_delay
+from pipedream.core.errors import PlanError, ScheduleError, WorkerError
+from pipedream.core.op import Kind, Op
+from pipedream.core.plan import Plan
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.lowering import lower
+from pipedream.planner import by_hand
+from pipedream.schedules import build
+from pipedream.simulator import costs, simulate
+from pipedream.verifier import verify
+
+DELAYED = [
+    Run("pipedream", (1, 1, 1)),
+    Run("pipedream", (1, 1, 1, 1), depth=(7, 4, 2, 1), optimizer="adamw"),
+    Run("pipedream_2bw/3", (1, 1, 1)),
+    Run("pipedream_2bw/2", (1, 1, 1), depth=(3, 2, 1)),  # the input stage holds more than one update's microbatches
+    Run("pipedream", (2, 2)),
+    Run("pipedream_2bw/4", (2, 1), optimizer="adamw"),
+    # A flush knows the norm of the very update; the phase behind it begins with the last norm of the one before.
+    Run("1f1b/2:13,pipedream:37,gpipe/3", (1, 1), evaluate_at=(5, 23)),
+]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(
+            replace(run, clip=0.05, clip_by="delayed_global"), marks=() if quick else pytest.mark.slow, id=str(run)
+        )
+        for run, quick in zip(DELAYED, (True, False, False, True, False, False, False), strict=True)
+    ],
+)
+def test_clipping_by_an_earlier_global_norm_equals_a_serial_loop(run: Run) -> None:
+    check(run, go(run))
+
+
+def test_the_norms_of_a_wrong_update_would_be_found() -> None:
+    run = replace(DELAYED[0], clip=0.05, clip_by="delayed_global", epochs=4, evaluate_at=())
+    outcome = go(run)
+    for wrong in (replace(run, clip_by="local"), replace(run, clip=0.06)):
+        with pytest.raises(AssertionError):
+            check(wrong, outcome)
+    with pytest.raises(AssertionError):
+        check(replace(run, depth=(4, 2, 1)), outcome)  # another depth at the input stage: the norm of another update
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_processes_clip_to_the_bit_as_one_does() -> None:
+    run = Run("1f1b/2:4,pipedream", (1, 1), epochs=3, evaluate_at=(7,), clip=0.05, clip_by="delayed_global")
+    alone = go(run)
+    found = processes.results(go, 2, run)[0]  # of more, gloo adds up in another order
+    assert found.losses == alone.losses
+    assert all(torch.equal(found.state[name], value) for name, value in alone.state.items())
+
+
+@pytest.mark.slow
+def test_a_run_with_delayed_norms_goes_on_to_the_bit(tmp_path: Path) -> None:
+    run = Run("1f1b/2:12,pipedream", (1, 1, 1), evaluate_at=(), clip=0.05, clip_by="delayed_global", epochs=7)
+    check_resumed(run, tmp_path, go, save_at=(5, 12, 18, 24))
+
+
+PLANS = [
+    Plan.uniform(1),
+    Plan.uniform(4),
+    replace(Plan.uniform(4), in_flight=(8, 5, 2, 1)),
+    replace(Plan.uniform(2, replicas=(2, 2)), lag=(1, 0), in_flight=(4, 1)),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.config} {plan.in_flight}")
+@pytest.mark.parametrize(("name", "parts"), [("pipedream", None), ("pipedream_vertical_sync", None), ("2bw", 8)])
+def test_the_norm_is_the_newest_that_nobody_has_to_wait_for(plan: Plan, name: str, parts: int | None) -> None:
+    schedule = build(name, plan, parts)
+    delay = norm_delay(schedule)
+    # Without messages' time and with any compute: an update never waits for the norms of the one so many before it.
+    for forward_s, backward_s in ((1.0, 2.0), (3.0, 0.5), (1.0, 0.01)):
+        timed = replace(plan, stages=tuple(replace(s, forward_s=forward_s, backward_s=backward_s) for s in plan.stages))
+        program = lower(build(name, timed, parts))
+        spans = simulate(program, costs(timed, split=program.microbatches), 12 * program.cycle).work()
+        begins: dict[int, list[float]] = {}
+        for span in spans:
+            if span.kind == "U":
+                begins.setdefault(span.index, []).append(span.start_s)
+        assert all(max(begins[n - delay]) <= min(begins[n]) for n in begins if n > delay)
+    # And no newer one: an input stage's last forward for update n comes before its update n - D + 1.
+    if len(plan.stages) > 1:
+        ops = [op for op, _ in zip(schedule.order(0), range(400), strict=False)]
+        late = [
+            op.index
+            for op in ops
+            if op.kind is Kind.UPDATE and op.index >= 2 * delay and _last_forward(schedule, op.index + delay - 1) in ops
+            and ops.index(_last_forward(schedule, op.index + delay - 1)) < ops.index(op)
+        ]  # fmt: skip
+        assert late
+    verify(lower(replace(schedule, couples_updates=True, norm_delay=delay)))
+
+
+def _last_forward(schedule: Any, update: int) -> Op:
+    members = schedule.updates.members(0, update)
+    last = [k for k in members if schedule.placement.replica(0, k) == 0][-1]
+    return Op(Kind.FORWARD, 0, last, 0)
+
+
+class Table(nn.Module):
+    """Words and places, as in the zoo's transformer."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Parameter(torch.randn(8, width) / 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.words(tokens) + self.places[: tokens.shape[1]]
+
+    def reset_parameters(self) -> None:
+        """Gives the places their values; the words have their own."""
+        nn.init.normal_(self.places, std=0.5)
+
+
+class Last(nn.Module):
+    """The output layer, as a loss over classes wants it."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self.head = nn.Linear(table.words.embedding_dim, table.words.num_embeddings)
+        self.head.weight = table.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x).transpose(1, 2)
+
+
+def tied_model() -> nn.Module:
+    """Returns a transformer whose embedding and output layer are one matrix."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        table = Table(9, 8)
+        layers = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True) for _ in range(2)]
+        return nn.Sequential(table, *layers, Last(table)).double()
+
+
+def sentences() -> list[tuple[Tensor, Tensor]]:
+    """Returns one epoch: minibatches of 8 sentences, the last of 3."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(9, (27, 6), generator=generator)
+    return [(tokens[i : i + 8], tokens[i : i + 8].roll(-1, 1)) for i in range(0, 27, 8)]
+
+
+def token_sums(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    """Returns the sum over tokens and their number."""
+    return -output.log_softmax(1).gather(1, targets.unsqueeze(1)).sum(), float(targets.numel())
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A run of the tied model; cuts are before these layers."""
+
+    schedule: str
+    cuts: tuple[int, ...] = (1, 2, 3)
+    replicas: tuple[int, ...] = (1, 1, 1, 1)
+    clip: float | None = None
+    optimizer: str = "adamw"
+    epochs: int = 6
+
+    def plan(self) -> Plan:
+        """Returns the plan; nothing is timed."""
+        graph = capture(tied_model(), (sentences()[0][0],)).graph
+        profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
+        return by_hand(profile, Cluster.flat(sum(self.replicas)), self.cuts, self.replicas, part_ties=True)
+
+
+def train_tied(
+    run: Tied, resume: Path | None = None, save: Path | None = None, start: dict[str, Tensor] | None = None
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], bool]:
+    """Returns losses, the state, the average of the weights, and whether all copies here are equal."""
+    model = tied_model()
+    with pd.Pipeline(
+        model, run.plan(), schedule=run.schedule, microbatches=4, loss=F.cross_entropy, clip_grad_norm=run.clip,
+        optimizer=OPTIMIZERS[run.optimizer], ema=0.9, seed=3,
+    ) as pipeline:  # fmt: skip
+        if resume is not None:
+            pipeline.load(resume)
+        if start is not None:
+            pipeline.load_state_dict(start)
+        losses = []
+        for done in pipeline.train(Fresh(sentences()), epochs=run.epochs - pipeline.position[0]):
+            losses.append(done.loss)
+            if save is not None and done.number + 1 == 10:
+                pipeline.save(save)
+            if done.number == 7:
+                pipeline.evaluate(Fresh(sentences()))
+        seats = [seat for worker in pipeline._session.workers for seat in worker.seats.values()]
+        copies = [
+            seat.versions.handles["0.words.weight"] for seat in seats if "0.words.weight" in seat.versions.handles
+        ]
+        equal = all(torch.equal(copies[0], copy) for copy in copies) if copies else True
+        assert model[3].head.weight is model[0].words.weight or pipeline.distributed, "the user's model stays tied"
+        return losses, pipeline.state_dict(), pipeline.state_dict(ema=True), equal
+
+
+def plain_tied(run: Tied) -> reference.Answer:
+    """Returns what one process gives."""
+    return reference.plain(
+        tied_model(), ["0", "1", "2", "3"], sentences() * run.epochs, token_sums, OPTIMIZERS[run.optimizer],
+        microbatches=4, seed=3, clip=run.clip, ema=0.9,
+    )  # fmt: skip
+
+
+TIED = [
+    Tied("1f1b"),
+    Tied("gpipe", optimizer="sgd", clip=0.3),
+    Tied("naive", cuts=(2,), replicas=(1, 1), clip=0.3),
+    Tied("1f1b", cuts=(1,), replicas=(2, 1)),
+    Tied("1f1b", cuts=(3,), replicas=(1, 2), optimizer="sgd", clip=0.3),
+    Tied("gpipe", cuts=(2,), replicas=(3, 2)),
+]
+
+
+def check_tied(run: Tied, found: tuple[list[float], dict[str, Tensor], dict[str, Tensor], bool]) -> None:
+    """Checks a run of the tied model against one process."""
+    losses, state, average, equal = found
+    wanted = plain_tied(run)
+    assert losses == pytest.approx(wanted.losses, rel=1e-10)
+    assert_near(state, wanted.state, 1e-10)
+    assert_near({name: average[name] for name in wanted.ema}, wanted.ema, 1e-10)
+    assert torch.equal(average["3.head.weight"], average["0.words.weight"])
+    assert equal
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run, marks=() if quick else pytest.mark.slow, id=str(run))
+        for run, quick in zip(TIED, (True, False, False, False, True, False), strict=True)
+    ],
+)
+def test_weights_tied_across_stages_train_as_in_one_process(run: Tied) -> None:
+    check_tied(run, train_tied(run))
+
+
+def test_the_two_gradients_of_a_tied_weight_matter() -> None:
+    run = replace(TIED[1], epochs=2)
+    found = train_tied(run)
+    with pytest.raises(AssertionError):
+        check_tied(replace(run, clip=None), found)
+    model = tied_model()
+    model[3].head.weight = nn.Parameter(model[0].words.weight.detach().clone())
+    untied = reference.plain(
+        model, ["0", "1", "2", "3"], sentences() * run.epochs, token_sums, OPTIMIZERS[run.optimizer],
+        microbatches=4, seed=3, clip=run.clip,
+    )  # fmt: skip
+    assert abs(untied.losses[-1] - found[0][-1]) > 1e-4
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("run", [replace(TIED[2], epochs=4), pytest.param(TIED[3], marks=pytest.mark.slow)], ids=str)
+def test_processes_keep_tied_weights_equal(run: Tied, tmp_path: Path) -> None:
+    workers = sum(run.replicas)
+    whole = processes.results(train_tied, workers, run, None, tmp_path)[0]
+    check_tied(run, whole)
+    rest = processes.results(train_tied, workers, run, tmp_path)[0]
+    assert rest[0] == whole[0][-len(rest[0]) :]
+    assert all(torch.equal(rest[1][name], value) for name, value in whole[1].items())
+
+
+@pytest.mark.slow
+def test_tied_weights_go_on_from_a_checkpoint_of_any_plan(tmp_path: Path) -> None:
+    run = Tied("1f1b")
+    whole = train_tied(run, save=tmp_path / "apart")
+    rest = train_tied(run, resume=tmp_path / "apart")
+    assert rest[0] == whole[0][-len(rest[0]) :]
+    assert all(torch.equal(rest[1][name], value) for name, value in whole[1].items())
+    together = Tied("1f1b", cuts=(), replicas=(1,))
+    check_tied(replace(run, epochs=6), (whole[0], *train_tied(together, resume=tmp_path / "apart")[1:]))
+    train_tied(together, save=tmp_path / "together")
+    check_tied(run, (whole[0], *train_tied(run, resume=tmp_path / "together")[1:]))
+
+
+def test_a_state_dict_reaches_every_holder() -> None:
+    start = {name: value + 0.01 for name, value in tied_model().state_dict().items()}
+    found = train_tied(Tied("1f1b", epochs=1), start=start)
+    model = tied_model()
+    model.load_state_dict(start)
+    wanted = reference.plain(
+        model, ["0", "1", "2", "3"], sentences(), token_sums, OPTIMIZERS["adamw"], microbatches=4, seed=3
+    )
+    assert_near(found[1], wanted.state, 1e-10)
+
+
+def train_from_meta(cuts: tuple[int, ...]) -> dict[str, Tensor]:
+    """Trains a tied model that was built without numbers, and returns its state."""
+    with torch.device("meta"):
+        table = Table(9, 8)
+        model = nn.Sequential(table, nn.Linear(8, 8), nn.Tanh(), Last(table))
+    graph = capture(
+        nn.Sequential(table := Table(9, 8), nn.Linear(8, 8), nn.Tanh(), Last(table)), (torch.zeros(2, 6).long(),)
+    ).graph
+    profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
+    counts = (1,) * (len(cuts) + 1)
+    plan = by_hand(profile, Cluster.flat(len(counts)), cuts, counts, part_ties=True)
+    with pd.Pipeline(
+        model, plan, schedule="1f1b", microbatches=2, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"]
+    ) as pipeline:
+        for _ in pipeline.train(Fresh(sentences())):
+            pass
+        return pipeline.state_dict()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_tied_model_on_the_meta_device_stays_tied() -> None:
+    alone = train_from_meta(())
+    assert torch.equal(alone["0.words.weight"], alone["3.head.weight"])
+    assert_near(train_from_meta((2,)), alone, 1e-5)
+    assert_near(processes.results(train_from_meta, 2, (2,))[0], alone, 1e-5)
+
+
+def test_tied_weights_that_cannot_be_kept_equal_are_refused() -> None:
+    def refuse(
+        match: str, kind: type[Exception] = ScheduleError, model: Any = None, plan: Any = None, **options: Any
+    ) -> None:
+        with pytest.raises(kind, match=match):
+            pd.Pipeline(
+                model or tied_model(), plan or Tied("").plan(), loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"],
+                **options,
+            )  # fmt: skip
+
+    for name in ("pipedream", "pipedream_2bw"):
+        refuse(f"train by '{name}', which does not flush: the stages would update the shared weight", schedule=name)
+    refuse("'pipedream', which does not flush", phases="1f1b/4:5,pipedream")
+    refuse("clipped differently at its holders", schedule="1f1b", clip_grad_norm=1.0, clip="local")
+    looped = replace(Tied("").plan(), order=(0, 1, 0, 1))
+    refuse("puts several stages on a worker: one of its stages would wait", plan=looped, schedule="interleaved_1f1b")
+    viewed = tied_model()
+    viewed[3].head.weight = nn.Parameter(viewed[0].words.weight.data.view(9, 8))
+    refuse("share one storage under different parameters", PlanError, viewed, schedule="1f1b")
+
+
+def test_a_plan_by_hand_parts_ties_for_a_method_that_flushes() -> None:
+    graph = capture(tied_model(), (sentences()[0][0],)).graph
+    profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
+    assert pd.plan(profile, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1").config == "1-1"
+    with pytest.raises(PlanError, match=r"share a parameter .*which takes a method that flushes"):
+        pd.plan(profile, Cluster.flat(2), schedule="pipedream", cuts=(2,), shape="1-1")
+
+
+class Trap(nn.Module):
+    """A linear layer whose own gradient is not a number where an input is marked; nothing else notices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own = nn.Linear(6, 8), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner(x.clamp(max=3.0))
+        return out + torch.sqrt(self.own * 0.0) if bool((x > 50).any()) else out
+
+
+def trapped() -> nn.Module:
+    """Returns a model of three stages that has the trap in its second one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(6, 6), nn.Identity(), Trap(), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def marked(bad: tuple[int, ...], count: int = 24) -> list[tuple[Tensor, Tensor]]:
+    """Returns minibatches, of which some make the trapped gradient not a number; the last of them has a NaN in it."""
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for number in range(count):
+        x, y = torch.randn(6, 6, generator=generator).double(), torch.randint(3, (6,), generator=generator)
+        if number in bad:
+            x[2] = float("nan") if number == bad[-1] else 1e4
+        batches.append((x, y))
+    return batches
+
+
+SHARED = {
+    "interleaved_1f1b": ((1, 2, 3), (1, 1, 1, 1), (0, 1, 0, 1)),
+    "zbv": ((1, 2, 3), (1, 1, 1, 1), (0, 1, 1, 0)),
+    "chimera": ((2,), (2, 2), (0, 1, 1, 0)),
+}
+"""Methods that put several stages on a worker: cuts, replicas, workers of the stages."""
+
+
+def trap_plan(schedule: str) -> Plan:
+    """Returns a plan of the trapped model: three stages, unless the method wants more."""
+    graph = capture(trapped(), (marked(())[0][0],)).graph
+    profile = Profile("trap", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 6)
+    cuts, replicas, order = SHARED.get(schedule, ((2, 3), (1, 1, 1), ()))
+    return replace(by_hand(profile, Cluster.flat(sum(replicas)), cuts, replicas), order=order)
+
+
+def train_marked(
+    schedule: str, batches: list[tuple[Tensor, Tensor]], **options: Any
+) -> tuple[dict[str, Tensor], tuple[int, ...], list[float]]:
+    """Returns the state, the updates that each stage skipped, and the losses."""
+    with pd.Pipeline(
+        trapped(),
+        trap_plan(schedule),
+        loss=F.cross_entropy,
+        optimizer=OPTIMIZERS["sgd"],
+        schedule=None if "phases" in options else schedule,
+        **{"on_nan": "skip"} | options,
+    ) as pipeline:
+        losses = [done.loss for done in pipeline.train(Fresh(batches))]
+        return pipeline.state_dict(), pipeline.skipped_updates(), losses
+
+
+def serially(
+    batches: list[tuple[Tensor, Tensor]], late: tuple[int, ...], together: bool
+) -> tuple[dict[str, Tensor], list[int]]:
+    """Trains one minibatch after the other, stage s by gradients at the weights late[s] updates ago; skips updates that
+    are not finite, at all stages `together` or each by itself."""
+    model, stages = trapped(), [["0."], ["2."], ["4."]]
+    named = [[(n, p) for n, p in model.named_parameters() if n.startswith(own[0])] for own in stages]
+    newest = [[(n, nn.Parameter(p.detach().clone())) for n, p in own] for own in named]
+    steppers = [OPTIMIZERS["sgd"](own) for own in newest]
+    made = [[[p.detach().clone() for _, p in own]] for own in newest]
+    skipped = [0, 0, 0]
+    for k, (x, y) in enumerate(batches):
+        with torch.no_grad():
+            for s, own in enumerate(named):
+                for (_, p), value in zip(own, made[s][max(0, k - late[s])], strict=True):
+                    p.copy_(value)
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        finite = [all(bool(p.grad.isfinite().all()) for _, p in own if p.grad is not None) for own in named]
+        for s, own in enumerate(newest):
+            if all(finite) if together else finite[s]:
+                for (_, p), (_, source) in zip(own, named[s], strict=True):
+                    p.grad = None if source.grad is None else source.grad.clone()
+                steppers[s].step()
+            else:
+                skipped[s] += 1
+            made[s].append([p.detach().clone() for _, p in own])
+    return {name: p.detach() for own in newest for name, p in own}, skipped
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow), "pipedream", "pipedream_2bw"]
+)
+def test_updates_that_are_not_finite_are_skipped_as_the_method_can(schedule: str) -> None:
+    batches = marked((5, 11, 17))
+    flushes = schedule in ("1f1b", "gpipe")
+    late = {"pipedream": (2, 1, 0), "pipedream_2bw": (1, 1, 1)}.get(schedule, (0, 0, 0))
+    options = {} if schedule == "pipedream" else {"microbatches": 3}
+    state, skipped, losses = train_marked(schedule, batches, **options)
+    wanted, counts = serially(batches, late, together=flushes)
+    assert list(skipped) == counts
+    # The trap is in the middle stage; a loss that is not a number spoils all of them.
+    assert counts == ([3, 3, 3] if flushes else [1, 3, 1])
+    assert [number for number, loss in enumerate(losses) if loss != loss] == [17]
+    assert_near(state, wanted, 1e-10)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", pytest.param("zbv", marks=pytest.mark.slow), "chimera"])
+def test_stages_of_one_worker_skip_and_clip_together(schedule: str) -> None:
+    batches = marked((5, 11, 17))
+    state, skipped, _ = train_marked(schedule, batches, microbatches=4)
+    wanted, _ = serially(batches, (0, 0, 0), together=True)
+    assert skipped == (3,) * len(trap_plan(schedule).stages)
+    assert_near(state, wanted, 1e-10)
+    alone, together = (
+        train_marked(name, batches, microbatches=4, clip_grad_norm=0.05)[0] for name in ("1f1b", schedule)
+    )
+    assert_near(together, alone, 1e-10)
+    assert not torch.allclose(together["0.weight"], state["0.weight"], rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_methods_of_several_stages_a_worker_take_turns() -> None:
+    batches = marked((5, 11, 17))
+    phases = "interleaved_1f1b/4:9,breadth_first/4"
+    state, skipped, _ = train_marked("interleaved_1f1b", batches, phases=phases, clip_grad_norm=0.05)
+    assert skipped == (3, 3, 3, 3)
+    assert_near(state, train_marked("1f1b", batches, microbatches=4, clip_grad_norm=0.05)[0], 1e-10)
+
+
+@pytest.mark.slow
+def test_all_stages_on_one_worker_are_clipped_by_their_common_norm() -> None:
+    batches = marked(())
+    plan = replace(trap_plan("interleaved_1f1b"), order=(0, 0, 0, 0))
+    with pd.Pipeline(
+        model := trapped(), plan, schedule="interleaved_1f1b", microbatches=2, loss=F.cross_entropy,
+        optimizer=OPTIMIZERS["sgd"], clip_grad_norm=0.05,
+    ) as pipeline:  # fmt: skip
+        assert len(list(pipeline.train(Fresh(batches)))) == len(batches)
+        found = pipeline.state_dict()
+    assert list(found) == list(model.state_dict())
+    assert_near(found, train_marked("1f1b", batches, microbatches=2, clip_grad_norm=0.05)[0], 1e-10)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_processes_skip_what_one_does() -> None:
+    for schedule in ("1f1b", "pipedream"):
+        alone = train_marked(schedule, marked((5, 11, 17)))
+        state, skipped, losses = processes.results(train_marked, 3, schedule, marked((5, 11, 17)))[0]
+        assert skipped == alone[1]
+        assert str(losses) == str(alone[2])
+        assert all(torch.equal(state[name], value) for name, value in alone[0].items())
+
+
+@pytest.mark.slow
+def test_a_loss_scale_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    def go_on(resume: bool) -> tuple[dict[str, Tensor], tuple[int, ...], float]:
+        animal = zoo.make("mlp", torch.float32)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
+        with pd.Pipeline(
+            animal.model, Run("", (1, 1)).plan, schedule="1f1b", microbatches=2, loss=steep, grad_scaler=scaler,
+            optimizer=OPTIMIZERS["sgd"],
+        ) as pipeline:  # fmt: skip
+            if resume:
+                pipeline.load(tmp_path)
+                assert pipeline.skipped_updates() > (0, 0)
+            for done in pipeline.train(Fresh(animal.batches), epochs=4 - pipeline.position[0]):
+                if done.number == 6 and not resume:
+                    pipeline.save(tmp_path)
+            scale = pipeline._session.workers[0].seats[0].optimizer.scale
+            return pipeline.state_dict(), pipeline.skipped_updates(), scale
+
+    whole, rest = go_on(False), go_on(True)
+    assert rest[1:] == whole[1:]
+    assert all(torch.equal(rest[0][name], value) for name, value in whole[0].items())
+
+
+def test_a_loss_that_is_not_a_number_is_an_error_unless_said() -> None:
+    with pytest.raises(WorkerError, match="the loss of minibatch 17 is nan"):
+        train_marked("1f1b", marked((17,)), **{"on_nan": "error"})
+
+
+def steep(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A loss with large gradients."""
+    return F.cross_entropy(output, batch[1]) * 50
+
+
+@pytest.mark.parametrize(
+    ("schedule", "clip"),
+    [
+        ("1f1b", 0.05),
+        ("zb_h1", 0.05),  # a backward in two halves
+        pytest.param("naive", None, marks=pytest.mark.slow),
+        pytest.param("interleaved_1f1b", 0.05, marks=pytest.mark.slow),
+        pytest.param("zbv", None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_changing_loss_scale_is_torchs(schedule: str, clip: float | None) -> None:
+    # So large that the first gradients overflow; it grows until they do again.
+    scaler = {"init_scale": 2.0**126, "growth_interval": 3, "growth_factor": 4.0, "backoff_factor": 0.25}
+    batches = [(x.float(), y) for x, y in marked(())]
+    plain, plan = trapped().float(), trap_plan(schedule)
+    with pd.Pipeline(
+        trapped().float(), plan, schedule=schedule, microbatches=2, loss=steep,
+        optimizer=OPTIMIZERS["sgd"], clip_grad_norm=clip, grad_scaler=torch.amp.GradScaler("cpu", **scaler),
+    ) as pipeline:  # fmt: skip
+        for _ in pipeline.train(Fresh(batches)):
+            pass
+        found, skipped = pipeline.state_dict(), pipeline.skipped_updates()
+        scales = {seat.optimizer.scale for worker in pipeline._session.workers for seat in worker.seats.values()}
+    reference_scaler = torch.amp.GradScaler("cpu", **scaler)
+    optimizer = OPTIMIZERS["sgd"](list(plain.named_parameters()))
+    skips = 0
+    for x, y in batches:
+        optimizer.zero_grad()
+        for xs, ys in zip(x.chunk(2), y.chunk(2), strict=True):
+            reference_scaler.scale(F.cross_entropy(plain(xs), ys) * 50 * 3).backward()
+        for p in plain.parameters():
+            if p.grad is not None:
+                p.grad /= 6
+        reference_scaler.unscale_(optimizer)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        before = reference_scaler.get_scale()
+        reference_scaler.step(optimizer)
+        reference_scaler.update()
+        skips += reference_scaler.get_scale() < before
+    assert scales == {reference_scaler.get_scale()}
+    assert skipped == (skips,) * len(plan.stages)
+    assert 0 < skips < 20
+    assert_near(found, dict(plain.state_dict()), 1e-5)
+
+
+def test_a_constant_loss_scale_changes_nothing_but_rounding() -> None:
+    batches = marked(())
+    for schedule in ("pipedream", "1f1b"):
+        without, _, _ = train_marked(schedule, batches)
+        with_scale, skipped, _ = train_marked(schedule, batches, grad_scaler=1024.0)
+        assert skipped == (0, 0, 0)
+        assert_near(with_scale, without, 1e-13)
+
+
+def test_loss_scales_and_policies_that_make_no_sense_are_refused() -> None:
+    plan = Run("", (1, 1)).plan
+    refused("pipedream", plan, "gradients of the old scale", grad_scaler=torch.amp.GradScaler("cpu"))
+    refused("1f1b", plan, "give a torch.amp.GradScaler or a positive number", grad_scaler="dynamic")
+    refused("1f1b", plan, "on_nan='ignore' is not known; choose one of error, continue, skip", on_nan="ignore")
+
+
+def refused(schedule: str, plan: Plan, match: str, **options: Any) -> None:
+    """Checks that a pipeline is refused."""
+    animal = zoo.make("mlp")
+    with pytest.raises(ScheduleError, match=match):
+        pd.Pipeline(animal.model, plan, schedule=schedule, loss=animal.loss, optimizer=OPTIMIZERS["sgd"], **options)
+
+
+def test_clipping_that_has_no_meaning_is_refused_with_the_reason() -> None:
+    plan = Run("", (1, 1)).plan
+    refused("pipedream", plan, "does not flush.*Take clip='delayed_global'", clip_grad_norm=1.0)
+    uneven = Run("", (2, 1)).plan
+    refused("pipedream", uneven, "an update holds 2, 1 microbatches", clip_grad_norm=1.0, clip="delayed_global")

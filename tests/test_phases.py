@@ -1,0 +1,529 @@
+"""Phases: a run whose method changes at a drain trains as plain PyTorch would, each phase by its own rule."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import delayed
+import phased
+import processes
+import pytest
+import torch
+import zoo
+from cases import FLUSHING, OPTIMIZERS, Fresh, assert_near
+from torch import Tensor
+from torch.optim.lr_scheduler import StepLR
+
+import pipedream as pd
+from pipedream.core.compensation import ErrorFeedback, LearningRateRescheduling, SpikeCompensation
+from pipedream.core.errors import RecipeError, ScheduleError
+from pipedream.core.phase import Phase, phase_at, phases_text, read_phases
+from pipedream.core.plan import Plan
+from pipedream.lowering import lower, with_common_channels
+from pipedream.runtime import checkpoints
+from pipedream.schedules import build
+from pipedream.training import train_recipe
+from pipedream.verifier import verify
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run in phases.
+
+    Attributes:
+        evaluate_at: minibatches after which the loop evaluates, and so drains.
+        leave_at: minibatch after which the loop is left, and a second `train` goes on; negative for never.
+    """
+
+    phases: str
+    replicas: tuple[int, ...] = (1, 1, 1)
+    animal: str = "mlp"
+    optimizer: str = "sgd"
+    clip: float | None = None
+    clip_by: str = "local"
+    depth: Any = "noam"
+    epochs: int = 11
+    evaluate_at: tuple[int, ...] = (23,)
+    leave_at: int = -1
+
+    def __str__(self) -> str:
+        clip = "" if self.clip is None else f" {self.clip_by} {self.clip}"
+        return f"{self.animal} {'-'.join(map(str, self.replicas))} {self.phases} {self.optimizer}{clip}"
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return zoo.plan_of(zoo.make(self.animal), len(self.replicas), self.replicas, self.depth)
+
+
+@dataclass
+class Outcome:
+    """What a run gave; `trained` and `late` are by phase."""
+
+    losses: dict[int, float]
+    rates: dict[int, float]
+    state: dict[str, Tensor]
+    ema: dict[str, Tensor]
+    drains: list[int]
+    trained: dict[int, tuple[int, int]]
+    late: dict[int, dict[int, int]]
+
+
+def go(run: Run, folder: Path | None = None, resume: Path | None = None, save_at: tuple[int, ...] = ()) -> Outcome:
+    """Trains; saves at some minibatches, which drains."""
+    animal = zoo.make(run.animal)
+    losses, rates = {}, {}
+    with pd.Pipeline(
+        animal.model, run.plan, phases=run.phases, loss=animal.loss, optimizer=OPTIMIZERS[run.optimizer],
+        scheduler=partial(StepLR, step_size=7, gamma=0.7), clip_grad_norm=run.clip, clip=run.clip_by, ema=0.9, seed=3,
+    ) as pipeline:  # fmt: skip
+        if resume is not None:
+            pipeline.load(resume)
+        for _ in range(1 if run.leave_at < 0 else 2):
+            for done in pipeline.train(Fresh(animal.batches), epochs=run.epochs - pipeline.position[0]):
+                losses[done.number], rates[done.number] = done.loss, done.rate
+                if done.number in run.evaluate_at:
+                    pipeline.evaluate(Fresh(animal.batches))
+                if done.number + 1 in save_at:
+                    pipeline.save(folder)
+                if done.number == run.leave_at:
+                    break
+        late = {
+            phase: {
+                stage: max((tag.staleness for tag in pipeline.timeline(phase).tags if tag.stage == stage), default=-1)
+                for stage in range(len(run.replicas))
+            }
+            for phase in pipeline.trained
+        }
+        return Outcome(
+            losses, rates, pipeline.state_dict(), pipeline.state_dict(ema=True), pipeline.drains, pipeline.trained, late
+        )
+
+
+def rule(schedule: str, microbatches: int, plan: Plan, clip_by: str = "local") -> phased.Rule:
+    """Returns a method's rule, as its paper writes it (see `cases`); any depth, all replica counts.
+
+    A global norm is late by what the input stage holds in flight, in updates.
+    """
+    replicas, p = plan.replicas, len(plan.stages)
+    late = None if clip_by == "local" else plan.in_flight[0] + plan.lag[0]
+    if schedule in FLUSHING:
+        return phased.synchronous(microbatches, p, None if late is None else 0)
+    if schedule == "pipedream_2bw":
+        late = None if late is None else -(-plan.in_flight[0] * replicas[0] // microbatches)
+        return phased.Rule(lambda s, k: max(0, k - 1), microbatches, (1,) * p, late)
+    if schedule == "pipedream_vertical_sync":
+        assert plan.workers == p
+        return phased.Rule(lambda s, k: max(0, k - (p - 1)), 1, replicas, late)
+    return phased.Rule(lambda s, k: max(0, k // replicas[s] - (plan.in_flight[s] - 1)), 1, replicas, late)
+
+
+def check(run: Run, outcome: Outcome) -> None:
+    """Checks a run against plain PyTorch: each loss, the whole state, the average of the weights."""
+    animal, plan, chosen = zoo.make(run.animal), run.plan, read_phases(run.phases)
+    owned = [
+        [n for n, _ in animal.model.named_parameters() if any(n.startswith(f"{layer}.") for layer in stage.names)]
+        for stage in plan.stages
+    ]
+    rules = {
+        begin: rule(chosen[number].name, chosen[number].microbatches or 1, plan, run.clip_by)
+        for number, (begin, _) in outcome.trained.items()
+    }
+    wanted = phased.phased(
+        animal.model, list(chain.from_iterable(stage.names for stage in plan.stages)), animal.batches * run.epochs,
+        animal.total, OPTIMIZERS[run.optimizer], stages=owned, rules=rules, drains=outcome.drains, seed=3, ema=0.9,
+        clip=run.clip, scheduler=partial(StepLR, step_size=7, gamma=0.7),
+    )  # fmt: skip
+    for number, loss in outcome.losses.items():
+        assert abs(loss - wanted.losses[number]) <= 1e-10 * max(abs(loss), 1.0), number
+    assert_near(outcome.state, wanted.state, 1e-9)
+    assert_near({name: outcome.ema[name] for name in wanted.ema}, wanted.ema, 1e-9)
+
+
+def check_papers(run: Run, outcome: Outcome, turns: dict[int, delayed.Turn]) -> None:
+    """Checks every loss and the whole state against the phases' papers, a microbatch after the other."""
+    animal = zoo.make(run.animal)
+    wanted = delayed.train(
+        animal.model, [stage.names for stage in run.plan.stages], animal.batches * run.epochs, animal.total,
+        turns[0].paper, lambda: delayed.SpikeSgd(**OPTIMIZERS["sgd"].keywords), microbatches=turns[0].microbatches,
+        seed=3, drains=outcome.drains, turns=turns, rate_at=lambda n: 0.7 ** (n // 7),
+    )  # fmt: skip
+    for number, loss in outcome.losses.items():
+        assert abs(loss - wanted.losses[number]) <= 1e-9 * max(abs(loss), 1.0), number
+    assert_near(outcome.state, wanted.state, 1e-9)
+
+
+def t1(until: int, late: Callable[[int], int]) -> Callable[[int, int], float]:
+    """Returns PipeMare's first technique: alpha / tau^p, p = 1 - min(k / K, 1)."""
+    return lambda s, k: 1.0 / max(late(s), 1) ** (1 - min(k / until, 1))
+
+
+PIPEMARE = Run("1f1b/4:13,pipemare/2+t1=30", epochs=7)
+
+
+def test_pipemare_with_all_of_its_three_techniques() -> None:
+    """A synchronous warm-up (T3); rates by stage (T1), counted since the start; weights corrected back (T2)."""
+    tau = lambda s: 2 * (2 - s) // 2  # noqa: E731 - of stages 0, 1, 2, in updates of two microbatches
+    late = delayed.Turn(delayed.pipemare(3, 2), 2, rate=t1(30, tau))
+    outcome = go(PIPEMARE)
+    check_papers(PIPEMARE, outcome, {0: delayed.synchronous(4), 13: late})
+    assert [begin for begin, _ in outcome.trained.values()] == [0, 13]
+    assert outcome.late[1] == {0: 2, 1: 1, 2: 0}
+    for wrong in (replace(late, rate=t1(43, tau)), replace(late, paper=delayed.paci(3, 2))):
+        with pytest.raises(AssertionError):
+            check_papers(PIPEMARE, outcome, {0: delayed.synchronous(4), 13: wrong})
+
+
+def test_averages_of_updates_go_on_into_a_phase_that_needs_them_too() -> None:
+    run = replace(PIPEMARE, phases="pipemare/2:13,pipemare/2", epochs=6)
+    outcome = go(run)
+    check_papers(run, outcome, {0: delayed.Turn(delayed.pipemare(3, 2), 2)})
+    assert 13 in outcome.drains
+
+
+def test_compensations_change_with_the_phase() -> None:
+    """The velocity goes on through all phases: it is the user's optimizer's."""
+    late = lambda s: 2 - s  # noqa: E731
+    stash = delayed.Paper(lambda s, k: max(0, k - late(s)), lambda s, k: max(0, k - late(s)), "stash")
+    run = Run("pipedream+spike:17,1f1b/4:29,pipedream+none:41,pipedream+spike+t1=60")
+    check_papers(
+        run,
+        go(run),
+        {
+            0: delayed.Turn(stash, 1, spike=late),
+            17: delayed.synchronous(4),
+            29: delayed.Turn(stash, 1),
+            41: delayed.Turn(stash, 1, rate=t1(60, late), spike=late),
+        },
+    )
+
+
+RUNS = [
+    # Synchronous, asynchronous, synchronous again; the middle one is PipeMare's warm-up and the hybrid's finish in one.
+    Run("1f1b/4:13,pipedream:37,1f1b/4"),
+    Run("gpipe/3:1e,pipedream_2bw/3:31,naive/2", animal="cnn", optimizer="adamw"),
+    pytest.param(
+        Run("pipedream:20,pipedream_vertical_sync:40,pipedream_2bw/3", optimizer="adamw", clip=0.1),
+        marks=pytest.mark.slow,
+    ),
+    # Replicas: the first phase ends in the middle of a round of the next, which ends at a whole round of its own.
+    Run("1f1b/4:7,pipedream:30,1f1b/2", (2, 1)),
+    Run("pipedream:3e,1f1b/3:8e,pipedream", (2, 1), clip=0.1, evaluate_at=(2, 23)),  # 15 minibatches tear a round
+    pytest.param(Run("pipedream:9,gpipe/3", (1, 3), depth="full", optimizer="adamw"), marks=pytest.mark.slow),
+    pytest.param(Run("zb_h1/4:13,pipedream:30,zb_h2/4", clip=0.1), marks=pytest.mark.slow),
+    # A loop that is left at a border, and within a phase.
+    Run("1f1b/2:5,pipedream", (1, 1), leave_at=4, evaluate_at=(4,)),
+    pytest.param(Run("1f1b/2:6,pipedream:40,1f1b/4", (1, 1), leave_at=17, evaluate_at=()), marks=pytest.mark.slow),
+    *(
+        pytest.param(Run("1f1b/2:2e,pipedream:33,gpipe/2", animal=animal, optimizer="adamw"), marks=pytest.mark.slow)
+        for animal in ("lstm", "transformer")
+    ),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_a_run_in_phases_trains_as_plain_pytorch(run: Run) -> None:
+    outcome = go(run)
+    check(run, outcome)
+    chosen, size = read_phases(run.phases), len(zoo.make(run.animal).batches)
+    assert sorted(outcome.trained) == list(range(len(chosen)))
+    assert outcome.trained[len(chosen) - 1][1] == run.epochs * size
+    for (phase, (_, end)), (_, (begin, _)) in pairwise(sorted(outcome.trained.items())):
+        assert begin == end
+        assert end in outcome.drains, "a change of phase is a recorded drain"
+        wanted = chosen[phase].until or chosen[phase].until_epoch * size
+        assert wanted <= end < wanted + max(run.replicas) + (3 if wanted - 1 in run.evaluate_at else 0)
+        if chosen[phase].until_epoch or chosen[phase].name in FLUSHING:
+            assert end == wanted or wanted - 1 in run.evaluate_at
+    # Staleness is each method's own.
+    for phase, late in outcome.late.items():
+        p = len(run.replicas)
+        for stage, found in late.items():
+            own = {"pipedream": run.plan.in_flight[stage] - 1, "pipedream_2bw": 1, "pipedream_vertical_sync": p - 1}
+            assert found == own.get(chosen[phase].name, 0)
+
+
+def test_the_comparison_can_fail() -> None:
+    run = replace(RUNS[0], epochs=8, evaluate_at=())
+    outcome = go(run)
+    for wrong in (
+        "1f1b/4:13,pipedream_2bw/1:37,1f1b/4",
+        "1f1b/4:13,pipedream:37,1f1b/2",
+    ):
+        with pytest.raises(AssertionError):
+            check(replace(run, phases=wrong), outcome)
+
+
+def test_a_run_of_one_phase_is_the_run_of_its_method() -> None:
+    # A phase that goes on with the same method changes nothing but the drain.
+    run = Run("pipedream:20,pipedream", evaluate_at=())
+    check(run, go(run))
+    animal = zoo.make("mlp")
+    with pd.Pipeline(animal.model, run.plan, schedule="1f1b", loss=animal.loss, optimizer=OPTIMIZERS["sgd"]) as one:
+        assert phases_text(one.phases) == "1f1b"
+
+
+def run_both(runs: list[Run]) -> list[Outcome]:
+    """Runs one after the other."""
+    return [go(run) for run in runs]
+
+
+IN_PROCESSES = {
+    2: [
+        Run("1f1b/2:4,pipedream:11,gpipe/3", (1, 1), epochs=3, evaluate_at=(5,)),
+        Run("pipedream:1e,1f1b/4", (2,), epochs=2, evaluate_at=()),
+        Run("1f1b/2:4,pipemare/2+t1=9:8,pipedream_2bw/3+error_feedback", (1, 1), epochs=3, evaluate_at=(5,)),
+    ],
+    3: [
+        Run("1f1b/4:4,pipedream:9,pipedream_2bw/4", (2, 1), epochs=3, evaluate_at=(5,)),
+        Run("pipedream:1e,pipedream_vertical_sync", (1, 1, 1), animal="cnn", epochs=2, evaluate_at=()),
+    ],
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
+    of_ranks = processes.results(run_both, workers, IN_PROCESSES[workers])
+    for number, run in enumerate(IN_PROCESSES[workers]):
+        alone = go(run)
+        for rank, outcomes in enumerate(of_ranks):
+            found = outcomes[number]
+            assert (found.losses, found.rates, found.drains) == (alone.losses, alone.rates, alone.drains)
+            assert (found.trained, found.late) == (alone.trained, alone.late)
+            if rank == 0:
+                assert all(torch.equal(found.state[name], value) for name, value in alone.state.items())
+
+
+SAVE_AT = (4, 12, 20, 30, 42)
+"""Within each of the phases below, and at their borders, 20 (where a drain is due anyway) among them."""
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run("1f1b/4:12,pipedream:20,1f1b/2", evaluate_at=(), optimizer="adamw"),
+        pytest.param(Run("pipedream:12,pipedream_2bw/3:6e,pipedream", (2, 1), evaluate_at=()), marks=pytest.mark.slow),
+        Run("1f1b/4:12,pipemare/2+t1=40:20,pipedream+spike", (1, 1), evaluate_at=(), epochs=9),
+        pytest.param(
+            Run("pipedream+error_feedback:12,pipedream_2bw/3+error_feedback:20,pb_lwp", evaluate_at=()),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_to_the_bit_in_any_phase(run: Run, tmp_path: Path) -> None:
+    check_resumed(run, tmp_path, go)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_processes_go_on_to_the_bit_across_a_border(tmp_path: Path) -> None:
+    run = Run("1f1b/2:4,pipedream", (2, 1), epochs=4, evaluate_at=())
+    check_resumed(run, tmp_path, lambda *args: processes.results(go, 3, *args)[0], save_at=(4, 9))
+
+
+def check_resumed(run: Run, folder: Path, train: Callable[..., Outcome], save_at: tuple[int, ...] = SAVE_AT) -> None:
+    """Trains without a stop, and again from each of its checkpoints; all save at the same minibatches."""
+    whole = train(run, folder / "a", None, save_at)
+    saved = checkpoints.complete(folder / "a")
+    assert len(saved) >= len(save_at)
+    for path in saved[:-1]:
+        page = checkpoints.contents(path)
+        assert page.phases == run.phases
+        shutil.copytree(path, folder / "b" / path.name)
+        rest = train(run, folder / "b", folder / "b", save_at)
+        begin = int(path.name.split("-")[1])
+        assert page.schedule == read_phases(run.phases)[phase_at(read_phases(run.phases), begin, page.epoch)].name
+        assert rest.losses == {n: loss for n, loss in whole.losses.items() if n >= begin}
+        assert rest.rates == {n: rate for n, rate in whole.rates.items() if n >= begin}
+        assert rest.drains == whole.drains
+        for there, here in ((rest.state, whole.state), (rest.ema, whole.ema)):
+            assert all(torch.equal(there[name], here[name]) for name in here)
+        shutil.rmtree(folder / "b")
+
+
+def test_compensations_as_text() -> None:
+    text = "1f1b/4:5,pipedream_2bw/3+error_feedback=0.5+t1=500:2e,one_step_ef/4+none"
+    found = read_phases(text)
+    assert [phase.compensation for phase in found] == [None, (ErrorFeedback(0.5), LearningRateRescheduling(500)), ()]
+    assert phases_text(found) == text
+    assert Phase("pipedream", compensation=["spike"]) == Phase("pipedream", compensation=SpikeCompensation())
+    with pytest.raises(ScheduleError, match="compensation 'none' is not known"):
+        read_phases("pipedream+spike+none")
+
+
+def test_a_compensation_of_the_run_is_for_the_phases_that_do_not_flush() -> None:
+    def compensations(phases: str, **options: Any) -> list[str]:
+        animal = zoo.make("mlp")
+        with pd.Pipeline(
+            animal.model, Run("").plan, phases=phases, loss=animal.loss, optimizer=OPTIMIZERS["sgd"], **options
+        ) as pipeline:
+            return [" ".join(map(str, found.program.updates.compensation)) for found in pipeline.prepared]
+
+    text = "1f1b:5,pipedream:9,pipedream+t1=7:12,one_step_ef/2"
+    assert compensations(text) == ["", "", "t1:7", "error_feedback:1.0"]
+    assert compensations(text, compensation="spike") == ["", "spike", "t1:7", "spike"]
+    assert compensations(text, compensation=()) == ["", "", "t1:7", ""]
+    for phases, options in (("1f1b+spike:5,pipedream", {}), ("1f1b:5,gpipe/2", {"compensation": "spike"})):
+        with pytest.raises(ScheduleError, match="spike was asked of a method that flushes"):
+            compensations(phases, **options)
+
+
+@pytest.mark.parametrize("phase", ["pipedream+spike", "pb_lwp"])
+def test_what_a_later_phase_asks_of_the_optimizer_is_told_before_the_run(phase: str) -> None:
+    animal = zoo.make("mlp")
+    with pytest.raises(ScheduleError, match=r"without momentum|takes momentum="):
+        pd.Pipeline(
+            animal.model, Run("").plan, phases=f"1f1b/2:900,{phase}", loss=animal.loss,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+        )  # fmt: skip
+
+
+def test_phases_as_text() -> None:
+    text = "1f1b/4:200,pipedream:3e,1f1b/4"
+    found = read_phases(" 1f1b/4:200, pipedream:3e,1f1b/4 ")
+    assert found == (
+        Phase("1f1b", until=200, microbatches=4), Phase("pipedream", until_epoch=3), Phase("1f1b", microbatches=4),
+    )  # fmt: skip
+    assert phases_text(found) == text
+    at = [phase_at(found, *position) for position in ((0, 0), (199, 1), (200, 1), (250, 2), (300, 3), (900, 9))]
+    assert at == [0, 0, 1, 1, 2, 2]
+    assert phase_at(found, 10, 3) == 0, "phases come one after the other"
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        ("1f1b:5", "the last phase, 1f1b:5, ends before the run"),
+        ("1f1b,pipedream", "phase 1f1b should say where it ends"),
+        ("1f1b:5,pipedream:5,1f1b", r"end at \[5, 5\]; these are counts since the start"),
+        ("1f1b:0,pipedream", r"end at \[0\]"),
+        ("1f1b:2e,pipedream:1e,1f1b", r"end at \[2, 1\]"),
+        ("1f1b:x,pipedream", "phase '1f1b:x' is not known; write METHOD"),
+        ("nothing:5,pipedream", "schedule 'nothing' is not known"),
+        ([Phase("1f1b", until=5, until_epoch=1), Phase("pipedream")], "should say where it ends"),
+        ("pipedream/4:5,1f1b", "does not split it, but 4 microbatches"),
+    ],
+)
+def test_phases_that_make_no_sense_are_refused(phases: Any, message: str) -> None:
+    animal = zoo.make("mlp")
+    with pytest.raises(ScheduleError, match=message):
+        pd.Pipeline(
+            animal.model, Run("1f1b").plan, phases=phases, loss=animal.loss, optimizer=OPTIMIZERS["sgd"]
+        )  # fmt: skip
+
+
+def test_phases_and_a_schedule_are_not_both_said() -> None:
+    animal, plan = zoo.make("mlp"), Run("1f1b").plan
+    for other in ({"schedule": "gpipe"}, {"microbatches": 4}):
+        with pytest.raises(ScheduleError, match="each phase says its own"):
+            pd.Pipeline(animal.model, plan, phases="1f1b", loss=animal.loss, optimizer=OPTIMIZERS["sgd"], **other)
+
+
+def test_common_channels_are_the_deepest_and_of_one_placement() -> None:
+    deep = replace(Plan.uniform(3), in_flight=(7, 4, 1))
+    one, other = lower(build("pipedream", deep)), lower(build("gpipe", Plan.uniform(3), 4))
+    found = with_common_channels([one, other])
+    assert [p.channels for p in found] == [found[0].channels] * 2
+    for common, a, b in zip(found[0].channels, one.channels, other.channels, strict=True):
+        assert common.depth == max(a.depth, b.depth)
+    assert any(a.depth != b.depth for a, b in zip(one.channels, other.channels, strict=True))
+    for program in found:
+        verify(program)
+    with pytest.raises(ScheduleError, match="take methods of one placement"):
+        with_common_channels([one, lower(build("pipedream", Plan.uniform(2, replicas=(2, 1))))])
+
+
+def make(seed: int = 0, phases: Any = "") -> pd.Recipe:
+    """Returns a small recipe."""
+    animal = zoo.make("mlp", torch.float32)
+    return pd.Recipe(
+        model=animal.model, loss=animal.loss, optimizer=OPTIMIZERS["sgd"], train=Fresh(animal.batches),
+        test=Fresh(animal.batches), epochs=6, phases=phases, name="small",
+    )  # fmt: skip
+
+
+def test_a_recipe_in_phases_leaves_a_report_that_marks_them(tmp_path: Path) -> None:
+    text = "1f1b/2:4,pipedream:22,gpipe/3"
+    summary = train_recipe(make, phases=text, out=tmp_path / "whole", quiet=True, evaluate_every=0)
+    assert summary["schedule"] == summary["configuration"]["phases"] == text
+    rows = [(phase["schedule"], phase["microbatches"], phase["begin"], phase["end"]) for phase in summary["phases"]]
+    assert rows == [("1f1b", 2, 0, 4), ("pipedream", 1, 4, 22), ("gpipe", 3, 22, 30)]
+    assert {4, 22} <= set(summary["drains"])
+    assert summary["configuration"]["schedule"] == "pipedream", "figures are of the longest phase"
+    assert Plan.load(tmp_path / "whole" / "plan.json").schedule == "pipedream"
+    trace = json.loads((tmp_path / "whole" / "trace.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in trace if event["name"] == "process_name"]
+    assert names == ["measured 1f1b", "measured pipedream", "measured gpipe"]
+    begins = [min(event["ts"] for event in trace if event["ph"] == "X" and event["pid"] == run) for run in range(3)]
+    assert begins == sorted(begins)
+    assert begins[0] == 0, "phases have one zero of time"
+    page = (tmp_path / "whole" / "report.html").read_text()
+    assert "<h2>Phases</h2>" in page
+    assert page.count('class="phase"') == 3
+
+    # A run that was left in its second phase goes on with the phases that it had; the recipe's own come last.
+    first = train_recipe(make, phases=text, minibatches=10, out=tmp_path / "parts", quiet=True)
+    assert [phase["schedule"] for phase in first["phases"]] == ["1f1b", "pipedream"]
+    rest = train_recipe(
+        lambda seed: make(seed, "naive:1,gpipe"), resume=tmp_path / "parts", quiet=True, evaluate_every=0
+    )
+    assert [(phase["schedule"], phase["end"]) for phase in rest["phases"]] == [("pipedream", 22), ("gpipe", 30)]
+    assert rest["phases"][0]["begin"] == first["minibatches"]
+    assert page.count('class="phase"') > (tmp_path / "parts" / "report.html").read_text().count('class="phase"')
+
+
+def test_the_recipes_phases_are_taken_unless_others_are_said(tmp_path: Path) -> None:
+    own = lambda seed: make(seed, [Phase("1f1b", until=3, microbatches=2), Phase("pipedream")])  # noqa: E731
+    options: dict[str, Any] = {"minibatches": 6, "checkpoint_every": 0, "quiet": True}
+    found = train_recipe(own, out=tmp_path / "1", **options)
+    assert found["schedule"] == "1f1b/2:3,pipedream"
+    assert train_recipe(own, phases="naive:2,gpipe/2", out=tmp_path / "2", **options)["schedule"] == "naive:2,gpipe/2"
+    made_up = train_recipe(own, compensation="spike", out=tmp_path / "5", **options)
+    assert made_up["schedule"] == made_up["configuration"]["phases"] == "1f1b/2:3,pipedream+spike"
+    said = train_recipe(own, schedule="gpipe", out=tmp_path / "3", **options | {"checkpoint_every": 3})
+    assert said["schedule"] == "gpipe"
+    assert said["configuration"]["phases"] is None
+    assert train_recipe(own, resume=tmp_path / "3", **options | {"minibatches": 7})["schedule"] == "gpipe", (
+        "what is not said is as it was"
+    )
+    with pytest.raises(ScheduleError, match="each phase says its own"):
+        train_recipe(own, schedule="gpipe", phases="naive:2,gpipe/2", out=tmp_path / "4", **options)
+    with pytest.raises(RecipeError, match="phases is 3, neither a text nor a list of Phase"):
+        make(phases=3)
+
+
+RECIPE = """
+import torch
+import pipedream as pd
+
+def recipe():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    data = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(6)]
+    return pd.Recipe(model=model, loss=torch.nn.functional.cross_entropy, train=data,
+                     optimizer=lambda named: torch.optim.SGD(named, lr=0.1), epochs=2)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_the_command_trains_in_phases(tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(RECIPE)
+    done = subprocess.run(
+        [sys.executable, "-m", "pipedream.cli", "train", "small.py", "--phases", "1f1b/2:3,pipedream:1e,1f1b/2",
+         "--out", "run", "--json"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [phase["end"] for phase in json.loads(done.stdout)["phases"]] == [3, 6, 12]
