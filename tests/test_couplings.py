@@ -514,9 +514,9 @@ def test_all_stages_on_one_worker_are_clipped_by_their_common_norm() -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_processes_skip_what_one_does() -> None:
-    for schedule in ("1f1b", "pipedream"):
+    for schedule, workers in (("1f1b", 3), ("pipedream", 3), ("interleaved_1f1b", 2), ("chimera", 2)):
         alone = train_marked(schedule, marked((5, 11, 17)))
-        state, skipped, losses = processes.results(train_marked, 3, schedule, marked((5, 11, 17)))[0]
+        state, skipped, losses = processes.results(train_marked, workers, schedule, marked((5, 11, 17)))[0]
         assert skipped == alone[1]
         assert str(losses) == str(alone[2])
         assert all(torch.equal(state[name], value) for name, value in alone[0].items())
