@@ -254,9 +254,9 @@ def test_what_a_drain_has_finished_is_ready() -> None:
         for done in pipeline.train(animal.batches, epochs=3):
             heard.append(done)
             if done.number == 4:
-                assert pipeline.ready == ()
+                assert not pipeline.ready
                 drained = pipeline.drain()
-                coming = pipeline.ready
+                coming = tuple(pipeline.ready)
                 assert [one.number for one in coming] == list(range(5, drained))
                 assert coming
     assert tuple(heard[5:drained]) == coming

@@ -126,7 +126,7 @@ class Pipeline:
         self._take = Take(inputs, targets, is_torch_loss(loss))
         self._loggers = tuple(loggers)
         self._segment: Iterator[Done] | None = None
-        self._results: deque[Done] = deque()
+        self.ready: deque[Done] = deque()  # what a drain has finished, which the loop is given next
         self._ending = Ending.DATA
         self._training = self._interrupted = False
         self._seed = seed
@@ -177,8 +177,8 @@ class Pipeline:
                 )
                 opened, state = end, None
             self._segment = self._session.train(self.phases[self._phase].until)
-            while self._results or self._advance():
-                yield self._results.popleft()
+            while self.ready or self._advance():
+                yield self.ready.popleft()
             if self._ending is Ending.DRAIN:
                 self._session.resume()
             elif self._ending is Ending.INTERRUPT or end == until:
@@ -209,7 +209,7 @@ class Pipeline:
         if self._session.rank == 0:
             for logger in self._loggers:
                 logger.log(done)
-        self._results.append(done)
+        self.ready.append(done)
         return True
 
     def _enter(self, phase: int) -> None:
@@ -230,7 +230,7 @@ class Pipeline:
     def _finish(self) -> None:
         """Ends a stream that its loop has left, by a break."""
         self.drain()
-        self._results.clear()
+        self.ready.clear()
         self._training = False
 
     # -- other uses of the pipeline -----------------------------------------------------------------
@@ -337,11 +337,6 @@ class Pipeline:
     def position(self) -> tuple[int, int]:
         """Where the data goes on: (epoch, minibatches of it that are done)."""
         return self._epoch, self._epoch_batches
-
-    @property
-    def ready(self) -> tuple[Done, ...]:
-        """Results of minibatches that a drain has finished; the loop is given them next."""
-        return tuple(self._ready)
 
     @property
     def trained(self) -> dict[int, tuple[int, int]]:
