@@ -17,7 +17,7 @@ from torch import Tensor
 
 import pipedream as pd
 from pipedream.core.plan import Plan
-from pipedream.schedules import LAYOUTS, SCHEDULES
+from pipedream.schedules import LAYOUTS, SCHEDULES, build
 
 FLUSHING = ("naive", "gpipe", "1f1b", "zb_h1", "zb_h2", *LAYOUTS)
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
@@ -201,7 +201,7 @@ def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, opt
     }
     if case.schedule.removesuffix("_sc") in delayed.PAPERS:
         return _of_paper(case, plan, outcome)
-    if case.schedule in FLUSHING:
+    if build(case.schedule, plan, case.microbatches).flushes:
         layout = LAYOUTS.get(case.schedule)
         holders = 1 if layout is None else layout.replicas
         return reference.plain(animal.model, names, batches, total, case.optimize, holders=holders, **common)

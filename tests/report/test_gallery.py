@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipedream.schedules import COMPENSATED, SCHEDULES
+from pipedream.schedules import COMPENSATED, METHODS, SCHEDULES, build, uniform
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,11 +40,14 @@ def test_committed_pages_are_up_to_date(pages: dict[Path, str]) -> None:
 
 def test_each_method_has_its_section(writer: ModuleType, pages: dict[Path, str]) -> None:
     text = pages[writer.DOCS / "gallery.md"]
-    assert re.findall(r"^## (.+)$", text, re.M) == [*SCHEDULES, "With a compensation of delay"]
+    flushing, late = (
+        [name for name in SCHEDULES if build(name, uniform(name, 2)).flushes is flag] for flag in (True, False)
+    )
+    assert re.findall(r"^## (.+)$", text, re.M) == [*flushing, *late, "With a compensation of delay"]
     assert re.findall(r"^### (.+)$", text, re.M) == list(COMPENSATED)
     for name in SCHEDULES:
-        assert writer.CHOOSE.get(name), f"say in scripts/make_docs.py when to choose {name}"
-        assert writer.PICTURES.get(name), f"say how to draw {name} in scripts/make_docs.py"
+        assert METHODS[name].choose, f"say in its file when to choose {name}"
+        assert METHODS[name].picture, f"say in its file how to draw {name}"
         assert f"(img/{name}.svg)" in text
 
 

@@ -69,13 +69,14 @@ PlanSchedule = Annotated[
     str | None,
     typer.Option(
         "--schedule",
-        help="A method: see 'pipedream schedules'; FILE.csv of PyTorch's; auto: the fastest by simulation; pipedream.",
+        help="A method: see 'pipedream schedules'; FILE.csv, FILE.py; auto: the fastest by simulation; pipedream.",
     ),
 ]
 PlansSchedule = Annotated[
     str | None,
     typer.Option(
-        "--schedule", help="A method: see 'pipedream schedules'; FILE.csv of PyTorch's; the plan's, or pipedream."
+        "--schedule",
+        help="A method: see 'pipedream schedules'; FILE.csv, FILE.py; the plan's, or pipedream.",
     ),
 ]
 AllowAsynchronous = Annotated[

@@ -120,6 +120,7 @@ def list_schedules(as_json: Json = False) -> None:
     """List the methods, with the claims of their papers."""
     names = [*schedules.SCHEDULES, *schedules.COMPENSATED]
     built = {name: schedules.build(name, schedules.uniform(name, 4)) for name in names}
+    built = dict(sorted(built.items(), key=lambda item: not item[1].flushes))
     if as_json:
         print_json({name: schedules.claims_at(schedule, 4, 8) for name, schedule in built.items()})
     else:
@@ -129,7 +130,10 @@ def list_schedules(as_json: Json = False) -> None:
 def show(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="A method: see 'pipedream schedules'; or FILE.csv in PyTorch's notation."),
+        typer.Argument(
+            metavar="NAME",
+            help="A method: see 'pipedream schedules'; FILE.csv in PyTorch's notation; FILE.py that declares one.",
+        ),
     ],
     stages: Annotated[
         int | None, typer.Option(min=1, help="Stages; workers, where each has several stages; 4, or the file's.")

@@ -2,16 +2,32 @@
 
 from .evaluation import evaluation
 from .layouts import Layout
-from .registry import ALIASES, COMPENSATED, LAYOUTS, SCHEDULES, Choice, build, claims_at, layout_of, uniform
+from .method import Method, Picture
+from .registry import (
+    ALIASES,
+    COMPENSATED,
+    LAYOUTS,
+    METHODS,
+    SCHEDULES,
+    Choice,
+    build,
+    claims_at,
+    layout_of,
+    method_of,
+    uniform,
+)
 from .torch_csv import from_torch_csv, is_torch_csv, load_torch_csv, to_torch_csv
 
 __all__ = [
     "ALIASES",
     "COMPENSATED",
     "LAYOUTS",
+    "METHODS",
     "SCHEDULES",
     "Choice",
     "Layout",
+    "Method",
+    "Picture",
     "build",
     "claims_at",
     "evaluation",
@@ -19,6 +35,7 @@ __all__ = [
     "is_torch_csv",
     "layout_of",
     "load_torch_csv",
+    "method_of",
     "to_torch_csv",
     "uniform",
 ]

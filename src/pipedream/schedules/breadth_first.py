@@ -18,8 +18,9 @@ from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from .idioms import backward, flushing, forward, minibatch_by_minibatch
 from .layouts import looped
+from .method import Method, Picture
 
-__all__ = ["breadth_first"]
+__all__ = ["METHODS", "breadth_first"]
 
 
 def breadth_first(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -55,3 +56,17 @@ def breadth_first(plan: Plan, microbatches: int | None = None) -> Schedule:
             versions=lambda p, m, s: chunks,
         ),
     )
+
+
+METHODS = (
+    Method(
+        breadth_first,
+        since=2022,
+        aliases=("looped_bfs",),
+        layout=looped,
+        picture=Picture("Breadth-first: two stages (s) a worker, m = 4", 4, 8),
+        choose="Where messages are slow beside the compute of a microbatch, and memory is plentiful: the bubble of "
+        "interleaved_1f1b, but a stage's microbatches follow each other, so that a message has the longest "
+        "time.",
+    ),
+)

@@ -23,8 +23,9 @@ from ..core.plan import Plan
 from ..core.schedule import Claims, Order, Schedule
 from .idioms import backward, flushing, forward, update
 from .layouts import mirrored
+from .method import Method, Picture
 
-__all__ = ["both_ways", "chimera"]
+__all__ = ["METHODS", "both_ways", "chimera"]
 
 
 def chimera(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -103,3 +104,16 @@ def both_ways(name: str, plan: Plan, m: int, order: Order, claims: Claims) -> Sc
                     yield update((stage, int(stage != rank)), number)
 
     return flushing(name, plan, m, with_updates, claims)
+
+
+METHODS = (
+    Method(
+        chimera,
+        since=2021,
+        layout=mirrored,
+        picture=Picture("Chimera: one pipeline down, one up; s is the stage; m = 4", 4, 8),
+        choose="When a minibatch has few microbatches, about as many as workers, and the weights are small beside "
+        "the activations: about half of 1f1b's bubble, for two sets of weights a worker and a sum over two "
+        "holders at each update. The number of workers must be even.",
+    ),
+)

@@ -21,8 +21,9 @@ from ..core.schedule import Claims, Schedule
 from .chimera import both_ways
 from .idioms import backward, forward
 from .layouts import mirrored
+from .method import Method, Picture
 
-__all__ = ["chimera_doubled"]
+__all__ = ["METHODS", "chimera_doubled"]
 
 
 def chimera_doubled(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -99,3 +100,16 @@ def _in_pairs(p: int, m: int) -> list[list[Op]]:
                 make = backward if kind == "B" else forward
                 row += [make((s, up), 2 * i + up) for i in range(first, taken[found])]
     return rows
+
+
+METHODS = (
+    Method(
+        chimera_doubled,
+        since=2021,
+        aliases=("chimera_forward_doubling", "chimera_backward_halving"),
+        layout=mirrored,
+        picture=Picture("Chimera with forward doubling; s is the stage; m = 8", 8, 16),
+        choose="As chimera, with many microbatches, and backwards that take twice as long as forwards, which they "
+        "do; holds twice as many microbatches.",
+    ),
+)

@@ -18,11 +18,12 @@ from ..core.compensation import (
 )
 from ..core.plan import Plan
 from ..core.schedule import Schedule
+from .method import Method
 from .pb_lwp import pb_lwp
 from .pipedream import pipedream
 from .two_bw import pipedream_2bw
 
-__all__ = ["ftpipe_ga", "ftpipe_msnag", "nesterov_async", "one_step_ef", "pb_lwp_sc", "pipedream_lr"]
+__all__ = ["METHODS", "ftpipe_ga", "ftpipe_msnag", "nesterov_async", "one_step_ef", "pb_lwp_sc", "pipedream_lr"]
 
 RESCHEDULED_FOR = 7_000
 """K of `pipedream_lr`, in updates: 7 times 1,000 in the code that came with Nesterov-async."""
@@ -85,3 +86,49 @@ def pb_lwp_sc(plan: Plan, microbatches: int | None = None) -> Schedule:
 
 def _with(name: str, schedule: Schedule, compensation: Compensation) -> Schedule:
     return replace(schedule, name=name).compensated(compensation)
+
+
+METHODS = (
+    Method(
+        nesterov_async,
+        since=2025,
+        compensates=True,
+        choose="With SGD and PipeDream's stages of different delay, when only the momentum may be changed: it looks "
+        "one update ahead at every stage, and costs no memory. Give the paper's rate times 1 - m. With Adam, "
+        "plain `pipedream` and NAdam with a long momentum, which is what the paper ran.",
+    ),
+    Method(
+        ftpipe_msnag,
+        since=2021,
+        compensates=True,
+        choose="With SGD with momentum: each stage looks ahead by its own delay, at no cost in memory.",
+    ),
+    Method(
+        ftpipe_ga,
+        since=2021,
+        compensates=True,
+        choose="When weights move by very different amounts within the delay: the gradients of those that moved far "
+        "count less. One more tensor for each weight, the moving average of squared steps.",
+    ),
+    Method(
+        pipedream_lr,
+        since=2025,
+        compensates=True,
+        choose="When a run diverges in its first phase at the rate that is right for one worker: late stages begin "
+        "at a share of it. K is about the length of the warm-up or of the first decay.",
+    ),
+    Method(
+        one_step_ef,
+        since=2026,
+        compensates=True,
+        choose="With AdamW or Muon on the two weight sets of 2BW: it gives back most of what one update of delay "
+        "costs. One more tensor for each weight, the last update.",
+    ),
+    Method(
+        pb_lwp_sc,
+        since=2021,
+        compensates=True,
+        choose="With pipelined_backprop and SGD with momentum: its paper's best. The prediction helps the forward, "
+        "the spike the late gradient.",
+    ),
+)

@@ -24,8 +24,9 @@ from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from .idioms import SPLIT, F, I, Turns, W, flushing, minibatch_by_minibatch
 from .layouts import wave
+from .method import Method, Picture
 
-__all__ = ["dualpipev"]
+__all__ = ["METHODS", "dualpipev"]
 
 
 def dualpipev(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -94,3 +95,15 @@ def _minibatch(rank: int, p: int, mine: range) -> Iterator[Op]:
         yield from backward(there, later=True)
     while put_off:  # 8
         yield from weight_gradient()
+
+
+METHODS = (
+    Method(
+        dualpipev,
+        since=2025,
+        layout=wave,
+        picture=Picture("DualPipeV: two stages (s) a worker, m = 8", 8, 8),
+        choose="Where messages can hide behind the computation of the other direction, as with experts on many "
+        "devices: a forward stands beside each backward. Else zbv has less bubble and holds less.",
+    ),
+)

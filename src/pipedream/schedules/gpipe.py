@@ -15,8 +15,9 @@ from ..core.placement import Seat
 from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from .idioms import at_one_seat, backward, flushed, flushing, forward, share_out
+from .method import Method, Picture
 
-__all__ = ["gpipe"]
+__all__ = ["METHODS", "gpipe"]
 
 
 def gpipe(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -42,3 +43,15 @@ def gpipe(plan: Plan, microbatches: int | None = None) -> Schedule:
             versions=lambda p, m, s: 1,
         ),
     )
+
+
+METHODS = (
+    Method(
+        gpipe,
+        since=2018,
+        picture=Picture("GPipe: all forwards, then all backwards, flush; m = 4", 4, 8),
+        choose="When a minibatch splits into many microbatches (m at least 4 p) and memory is plentiful, or when an "
+        "order is wanted that is easy to follow. The result is that of one process; 1f1b gives it too, in the "
+        "same time, with less memory.",
+    ),
+)

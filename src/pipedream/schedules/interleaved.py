@@ -17,8 +17,9 @@ from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from .idioms import backward, flushing, forward, minibatch_by_minibatch
 from .layouts import looped
+from .method import Method, Picture
 
-__all__ = ["interleaved_1f1b"]
+__all__ = ["METHODS", "interleaved_1f1b"]
 
 
 def interleaved_1f1b(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -68,3 +69,17 @@ def interleaved_1f1b(plan: Plan, microbatches: int | None = None) -> Schedule:
             versions=lambda p, m, s: chunks,
         ),
     )
+
+
+METHODS = (
+    Method(
+        interleaved_1f1b,
+        since=2021,
+        aliases=("interleaved",),
+        layout=looped,
+        picture=Picture("Interleaved 1F1B: two stages (s) a worker, m = 4", 4, 8),
+        choose="When the bubble of 1f1b is too long and the minibatch cannot be split further: v stages a worker "
+        "make it nearly v times shorter, for v times the messages. On slow links these cost more than the "
+        "bubble saves: simulate both.",
+    ),
+)

@@ -15,8 +15,9 @@ from ..core.placement import Seat
 from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from .idioms import at_one_seat, flushed, flushing, one_forward_one_backward, share_out
+from .method import Method, Picture
 
-__all__ = ["naive"]
+__all__ = ["METHODS", "naive"]
 
 
 def naive(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -42,3 +43,14 @@ def naive(plan: Plan, microbatches: int | None = None) -> Schedule:
             versions=lambda p, m, s: 1,
         ),
     )
+
+
+METHODS = (
+    Method(
+        naive,
+        since=0,
+        picture=Picture("Naive model parallelism, m = 1", 1, 4),
+        choose="Never for speed: it is the baseline. It is right for a model that does not fit one worker and is run "
+        "seldom, and for finding out whether an error comes from the pipeline or from the model.",
+    ),
+)

@@ -15,8 +15,9 @@ from ..core.placement import Seat
 from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from .idioms import at_one_seat, flushed, flushing, one_forward_one_backward, share_out
+from .method import Method, Picture
 
-__all__ = ["one_f_one_b"]
+__all__ = ["METHODS", "one_f_one_b"]
 
 
 def one_f_one_b(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -43,3 +44,16 @@ def one_f_one_b(plan: Plan, microbatches: int | None = None) -> Schedule:
             versions=lambda p, m, s: 1,
         ),
     )
+
+
+METHODS = (
+    Method(
+        one_f_one_b,
+        name="1f1b",
+        since=2021,
+        aliases=("pipedream_flush",),
+        picture=Picture("1F1B with a flush, m = 4", 4, 8),
+        choose="The first choice where the result must be that of one process: GPipe's bubble, and a stage holds at "
+        "most p microbatches instead of m. Split the minibatch as finely as the workers stay efficient.",
+    ),
+)

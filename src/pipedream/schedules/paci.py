@@ -13,8 +13,9 @@ from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
 from .idioms import admitted, check_handing, latest, recomputing, refuse_lag, share_out, unflushed
+from .method import Method, Picture
 
-__all__ = ["paci"]
+__all__ = ["METHODS", "paci"]
 
 
 def paci(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
@@ -46,3 +47,14 @@ def paci(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "g
             versions=lambda p, total, s: 1,
         ),
     )
+
+
+METHODS = (
+    Method(
+        paci,
+        since=2026,
+        picture=Picture("PACI: each op reads the newest version (v); m = 4", 4, 12),
+        choose="When the weights are large and a little delay does no harm: no bubble, one set of weights, and, with "
+        "m >= p - 1 microbatches, a staleness of one update at most.",
+    ),
+)

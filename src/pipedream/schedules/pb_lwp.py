@@ -16,9 +16,10 @@ from ..core.plan import Plan
 from ..core.schedule import Schedule
 from ..core.views import VELOCITY, View
 from .idioms import latest, refuse_split
+from .method import Method, Picture
 from .pipelined_backprop import pipelined_backprop
 
-__all__ = ["pb_lwp"]
+__all__ = ["METHODS", "pb_lwp"]
 
 
 def pb_lwp(
@@ -46,3 +47,14 @@ def pb_lwp(
     horizons = tuple(scale * bare.weights.staleness(stage) for stage in range(len(plan.stages)))
     weights = latest(bare.plan, backward_rule=backward_rule, forward_view=View(by, horizons))
     return replace(bare, name="pb_lwp", weights=weights)
+
+
+METHODS = (
+    Method(
+        pb_lwp,
+        since=2021,
+        picture=Picture("Pipelined backpropagation, forwards at weights predicted from version v", None, 12),
+        choose="With pipelined_backprop, where its delay hurts: SGD with momentum, Adam or AdamW. The prediction is "
+        "as good as the velocity is steady, so long horizons need long momentum.",
+    ),
+)

@@ -16,8 +16,9 @@ from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
 from ..core.weights import Stash, VerticalSync
 from .idioms import refuse_split, unflushed
+from .method import Method, Picture
 
-__all__ = ["pipedream", "pipedream_vertical_sync"]
+__all__ = ["METHODS", "pipedream", "pipedream_vertical_sync"]
 
 
 def pipedream(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -66,3 +67,23 @@ def pipedream_vertical_sync(plan: Plan, microbatches: int | None = None) -> Sche
 
 def _warmup(plan: Plan) -> tuple[int, ...]:
     return tuple(count - 1 for count in plan.in_flight)
+
+
+METHODS = (
+    Method(
+        pipedream,
+        since=2019,
+        picture=Picture("PipeDream: 1F1B, no flush; v is the version of the weights that an op reads", None, 12),
+        choose="When the minibatch cannot be split or the bubble of a flush is too dear: no worker waits in steady "
+        "state, at the price of stale gradients and of a set of weights for each minibatch in flight. The "
+        "plan may replicate stages.",
+    ),
+    Method(
+        pipedream_vertical_sync,
+        since=2019,
+        aliases=("vertical_sync",),
+        picture=Picture("PipeDream with vertical sync: one version (v) for a minibatch at all stages", None, 12),
+        choose="When all stages must see one version of the whole model for a minibatch, so that the update rule is "
+        "exactly delayed SGD. Costs more staleness and more weight sets than pipedream.",
+    ),
+)

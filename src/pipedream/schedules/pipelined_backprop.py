@@ -18,8 +18,9 @@ from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
 from .idioms import latest, recomputing, refuse_split, unflushed
+from .method import Method, Picture
 
-__all__ = ["concurrent", "pipelined_backprop"]
+__all__ = ["METHODS", "concurrent", "pipelined_backprop"]
 
 
 def pipelined_backprop(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
@@ -56,3 +57,17 @@ def concurrent(plan: Plan) -> Plan:
     deep = tuple(max(pair) for pair in zip(twice, plan.in_flight, strict=True))
     deep = legal(deep, plan.replicas, plan.lag)
     return plan if deep == plan.in_flight else replace(plan, in_flight=deep, depth="hand")
+
+
+METHODS = (
+    Method(
+        pipelined_backprop,
+        since=2021,
+        aliases=("pb",),
+        picture=Picture(
+            "Pipelined backpropagation: 1F1B at twice the depth; each op reads the newest version (v)", None, 12
+        ),
+        choose="To study training with delay at its barest: one set of weights, no flush, and twice pipedream's "
+        "staleness. For a small rate, or many small stages whose forward and backward run at once.",
+    ),
+)

@@ -21,9 +21,10 @@ from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
 from ..core.views import AVERAGE, View
 from .idioms import check_handing, latest, recomputing, refuse_lag, share_out, unflushed
+from .method import Method, Picture
 from .pipelined_backprop import concurrent
 
-__all__ = ["pipemare"]
+__all__ = ["METHODS", "pipemare"]
 
 
 def pipemare(
@@ -69,3 +70,14 @@ def pipemare(
             versions=lambda p, total, s: 1,
         ),
     )
+
+
+METHODS = (
+    Method(
+        pipemare,
+        since=2021,
+        picture=Picture("PipeMare: backwards at weights corrected back from version v; m = 4", 4, 12),
+        choose="To study one set of weights with a correction of the backward, at the concurrent clock of its paper, "
+        "which adds rates by stage and a synchronous beginning.",
+    ),
+)

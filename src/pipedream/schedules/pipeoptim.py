@@ -14,8 +14,9 @@ from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
 from ..core.views import VELOCITY, View
 from .idioms import latest, recomputing, refuse_split, unflushed
+from .method import Method, Picture
 
-__all__ = ["pipeoptim"]
+__all__ = ["METHODS", "pipeoptim"]
 
 
 def pipeoptim(
@@ -48,3 +49,14 @@ def pipeoptim(
             versions=lambda p, m, s: 1,
         ),
     )
+
+
+METHODS = (
+    Method(
+        pipeoptim,
+        since=2023,
+        picture=Picture("PipeOptim: forwards at weights predicted from version v", None, 12),
+        choose="With Adam or AdamW where pipedream's sets of weights do not fit: the forward is predicted, one set "
+        "of weights, and a copy of it during a forward.",
+    ),
+)

@@ -1,101 +1,60 @@
-"""From a name to a schedule."""
+"""From a name to a schedule: the methods that the files of this folder declare, and those of files of the user's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pkgutil import iter_modules
 
 from ..core.artifact import Artifact
 from ..core.compensation import Compensation
 from ..core.errors import ScheduleError
 from ..core.plan import Plan
 from ..core.schedule import Schedule
-from .breadth_first import breadth_first
-from .chimera import chimera
-from .chimera_doubled import chimera_doubled
-from .compensated import ftpipe_ga, ftpipe_msnag, nesterov_async, one_step_ef, pb_lwp_sc, pipedream_lr
-from .dualpipev import dualpipev
-from .gpipe import gpipe
-from .interleaved import interleaved_1f1b
-from .layouts import Layout, looped, mirrored, wave
-from .naive import naive
-from .one_f_one_b import one_f_one_b
-from .paci import paci
-from .pb_lwp import pb_lwp
-from .pipedream import pipedream, pipedream_vertical_sync
-from .pipelined_backprop import pipelined_backprop
-from .pipemare import pipemare
-from .pipeoptim import pipeoptim
-from .spectrain import spectrain, spectrain_v2
-from .timeprest import v_timeprest
+from .layouts import Layout
+from .method import Method
+from .method_file import is_method_file, load_method
 from .torch_csv import is_torch_csv, load_torch_csv
-from .two_bw import pipedream_2bw
-from .xpipe import xpipe
-from .zb_h1 import zb_h1
-from .zb_h2 import zb_h2
-from .zbv import zbv
 
-__all__ = ["ALIASES", "COMPENSATED", "LAYOUTS", "SCHEDULES", "Choice", "build", "claims_at", "layout_of", "uniform"]
+__all__ = [
+    "ALIASES",
+    "COMPENSATED",
+    "LAYOUTS",
+    "METHODS",
+    "SCHEDULES",
+    "Choice",
+    "build",
+    "claims_at",
+    "layout_of",
+    "method_of",
+    "uniform",
+]
 
-SCHEDULES: dict[str, Callable[[Plan, int | None], Schedule]] = {
-    "naive": naive,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "zb_h1": zb_h1,
-    "zb_h2": zb_h2,
-    "interleaved_1f1b": interleaved_1f1b,
-    "breadth_first": breadth_first,
-    "zbv": zbv,
-    "dualpipev": dualpipev,
-    "chimera": chimera,
-    "chimera_doubled": chimera_doubled,
-    "pipedream": pipedream,
-    "pipedream_vertical_sync": pipedream_vertical_sync,
-    "pipedream_2bw": pipedream_2bw,
-    "pipelined_backprop": pipelined_backprop,
-    "pb_lwp": pb_lwp,
-    "pipemare": pipemare,
-    "spectrain": spectrain,
-    "spectrain_v2": spectrain_v2,
-    "pipeoptim": pipeoptim,
-    "xpipe": xpipe,
-    "paci": paci,
-    "v_timeprest": v_timeprest,
-}
+
+def _declared() -> dict[str, Method]:
+    """Returns what the files of this folder declare, by name; older papers first."""
+    folder = import_module(str(__package__))
+    files = (found.name for found in iter_modules(folder.__path__, f"{__package__}.") if found.name != __name__)
+    methods = [method for file in files for method in getattr(import_module(file), "METHODS", ())]
+    return {method.name: method for method in sorted(methods, key=lambda method: (method.since, method.name))}
+
+
+METHODS = _declared()
 """The methods, each by its name."""
 
-LAYOUTS: dict[str, Layout] = {
-    "interleaved_1f1b": looped,
-    "breadth_first": looped,
-    "zbv": wave,
-    "dualpipev": wave,
-    "chimera": mirrored,
-    "chimera_doubled": mirrored,
-}
-"""Of those whose workers have several stages: where each goes. Any other takes a plan of one stage a worker."""
+Build = Callable[[Plan, int | None], Schedule]
 
-COMPENSATED: dict[str, Callable[[Plan, int | None], Schedule]] = {
-    "nesterov_async": nesterov_async,
-    "ftpipe_msnag": ftpipe_msnag,
-    "ftpipe_ga": ftpipe_ga,
-    "pipedream_lr": pipedream_lr,
-    "one_step_ef": one_step_ef,
-    "pb_lwp_sc": pb_lwp_sc,
-}
-"""Methods that are one of those above with a compensation of delay: in time and memory they are that one."""
+SCHEDULES: dict[str, Build] = {name: method.build for name, method in METHODS.items() if not method.compensates}
+"""Those with an order of their own."""
 
-ALIASES = {
-    "pipedream_flush": "1f1b",
-    "2bw": "pipedream_2bw",
-    "vertical_sync": "pipedream_vertical_sync",
-    "interleaved": "interleaved_1f1b",
-    "looped_bfs": "breadth_first",
-    "zb1p": "zb_h1",
-    "zb2p": "zb_h2",
-    "chimera_forward_doubling": "chimera_doubled",
-    "chimera_backward_halving": "chimera_doubled",
-    "pb": "pipelined_backprop",
-}
+COMPENSATED: dict[str, Build] = {name: method.build for name, method in METHODS.items() if method.compensates}
+"""Those that are one of the others with a compensation of delay."""
+
+LAYOUTS = {name: method.layout for name, method in METHODS.items() if method.layout is not None}
+"""Of those whose workers have several stages: where each goes."""
+
+ALIASES = {alias: name for name, method in METHODS.items() for alias in method.aliases}
 """Other names that papers use."""
 
 _USUAL_WORKERS = 4
@@ -105,8 +64,8 @@ def build(name: str, plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns a method's schedule for a plan.
 
     Args:
-        name: of the method; case and the difference of ``-`` and ``_`` do not matter. Or the path of a file in
-            PyTorch's notation, which ends in ``.csv`` (`torch_csv`).
+        name: of the method; case and the difference of ``-`` and ``_`` do not matter. Or the path of a file: in
+            PyTorch's notation, which ends in ``.csv`` (`torch_csv`), or of Python with a method in it (`method_file`).
         plan: stages, replicas, depth.
         microbatches: m, how many a minibatch is split into; None takes the method's own choice.
 
@@ -123,7 +82,8 @@ def build(name: str, plan: Plan, microbatches: int | None = None) -> Schedule:
                 "leave the number out, or write the file for as many"
             )
         return read
-    return (SCHEDULES | COMPENSATED)[_key(name)](plan, microbatches)
+    built = method_of(name).build(plan, microbatches)
+    return replace(built, name=name) if is_method_file(name) else built  # by which it can be built again
 
 
 def uniform(
@@ -138,7 +98,7 @@ def uniform(
     """Returns a plan of equal stages that a method can work with, for studies and pictures (`Plan.uniform`).
 
     Args:
-        name: of a method, or of a file in PyTorch's notation.
+        name: of a method, or of a file.
         workers: None takes those of the file; 4 for a method.
         forward_s, backward_s: of one microbatch at one stage.
         chunks: stages of each worker, where the method has several and leaves the choice; its usual number unless said;
@@ -168,17 +128,25 @@ def layout_of(name: str) -> Layout | None:
     """
     if is_torch_csv(name):
         return None  # the file names the workers itself
-    return LAYOUTS.get(_key(name))
+    return method_of(name).layout
 
 
-def _key(name: str) -> str:
-    """Returns the name of a method in the registry. Raises ScheduleError: there is none."""
+def method_of(name: str) -> Method:
+    """Returns the method of a name, or of a file of Python.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    if is_method_file(name):
+        return load_method(name)
     key = name.lower().replace("-", "_")
-    key = ALIASES.get(key, key)
-    if key not in SCHEDULES and key not in COMPENSATED:
-        known = ", ".join(sorted([*SCHEDULES, *COMPENSATED]))
-        raise ScheduleError(f"schedule {name!r} is not known; choose one of {known}")
-    return key
+    found = METHODS.get(ALIASES.get(key, key))
+    if found is None:
+        raise ScheduleError(
+            f"schedule {name!r} is not known; choose one of {', '.join(sorted(METHODS))}, or give a file: FILE.csv in "
+            "PyTorch's notation, or FILE.py that declares METHODS"
+        )
+    return found
 
 
 @dataclass(frozen=True)

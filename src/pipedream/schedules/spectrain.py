@@ -18,8 +18,9 @@ from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
 from ..core.views import VELOCITY, View
 from .idioms import latest, recomputing, refuse_split, unflushed
+from .method import Method, Picture
 
-__all__ = ["spectrain", "spectrain_v2"]
+__all__ = ["METHODS", "spectrain", "spectrain_v2"]
 
 
 def spectrain(
@@ -80,3 +81,20 @@ def spectrain_v2(plan: Plan, microbatches: int | None = None, *, by: str = VELOC
             versions=lambda p, m, s: p - s + 1,
         ),
     )
+
+
+METHODS = (
+    Method(
+        spectrain,
+        since=2018,
+        picture=Picture("SpecTrain: both passes at weights predicted from version v", None, 12),
+        choose="With momentum and few stages, in one set of weights. The second pass is predicted too, towards the "
+        "same weights.",
+    ),
+    Method(
+        spectrain_v2,
+        since=2018,
+        picture=Picture("SpecTrain, second version: predicted from version v, kept for the backward", None, 12),
+        choose="As pipedream, whose gradients are true ones, but at predicted weights; one set of weights more.",
+    ),
+)

@@ -25,8 +25,9 @@ from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
 from ..core.weights import Latest
 from .idioms import at_one_seat, backward, forward, recomputing, update
+from .method import Method, Picture
 
-__all__ = ["v_timeprest"]
+__all__ = ["METHODS", "v_timeprest"]
 
 
 def v_timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
@@ -72,3 +73,16 @@ def v_timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: s
             versions=lambda p, total, s: 1,
         ),
     )
+
+
+METHODS = (
+    Method(
+        v_timeprest,
+        since=2025,
+        picture=Picture(
+            "V-TiMePReSt: m forwards, then m backwards; each op reads the newest version (v); m = 3", 3, 15
+        ),
+        choose="To study the order nF1B: paci's weights and updates, with the backwards of a minibatch together. It "
+        "holds more microbatches than paci and is no less late.",
+    ),
+)

@@ -14,8 +14,9 @@ from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
 from ..core.weights import DoubleBuffer
 from .idioms import admitted, refuse_lag, unflushed
+from .method import Method, Picture
 
-__all__ = ["pipedream_2bw"]
+__all__ = ["METHODS", "pipedream_2bw"]
 
 
 def pipedream_2bw(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -51,3 +52,15 @@ def pipedream_2bw(plan: Plan, microbatches: int | None = None) -> Schedule:
             versions=lambda p, m, s: 2,
         ),
     )
+
+
+METHODS = (
+    Method(
+        pipedream_2bw,
+        since=2021,
+        aliases=("2bw",),
+        picture=Picture("PipeDream-2BW: 1F1B, no flush, two versions (v) of the weights; m = 4", 4, 12),
+        choose="When the weights are large: no bubble in steady state with two sets of weights at any depth, and a "
+        "staleness of one update everywhere. Needs m >= p - 1 microbatches in a minibatch.",
+    ),
+)

@@ -15,8 +15,9 @@ from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
 from ..core.views import VELOCITY, View
 from .idioms import admitted, check_handing, latest, recomputing, refuse_lag, share_out, unflushed
+from .method import Method, Picture
 
-__all__ = ["xpipe"]
+__all__ = ["METHODS", "xpipe"]
 
 
 def xpipe(plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY, backward_rule: str = "graph") -> Schedule:
@@ -52,3 +53,14 @@ def xpipe(plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY, ba
             versions=lambda p, total, s: 2 if m > 1 and s < p - 1 else 1,
         ),
     )
+
+
+METHODS = (
+    Method(
+        xpipe,
+        since=2019,
+        picture=Picture("XPipe: a minibatch's forwards share one prediction from version v; m = 4", 4, 12),
+        choose="As pipeoptim, with minibatches that are split: one update a minibatch, one prediction for all of its "
+        "microbatches.",
+    ),
+)

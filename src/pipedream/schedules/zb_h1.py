@@ -18,8 +18,9 @@ from ..core.placement import Seat
 from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from .idioms import SPLIT, at_one_seat, flushed, flushing, one_forward_one_input_gradient, share_out
+from .method import Method, Picture
 
-__all__ = ["zb_h1"]
+__all__ = ["METHODS", "zb_h1"]
 
 
 def zb_h1(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -53,3 +54,17 @@ def zb_h1(plan: Plan, microbatches: int | None = None) -> Schedule:
         ),
         kinds=SPLIT,
     )
+
+
+METHODS = (
+    Method(
+        zb_h1,
+        since=2024,
+        aliases=("zb1p",),
+        picture=Picture("ZB-H1: 1F1B with split backwards, flush; m = 4", 4, 4),
+        choose="Where 1f1b is right, messages are fast, and a stage's time is in weights: layers whose backward is "
+        "two products, one for what arrived and one for the weight. A third of 1f1b's bubble; every stage "
+        "holds as much as 1f1b's first. It gains nothing where the halves cannot be parted (compiled modules, "
+        "fused recurrent layers).",
+    ),
+)

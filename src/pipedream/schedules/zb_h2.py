@@ -19,8 +19,9 @@ from ..core.placement import Seat
 from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from .idioms import SPLIT, at_one_seat, flushed, flushing, one_forward_one_input_gradient, share_out
+from .method import Method, Picture
 
-__all__ = ["zb_h2"]
+__all__ = ["METHODS", "zb_h2"]
 
 
 def zb_h2(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -55,3 +56,17 @@ def zb_h2(plan: Plan, microbatches: int | None = None) -> Schedule:
         ),
         kinds=SPLIT,
     )
+
+
+METHODS = (
+    Method(
+        zb_h2,
+        since=2024,
+        aliases=("zb2p",),
+        picture=Picture("ZB-H2: twice the depth, two minibatches; m = 7", 7, 14),
+        choose="When there is memory for twice as many microbatches. Over one minibatch its bubble is that of zb_h1, "
+        "but its workers begin and end one behind the other, and go on with the next minibatch without "
+        "waiting: in a run of many the bubble is gone. Not with clipping by the global norm, for which all "
+        "stages wait at each update.",
+    ),
+)

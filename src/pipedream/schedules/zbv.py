@@ -20,8 +20,9 @@ from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from .idioms import SPLIT, F, I, Turns, W, flushing, minibatch_by_minibatch
 from .layouts import wave
+from .method import Method, Picture
 
-__all__ = ["zbv"]
+__all__ = ["METHODS", "zbv"]
 
 
 def zbv(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -69,3 +70,16 @@ def _minibatch(rank: int, p: int, mine: range) -> Iterator[Op]:
     yield from turns.take((I, there), (W, there), times=p - rank)
     yield from turns.take((W, back), times=len(mine))
     yield from turns.take((W, there), times=len(mine))
+
+
+METHODS = (
+    Method(
+        zbv,
+        since=2024,
+        layout=wave,
+        picture=Picture("ZB-V: two stages (s) a worker, m = 8", 8, 8),
+        choose="When two stages a worker and the messages that go with them are cheap: no bubble in a run of many "
+        "minibatches, with the activations of 1f1b. Needs m >= 2p, and forwards and both halves of backwards "
+        "about equal.",
+    ),
+)

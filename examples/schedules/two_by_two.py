@@ -1,0 +1,42 @@
+"""Two by two: two forwards, then two backwards, in turn, with a flush. Made up, to show what a method takes.
+
+pipedream show examples/schedules/two_by_two.py --verify
+pipedream train examples/digits.py --workers 2 --schedule examples/schedules/two_by_two.py
+
+rank 0 | F0  F1  F2  F3  B0  B1  .   .   B2  B3'
+rank 1 | .   F0  F1  B0  B1  F2  F3  B2  B3'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipedream.core.op import Op
+from pipedream.core.placement import Seat
+from pipedream.core.plan import Plan
+from pipedream.core.schedule import Claims, Schedule
+from pipedream.schedules import Method
+from pipedream.schedules.idioms import at_one_seat, backward, flushed, flushing, forward, share_out
+
+
+def two_by_two(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns 1F1B in pairs; 4 microbatches a stage unless asked."""
+    m = share_out("two_by_two", plan, microbatches, 4 * len(plan.stages))
+
+    def ops(seat: Seat) -> Iterator[Op]:
+        def in_pairs(mine: range) -> Iterator[Op]:
+            pairs = [mine[i : i + 2] for i in range(0, len(mine), 2)]
+            ahead = min(plan.in_flight[seat[0]], len(pairs)) - 1
+            for i in range(len(pairs) + ahead):
+                yield from (forward(seat, k) for k in (pairs[i] if i < len(pairs) else ()))
+                yield from (backward(seat, k) for k in (pairs[i - ahead] if i >= ahead else ()))
+
+        return flushed(seat, replicas=plan.replicas[seat[0]], microbatches=m, ops=in_pairs)
+
+    claims = Claims(
+        in_flight=lambda p, m, s: min(2 * (p - s), m), staleness=lambda p, m, s: 0, versions=lambda p, m, s: 1
+    )
+    return flushing("two_by_two", plan, m, at_one_seat(plan.placement, ops), claims)
+
+
+METHODS = (Method(two_by_two),)

@@ -1,0 +1,132 @@
+"""A method in a file of the user's: drawn, proved, simulated, planned for and run by its path."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cases import Case, check, run
+from commands import run as command
+
+from pipedream import cli
+from pipedream.core.errors import ScheduleError
+from pipedream.core.plan import Plan
+from pipedream.lowering import lower
+from pipedream.schedules import METHODS, Choice, build, layout_of, method_of, uniform
+from pipedream.verifier import verify
+
+from .test_pictures import picture
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "schedules" / "two_by_two.py"
+
+SHARED = """
+from pipedream.schedules import Method, build, method_of
+from pipedream.schedules.layouts import looped
+
+def mine(plan, microbatches=None):
+    return build("interleaved_1f1b", plan, microbatches)
+
+METHODS = (Method(mine, layout=looped), Method(method_of("gpipe").build, name="other"))
+"""
+
+Told = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def told(capfd: pytest.CaptureFixture[str]) -> Told:
+    """Returns the command: its exit status, and what it printed."""
+
+    def ask(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        status = cli.main([str(argument) for argument in arguments])
+        return status, *capfd.readouterr()
+
+    return ask
+
+
+def test_the_example_is_drawn_as_its_file_says_and_proved() -> None:
+    schedule = build(str(EXAMPLE), Plan.uniform(2), 4)
+    shown = [line.strip() for line in EXAMPLE.read_text().splitlines() if line.strip().startswith("rank ")]
+    assert shown == picture(schedule, 10)
+    proof = verify(lower(build(str(EXAMPLE), Plan.uniform(3, replicas=(2, 1, 1)), 8)))
+    assert (proof.peak_in_flight, set(proof.staleness)) == ((4, 4, 4, 2), {0})
+    assert lower(Choice.of(schedule).build()) == lower(schedule)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_it_trains_as_plain_pytorch(stages: int) -> None:
+    case = Case("cnn", str(EXAMPLE), stages, microbatches=4)
+    outcome = run(case)
+    assert len(outcome.dones) >= 50
+    check(case, outcome)
+
+
+def test_one_of_several_is_named(tmp_path: Path, told: Told) -> None:
+    file = tmp_path / "several.py"
+    file.write_text(SHARED)
+    mine, other = f"{file}:mine", f"{file}:other"
+    assert layout_of(mine) == layout_of("interleaved")
+    assert layout_of(other) is None
+    assert build(mine, uniform(mine, 2), 4).order(0) is not None
+    assert [*build(other, uniform(other, 2), 4).ops(0, 4)] == [*build("gpipe", uniform("gpipe", 2), 4).ops(0, 4)]
+    with pytest.raises(ScheduleError, match=r"should be one method, .*several.py declares mine, other"):
+        method_of(str(file))
+    with pytest.raises(ScheduleError, match="declares mine, other"):
+        method_of(f"{file}:third")
+    status, out, _ = told("show", mine, "--stages", 2, "--chunks", 3, "--json")
+    assert (status, len(json.loads(out)["grid"])) == (0, 3)  # a line for the time, one a worker
+
+
+def test_a_file_is_read_again_where_it_has_changed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    source = (
+        "from pipedream.schedules import Method, method_of\nMETHODS = (Method(method_of('{}').build, name='mine'),)"
+    )
+    for name in ("gpipe", "1f1b"):
+        file.write_text(source.format(name))
+        assert [*build(str(file), Plan.uniform(2), 4).ops(0, 4)] == [*build(name, Plan.uniform(2), 4).ops(0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("METHODS = ()", "declares none"),
+        ("METHODS = [1]", "must be a tuple of Method, found"),
+        ("raise KeyError('there')", "ended with KeyError: 'there'; mend the file"),
+        ("import", "ended with SyntaxError"),
+    ],
+)
+def test_what_is_no_method_is_refused(tmp_path: Path, text: str, message: str, told: Told) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(text)
+    with pytest.raises(ScheduleError, match=message):
+        build(str(file), Plan.uniform(2))
+    status, _, error = told("show", file)
+    assert (status, "Traceback" in error) == (2, False)
+
+
+def test_names(told: Told) -> None:
+    with pytest.raises(ScheduleError, match="cannot be read"):
+        build("nowhere.py", Plan.uniform(2))
+    with pytest.raises(ScheduleError, match=r"is not known; choose one of .*, or give a file"):
+        build("nowhere", Plan.uniform(2))
+    assert len({method.name for method in METHODS.values()}) == len(METHODS)
+    aliases = [alias for method in METHODS.values() for alias in method.aliases]
+    assert len(aliases) == len({*aliases, *METHODS}) - len(METHODS)
+    status, out, _ = told("simulate", "--uniform", 3, "--schedule", EXAMPLE, "--json")
+    assert (status, json.loads(out)["bubble"] > 0) == (0, True)
+
+
+@pytest.mark.processes
+def test_train(tmp_path: Path) -> None:
+    ended = command(
+        *("-m", "pipedream.cli", "train", str(ROOT / "examples" / "digits.py"), "--workers", "2"),
+        *("--schedule", str(EXAMPLE), "--minibatches", "6", "--epochs", "1", "--out", "run"),
+        folder=tmp_path,
+    )
+    assert ended.status == 0, ended.err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["configuration"]["schedule"] == str(EXAMPLE)
