@@ -18,7 +18,7 @@ from drawn import ALONE
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import pipedream.pipeline
+import pipedream.phases
 from pipedream.core.errors import DeadlockError, ScheduleError
 from pipedream.core.op import Kind, Op
 from pipedream.core.plan import Plan
@@ -470,7 +470,7 @@ def check_run(case: Case, program: Program) -> None:
         return lower(schedule) if schedule.name == "evaluation" else program
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipedream.pipeline, "lower", given_program)
+        patch.setattr(pipedream.phases, "lower", given_program)
         outcome = cases.run(case)
     cases.check(case, outcome)
     assert len(outcome.drains) == 2
