@@ -221,7 +221,14 @@ def _of_paper(case: Case, plan: Plan, outcome: Outcome) -> reference.Answer:
     changes = {"rule": options.pop("backward_rule", None), "by": options.pop("by", None)}
     paper = delayed.PAPERS[case.schedule.removesuffix("_sc")](case.stages, outcome.split, **options)
     paper = replace(paper, **{name: value for name, value in changes.items() if value is not None})
-    if case.replicas:
+    if "timeprest" in case.schedule and case.replicas:
+        # The paper has a worker a stage. The warm-up is the schedule's own; the rest is the papers' arithmetic.
+        built, m = SCHEDULES[case.schedule](plan, outcome.split), outcome.split
+        each = zip(built.plan.in_flight, case.replicas, strict=True)
+        waits = [(held - -(-m // count)) * count for held, count in each]
+        tagged = case.schedule == "timeprest"
+        paper = replace(paper, forward=lambda s, k: max(0, (k - waits[0 if tagged else s]) // m))
+    elif case.replicas:
         # The papers have a worker a stage. Of r replicas each has W warm-up forwards, its own microbatches alone, and a
         # bellwether of its own.
         r, late = case.replicas, [(n - 1) * count for n, count in zip(plan.in_flight, case.replicas, strict=True)]

@@ -35,6 +35,8 @@ class Paper:
         ahead, back: s -> updates by which the weights of a forward, a backward are predicted; negative: corrected back.
         by: what one update is taken to add.
         decay: of the average.
+        share: of weights one update old in those of a backward, whose significance decays exponentially with the updates
+            between them and the newest; None reads the newest alone.
     """
 
     forward: Callable[[int, int], int]
@@ -44,6 +46,7 @@ class Paper:
     back: Callable[[int], float] = lambda s: 0.0
     by: str = "velocity"
     decay: float = exp(-2)
+    share: float | None = None
 
     def gamma(self, s: int) -> float:
         """Returns the weight of the average so far, in one update."""
@@ -128,6 +131,18 @@ def v_timeprest(p: int, m: int) -> Paper:
     return Paper(lambda s, k: before[s][k], lambda s, k: k // m)
 
 
+def timeprest(p: int, m: int) -> Paper:
+    """The same order; each forward at the version that its microbatch met at the input stage, as vertical sync has it;
+    each backward at the newest weights of its stage, which has made its updates of all minibatches before."""
+    before = _prefixes("".join(nf1b(p, m, 60)[0]))
+    return Paper(lambda s, k: before[k].count("B"), lambda s, k: k // m)
+
+
+def timeprest_interpolated(p: int, m: int, share: float = exp(-1)) -> Paper:
+    """The same order; forwards at the newest weights, backwards towards the newest from those that are stashed."""
+    return replace(v_timeprest(p, m), share=share)
+
+
 def _prefixes(row: str) -> list[str]:
     """Returns what lies before each forward."""
     return [row[:i] for i, what in enumerate(row) if what == "F"]
@@ -135,7 +150,10 @@ def _prefixes(row: str) -> list[str]:
 
 PAPERS: dict[str, Callable[..., Paper]] = {
     method.__name__: method
-    for method in (pipelined_backprop, pb_lwp, pipemare, spectrain, spectrain_v2, pipeoptim, xpipe, paci, v_timeprest)
+    for method in (
+        pipelined_backprop, pb_lwp, pipemare, spectrain, spectrain_v2, pipeoptim, xpipe, paci, v_timeprest, timeprest,
+        timeprest_interpolated,
+    )  # fmt: skip
 }
 
 
@@ -420,6 +438,10 @@ def train(
                 own: Values = {}
                 if len(xs):
                     now = parts[s].made[paper.backward(s, k)].view(paper.by, paper.back(s))
+                    if paper.share is not None:
+                        old = parts[s].made[paper.forward(s, k)].weights
+                        significance = paper.share ** (paper.backward(s, k) - paper.forward(s, k))
+                        now = {name: (1 - significance) * w + significance * old[name] for name, w in now.items()}
                     if paper.rule == "stash":
                         now = flights[s].leaves
                     if paper.rule == "recompute":

@@ -26,9 +26,16 @@ from pipedream.schedules.pb_lwp import pb_lwp
 from pipedream.schedules.spectrain import spectrain_v2
 
 BOUND = 1e-9
-PARTS = {"pipemare": 2, "xpipe": 2, "paci": 2, "v_timeprest": 3}
-VERSIONS = {"spectrain_v2": lambda p, s: p - s + 1}  # one elsewhere
-LATE = {"pipelined_backprop": 2, "pb_lwp": 2, "pipemare": 2, "v_timeprest": 2}  # times p - 1 - s, in microbatches
+QUICK = ("pipelined_backprop", "spectrain", "timeprest", "timeprest_interpolated")  # with the cnn
+NF1B = ("timeprest", "v_timeprest", "timeprest_interpolated")
+PARTS = {"pipemare": 2, "xpipe": 2, "paci": 2}
+PARTS |= dict.fromkeys(NF1B, 3)
+VERSIONS = {  # one elsewhere
+    "spectrain_v2": lambda p, s: p - s + 1,
+    "timeprest": lambda p, s: 1 + -(-2 * s // 3),
+    "timeprest_interpolated": lambda p, s: 1 + -(-2 * (p - 1 - s) // 3),
+}
+LATE = dict.fromkeys(("pipelined_backprop", "pb_lwp", "pipemare", *NF1B), 2)  # times p - 1 - s, in microbatches
 
 
 def _case(animal: str, schedule: str, stages: int = 3, **more: Any) -> Case:
@@ -44,7 +51,7 @@ def _matrix() -> list[Any]:
     found = []
     for schedule in delayed.PAPERS:
         for animal, optimizer in (("mlp", "sgd"), ("cnn", "adamw"), ("lstm", "sgd"), ("transformer", "adamw")):
-            quick = animal == "mlp" or (animal == "cnn" and schedule in ("pipelined_backprop", "spectrain"))
+            quick = animal == "mlp" or (animal == "cnn" and schedule in QUICK)
             marks = () if quick else pytest.mark.long
             case = _case(animal, schedule, optimizer=optimizer)
             found.append(pytest.param(case, id=str(case), marks=marks))
@@ -83,7 +90,7 @@ def test_every_method_trains_as_its_paper_says(case: Case) -> None:
         kept = VERSIONS.get(case.schedule, lambda p, s: 1)(p, stage)
         assert outcome.storages[stage] <= outcome.versions[stage] == kept  # a stage may have no weights
         if not case.replicas:
-            late = LATE.get(case.schedule.removesuffix("_sc"), 1) * (p - 1 - stage)
+            late = LATE.get(case.schedule.removesuffix("_sc"), 1) * (p - 1 - stage * (case.schedule != "timeprest"))
             assert max(outcome.late[stage]) == -(-late // m)
 
 

@@ -128,7 +128,7 @@ def _graph_rule(
     held = versions.read(0)
     wants = x.is_floating_point()
     value, boxes = stage.enter("", (x.clone(),), (wants,))
-    with Saved(versions).watching(value):
+    with Saved(versions).watching(value, held):
         output = stage.forward(value, held.leaves, 0, first=False)
     slope = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
     versions.begin_update(())
@@ -249,7 +249,7 @@ def test_the_first_forward_alone_is_watched() -> None:
     layer = Computed()
     versions = Versions(dict(layer.named_parameters()), single=True)
     saved, x = Saved(versions), torch.randn(5, 8, requires_grad=True)
-    with pytest.raises(ScheduleError), saved.watching(x):
+    with pytest.raises(ScheduleError), saved.watching(x, versions.peek()):
         x * (versions.peek().leaves["a"] + versions.peek().leaves["b"])
-    with saved.watching(x):
+    with saved.watching(x, versions.peek()):
         x * (versions.peek().leaves["a"] + versions.peek().leaves["b"])

@@ -19,6 +19,7 @@ from enum import StrEnum
 from math import lcm
 from typing import Any, NamedTuple
 
+from . import tagged  # noqa: F401  # files may name its rules
 from .artifact import Artifact, decode, encode
 from .errors import ArtifactError, ScheduleError
 from .op import Kind, Op

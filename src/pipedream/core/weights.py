@@ -53,7 +53,8 @@ class WeightRule(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        WeightRule.rules[cls.name] = cls
+        if "name" in cls.__dict__:  # else abstract
+            WeightRule.rules[cls.name] = cls
 
     @abstractmethod
     def forward_version(self, stage: int, microbatch: int) -> int:
@@ -95,6 +96,11 @@ class WeightRule(ABC):
     def kept_until(self, stage: int) -> Kind | None:
         """Returns which pass is the last to read a forward's view that is kept; None where none is."""
         return None
+
+    @property
+    def held_until(self) -> Kind | None:
+        """The last pass for which a version is kept that is no longer the newest; None: there is one set of weights."""
+        return Kind.BACKWARD if self.backward_rule == "stash" else None
 
     def buffers(self, stage: int) -> int:
         """Returns how many tensors of the size of the weights the views need beside the versions."""

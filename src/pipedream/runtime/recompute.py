@@ -3,7 +3,8 @@
 After Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), and GPipe (2019, section 2.3), whose unit is
 the stage. The second forward gives the first one's numbers to the bit:
 
-- it reads the same version of the weights, which its reader holds until the backward;
+- it reads the same version of the weights, which its reader holds until the backward (under the backward rule
+  'recompute' it reads newer ones, and its numbers are those of a forward at these);
 - its masks are the same, because each layer's generator is seeded by microbatch and layer, and the loss draws from
   the generator as it stood before;
 - it reads the buffers as they were, and what it writes into them is dropped: statistics move once;

@@ -1,4 +1,4 @@
-"""What a forward saves of its weights, checked once: the backward rule 'graph' rests on it.
+"""What a forward saves of its weights, checked once and led elsewhere: the backward rule 'graph' rests on it.
 
 An old graph sees new weights where autograd has saved the weights' own storage, which the optimizer writes. Where it
 has saved something that was computed from a weight alone (a cast under autocast, weight_norm, a mask on the weight, the
@@ -6,13 +6,17 @@ buffer in which cuDNN flattens a recurrent layer's), the graph would go on with 
 backward gives would be a mixture. So the first forward is watched, operation by operation: what comes of weights and
 constants alone, and is no view of a weight, must not be saved. What comes of activations is an activation, and stays
 as it was.
+
+Where there are several versions, the storage that a graph has read is not the one of its backward. Then autograd keeps,
+of what it saves of a weight, the place alone: whose it is and where in it; and a backward finds what stands there in the
+set that it is led to. No old version is kept for a graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..core.errors import ScheduleError
 from .batches import flatten
-from .versions import Versions
+from .versions import Versions, WeightSet
 
 __all__ = ["Saved"]
 
@@ -29,29 +33,46 @@ _PACKING = {"aten::_cudnn_rnn": -1}
 
 
 class Saved:
-    """The check of one stage. Life: the first forward through `watching` is checked, further ones are not.
+    """What the forwards of one stage save. The first one through `watching` is checked, further ones are not.
 
     Args:
         versions: of the stage's weights.
+
+    Attributes:
+        leads: whether graphs keep places in the weights, for backwards that are led to another version (`led_to`).
     """
 
     def __init__(self, versions: Versions) -> None:
-        self._versions: Versions | None = versions
+        self._versions = versions
+        self._checked = self.leads = False
+        self._goal: Mapping[str, torch.Tensor] = {}
+
+    def follow(self, leads: bool) -> None:
+        """Takes up another method's rule at a drain."""
+        self.leads = leads
 
     @contextmanager
-    def watching(self, value: Any) -> Iterator[None]:
-        """Watches the layers run on a value, if they are the first.
+    def watching(self, value: Any, read: WeightSet) -> Iterator[None]:
+        """Watches the layers run on a value at weights.
 
         Raises:
-            ScheduleError: autograd has saved what was computed from weights alone; names the parameters.
+            ScheduleError: autograd has saved what was computed from weights alone, or, where graphs are led, a part of
+                a weight that cannot be found again in another version; names the parameters.
         """
-        if self._versions is None:
+        if self._checked and not self.leads:
             yield
             return
-        flow = _Flow(self._versions.peek().leaves, flatten(value)[1])
-        with torch.autograd.graph.saved_tensors_hooks(flow.pack, lambda tensor: tensor), flow:
+        flow = _Flow(read.leaves, flatten(value)[1])
+        places = _Places(read.leaves) if self.leads else None
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | _Place:
+            if not self._checked:
+                flow.note(tensor)
+            return tensor if places is None else places.of(tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack), nullcontext() if self._checked else flow:
             yield
-        self._versions = None
+        self._checked = True
         if flow.refused:
             told = "; ".join(f"{name!r} (by {operation})" for name, operation in sorted(flow.refused.items()))
             raise ScheduleError(
@@ -60,6 +81,81 @@ class Saved:
                 "backward_rule='recompute', or a layer that uses the parameter as it is (no autocast of it, no "
                 "weight_norm, no mask)"
             )
+
+    @contextmanager
+    def led_to(self, weights: WeightSet) -> Iterator[None]:
+        """Lets a backward find these weights where its graph has saved places."""
+        self._goal = weights.leaves
+        try:
+            yield
+        finally:
+            self._goal = {}
+
+    def _unpack(self, saved: torch.Tensor | _Place) -> torch.Tensor:
+        return saved if isinstance(saved, torch.Tensor) else saved.look_up(self._goal)
+
+
+class _Place(NamedTuple):
+    """A part of a weight, whatever its version.
+
+    Attributes:
+        name: of the parameter.
+        size, stride: of the part, as of any tensor.
+        offset: of its first element from the parameter's, in the storage.
+    """
+
+    name: str
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def look_up(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Returns what stands there in one version."""
+        leaf = leaves[self.name].data
+        return leaf.as_strided(self.size, self.stride, leaf.storage_offset() + self.offset)
+
+
+class _Places:
+    """Where in the weights a tensor lies.
+
+    Args:
+        leaves: of the version that a forward reads.
+    """
+
+    def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
+        self._owners: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for name, leaf in leaves.items():
+            self._owners.setdefault(_place(leaf), []).append((name, leaf))
+        self._owners.pop(0, None)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | _Place:
+        """Returns the place of a part of a weight; the tensor itself where it is none.
+
+        Raises:
+            ScheduleError: a part that another version does not have in the same place.
+        """
+        owners = self._owners.get(_place(tensor))
+        if owners is None:
+            return tensor
+        for name, leaf in owners:
+            offset = tensor.storage_offset() - leaf.storage_offset()
+            inside = offset >= 0 and offset + _extent(tensor) <= _extent(leaf)
+            alike = tensor.dtype == leaf.dtype and tensor.is_conj() == leaf.is_conj() and not tensor.is_neg()
+            # A weight with holes is packed in the other sets.
+            if inside and alike and _extent(leaf) == leaf.numel():
+                return _Place(name, tensor.size(), tensor.stride(), offset)
+        raise ScheduleError(
+            "the backward rule 'graph' looks up what autograd saves of a weight in another version of it; here it saves "
+            f"a part of {' or '.join(repr(name) for name, _ in owners)} that lies across parameters, in one with holes, "
+            "or is of another type; take backward_rule='recompute', or a parameter with a storage of its own"
+        )
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Returns how many elements of the storage lie from a tensor's first to its last one, both included."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -102,10 +198,9 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refused |= made
         return result
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def note(self, tensor: torch.Tensor) -> None:
         """Takes what autograd saves."""
         self.refused |= self._made.get(_place(tensor), {})
-        return tensor
 
 
 def _place(tensor: torch.Tensor) -> int:

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..core.op import Op
+from ..core.op import Kind, Op
 from ..core.program import Program
+from ..core.tagged import Interpolated
 from ..core.views import VELOCITY
+from ..core.weights import WeightRule
 from .channel import Pending
 from .compensation import check_compensations
 from .optimize import Gradients, Optimizer
@@ -22,7 +24,7 @@ from .saved import Saved
 from .stage import Held, StageModule
 from .velocity import check_velocity
 from .versions import Versions, WeightSet
-from .views import Views
+from .views import Intermediate, Views
 
 __all__ = ["Seated", "evaluating"]
 
@@ -34,6 +36,7 @@ class Seated:
     Attributes:
         recomputation: of the forward in the backward; None where its graph is kept.
         views: weights that are computed; None where passes read versions.
+        intermediate: weights of backwards between two versions; None where they read versions or views.
         saved: what the run's first forward saves; None where no phase has the rule 'graph'.
         next_forward: microbatch of its next forward.
         tags: (microbatch, forward version, backward version) of the gradients of the coming update.
@@ -45,10 +48,12 @@ class Seated:
     optimizer: Optimizer
     recomputation: Recomputation | None = None
     views: Views | None = None
+    intermediate: Intermediate | None = None
     saved: Saved | None = None
     next_forward: int = 0
     tags: list[tuple[int, int, int]] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
+    _rule: WeightRule = field(init=False)
 
     def check(self, programs: Iterable[Program], stage: int) -> None:
         """Checks, before a run, what the methods of its phases ask of this seat's optimizer.
@@ -71,9 +76,12 @@ class Seated:
             stage: of this seat.
             clock: updates that the input stage has made by the program before.
         """
-        rule = program.weights
+        rule = self._rule = program.weights
         self.optimizer.follow(program.updates, stage, rule.staleness(stage), clock)
-        self.versions.follow(rule.backward_rule != "stash" or rule.kept_until(stage) is not None)
+        self.versions.follow(rule.held_until is None or rule.kept_until(stage) is not None)
+        if self.saved is not None:
+            self.saved.follow(leads=rule.backward_rule == "graph" and rule.held_until is not None)
+        self.intermediate = Intermediate(rule.between, self.versions) if isinstance(rule, Interpolated) else None
         self.recomputation = Recomputation(self.module) if program.plan.stages[stage].recompute else None
         before = {} if self.views is None else self.views.tensors()
         self.views = Views(rule, stage, self.versions, self.optimizer) if rule.views(stage) else None
@@ -114,20 +122,37 @@ class Seated:
         return [m for m in found.values() if m.track_running_stats]
 
     def read(self, version: int) -> WeightSet:
-        """Returns the weights that a forward reads; its backward releases them."""
+        """Returns the weights that a forward reads; its backward releases them, where they are held for it."""
+        if self._rule.held_until is Kind.FORWARD:
+            return self.versions.peek(version)
         return self.versions.read(version) if self.views is None else self.views.read(version)
+
+    def read_again(self, held: Held) -> WeightSet:
+        """Returns the weights that a forward reads when its backward does it again."""
+        assert held.weights is not None
+        if self._rule.backward_rule == "stash":
+            return held.weights
+        held.redone = self._newer(held)
+        return held.redone
+
+    def _newer(self, held: Held) -> WeightSet:
+        """Returns the weights of a backward that does not read those of its forward."""
+        assert held.weights is not None
+        return self.versions.peek() if self.intermediate is None else self.intermediate.read(held.weights)
 
     def at_forward(self, version: int) -> AbstractContextManager[None]:
         """Returns the context of a forward that reads a version, or a view of it."""
         return nullcontext() if self.views is None else self.views.forward(version)
 
-    def at_backward(self) -> AbstractContextManager[None]:
+    def at_backward(self, held: Held) -> AbstractContextManager[None]:
         """Returns the context of a backward."""
+        if self.saved is not None and self.saved.leads:
+            return self.saved.led_to(self._newer(held))
         return nullcontext() if self.views is None else self.views.backward()
 
-    def watching(self, value: Any) -> AbstractContextManager[None]:
-        """Returns the context in which the layers run on a value in training."""
-        return nullcontext() if self.saved is None else self.saved.watching(value)
+    def watching(self, value: Any, read: WeightSet) -> AbstractContextManager[None]:
+        """Returns the context in which the layers run on a value in training, at weights."""
+        return nullcontext() if self.saved is None else self.saved.watching(value, read)
 
     def give(self, index: int, gradient: torch.Tensor) -> None:
         """Takes a handle's gradient from the last backward before an update, while that still runs."""
@@ -138,8 +163,11 @@ class Seated:
         """Takes in a microbatch's gradients of the weights, with which the seat is done with it."""
         self.gradients.add(found, held.weight)
         if held.weights is not None:
-            self.tags.append((held.microbatch, held.version, held.weights.version))
-            self.versions.release(held.weights)
+            stashes = self._rule.backward_rule == "stash"
+            read = held.weights.version if stashes else self.versions.newest
+            self.tags.append((held.microbatch, held.version, read))
+            if self._rule.held_until is not Kind.FORWARD:
+                self.versions.release(held.weights)
 
     def update(
         self, program: Program, op: Op, present_share: float, total: int | None

@@ -80,6 +80,7 @@ class Held:
         weight: loss weight of the microbatch.
         scale: gradient of the update's objective by the loss, at the last stage.
         again: does the forward again and fills in entries and outputs; None where its graph was kept.
+        redone: the set that it read when it was done again; None where that is the set of the first time.
         deferred: gradients of the weights that are still to be made, between the halves of a backward.
     """
 
@@ -92,7 +93,15 @@ class Held:
     weight: float = 0.0
     scale: float = 1.0
     again: Callable[[], None] | None = None
+    redone: WeightSet | None = None
     deferred: Deferred | None = None
+
+    @property
+    def leaves(self) -> WeightSet:
+        """The set whose leaves the graph ends in."""
+        found = self.redone or self.weights
+        assert found is not None, "a microbatch without samples has no graph"
+        return found
 
     def given(self, message: Message | None, loss_scale: float = 1.0) -> list[torch.Tensor | None]:
         """Returns the gradients of the outputs, whose graph is there then, and notes the loss weight.
@@ -213,11 +222,10 @@ class StageModule:
                 it has taken is None in the answer. The leaves must be watched. On a GPU it is called on a thread of
                 autograd.
         """
-        assert held.weights is not None
         outputs, arrived = _with_gradients(held, gradients)
-        with self._adding(held.weights, lent) as leaves:
+        with self._adding(held.leaves, lent) as leaves:
             if outputs:
-                held.weights.ready = ready
+                held.leaves.ready = ready
                 torch.autograd.backward(outputs, arrived)
             return [leaf.grad for leaf in leaves], [box[0] if box else None for box, _ in held.entries]
 
@@ -245,9 +253,8 @@ class StageModule:
             held: what that has left; freed as the gradients come.
             lent, ready: as for `backward`; the leaves need not be watched.
         """
-        assert held.weights is not None
         assert held.deferred is not None
-        with self._adding(held.weights, lent) as leaves:
+        with self._adding(held.leaves, lent) as leaves:
             numbers = {leaf: number for number, leaf in enumerate(leaves)}
             for leaf in held.deferred.run():
                 if ready is not None and leaf in numbers and leaf.grad is not None:

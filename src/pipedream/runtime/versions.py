@@ -18,9 +18,10 @@ counter, so `begin_update` itself asserts that the storage it frees for writing 
 Under autocast a set holds low-precision leaves of the weights that autocast would cast, cast once an update
 instead of once a forward; then only the optimizer's copy has full precision.
 
-Where a backward reads newer weights than its forward (`core.weights`), there is one set, and the optimizer steps in its
-storage although graphs have read it: a graph then sees the new weights, because it has saved leaves that share storage
-with the handles but not the version counter.
+Where a backward reads newer weights than its forward (`core.weights`), there is mostly one set, and the optimizer steps
+in its storage although graphs have read it: a graph then sees the new weights, because it has saved leaves that share
+storage with the handles but not the version counter. Under tags (`core.tagged`) several sets live for forwards to come,
+none for a graph: what it saves of its weights are places, which are looked up in the set of its backward (`runtime.saved`).
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Versions:
         """
         if version not in self._kept:
             assert version == self.newest, f"a view of version {version} was asked for, the newest is {self.newest}"
-            made = self._free.pop() if self._free else self._spare()
+            made = self._free.pop() if self._free else self.spare()
             into = {
                 name: torch.empty_like(handle.data) if name in self._low else made.leaves[name].data
                 for name, handle in self.handles.items()
@@ -180,7 +181,7 @@ class Versions:
         self.keep(coming)
         newest = self._sets[self.newest]
         if newest.readers or self.newest in coming:
-            moved = self._free.pop() if self._free else self._spare()
+            moved = self._free.pop() if self._free else self.spare()
             shared = [name for name in self.handles if name not in self._low]
             targets = [moved.leaves[name].detach() for name in shared]
             if targets:
@@ -205,6 +206,11 @@ class Versions:
         for name in self._low:
             # Not detach(): graphs may have read the leaf, and shall see the new weights.
             leaves[name].data.copy_(self.handles[name].data)
+
+    def spare(self) -> WeightSet:
+        """Returns a set of no version, of storage of its own."""
+        leaves = self._sets[self.newest].leaves
+        return self._made(-1, {name: torch.empty_like(leaf).detach().requires_grad_() for name, leaf in leaves.items()})
 
     def rewind(self) -> None:
         """Counts versions from 0 again: after a drain, when one set is left."""
@@ -243,7 +249,3 @@ class Versions:
             # Not detach(): that would share autograd's version counter, which each update moves on.
             return handle.data.requires_grad_()
         return handle.detach().to(kind, copy=True).requires_grad_()
-
-    def _spare(self) -> WeightSet:
-        leaves = self._sets[self.newest].leaves
-        return self._made(-1, {name: torch.empty_like(leaf).detach().requires_grad_() for name, leaf in leaves.items()})

@@ -16,13 +16,13 @@ from contextlib import contextmanager
 import torch
 
 from ..core.op import Kind
-from ..core.views import AVERAGE, DIFFERENCE, VELOCITY, View
+from ..core.views import AVERAGE, DIFFERENCE, VELOCITY, Between, View
 from ..core.weights import WeightRule
 from .optimize import Optimizer
 from .velocity import add_velocity, check_velocity
 from .versions import Versions, WeightSet
 
-__all__ = ["Views"]
+__all__ = ["Intermediate", "Views"]
 
 
 class Views:
@@ -160,6 +160,34 @@ class Views:
         self._optimizer.catch_up(self._optimizer.due)  # the rate of the coming update
         by_handle = dict(zip(self._handles, targets, strict=True))
         add_velocity(self._optimizer.optimizer, by_handle, horizon * self._optimizer.rate_factor)
+
+
+class Intermediate:
+    """Weights between those that a forward has read and the newest, for one backward after the other.
+
+    Args:
+        between: how much of the old ones.
+        versions: of the seat.
+    """
+
+    def __init__(self, between: Between, versions: Versions) -> None:
+        self._between = between
+        self._versions = versions
+        self._made: WeightSet | None = None
+
+    def read(self, old: WeightSet) -> WeightSet:
+        """Returns them, until the next call; the newest set where that is the old one."""
+        newest = self._versions.peek()
+        if old is newest:
+            return newest
+        self._made = self._made or self._versions.spare()
+        share = self._between.weight(newest.version - old.version)
+        # Of the leaves that passes read; .data: these have a graph of their own where the forward is done again.
+        targets, ends, begins = ([leaf.data for leaf in s.leaves.values()] for s in (self._made, newest, old))
+        _copy(targets, ends)
+        if targets:
+            torch._foreach_lerp_(targets, begins, share)
+        return self._made
 
 
 def _moving(view: View | None, stage: int) -> View | None:

@@ -242,8 +242,9 @@ class Worker:
                 value = self._value_of(message)
             else:
                 value, held.entries = seat.module.enter(message.structure, message.tensors, message.gradients)
-            with seat.watching(value):
-                output = seat.module.forward(value, weights.leaves, self._number(op.index), op.stage == 0)
+            read = seat.read_again(held) if again else weights
+            with seat.watching(value, read):
+                output = seat.module.forward(value, read.leaves, self._number(op.index), op.stage == 0)
             if targets is None:
                 structure, held.outputs, wants = outputs_of(output)
                 return message.carrying(structure, held.outputs, wants, version)
@@ -301,7 +302,7 @@ class Worker:
         found: list[torch.Tensor | None] = []
         if held.weights is not None:
             scale = seat.optimizer.scale
-            with seat.at_backward():
+            with seat.at_backward(held):
                 lent, ready = (seat.gradients.lent, seat.give if last else None) if makes_weights else ([], None)
                 if not makes_inputs:
                     found = seat.module.backward_weights(held, lent, ready)

@@ -1,11 +1,21 @@
-"""V-TiMePReSt: nF1B, all forwards of a minibatch and the backward of another in turn, at the newest weights.
+"""TiMePReSt: nF1B, all forwards of a minibatch and the backward of another in turn, and backwards at the newest weights.
 
-TiMePReSt, 2024 (arXiv 2410.14312), has the order; its V- variant, 2025 (arXiv 2509.23241), neither a stash nor a tag of
-versions. A minibatch has m microbatches; a stage goes back through a whole one as soon as it can, and admits at most
-p - s. With a slot for a forward and for a minibatch's backward these are 2(p-1-s) forwards of warm-up beside the
-minibatch's own m (p-1-s, if m = 1), and ceil(2(p-1-s)/m) updates lie between the first forward of a minibatch and its
-backward: the backward's weights are the newest, the forward's are not, whatever m. (TiMePReSt itself gives a
-forward the version that its minibatch met at the input stage; that needs old versions again, and is not here.)
+2024 (arXiv 2410.14312; Future Generation Computer Systems, 2026), sections 3.1 and 3.2. A minibatch has m microbatches; a
+stage goes back through a whole one as soon as it can, and admits at most p - s. With a slot for a forward and for a
+minibatch's backward these are 2(p-1-s) forwards of warm-up beside the minibatch's own m (p-1-s, if m = 1). Here the
+backwards of a minibatch's microbatches follow each other in the place of one backward of their mean loss: the gradient is
+the same. The paper has a worker a stage; where stages have replicas, each takes its part of the warm-up.
+
+- `timeprest` keeps vertical sync and drops the horizontal stash: the version that a microbatch meets at the input stage is
+  its tag, which each stage's forward reads (microbatches of one minibatch may have different ones); a backward reads the
+  newest weights of its stage. ceil(2(p-1)/m) updates lie between the two, at every stage, whatever m: the activations
+  stay old.
+- `v_timeprest`, 2025 (arXiv 2509.23241), has neither a stash nor a tag: ceil(2(p-1-s)/m) updates.
+
+By the paper, v = floor((p+m-2)/m) minibatches lie between a backward and the one whose weights it reads, all stages alike.
+In its own order that is floor((p-1)/(m+1)) + 1, to the newest minibatch of which every stage has made its update; the two
+agree for p <= m + 1, where v = 1, and differ first at (p, m) = (6, 2), (8, 2) and (8, 3). A stage reads here what is newest
+at that stage: v = 1 everywhere, which is the paper's in all of its experiments.
 
     rank 0 | F0  F1  F2  F3  B0  B1' F4  F5  B2  B3'
     rank 1 | .   F0  F1  B0  B1' F2  F3  B2  B3' F4
@@ -13,76 +23,159 @@ forward the version that its minibatch met at the input stage; that needs old ve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 
-from ..core.errors import ScheduleError
 from ..core.op import Op
 from ..core.placement import Seat
 from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
+from ..core.tagged import Tagged
 from ..core.update import UpdateRule
-from ..core.weights import Latest
-from .idioms import at_one_seat, backward, forward, recomputing, update
+from ..core.weights import Latest, WeightRule
+from .idioms import at_one_seat, backward, endless, forward, recomputing, share_out, update
 from .method import Method, Picture
 
-__all__ = ["METHODS", "v_timeprest"]
+__all__ = ["METHODS", "nf1b", "timeprest", "v_timeprest"]
+
+
+def timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
+    """Returns TiMePReSt; 3 microbatches a minibatch, as in its paper, unless asked.
+
+    Args:
+        plan: of stages; this order has a depth of its own.
+        microbatches: m, of a minibatch.
+        backward_rule: 'graph', or 'recompute'.
+
+    Raises:
+        ScheduleError: fewer microbatches than a stage has replicas.
+    """
+    return nf1b(
+        "timeprest",
+        plan,
+        microbatches,
+        backward_rule,
+        lambda waits, replicas, m: Tagged(waits, replicas, m, backward_rule=backward_rule),
+        staleness=lambda p, s, m: -(-min(2, m) * (p - 1) // m),
+        versions=lambda p, s, m: -(-min(2, m) * s // m) + 1,
+    )
 
 
 def v_timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
     """Returns V-TiMePReSt; 3 microbatches a minibatch, as in its paper, unless asked.
 
     Args:
-        plan: without replicas; this order has a depth of its own.
+        plan: of stages; this order has a depth of its own.
         microbatches: m, of a minibatch.
         backward_rule: 'graph', or 'recompute'.
 
     Raises:
-        ScheduleError: a stage has replicas.
+        ScheduleError: fewer microbatches than a stage has replicas.
     """
-    p, m = len(plan.stages), microbatches or 3
-    if plan.workers > p:
-        raise ScheduleError(
-            f"schedule 'v_timeprest' has a worker a stage, found plan {plan.config}; plan a straight pipeline"
-        )
-    warmup = tuple(min(2, m) * (p - 1 - s) for s in range(p))
-    depth = tuple(wait + m for wait in warmup)
-    plan = recomputing(plan if plan.in_flight == depth else replace(plan, in_flight=depth, depth="hand"), backward_rule)
+
+    def rule(waits: tuple[int, ...], replicas: tuple[int, ...], m: int) -> Latest:
+        return Latest(waits, replicas, (0,) * len(waits), (m,) * len(waits), backward_rule=backward_rule)
+
+    return nf1b("v_timeprest", plan, microbatches, backward_rule, rule)
+
+
+def nf1b(
+    name: str,
+    plan: Plan,
+    microbatches: int | None,
+    backward_rule: str,
+    rule: Callable[[tuple[int, ...], tuple[int, ...], int], WeightRule],
+    *,
+    staleness: Callable[[int, int, int], int] = lambda p, s, m: -(-min(2, m) * (p - 1 - s) // m),
+    versions: Callable[[int, int, int], int] = lambda p, s, m: 1,
+) -> Schedule:
+    """Returns a method of the order nF1B.
+
+    Args:
+        name: of the method.
+        plan: of stages.
+        microbatches: of a minibatch; None for 3, or the replicas of a stage where they are more.
+        backward_rule: of the method.
+        rule: (warm-up forwards of each stage's replicas, replicas, m) -> its weight rule.
+        staleness, versions: (p, s, m) -> claimed, for a straight pipeline.
+
+    Raises:
+        ScheduleError: fewer microbatches than a stage has replicas.
+    """
+    m = share_out(name, plan, microbatches, 3)
+    waits = _warmup(plan, m)
+    depth = tuple(wait - (-m // count) for wait, count in zip(waits, plan.replicas, strict=True))
+    lag = (0,) * len(plan.stages)
+    plan = recomputing(
+        plan if (plan.in_flight, plan.lag) == (depth, lag) else replace(plan, in_flight=depth, lag=lag, depth="hand"),
+        backward_rule,
+    )
 
     def ops(seat: Seat) -> Iterator[Op]:
-        yield from (forward(seat, k) for k in range(warmup[seat[0]]))
+        stage, replicas = seat[0], plan.replicas[seat[0]]
+        ahead = waits[stage] * replicas
+        forwards, backwards = iter(endless(seat, replicas)), iter(endless(seat, replicas))
+        k, back = next(forwards), next(backwards)
         for number in count():
-            mine = range(number * m, (number + 1) * m)
-            yield from (forward(seat, warmup[seat[0]] + k) for k in mine)
-            yield from (backward(seat, k) for k in mine)
+            while k < ahead + (number + 1) * m:
+                yield forward(seat, k)
+                k = next(forwards)
+            while back < (number + 1) * m:
+                yield backward(seat, back)
+                back = next(backwards)
             yield update(seat, number + 1)
 
-    each = (m,) * p
     return Schedule(
-        name="v_timeprest",
+        name=name,
         plan=plan,
         placement=plan.placement,
         order=at_one_seat(plan.placement, ops),
-        weights=Latest(warmup, plan.replicas, plan.lag, each, backward_rule=backward_rule),
-        updates=UpdateRule(each),
+        weights=rule(waits, plan.replicas, m),
+        updates=UpdateRule((m,) * len(plan.stages)),
         microbatches=m,
         claims=Claims(
             in_flight=lambda p, total, s: min(min(2, m) * (p - 1 - s) + m, total),
-            staleness=lambda p, total, s: -(-min(2, m) * (p - 1 - s) // m),
-            versions=lambda p, total, s: 1,
+            staleness=lambda p, total, s: staleness(p, s, m),
+            versions=lambda p, total, s: versions(p, s, m),
         ),
     )
 
 
+def _warmup(plan: Plan, m: int) -> tuple[int, ...]:
+    """Returns the forwards of warm-up of a replica of each stage: its part of min(2, m) (p - 1 - s), rounded up.
+
+    No stage has fewer than the one behind it, or that one would wait for a forward that waits for its backward. At the
+    input stage replica 0 reads minibatches for all, so its first microbatch of each must not stand behind a backward of
+    which the others' are in front: either none of a minibatch is, or one of each replica.
+    """
+    waits: list[int] = []
+    behind = 0
+    for s, replicas in reversed([*enumerate(plan.replicas)]):
+        wait = -(-max(min(2, m) * (len(plan.stages) - 1 - s), behind) // replicas)
+        while s == 0 and 0 < wait * replicas % m < replicas:
+            wait += 1
+        waits.insert(0, wait)
+        behind = wait * replicas
+    return tuple(waits)
+
+
 METHODS = (
+    Method(
+        timeprest,
+        since=2024,
+        picture=Picture("TiMePReSt: forwards read the version (v) of their tag, backwards the newest; m = 3", 3, 15),
+        choose="To study backwards at the newest weights with forwards of one version of the whole model. The last "
+        "stage keeps the most versions, and all stages are as late as the first. Take backward_rule='recompute' at "
+        "high rates: old activations with newer weights diverged first where this was tried.",
+    ),
     Method(
         v_timeprest,
         since=2025,
         picture=Picture(
             "V-TiMePReSt: m forwards, then m backwards; each op reads the newest version (v); m = 3", 3, 15
         ),
-        choose="To study the order nF1B: paci's weights and updates, with the backwards of a minibatch together. It "
-        "holds more microbatches than paci and is no less late.",
+        choose="To study the order nF1B: paci's weights and updates, with the backwards of a minibatch together. "
+        "It holds more microbatches than paci and is no less late.",
     ),
 )

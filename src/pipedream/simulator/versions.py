@@ -37,16 +37,16 @@ class Held:
 
 
 class _Seat:
-    """One seat's versions. A version is alive while it is the newest, and while a microbatch that is in flight or
-    still to come reads it; under the rules that have one set of weights (`WeightRule.backward_rule`), only while it is
-    the newest. A view that is kept is alive from the first forward that reads it to the last pass that does.
+    """One seat's versions. A version is alive while it is the newest, and while a microbatch that is still to come, or
+    in flight where its backward reads it too, reads it; under the rules that have one set of weights, only while it is
+    the newest (`WeightRule.held_until`). A view that is kept is alive from the first forward that reads it to the last pass that does.
 
     Attributes:
         stride: from one microbatch of the seat to its next.
         read: version that each of its microbatches reads.
         readers: version -> microbatches that read it, and have not yet made the last pass that does.
         until: the last pass that reads a kept view; None where none is kept.
-        released: whether a backward lets go of what its forward read.
+        held_until: the last pass for which a version is kept that is not the newest; None where there is one set.
         forwarded: microbatches forwarded so far.
         viewed: version whose view was kept last.
         newest, alive, peak: version made last; distinct ones alive now, and at most.
@@ -69,7 +69,7 @@ class _Seat:
         self.read = [program.weights.forward_version(stage, k) for k in range(replica, total, self.stride)]
         self.readers = Counter(self.read)
         self.until = program.weights.kept_until(stage)
-        self.released = program.weights.backward_rule == "stash"
+        self.held_until = program.weights.held_until
         self.forwarded = 0
         self.viewed: int | None = None
         self.newest = 0
@@ -120,6 +120,8 @@ class _Seat:
         if self.until is Kind.FORWARD:
             self.readers[version] -= 1
             self.alive -= not self.readers[version]
+        elif self.held_until is Kind.FORWARD:
+            self._release(version)
         return most
 
     def backward(self, index: int) -> int:
@@ -147,15 +149,18 @@ class _Seat:
         """Takes in the gradients of a microbatch, and lets go of the version that it read."""
         self.has_sums = True
         self.order.append(index)
-        if self.released:
-            version = self.read[index // self.stride]
-            left = self.readers[version] = self.readers[version] - 1
-            if not left and (version != self.newest or self.until is not None):
-                self.alive -= 1
+        if self.held_until is Kind.BACKWARD:
+            self._release(self.read[index // self.stride])
+
+    def _release(self, version: int) -> None:
+        """Lets go of a version that a microbatch has read for the last time."""
+        left = self.readers[version] = self.readers[version] - 1
+        if not left and (version != self.newest or self.until is not None):
+            self.alive -= 1
 
     def update(self, index: int) -> int:
         """Returns the most that an update holds; then its gradients are gone."""
-        if self.released and self.until is None and self.readers[self.newest]:
+        if self.held_until is not None and self.until is None and self.readers[self.newest]:
             self.alive += 1
             self.peak = max(self.peak, self.alive)
         self.newest = index

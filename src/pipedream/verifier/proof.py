@@ -150,8 +150,8 @@ def _check_reach(program: Program, total: int) -> None:
 def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
     """Returns the peaks of microbatches in flight and of versions alive, of a rank and then of each of its seats.
 
-    A version lives from its update to its last reader, and at least until the next update; an update
-    reuses the storage of the version before it where nobody reads that any more. A kept view is a set of its own.
+    A version lives from its update to its last reader (`WeightRule.held_until`), and at least until the next update; an
+    update reuses the storage of the version before it where nobody reads that any more. A kept view is a set of its own.
 
     Raises:
         ScheduleError: more versions alive at a stage than its weight rule allows.
@@ -200,7 +200,7 @@ def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]
         second = program.weights.backward_version(stage, k)
         begin, end = ops[Op(Kind.FORWARD, stage, k, replica)][1], ops[Op(last, stage, k, replica)][1]
         if until is None:
-            dies[first] = max(dies[first], begin)
+            dies[first] = max(dies[first], end if program.weights.held_until is Kind.BACKWARD else begin)
         else:  # the version is read once, by the first forward; a set of its own keeps the view
             made_at, _ = views.get(first, (begin, begin))
             views[first] = made_at, begin + 1 if until is Kind.FORWARD else end
