@@ -151,7 +151,16 @@ def _prefixes(row: str) -> list[str]:
 PAPERS: dict[str, Callable[..., Paper]] = {
     method.__name__: method
     for method in (
-        pipelined_backprop, pb_lwp, pipemare, spectrain, spectrain_v2, pipeoptim, xpipe, paci, v_timeprest, timeprest,
+        pipelined_backprop,
+        pb_lwp,
+        pipemare,
+        spectrain,
+        spectrain_v2,
+        pipeoptim,
+        xpipe,
+        paci,
+        v_timeprest,
+        timeprest,
         timeprest_interpolated,
     )  # fmt: skip
 }
@@ -429,11 +438,9 @@ def train(
                 value, flight = forward(stage, value, weights, number)
                 flights.append(flight)
             if len(xs):
-                output = value.detach().requires_grad_()
-                found, amount = total(output, ys)
-                (slope,) = torch.autograd.grad(found, output)
+                found, amount, slope = _slope(total, value, ys)
                 gradients = [slope]
-                loss, weight = loss + float(found.detach()), weight + amount
+                loss, weight = loss + found, weight + amount
             for s in reversed(range(len(parts))):
                 own: Values = {}
                 if len(xs):
@@ -447,8 +454,10 @@ def train(
                     if paper.rule == "recompute":
                         after = [b.clone() for b in parts[s].buffers()]
                         _put(parts[s].buffers(), kept[s])
-                        _, flights[s] = forward(parts[s], seen[s], now, number)
+                        again, flights[s] = forward(parts[s], seen[s], now, number)
                         _put(parts[s].buffers(), after)
+                        if s == len(parts) - 1:  # the loss is a part of the last stage
+                            gradients = [_slope(total, again, ys)[2]]
                     flights[s].swapped = {name: w.detach().clone() for name, w in now.items()}
                     gradients, own = backward(flights[s], gradients)
                 sums[s].append((own, amount))
@@ -461,6 +470,14 @@ def train(
             update(s)
     answer.state = {k: v.detach().clone() for k, v in _loaded(model, parts).state_dict().items()}
     return answer
+
+
+def _slope(total: Total, value: Any, targets: Tensor) -> tuple[float, float, Tensor]:
+    """Returns the loss of an output, its weight, and its gradient by the output."""
+    output = value.detach().requires_grad_()
+    found, amount = total(output, targets)
+    (slope,) = torch.autograd.grad(found, output)
+    return float(found.detach()), amount, slope
 
 
 def _loaded(model: nn.Module, parts: Sequence[Stage]) -> nn.Module:

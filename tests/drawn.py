@@ -18,8 +18,7 @@ from pipedream.simulator import Costs
 WHOLE = (  # methods that do not split a minibatch
     "pipedream", "pipedream_vertical_sync", "pipelined_backprop", "pb_lwp", "spectrain", "spectrain_v2", "pipeoptim",
 )  # fmt: skip
-NO_LAG = ("pipedream_2bw", "pipemare", "xpipe", "paci", "v_timeprest")
-ALONE = ("v_timeprest",)  # without replicas
+NO_LAG = ("pipedream_2bw", "pipemare", "xpipe", "paci", "timeprest", "v_timeprest", "timeprest_interpolated")
 
 SECONDS = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.1, 5.0))
 
@@ -50,8 +49,6 @@ def straight(draw: st.DrawFn) -> Schedule:
     replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     lag = tuple(draw(st.integers(0, 1)) if count > 1 and len(replicas) > 1 else 0 for count in replicas)
     name = draw(st.sampled_from(STRAIGHT))
-    if name in ALONE:
-        replicas = (1,) * len(replicas)
     if name in NO_LAG:
         lag = (0,) * len(replicas)  # it does not lag
     in_flight = legal(tuple(draw(st.integers(1, 5)) for _ in replicas), replicas, lag)

@@ -31,9 +31,9 @@ NF1B = ("timeprest", "v_timeprest", "timeprest_interpolated")
 PARTS = {"pipemare": 2, "xpipe": 2, "paci": 2}
 PARTS |= dict.fromkeys(NF1B, 3)
 VERSIONS = {  # one elsewhere
-    "spectrain_v2": lambda p, s: p - s + 1,
-    "timeprest": lambda p, s: 1 + -(-2 * s // 3),
-    "timeprest_interpolated": lambda p, s: 1 + -(-2 * (p - 1 - s) // 3),
+    "spectrain_v2": lambda p, s, m: p - s + 1,
+    "timeprest": lambda p, s, m: 1 + -(-2 * s // m),
+    "timeprest_interpolated": lambda p, s, m: 1 + -(-2 * (p - 1 - s) // m),
 }
 LATE = dict.fromkeys(("pipelined_backprop", "pb_lwp", "pipemare", *NF1B), 2)  # times p - 1 - s, in microbatches
 
@@ -60,6 +60,10 @@ def _matrix() -> list[Any]:
         _case("cnn", "spectrain", optimizer="adamw", options=_options(backward_rule="recompute")),
         _case("cnn", "pb_lwp", 4, optimizer="adamw", options=_options(by="difference")),
         _case("mlp", "pb_lwp_sc", 4),
+        _case("mlp", "timeprest", optimizer="adamw", options=_options(backward_rule="recompute")),
+        _case(
+            "cnn", "timeprest_interpolated", optimizer="adamw", options=_options(backward_rule="recompute", share=0.6)
+        ),
     ]
     slow = [
         _case("cnn", "pipemare", options=_options(backward_rule="recompute")),
@@ -74,6 +78,12 @@ def _matrix() -> list[Any]:
         _case("mlp", "paci", 2, replicas=(2, 1)),
         Case("mlp", "xpipe", 2, replicas=(2, 1), microbatches=5),
         _case("mlp", "pipemare", 4, drain_at=-1, leave_at=17),
+        _case("mlp", "timeprest", 4, drain_at=-1, leave_at=17),
+        _case("lstm", "timeprest", options=_options(backward_rule="recompute")),
+        _case("transformer", "timeprest_interpolated", optimizer="adamw", options=_options(backward_rule="recompute")),
+        *(_case("mlp", schedule, 2, replicas=replicas) for schedule in NF1B for replicas in ((2, 1), (1, 2))),
+        Case("mlp", "timeprest", 3, replicas=(3, 2, 1), microbatches=4),
+        Case("cnn", "timeprest", 4, microbatches=2, scheduled=True),
         *(_case("cnn", schedule, stages) for schedule in delayed.PAPERS for stages in (1, 2, 4)),
     ]
     found += [pytest.param(case, id=str(case)) for case in others]
@@ -87,7 +97,9 @@ def test_every_method_trains_as_its_paper_says(case: Case) -> None:
     check(case, outcome, BOUND)
     p, m = case.stages, outcome.split
     for stage in range(p):
-        kept = VERSIONS.get(case.schedule, lambda p, s: 1)(p, stage)
+        kept = VERSIONS.get(case.schedule, lambda p, s, m: 1)(p, stage, m)
+        if case.replicas and case.schedule in NF1B:  # each depth is rounded up to its replicas
+            kept = build(case.schedule, case.plan(), m).weights.versions(stage)
         assert outcome.storages[stage] <= outcome.versions[stage] == kept  # a stage may have no weights
         if not case.replicas:
             late = LATE.get(case.schedule.removesuffix("_sc"), 1) * (p - 1 - stage * (case.schedule != "timeprest"))

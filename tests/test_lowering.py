@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-from drawn import ALONE, STRAIGHT, laid_out
+from drawn import STRAIGHT, laid_out
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,8 +33,6 @@ def straight(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(sorted({*STRAIGHT, "evaluation"})))
     if name == "evaluation":
         return evaluation(plan)
-    if name in ALONE:
-        plan = Plan.uniform(len(replicas))
     split = draw(st.integers(max(replicas), 7)) if name in ("naive", "gpipe", "1f1b") else None
     return build(name, plan, split)
 

@@ -14,7 +14,6 @@ from functools import cache
 import cases
 import pytest
 from cases import Case
-from drawn import ALONE
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -24,24 +23,24 @@ from pipedream.core.op import Kind, Op
 from pipedream.core.plan import Plan
 from pipedream.core.program import Instruction, Move, Program, RankProgram, Transfer
 from pipedream.core.schedule import Schedule
+from pipedream.core.tagged import Interpolated, Tagged
 from pipedream.core.weights import DoubleBuffer, Flush, Stash, VerticalSync, WeightRule
 from pipedream.lowering import lower
 from pipedream.schedules import SCHEDULES, build, uniform
 from pipedream.verifier import verify
 
-RULES = (Flush, Stash, VerticalSync, DoubleBuffer)
+RULES = (Flush, Stash, VerticalSync, DoubleBuffer, Tagged, Interpolated)
 GIVES = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
 REPLICAS = ((1, 1), (1, 1, 1), (2, 1), (1, 2))
 
 
 @cache
 def made(name: str, which: int) -> Program:
-    """Returns a small program of a method; with replicas, where it knows any."""
+    """Returns a small program of a method."""
     if uniform(name, 2).order:  # stages share workers
         workers = 2 + 2 * (which % 2)
         return lower(build(name, uniform(name, workers), 2 * workers))
-    counts = tuple(1 for _ in REPLICAS[which]) if name in ALONE else REPLICAS[which]
-    plan = Plan.uniform(len(counts), replicas=counts)
+    plan = Plan.uniform(len(REPLICAS[which]), replicas=REPLICAS[which])
     schedule = build(name, plan)
     return lower(build(name, plan, 4) if schedule.microbatches > 1 else schedule)
 

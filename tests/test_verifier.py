@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from drawn import ALONE, NO_LAG, STRAIGHT, WHOLE, laid_out
+from drawn import NO_LAG, STRAIGHT, WHOLE, laid_out
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -72,7 +72,6 @@ def cases(draw: st.DrawFn) -> Case:
     if name == "pipedream_2bw":
         assert microbatches is not None
         assume(all(microbatches // r >= max(w - 1, 1) for w, r in zip(in_flight, replicas, strict=True)))
-    assume(name not in ALONE or max(replicas) == 1)
     assume(name not in NO_LAG or in_flight == depth.legal(in_flight, replicas))
     case = Case(name, replicas, in_flight, lag, microbatches)
     try:
@@ -214,7 +213,7 @@ def test_lag_without_the_depth_for_it_deadlocks() -> None:
 
 @pytest.mark.parametrize(
     ("name", "replicas"),
-    [(n, r) for n in STRAIGHT for r in ((1, 1), (1, 1, 1), (2, 1)) if n not in ALONE or max(r) == 1],
+    [(n, r) for n in STRAIGHT for r in ((1, 1), (1, 1, 1), (2, 1))],
 )
 def test_one_lane_a_pair_deadlocks(name: str, replicas: tuple[int, ...]) -> None:
     """Both directions on one communicator: each side's receive, posted ahead, stands before its send."""

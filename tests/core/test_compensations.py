@@ -185,6 +185,9 @@ def test_gap_aware_needs_one_version_that_was_read() -> None:
     with pytest.raises(ScheduleError, match="under the backward rule 'graph' it was taken at none"):
         check((GapAware(),), graph, flushes=False, reads_one=True)
     check((SpikeCompensation(),), graph, flushes=False, reads_one=False)
+    for name in ("pipelined_backprop", "timeprest"):  # it ended in a KeyError at the first late update
+        with pytest.raises(ScheduleError, match="the backward rule 'recompute' takes it at the newest"):
+            SCHEDULES[name](Plan.uniform(2), None, backward_rule="recompute").compensated("gap_aware")  # type: ignore[call-arg]
     schedule = build("pipedream", Plan.uniform(2))
     accumulating = UpdateRule((2, 2), compensation=(GapAware(),))
     with pytest.raises(ScheduleError, match="microbatches of one update read different versions"):

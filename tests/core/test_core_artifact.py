@@ -91,8 +91,6 @@ def programs(draw: st.DrawFn) -> Program:
     name = draw(st.sampled_from(sorted({*SCHEDULES, "evaluation"})))
     if name in LAYOUTS:
         return lower(build(name, uniform(name, 2)))
-    if name == "v_timeprest":
-        plan = Plan.uniform(2)
     return lower(evaluation(plan) if name == "evaluation" else build(name, plan))
 
 

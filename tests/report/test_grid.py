@@ -61,7 +61,7 @@ DOCSTRINGS = {
 }
 
 
-SPLIT_IN_TWO = ("pipedream_2bw", "pipemare", "xpipe", "paci", "v_timeprest")
+SPLIT_IN_TWO = ("pipedream_2bw", "pipemare", "xpipe", "paci", "timeprest", "v_timeprest", "timeprest_interpolated")
 
 
 @pytest.mark.parametrize("name", DOCSTRINGS)

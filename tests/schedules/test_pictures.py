@@ -184,6 +184,7 @@ STAIRCASES |= {
     (name, None, 12): STAIRCASES["pipedream", None, 12] for name in ("spectrain", "spectrain_v2", "pipeoptim")
 }
 STAIRCASES |= {(name, 4, 15): STAIRCASES["pipedream_2bw", 4, 15] for name in ("xpipe", "paci")}
+STAIRCASES |= {(name, 3, 16): STAIRCASES["v_timeprest", 3, 16] for name in ("timeprest", "timeprest_interpolated")}
 
 
 @pytest.mark.parametrize("method", STAIRCASES, ids=lambda method: f"{method[0]}-{method[1]}")
@@ -211,7 +212,8 @@ def test_file_shows_its_own_picture(name: str) -> None:
     text = import_module(SCHEDULES[name].__module__).__doc__ or ""
     shown = [line.strip() for line in text.splitlines() if line.strip().startswith("rank ")]
     splits = {"gpipe": 4, "1f1b": 4, "zb_h1": 4, "zb_h2": 4, "zbv": 4, "dualpipev": 4, "chimera_doubled": 4}
-    splits |= {"pipedream_2bw": 2, "pipemare": 2, "xpipe": 2, "paci": 2, "v_timeprest": 2}
+    splits |= {"pipedream_2bw": 2, "pipemare": 2, "xpipe": 2, "paci": 2, "timeprest": 2, "v_timeprest": 2}
+    splits |= {"timeprest_interpolated": 2}
     split = splits.get(name, 2 if name in LAYOUTS else None)
     wide = name in LAYOUTS or name.startswith("zb")
     assert shown == picture(build(name, uniform(name, 2), split), 13 if wide else 10)

@@ -15,6 +15,7 @@ from pipedream.core.memory import DEFERRED_SHARE, StageSizes, message_bytes, pee
 from pipedream.core.op import Kind
 from pipedream.core.plan import Plan, Stage
 from pipedream.core.schedule import Schedule
+from pipedream.core.tagged import Interpolated, Tagged
 from pipedream.core.timeline import MemoryStep, Timeline
 from pipedream.core.weights import WeightRule
 from pipedream.lowering import lower
@@ -65,7 +66,9 @@ def alive_after(
         waiting, coming: microbatches whose backward, whose forward is still to end.
     """
     until = rule.kept_until(stage)
-    if rule.backward_rule == "stash" and until is None:
+    if isinstance(rule, Tagged):  # for forwards to come, not for backwards
+        return len({newest} | {read[k] for k in coming if read[k] <= newest})
+    if (rule.backward_rule == "stash" and until is None) or isinstance(rule, Interpolated):
         return len({newest} | {read[k] for k in waiting if read[k] <= newest})
     begun = read.keys() - coming
     ahead = {Kind.FORWARD: coming, Kind.BACKWARD: begun & waiting, None: set()}[until]
@@ -127,7 +130,8 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
             elif span.kind == "F":
                 in_flight += 1
                 coming.remove(span.index)
-                if rule.backward_rule != "stash" or until is not None:
+                one_set = rule.backward_rule != "stash" and not isinstance(rule, (Tagged, Interpolated))
+                if one_set or until is not None:
                     alive = alive_after(rule, stage, newest, read, waiting, coming)
                     if until is Kind.FORWARD and read[span.index] not in {read[k] for k in coming}:
                         alive += 1  # its view is dropped after it

@@ -359,7 +359,12 @@ def check(chosen: tuple[Compensation, ...], weights: WeightRule, *, flushes: boo
         if weights.backward_rule == "graph":
             raise ScheduleError(
                 "compensation gap_aware needs the weights that a gradient was taken at; under the backward rule "
-                "'graph' it was taken at none; take a method that stashes weights or does its forwards again"
+                "'graph' it was taken at none; take a method that stashes weights"
+            )
+        if weights.backward_rule == "recompute":
+            raise ScheduleError(
+                "compensation gap_aware divides by how far the weights have moved since a gradient was taken, but the "
+                "backward rule 'recompute' takes it at the newest ones; leave it out, or take a method that stashes weights"
             )
         if not reads_one:
             raise ScheduleError(

@@ -145,18 +145,20 @@ def nf1b(
 def _warmup(plan: Plan, m: int) -> tuple[int, ...]:
     """Returns the forwards of warm-up of a replica of each stage: its part of min(2, m) (p - 1 - s), rounded up.
 
-    No stage has fewer than the one behind it, or that one would wait for a forward that waits for its backward. At the
-    input stage replica 0 reads minibatches for all, so its first microbatch of each must not stand behind a backward of
-    which the others' are in front: either none of a minibatch is, or one of each replica.
+    No stage has fewer than the one behind it, or that one would wait for a forward that waits for its backward; nor is
+    less in flight at it, as in any plan. At the input stage replica 0 reads minibatches for all, so its first microbatch
+    of each must not stand behind a backward that the others' are in front of: of a minibatch that a backward divides, each
+    replica has one in front.
     """
     waits: list[int] = []
-    behind = 0
+    behind = held = 0
     for s, replicas in reversed([*enumerate(plan.replicas)]):
-        wait = -(-max(min(2, m) * (len(plan.stages) - 1 - s), behind) // replicas)
+        share = -(-m // replicas)
+        wait = max(-(-max(min(2, m) * (len(plan.stages) - 1 - s), behind) // replicas), 1 - share - (-held // replicas))
         while s == 0 and 0 < wait * replicas % m < replicas:
             wait += 1
         waits.insert(0, wait)
-        behind = wait * replicas
+        behind, held = wait * replicas, (wait + share - 1) * replicas
     return tuple(waits)
 
 

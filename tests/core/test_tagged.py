@@ -1,0 +1,204 @@
+"""Tags and interpolated backwards of nF1B, against the order followed op by op and the papers' own claims."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from math import exp
+from typing import Any
+
+import pytest
+from delayed import nf1b
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedream.core.op import Kind, Op
+from pipedream.core.plan import Plan
+from pipedream.core.program import Program
+from pipedream.core.schedule import Schedule
+from pipedream.core.tagged import Interpolated, Tagged
+from pipedream.core.views import Between
+from pipedream.core.weights import WeightRule
+from pipedream.lowering import lower
+from pipedream.schedules import build
+from pipedream.schedules.timeprest_interpolated import timeprest_interpolated
+from pipedream.verifier import verify
+
+replica_counts = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
+
+LAGS = [  # updates between a minibatch's first forward and its backward, as a reproduction of TiMePReSt measured them
+    (3, 2, [2, 1, 0]), (3, 4, [1, 1, 0]), (4, 3, [2, 2, 1, 0]), (4, 8, [1, 1, 1, 0]),
+    (8, 4, [4, 3, 3, 2, 2, 1, 1, 0]), (8, 8, [2, 2, 2, 1, 1, 1, 1, 0]),
+]  # fmt: skip
+
+
+def followed(schedule: Schedule, stage: int, updates: int) -> list[list[Op]]:
+    """Returns the ops of each replica of a stage up to its update of that number."""
+    found = []
+    for rank in schedule.placement.ranks[stage]:
+        mine: list[Op] = []
+        for op in schedule.order(rank):
+            mine.append(op)
+            if op == (Kind.UPDATE, stage, updates, op.replica):
+                break
+        found.append(mine)
+    return found
+
+
+def newest_at(ops: list[Op], kind: Kind) -> dict[int, int]:
+    """Returns for each microbatch how many updates its replica had made before this op of it."""
+    newest, found = 0, {}
+    for op in ops:
+        newest += op.kind is Kind.UPDATE
+        if op.kind is kind:
+            found[op.index] = newest
+    return found
+
+
+@given(replica_counts, st.data())
+@settings(max_examples=60)
+def test_a_tag_is_what_is_newest_at_the_input_stage(replicas: tuple[int, ...], data: st.DataObject) -> None:
+    m = data.draw(st.integers(max(replicas), 2 * max(replicas) + 2))
+    plan = Plan.uniform(len(replicas), replicas=replicas)
+    tagged, between = build("timeprest", plan, m), build("timeprest_interpolated", plan, m)
+    assert isinstance(tagged.weights, Tagged)
+    assert isinstance(between.weights, Interpolated)
+    tags = {k: n for ops in followed(tagged, 0, 8) for k, n in newest_at(ops, Kind.FORWARD).items()}
+    for stage in range(len(replicas)):
+        alive = 1
+        for replica, ops in enumerate(followed(tagged, stage, 8)):
+            met, late = newest_at(ops, Kind.FORWARD), newest_at(ops, Kind.BACKWARD)
+            for k, newest in met.items():
+                assert tagged.weights.forward_version(stage, k) == tags[k]
+                assert between.weights.forward_version(stage, k) == newest
+            for k, newest in late.items():
+                assert tagged.weights.backward_version(stage, k) == between.weights.backward_version(stage, k) == newest
+                assert tagged.weights.forward_version(stage, k) <= newest
+            # Right behind an update: the newest, and what the forwards to come read of the older ones.
+            for newest in range(1, 7):
+                at = ops.index(Op(Kind.UPDATE, stage, newest, replica))
+                coming = {tagged.weights.forward_version(stage, op.index) for op in ops[at:] if op.kind is Kind.FORWARD}
+                alive = max(alive, len({version for version in coming if version < newest}) + 1)
+        assert alive == tagged.weights.versions(stage)
+
+
+@pytest.mark.parametrize(("p", "m", "lags"), LAGS)
+def test_lags_of_the_order_are_those_that_were_measured(p: int, m: int, lags: list[int]) -> None:
+    """Of the order, in slots by the paper's rule and as it is here; of the static tables; and of the tags."""
+    for s, row in enumerate(nf1b(p, m, 12)):
+        before: list[int] = []  # updates before each forward
+        found: Counter[int] = Counter()
+        for what in row:
+            if what == "F":
+                before.append(found["B"])
+            elif what == "B":
+                assert found["B"] - before[found["B"] * m] <= lags[s]
+                found["late"] = max(found["late"], found["B"] - before[found["B"] * m])
+            found[what] += 1
+        assert found["late"] == lags[s]
+    live, tagged, between = (
+        build(name, Plan.uniform(p), m) for name in ("v_timeprest", "timeprest", "timeprest_interpolated")
+    )
+    for s in range(p):
+        (ops,) = followed(live, s, 8)
+        met, late = newest_at(ops, Kind.FORWARD), newest_at(ops, Kind.BACKWARD)
+        assert max(late[n * m] - met[n * m] for n in range(8)) == lags[s]
+        assert live.weights.staleness(s) == between.weights.staleness(s) == lags[s]
+    # A tag is the version of the input stage, and all stages are as late as that one.
+    assert [tagged.weights.staleness(s) for s in range(p)] == [lags[0]] * p
+    assert verify(lower(tagged)).staleness == (lags[0],) * p
+
+
+def version_difference(p: int, m: int) -> int:
+    """Minibatches from a backward to the newest one whose update all stages had made when it began; in the paper's slots."""
+    rows = nf1b(p, m, 12)
+    ends = [[slot for slot, what in enumerate(row) if what == "B"] for row in (rows[0], rows[-1])]
+    differences = [i - sum(end < begin for end in ends[0]) for i, begin in enumerate(ends[1])]
+    return differences[8] + 1
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+@pytest.mark.parametrize("m", range(2, 9))
+def test_the_version_difference_of_the_paper(p: int, m: int) -> None:
+    """Dutta et al., section 3.5: v = floor((W+N-2)/N), and v = 1 iff W <= N+1. The first does not hold everywhere."""
+    found = version_difference(p, m)
+    assert found == (p - 1) // (m + 1) + 1
+    assert (found == 1) == (p <= m + 1)
+    assert (found == (p + m - 2) // m) == ((p, m) not in {(6, 2), (8, 2), (8, 3)})
+    # At its own stage a backward reads what was made of the minibatch before.
+    rule = build("timeprest", Plan.uniform(p), m).weights
+    assert all(rule.backward_version(s, k) == k // m for s in range(p) for k in range(6 * m))
+
+
+def test_microbatches_of_a_minibatch_may_have_different_tags() -> None:
+    """Four workers, four microbatches (the paper's figure 2b): of the third minibatch A and B come before the first
+    backward of the input stage, C and D behind it."""
+    schedule = build("timeprest", Plan.uniform(4), 4)
+    kinds = [op for op in islice(schedule.order(0), 20) if op.kind is not Kind.UPDATE]
+    assert [op.kind.value for op in kinds[:10]] == ["F"] * 10
+    assert [str(op) for op in kinds[10:16]] == ["0B0", "0B1", "0B2", "0B3", "0F10", "0F11"]
+    for stage in range(4):
+        assert [schedule.weights.forward_version(stage, k) for k in range(8, 12)] == [0, 0, 1, 1]
+
+
+def test_the_example_of_the_paper() -> None:
+    """Three workers, two microbatches: F1A F1B F2A F2B F3A F3B B1 F4A F4B B2 at the first."""
+    for name in ("timeprest", "v_timeprest", "timeprest_interpolated"):
+        schedule = build(name, Plan.uniform(3), 2)
+        firsts = [
+            "".join(op.kind.value for op in islice((op for op in schedule.order(s) if op.kind is not Kind.UPDATE), 14))
+            for s in range(3)
+        ]
+        assert firsts == ["FFFFFFBBFFBBFF", "FFFFBBFFBBFFBB", "FFBBFFBBFFBBFF"]
+
+
+@given(st.integers(1, 6), st.integers(1, 8))
+def test_what_is_kept(p: int, m: int) -> None:
+    """The input stage needs no old version for its tags, the last one the most; a stash is the other way round."""
+    tagged, between = (
+        build("timeprest", Plan.uniform(p), m).weights,
+        build("timeprest_interpolated", Plan.uniform(p), m).weights,
+    )
+    kept = [tagged.versions(s) for s in range(p)]
+    assert kept[0] == 1
+    assert kept == sorted(kept)
+    assert kept == [between.versions(p - 1 - s) for s in range(p)]
+    assert [between.buffers(s) for s in range(p)] == [int(s < p - 1) for s in range(p)]
+    assert [tagged.buffers(s) for s in range(p)] == [0] * p
+
+
+@pytest.mark.parametrize("name", ["timeprest", "timeprest_interpolated"])
+def test_programs_are_read_as_they_were_written(name: str) -> None:
+    program = lower(build(name, Plan.uniform(3, replicas=(2, 1, 1)), 4))
+    assert Program.from_json(program.to_json()) == program
+
+
+def test_a_share_is_in_the_file() -> None:
+    rule = timeprest_interpolated(Plan.uniform(2), share=0.25, backward_rule="recompute").weights
+    again = WeightRule.from_dict(rule.to_dict())
+    assert again == rule
+    assert isinstance(again, Interpolated)
+    assert again.between == Between(0.25)
+
+
+@pytest.mark.parametrize(
+    ("parts", "changes", "message"),
+    [
+        (((1,), (1, 1), 2), {}, "one number a stage is wanted everywhere, found 1 and 2"),
+        (((1, 0), (3, 1), 2), {}, "an update holds a microbatch of each replica, found 2"),
+        (((1, 2), (1, 1), 2), {}, r"no stage has more microbatches of warm-up than one before it, found \[1, 2\]"),
+        (((1, 0), (1, 1), 2), {"backward_rule": "stash"}, "a backward rule is recompute, graph, found 'stash'"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Tagged, Interpolated])
+def test_parts_that_do_not_go_together(kind: Any, parts: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(*parts, **changes)
+
+
+def test_a_share_decays_with_staleness() -> None:
+    assert [Between().weight(d) for d in (0, 1, 3)] == pytest.approx([1.0, exp(-1), exp(-3)])
+    assert [Between(0.0).weight(d) for d in (0, 1)] == [1.0, 0.0]
+    for share in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="a share of weights lies between 0 and 1"):
+            Between(share)
