@@ -35,8 +35,8 @@ class Paper:
         ahead, back: s -> updates by which the weights of a forward, a backward are predicted; negative: corrected back.
         by: what one update is taken to add.
         decay: of the average.
-        share: of weights one update old in those of a backward, whose significance decays exponentially with the updates
-            between them and the newest; None reads the newest alone.
+        share: of weights one update old in those of a backward, whose significance decays exponentially with the
+            updates between them and the newest; None reads the newest alone.
     """
 
     forward: Callable[[int, int], int]
@@ -162,7 +162,7 @@ PAPERS: dict[str, Callable[..., Paper]] = {
         v_timeprest,
         timeprest,
         timeprest_interpolated,
-    )  # fmt: skip
+    )
 }
 
 

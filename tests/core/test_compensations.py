@@ -32,7 +32,7 @@ from pipedream.core.update import UpdateRule
 from pipedream.core.weights import DoubleBuffer, Stash, VerticalSync, WeightRule
 from pipedream.lowering import lower
 from pipedream.metrics import in_flight, staleness
-from pipedream.schedules import COMPENSATED, Choice, build
+from pipedream.schedules import COMPENSATED, SCHEDULES, Choice, build
 from pipedream.simulator import costs, simulate
 
 numbers = st.floats(0, 1e6)

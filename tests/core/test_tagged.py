@@ -110,7 +110,8 @@ def test_lags_of_the_order_are_those_that_were_measured(p: int, m: int, lags: li
 
 
 def version_difference(p: int, m: int) -> int:
-    """Minibatches from a backward to the newest one whose update all stages had made when it began; in the paper's slots."""
+    """Minibatches from a backward to the newest one whose update all stages had made when it began, in the paper's
+    slots."""
     rows = nf1b(p, m, 12)
     ends = [[slot for slot, what in enumerate(row) if what == "B"] for row in (rows[0], rows[-1])]
     differences = [i - sum(end < begin for end in ends[0]) for i, begin in enumerate(ends[1])]

@@ -363,8 +363,9 @@ def check(chosen: tuple[Compensation, ...], weights: WeightRule, *, flushes: boo
             )
         if weights.backward_rule == "recompute":
             raise ScheduleError(
-                "compensation gap_aware divides by how far the weights have moved since a gradient was taken, but the "
-                "backward rule 'recompute' takes it at the newest ones; leave it out, or take a method that stashes weights"
+                "compensation gap_aware divides by how far the weights have moved from those that a gradient was taken "
+                "at, but the backward rule 'recompute' takes it at the newest; leave it out, or take a method that "
+                "stashes weights"
             )
         if not reads_one:
             raise ScheduleError(

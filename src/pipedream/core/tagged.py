@@ -61,12 +61,12 @@ class _Newer(WeightRule):
 
 @dataclass(frozen=True)
 class Tagged(_Newer):
-    """Vertical sync without a horizontal stash: the version that a microbatch meets at the input stage is its tag, which
-    the forward of each stage reads; the backward reads the newest weights that its stage has.
+    """Vertical sync without a horizontal stash: the version that a microbatch meets at the input stage is its tag,
+    which the forward of each stage reads; the backward reads the newest weights that its stage has.
 
-    TiMePReSt, 2024 (arXiv 2410.14312), section 3.1. A stage behind the input stage makes its updates sooner, so it keeps
-    ceil((W_0 r_0 - W_s r_s) / m) versions beside the newest, for the forwards still to come: the input stage none, the
-    last stage the most, against PipeDream's order. A backward keeps none. All stages are equally late.
+    TiMePReSt, 2024 (arXiv 2410.14312), section 3.1. A stage behind the input stage makes its updates sooner, so it
+    keeps ceil((W_0 r_0 - W_s r_s) / m) versions beside the newest, for the forwards still to come: the input stage
+    none, the last stage the most, against PipeDream's order. A backward keeps none. All stages are equally late.
     """
 
     name: ClassVar[str] = "tagged"

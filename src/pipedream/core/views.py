@@ -60,9 +60,9 @@ class Between:
     """Weights between those that a forward has read and the newest: w_new + share^d (w_old - w_new), d updates apart.
 
     The idea is I-TiMePReSt's, 2025 (arXiv 2509.23241). What was found published of it: the backward is at intermediate
-    weights, towards the newest ones, in which the significance of the stale ones decays exponentially with the degree of
-    staleness. The formula itself was not found, so the rest is a reading: staleness is counted in updates of the stage,
-    and the base is a parameter.
+    weights, towards the newest ones, in which the significance of the stale ones decays exponentially with the degree
+    of staleness. The formula itself was not found, so the rest is a reading: staleness is counted in updates of the
+    stage, and the base is a parameter.
 
     Attributes:
         share: of the old weights where they are one update old; 0 is the newest alone, 1 the stash alone.

@@ -8,17 +8,19 @@ constants alone, and is no view of a weight, must not be saved. What comes of ac
 as it was.
 
 Where there are several versions, the storage that a graph has read is not the one of its backward. Then autograd keeps,
-of what it saves of a weight, the place alone: whose it is and where in it; and a backward finds what stands there in the
-set that it is led to. No old version is kept for a graph.
+of what it saves of a weight, the place alone: whose it is and where in it; and a backward finds what stands there in
+the set that it is led to. No old version is kept for a graph. What a function written in Python keeps on its context
+beside `save_for_backward` cannot be led, so it must not be a weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -44,12 +46,25 @@ class Saved:
 
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
-        self._checked = self.leads = False
+        self._checked = self._led = self.leads = False
         self._goal: Mapping[str, torch.Tensor] = {}
 
     def follow(self, leads: bool) -> None:
         """Takes up another method's rule at a drain."""
         self.leads = leads
+
+    def run(self, layers: Callable[[], Any], value: Any, read: WeightSet) -> Any:
+        """Returns what the layers make of a value at weights.
+
+        Raises:
+            ScheduleError: as for `watching`; or graphs are led, and a function keeps a weight that cannot be.
+        """
+        with self.watching(value, read):
+            output = layers()
+        if self.leads and not self._led:
+            self._led = True
+            _check_contexts(flatten(output)[1], _Places(read.leaves))
+        return output
 
     @contextmanager
     def watching(self, value: Any, read: WeightSet) -> Iterator[None]:
@@ -65,10 +80,11 @@ class Saved:
         flow = _Flow(read.leaves, flatten(value)[1])
         places = _Places(read.leaves) if self.leads else None
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor | _Place:
+        def pack(tensor: torch.Tensor) -> _Kept | _Place:
             if not self._checked:
                 flow.note(tensor)
-            return tensor if places is None else places.of(tensor)
+            place = None if places is None else places.of(tensor)
+            return _Kept(tensor, tensor._version) if place is None else place
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack), nullcontext() if self._checked else flow:
             yield
@@ -91,8 +107,25 @@ class Saved:
         finally:
             self._goal = {}
 
-    def _unpack(self, saved: torch.Tensor | _Place) -> torch.Tensor:
-        return saved if isinstance(saved, torch.Tensor) else saved.look_up(self._goal)
+    def _unpack(self, saved: _Kept | _Place) -> torch.Tensor:
+        return saved.look_up(self._goal) if isinstance(saved, _Place) else saved.unchanged()
+
+
+class _Kept(NamedTuple):
+    """An activation, and how often it had been written when it was saved: behind hooks autograd does not look."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def unchanged(self) -> torch.Tensor:
+        """Returns the activation. Raises RuntimeError: it was written in place, as autograd does."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that the backward needs was written in place behind the "
+                f"operation that saved it, at version {self.version}, and is at version {self.tensor._version}; let "
+                "the layer write a copy"
+            )
+        return self.tensor
 
 
 class _Place(NamedTuple):
@@ -128,27 +161,58 @@ class _Places:
             self._owners.setdefault(_place(leaf), []).append((name, leaf))
         self._owners.pop(0, None)
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor | _Place:
-        """Returns the place of a part of a weight; the tensor itself where it is none.
+    def of(self, tensor: torch.Tensor) -> _Place | None:
+        """Returns the place of a part of a weight; None for what is none.
 
         Raises:
             ScheduleError: a part that another version does not have in the same place.
         """
-        owners = self._owners.get(_place(tensor))
-        if owners is None:
-            return tensor
+        owners = self.owners(tensor)
+        if not owners:
+            return None
         for name, leaf in owners:
-            offset = tensor.storage_offset() - leaf.storage_offset()
+            offset = int(tensor.storage_offset() - leaf.storage_offset())
             inside = offset >= 0 and offset + _extent(tensor) <= _extent(leaf)
             alike = tensor.dtype == leaf.dtype and tensor.is_conj() == leaf.is_conj() and not tensor.is_neg()
             # A weight with holes is packed in the other sets.
             if inside and alike and _extent(leaf) == leaf.numel():
                 return _Place(name, tensor.size(), tensor.stride(), offset)
         raise ScheduleError(
-            "the backward rule 'graph' looks up what autograd saves of a weight in another version of it; here it saves "
-            f"a part of {' or '.join(repr(name) for name, _ in owners)} that lies across parameters, in one with holes, "
-            "or is of another type; take backward_rule='recompute', or a parameter with a storage of its own"
+            "the backward rule 'graph' looks up what autograd saves of a weight in another version of it; here it "
+            f"saves a part of {_told(owners)} that lies across parameters, in one with holes, or is of another type; "
+            "take backward_rule='recompute', or a parameter with a storage of its own"
         )
+
+    def owners(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Returns the parameters in whose storage a tensor lies."""
+        return self._owners.get(_place(tensor), [])
+
+
+def _told(owners: Iterable[tuple[str, torch.Tensor]]) -> str:
+    return " or ".join(repr(name) for name, _ in owners)
+
+
+def _check_contexts(outputs: Iterable[torch.Tensor], places: _Places) -> None:
+    """Checks that no function written in Python has put a weight on its context.
+
+    Raises:
+        ScheduleError: one has; names it and the parameter.
+    """
+    coming = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(coming)
+    while coming:
+        node = coming.pop()
+        kept: list[Any] = tree_leaves(vars(node)) if isinstance(node, BackwardCFunction) else []
+        for owners in (places.owners(item) for item in kept if isinstance(item, torch.Tensor)):
+            if owners:
+                raise ScheduleError(
+                    f"the backward rule 'graph' cannot lead {type(node).__name__} to newer weights: it keeps "
+                    f"{_told(owners)} on its context; let its forward call save_for_backward, or take "
+                    "backward_rule='recompute'"
+                )
+        found = {behind for behind, _ in node.next_functions if behind is not None} - seen
+        seen |= found
+        coming += found
 
 
 def _extent(tensor: torch.Tensor) -> int:

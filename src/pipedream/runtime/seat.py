@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,9 +151,10 @@ class Seated:
             return self.saved.led_to(self._newer(held))
         return nullcontext() if self.views is None else self.views.backward()
 
-    def watching(self, value: Any, read: WeightSet) -> AbstractContextManager[None]:
-        """Returns the context in which the layers run on a value in training, at weights."""
-        return nullcontext() if self.saved is None else self.saved.watching(value, read)
+    def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
+        """Runs the layers in training; see `StageModule.forward`."""
+        layers = partial(self.module.forward, value, read.leaves, microbatch, first)
+        return layers() if self.saved is None else self.saved.run(layers, value, read)
 
     def give(self, index: int, gradient: torch.Tensor) -> None:
         """Takes a handle's gradient from the last backward before an update, while that still runs."""

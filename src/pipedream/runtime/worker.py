@@ -243,8 +243,7 @@ class Worker:
             else:
                 value, held.entries = seat.module.enter(message.structure, message.tensors, message.gradients)
             read = seat.read_again(held) if again else weights
-            with seat.watching(value, read):
-                output = seat.module.forward(value, read.leaves, self._number(op.index), op.stage == 0)
+            output = seat.forward(value, read, self._number(op.index), op.stage == 0)
             if targets is None:
                 structure, held.outputs, wants = outputs_of(output)
                 return message.carrying(structure, held.outputs, wants, version)

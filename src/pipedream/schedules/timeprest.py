@@ -1,21 +1,21 @@
-"""TiMePReSt: nF1B, all forwards of a minibatch and the backward of another in turn, and backwards at the newest weights.
+"""TiMePReSt: nF1B, all forwards of a minibatch and the backward of another in turn, backwards at the newest weights.
 
-2024 (arXiv 2410.14312; Future Generation Computer Systems, 2026), sections 3.1 and 3.2. A minibatch has m microbatches; a
-stage goes back through a whole one as soon as it can, and admits at most p - s. With a slot for a forward and for a
+2024 (arXiv 2410.14312; Future Generation Computer Systems, 2026), sections 3.1 and 3.2. A minibatch has m microbatches;
+a stage goes back through a whole one as soon as it can, and admits at most p - s. With a slot for a forward and for a
 minibatch's backward these are 2(p-1-s) forwards of warm-up beside the minibatch's own m (p-1-s, if m = 1). Here the
-backwards of a minibatch's microbatches follow each other in the place of one backward of their mean loss: the gradient is
-the same. The paper has a worker a stage; where stages have replicas, each takes its part of the warm-up.
+backwards of a minibatch's microbatches follow each other in the place of one backward of their mean loss: the gradient
+is the same. The paper has a worker a stage; where stages have replicas, each takes its part of the warm-up.
 
-- `timeprest` keeps vertical sync and drops the horizontal stash: the version that a microbatch meets at the input stage is
-  its tag, which each stage's forward reads (microbatches of one minibatch may have different ones); a backward reads the
-  newest weights of its stage. ceil(2(p-1)/m) updates lie between the two, at every stage, whatever m: the activations
-  stay old.
-- `v_timeprest`, 2025 (arXiv 2509.23241), has neither a stash nor a tag: ceil(2(p-1-s)/m) updates.
+`timeprest` keeps vertical sync and drops the horizontal stash: the version that a microbatch meets at the input stage
+is its tag, which each stage's forward reads (microbatches of one minibatch may have different ones); a backward reads
+the newest weights of its stage. ceil(2(p-1)/m) updates lie between the two, at every stage, whatever m: the activations
+stay old. `v_timeprest`, 2025 (arXiv 2509.23241), has neither a stash nor a tag: ceil(2(p-1-s)/m) updates.
 
-By the paper, v = floor((p+m-2)/m) minibatches lie between a backward and the one whose weights it reads, all stages alike.
-In its own order that is floor((p-1)/(m+1)) + 1, to the newest minibatch of which every stage has made its update; the two
-agree for p <= m + 1, where v = 1, and differ first at (p, m) = (6, 2), (8, 2) and (8, 3). A stage reads here what is newest
-at that stage: v = 1 everywhere, which is the paper's in all of its experiments.
+By the paper, v = floor((p+m-2)/m) minibatches lie between a backward and the one whose weights it reads, all stages
+alike. In its own order that is floor((p-1)/(m+1)) + 1, to the newest minibatch of which every stage has made its
+update; both are 1 for p <= m + 1, and up to eight workers they differ at (p, m) = (6, 2), (8, 2) and (8, 3). A backward
+reads here what is newest at its own stage, which is made of the minibatch before: the paper's own reading where v = 1,
+as in its experiments.
 
     rank 0 | F0  F1  F2  F3  B0  B1' F4  F5  B2  B3'
     rank 1 | .   F0  F1  B0  B1' F2  F3  B2  B3' F4
@@ -146,9 +146,9 @@ def _warmup(plan: Plan, m: int) -> tuple[int, ...]:
     """Returns the forwards of warm-up of a replica of each stage: its part of min(2, m) (p - 1 - s), rounded up.
 
     No stage has fewer than the one behind it, or that one would wait for a forward that waits for its backward; nor is
-    less in flight at it, as in any plan. At the input stage replica 0 reads minibatches for all, so its first microbatch
-    of each must not stand behind a backward that the others' are in front of: of a minibatch that a backward divides, each
-    replica has one in front.
+    less in flight at it, as in any plan. At the input stage replica 0 reads minibatches for all, so its first
+    microbatch of each must not stand behind a backward that the others' are in front of: of a minibatch that a backward
+    divides, each replica has one in front.
     """
     waits: list[int] = []
     behind = held = 0

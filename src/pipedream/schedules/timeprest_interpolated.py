@@ -1,10 +1,10 @@
 """After I-TiMePReSt: nF1B with a stash, and backwards at weights between the stash and the newest.
 
-I-TiMePReSt, 2025 (arXiv 2509.23241), keeps the weights that a forward has read and goes back at intermediate ones, towards
-the newest, in which the significance of the stale ones decays exponentially with the degree of staleness. Its formula was
-not found published in full, so this is a reading of those words and not the authors' method to the letter: a backward d
-updates behind its forward is at w_new + share^d (w_old - w_new), share = 1/e. share = 0 is V-TiMePReSt; share = 1, with
-recomputation, is weight stashing in this order.
+I-TiMePReSt, 2025 (arXiv 2509.23241), keeps the weights that a forward has read and goes back at intermediate ones,
+towards the newest, in which the significance of the stale ones decays exponentially with the degree of staleness. Its
+formula was not found published in full, so this is a reading of those words and not the authors' method to the letter:
+a backward d updates behind its forward is at w_new + share^d (w_old - w_new), share = 1/e. share = 0 is V-TiMePReSt;
+share = 1 is weight stashing in this order.
 
     rank 0 | F0  F1  F2  F3  B0  B1' F4  F5  B2  B3'
     rank 1 | .   F0  F1  B0  B1' F2  F3  B2  B3' F4

@@ -37,9 +37,10 @@ class Held:
 
 
 class _Seat:
-    """One seat's versions. A version is alive while it is the newest, and while a microbatch that is still to come, or
-    in flight where its backward reads it too, reads it; under the rules that have one set of weights, only while it is
-    the newest (`WeightRule.held_until`). A view that is kept is alive from the first forward that reads it to the last pass that does.
+    """One seat's versions. A version is alive while it is the newest, and while a microbatch reads it that is still to
+    come, or in flight where it is kept for the backward; under the rules that have one set of weights, only while it is
+    the newest (`WeightRule.held_until`). A view that is kept is alive from the first forward that reads it to the last
+    pass that does.
 
     Attributes:
         stride: from one microbatch of the seat to its next.

@@ -150,8 +150,9 @@ def _check_reach(program: Program, total: int) -> None:
 def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
     """Returns the peaks of microbatches in flight and of versions alive, of a rank and then of each of its seats.
 
-    A version lives from its update to its last reader (`WeightRule.held_until`), and at least until the next update; an
-    update reuses the storage of the version before it where nobody reads that any more. A kept view is a set of its own.
+    A version lives from its update to its last reader (`WeightRule.held_until`), and at least until the next update;
+    an update reuses the storage of the version before it where nobody reads that any more. A kept view is a set of its
+    own.
 
     Raises:
         ScheduleError: more versions alive at a stage than its weight rule allows.
