@@ -137,6 +137,39 @@ def test_the_comparison_can_fail() -> None:
             check(replace(case, **change), outcome, BOUND)
 
 
+def test_a_tag_is_not_what_is_newest() -> None:
+    """What the other methods of the order, and true gradients, would give is something else."""
+    case = _case("mlp", "timeprest", epochs=2, drain_at=-1)
+    outcome = run(case)
+    check(case, outcome, BOUND)
+    for change in ({"schedule": "v_timeprest"}, {"options": _options(backward_rule="recompute")}):
+        with pytest.raises(AssertionError):
+            check(replace(case, **change), outcome, BOUND)
+    between = _case("mlp", "timeprest_interpolated", epochs=2, drain_at=-1, options=_options(share=0.5))
+    outcome = run(between)
+    check(between, outcome, BOUND)
+    with pytest.raises(AssertionError):
+        check(replace(between, options=_options(share=0.4)), outcome, BOUND)
+
+
+@pytest.mark.parametrize("rule", ["graph", "recompute"])
+def test_the_ends_of_an_interpolation(rule: str) -> None:
+    """With no share of the stash it is V-TiMePReSt, to the bit; with all of it, stashing: true gradients."""
+    none, whole, newest = (
+        run(_case("mlp", name, epochs=2, drain_at=-1, options=_options(backward_rule=rule, **more)))
+        for name, more in (
+            ("timeprest_interpolated", {"share": 0.0}),
+            ("timeprest_interpolated", {"share": 1.0}),
+            ("v_timeprest", {}),
+        )
+    )
+    assert all(torch.equal(none.state[name], newest.state[name]) for name in newest.state)
+    stash = _case("mlp", "timeprest_interpolated", epochs=2, drain_at=-1, options=_options(backward_rule="stash"))
+    check(stash, whole, BOUND)
+    with pytest.raises(AssertionError):
+        check(stash, none, BOUND)
+
+
 IN_PROCESSES = {
     2: [
         _case("mlp", "pipelined_backprop", 2),
@@ -144,12 +177,15 @@ IN_PROCESSES = {
         _case("mlp", "spectrain_v2", 2),
         _case("mlp", "xpipe", 2),
         _case("lstm", "pipemare", 2),
+        _case("cnn", "timeprest", 2),
     ],
     3: [
         _case("cnn", "spectrain", 3),
         _case("mlp", "pb_lwp", 3, options=_options(by="difference")),
         _case("mlp", "pipeoptim", 2, replicas=(2, 1)),
         _case("mlp", "paci", 2, replicas=(1, 2)),
+        _case("mlp", "timeprest", 2, replicas=(2, 1)),
+        _case("mlp", "timeprest_interpolated", 3, options=_options(backward_rule="recompute")),
     ],
 }
 
@@ -187,6 +223,17 @@ def test_tags_are_those_of_the_static_table(name: str) -> None:
         assert tag.forward_version == rule.forward_version(s, k) == paper.forward(s, k)
         assert tag.backward_version == rule.backward_version(s, k) == paper.backward(s, k)
         assert tag.applied_to == updates.update_of(s, k) - 1
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "lags"), [(3, 2, [2, 1, 0]), (3, 4, [1, 1, 0]), (4, 3, [2, 2, 1, 0]), (4, 8, [1, 1, 1, 0])]
+)
+def test_lags_of_nf1b_in_a_run(p: int, m: int, lags: list[int]) -> None:
+    """As a reproduction of TiMePReSt measured them where forwards read the newest weights; under a tag as at the input."""
+    for name, wanted in (("v_timeprest", lags), ("timeprest", [lags[0]] * p), ("timeprest_interpolated", lags)):
+        case = Case("mlp", name, p, microbatches=m, epochs=2, drain_at=-1)
+        outcome = run(case)
+        assert [max(outcome.late[s]) for s in range(p)] == wanted
 
 
 def _empty(pipeline: pd.Pipeline, animal: zoo.Animal, epochs: int) -> int:
@@ -236,15 +283,16 @@ def test_activations_that_are_not_kept_are_refused() -> None:
 @pytest.mark.parametrize(
     ("animal", "parameter"), [("transformer", r"1\.self_attn\.in_proj_weight"), ("lstm", r"2\.lstm\.weight_hh_l0")]
 )
-def test_weights_that_autocast_casts_are_refused_by_name(animal: str, parameter: str) -> None:
+@pytest.mark.parametrize("name", ["pipelined_backprop", "timeprest"])
+def test_weights_that_autocast_casts_are_refused_by_name(name: str, animal: str, parameter: str) -> None:
     optimizer = partial(torch.optim.SGD, lr=0.1)
     more = {"dtype": torch.float32, "autocast": torch.bfloat16}
     made = zoo.make(animal, torch.float32)
     # At the last stage, whose weights do not move between forward and backward, nothing is lost.
     plan = zoo.plan_of(made, 4 if animal == "lstm" else 2)
     with pytest.raises(ScheduleError, match=rf"rule 'graph' .*'{parameter}' \(by _to_copy\)"):
-        _train("pipelined_backprop", optimizer, animal, plan=plan, **more)
-    exact = SCHEDULES["pipelined_backprop"](plan, None, backward_rule="recompute")  # type: ignore[call-arg]
+        _train(name, optimizer, animal, plan=plan, **more)
+    exact = SCHEDULES[name](plan, None, backward_rule="recompute")  # type: ignore[call-arg]
     _train(exact, optimizer, animal, plan=plan, **more)
 
 

@@ -118,36 +118,44 @@ class _Pairs(nn.Module):
 
 
 def _graph_rule(
-    layer: nn.Module, x: Tensor, factor: float, autocast: torch.dtype | None = None
+    layer: nn.Module, x: Tensor, factor: float, autocast: torch.dtype | None = None, led: bool = False
 ) -> tuple[Tensor | None, dict[str, Tensor | None], Tensor]:
-    """Returns the gradients of the input and the weights, which were multiplied in place between the two passes."""
+    """Returns the gradients of the input and the weights, which were multiplied in place between the two passes.
+
+    Where the graph is led, they were multiplied in three updates and two storages: the newest is not in the one that
+    the forward read, in which another version stands.
+    """
     named = [("layer", layer)]
     handles = {f"layer.{name}": p for name, p in layer.named_parameters()}
     low = low_precision_weights(named, handles, autocast)
-    stage, versions = StageModule(named, handles, x.device, 0, autocast), Versions(handles, low, single=True)
-    held = versions.read(0)
+    stage, versions = StageModule(named, handles, x.device, 0, autocast), Versions(handles, low, single=not led)
+    held, saved = versions.peek(), Saved(versions)
+    saved.follow(led)
     wants = x.is_floating_point()
     value, boxes = stage.enter("", (x.clone(),), (wants,))
-    with Saved(versions).watching(value, held):
-        output = stage.forward(value, held.leaves, 0, first=False)
+    output = saved.run(lambda: stage.forward(value, held.leaves, 0, first=False), value, held)
     slope = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
-    versions.begin_update(())
-    with torch.no_grad():
-        for handle in handles.values():
-            handle.mul_(factor)
-    versions.end_update()
-    found, back = stage.backward(Held(held, boxes, (output,), (wants,), 0), [slope], [None] * len(handles))
+    for number, share in enumerate([0.5, 4.0, factor / 2] if led else [factor]):
+        versions.begin_update({number} if led else ())
+        with torch.no_grad():
+            for handle in handles.values():
+                handle.mul_(share)
+        versions.end_update()
+    with saved.led_to(versions.peek()):
+        found, back = stage.backward(Held(held, boxes, (output,), (wants,), 0), [slope], [None] * len(handles))
+    assert versions.storages == 1 + led + bool(low)
     return back[0] if back else None, dict(zip(handles, found, strict=True)), slope
 
 
+@pytest.mark.parametrize("led", [False, True])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_old_activations_and_newer_weights(kind: str) -> None:
+def test_old_activations_and_newer_weights(kind: str, led: bool) -> None:
     """The oracle swaps what autograd has saved of the weights, by storage, when the backward asks for it."""
     make, draw = LAYERS[kind]
     torch.manual_seed(0)
     layer, x = make().double(), draw()
     weights = {f"layer.{name}": p.detach().clone() for name, p in layer.named_parameters()}
-    back, found, slope = _graph_rule(layer, x, 1.5)
+    back, found, slope = _graph_rule(layer, x, 1.5, led=led)
     stage = delayed.Stage([("layer", layer)], None, 0, 0.0)
     _, flight = delayed.forward(stage, x.requires_grad_(x.is_floating_point()), weights, 0)
     flight.swapped = {name: 1.5 * w for name, w in weights.items()}
@@ -172,12 +180,13 @@ def test_newer_weights_do_count() -> None:
         assert (newer - same).norm() > 0.1 * same.norm(), kind
 
 
-def test_low_precision_leaves_are_written_in_place() -> None:
+@pytest.mark.parametrize("led", [False, True])
+def test_low_precision_leaves_are_written_in_place(led: bool) -> None:
     """Under autocast a linear layer's leaf is cast once an update, and an old graph sees the new cast."""
     torch.manual_seed(0)
     layer, x = nn.Linear(8, 3), torch.randn(5, 8)
     weight = layer.weight.detach().clone()
-    back, _, slope = _graph_rule(layer, x, 1.5, torch.bfloat16)
+    back, _, slope = _graph_rule(layer, x, 1.5, torch.bfloat16, led)
     torch.testing.assert_close(back.float(), slope.float() @ (1.5 * weight).bfloat16().float(), rtol=1e-2, atol=1e-2)
 
 
@@ -233,11 +242,12 @@ def _pruned() -> nn.Module:
         (OwnFunction, ["layer.weight"], "clone"),
     ],
 )
+@pytest.mark.parametrize("led", [False, True])
 def test_what_is_computed_from_weights_alone_is_refused(
-    make: Callable[[], nn.Module], names: list[str], operation: str
+    make: Callable[[], nn.Module], names: list[str], operation: str, led: bool
 ) -> None:
     with pytest.raises(ScheduleError, match="rule 'graph'") as raised:
-        _graph_rule(make(), torch.randn(5, 8), 1.5)
+        _graph_rule(make(), torch.randn(5, 8), 1.5, led=led)
     assert all(f"{name}' (by {operation})" in str(raised.value) for name in names)
 
 
@@ -253,3 +263,82 @@ def test_the_first_forward_alone_is_watched() -> None:
         x * (versions.peek().leaves["a"] + versions.peek().leaves["b"])
     with saved.watching(x, versions.peek()):
         x * (versions.peek().leaves["a"] + versions.peek().leaves["b"])
+
+
+class Keeps(torch.autograd.Function):
+    """Puts the weight on its context, in a list."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.kept = [weight]
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Any) -> tuple[Tensor, None]:
+        return slopes[0] * ctx.kept[0], None
+
+
+class OwnContext(nn.Module):
+    """Uses a function that does not save its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Keeps.apply(x, self.weight).tanh()
+
+
+def test_a_weight_on_a_context_is_refused_where_it_would_be_an_old_one() -> None:
+    torch.manual_seed(0)
+    layer, x = OwnContext().double(), torch.randn(5, 8, dtype=torch.float64)
+    slopes = 1 - (x * layer.weight.detach()).tanh() ** 2
+    wanted = slopes * 1.5 * layer.weight.detach()
+    back, _, slope = _graph_rule(layer, x, 1.5)  # with one set it has the newest anyway
+    torch.testing.assert_close(back, slope * wanted)
+    with pytest.raises(ScheduleError, match=r"cannot lead KeepsBackward .* it keeps 'layer\.weight' on its context"):
+        _graph_rule(OwnContext(), torch.randn(5, 8), 1.5, led=True)
+
+
+class Part(nn.Module):
+    """Its weight is a part of a larger tensor: columns, or rows."""
+
+    def __init__(self, columns: bool) -> None:
+        super().__init__()
+        whole = torch.randn(8, 8, dtype=torch.float64)
+        self.weight = nn.Parameter(whole[:, 2:5] if columns else whole[2:5].T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def test_places_are_told_from_the_beginning_of_a_parameter() -> None:
+    torch.manual_seed(0)
+    layer, x = Part(columns=False), torch.randn(5, 8, dtype=torch.float64)
+    weight = layer.weight.detach().clone()
+    back, _, slope = _graph_rule(layer, x, 1.5, led=True)
+    torch.testing.assert_close(back, slope @ (1.5 * weight).T)
+    with pytest.raises(
+        ScheduleError, match=r"a part of 'layer\.weight' that lies across parameters, in one with holes"
+    ):
+        _graph_rule(Part(columns=True), x, 1.5, led=True)
+
+
+class Overwrites(nn.Module):
+    """Writes in place what an operation has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = (x * self.weight).exp()
+        made += 1
+        return made
+
+
+@pytest.mark.parametrize("led", [False, True])
+def test_an_activation_that_was_written_is_found_out(led: bool) -> None:
+    """Autograd itself does not look where hooks have packed what it saves."""
+    with pytest.raises(RuntimeError, match=r"shape \(5, 8\) that the backward needs was written in place"):
+        _graph_rule(Overwrites(), torch.randn(5, 8), 1.5, led=led)
