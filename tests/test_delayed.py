@@ -229,7 +229,7 @@ def test_tags_are_those_of_the_static_table(name: str) -> None:
     ("p", "m", "lags"), [(3, 2, [2, 1, 0]), (3, 4, [1, 1, 0]), (4, 3, [2, 2, 1, 0]), (4, 8, [1, 1, 1, 0])]
 )
 def test_lags_of_nf1b_in_a_run(p: int, m: int, lags: list[int]) -> None:
-    """As a reproduction of TiMePReSt measured them where forwards read the newest weights; under a tag as at the input."""
+    """As a reproduction measured them where forwards read the newest weights; under a tag all are the input stage's."""
     for name, wanted in (("v_timeprest", lags), ("timeprest", [lags[0]] * p), ("timeprest_interpolated", lags)):
         case = Case("mlp", name, p, microbatches=m, epochs=2, drain_at=-1)
         outcome = run(case)

@@ -183,6 +183,17 @@ def test_pipemare_with_all_of_its_three_techniques() -> None:
             check_papers(PIPEMARE, outcome, {0: delayed.synchronous(4), 13: wrong})
 
 
+def test_tags_begin_anew_behind_another_method() -> None:
+    """Graphs that are led to another version, one set of weights, a stash: each where the others were before."""
+    run = replace(PIPEMARE, phases="1f1b/3:6,timeprest/3:15,v_timeprest/2:21,timeprest_interpolated/3:29,timeprest/3")
+    outcome = go(run)
+    tagged, live = delayed.Turn(delayed.timeprest(3, 3), 3), delayed.Turn(delayed.v_timeprest(3, 2), 2)
+    between = delayed.Turn(delayed.timeprest_interpolated(3, 3), 3)
+    check_papers(run, outcome, {0: delayed.synchronous(3), 6: tagged, 15: live, 21: between, 29: tagged})
+    assert outcome.late[1] == outcome.late[4] == {0: 2, 1: 2, 2: 2}
+    assert outcome.late[3] == {0: 2, 1: 1, 2: 0}
+
+
 def test_averages_of_updates_go_on_into_a_phase_that_needs_them_too() -> None:
     run = replace(PIPEMARE, phases="pipemare/2:13,pipemare/2", epochs=6)
     outcome = go(run)
@@ -317,6 +328,9 @@ SAVE_AT = (4, 12, 20, 30, 42)
         pytest.param(
             Run("pipedream+error_feedback:12,pipedream_2bw/3+error_feedback:20,pb_lwp", evaluate_at=()),
             marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Run("timeprest/3:12,timeprest_interpolated/3:20,timeprest/2", evaluate_at=()), marks=pytest.mark.slow
         ),
     ],
     ids=str,
