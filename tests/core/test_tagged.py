@@ -203,3 +203,17 @@ def test_a_share_decays_with_staleness() -> None:
     for share in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match="a share of weights lies between 0 and 1"):
             Between(share)
+
+
+@given(replica_counts, st.data())
+@settings(max_examples=60)
+def test_the_reader_admits_a_minibatch_before_its_turn_is_over(replicas: tuple[int, ...], data: st.DataObject) -> None:
+    """Replica 0 of the input stage reads for all, at its first microbatch of a minibatch: no other needs one of its own
+    behind fewer updates, or the two would wait for each other at the sum."""
+    m = data.draw(st.integers(max(replicas), 3 * max(replicas)))
+    schedule = build("timeprest", Plan.uniform(len(replicas), replicas=replicas), m)
+    met = [newest_at(ops, Kind.FORWARD) for ops in followed(schedule, 0, 8)]
+    for minibatch in range(8):
+        mine = range(minibatch * m, (minibatch + 1) * m)
+        read = next(met[0][k] for k in mine if k in met[0])
+        assert all(read <= found[k] for found in met for k in mine if k in found)
