@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pipedream import Pipeline
 from pipedream.capture import capture
@@ -108,3 +109,34 @@ def test_a_loader_that_was_read_keeps_nothing() -> None:
     with Pipeline(model, plan, schedule="pipedream", loss=F.cross_entropy, optimizer=SGD) as pipeline:
         most = [sum(ref() is not None for ref in made) for _ in pipeline.train(Loader())]  # type: ignore[arg-type]
     assert max(most) <= plan.in_flight[0] + 2, "those in flight, the one that the loader is at, and one read ahead"
+
+
+class Checkpointed(nn.Module):
+    """Two layers that may be done again in the backward."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.again, self.a, self.b = again, nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.b(torch.tanh(self.a(x)))
+        return found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(self.body, x, use_reentrant=False) if self.again else self.body(x)
+        return found
+
+
+def test_a_checkpointed_layer_is_done_again_at_the_stashed_weights() -> None:
+    """In a backward the optimizer's parameters stood in the modules, and a layer under torch's `checkpoint` was done
+    again at these: the newest weights, in a method whose backward is at those of the forward."""
+    batches = [(x.double(), y) for x, y in BATCHES]
+    found = []
+    for again in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(Checkpointed(again), nn.Tanh(), nn.Linear(4, 3)).double()
+        graph = capture(model, (batches[0][0],)).graph
+        plan = by_hand(Profile("Sequential", graph, (LayerProfile(1.0, 1.0, 100, 100),) * 3, 6), Cluster.flat(2), (2,))
+        with Pipeline(model, plan, schedule="pipedream", loss=F.cross_entropy, optimizer=SGD) as pipeline:
+            found.append([done.loss for done in pipeline.train(batches, epochs=3)])
+    assert found[0] == found[1]

@@ -265,14 +265,19 @@ class StageModule:
 
     @contextmanager
     def _adding(self, weights: WeightSet, lent: Sequence[torch.Tensor | None]) -> Iterator[list[torch.Tensor]]:
-        """Gives the leaves, in the order of the handles, to which autograd may add; the sums so far stand in them."""
+        """Gives the leaves, in the order of the handles, to which autograd may add; the sums so far stand in them.
+
+        They stand in the modules too: a checkpointed layer reads its weights again in the backward.
+        """
         leaves = [weights.leaves[name] for name in self._names]
+        self._place(weights.leaves)
         try:
             for leaf, total in zip(leaves, lent, strict=True):
                 if total is not None and total.dtype == leaf.dtype:
                     leaf.grad = total
             yield leaves
         finally:
+            self._place(self.handles)
             weights.ready = None
             for leaf in leaves:
                 leaf.grad = None
