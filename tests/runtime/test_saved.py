@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
 
 from pipedream.core.errors import ScheduleError
 from pipedream.runtime.saved import Saved
@@ -296,7 +297,7 @@ def test_a_weight_on_a_context_is_refused_where_it_would_be_an_old_one() -> None
     wanted = slopes * 1.5 * layer.weight.detach()
     back, _, slope = _graph_rule(layer, x, 1.5)  # with one set it has the newest anyway
     torch.testing.assert_close(back, slope * wanted)
-    with pytest.raises(ScheduleError, match=r"cannot lead KeepsBackward .* it keeps 'layer\.weight' on its context"):
+    with pytest.raises(ScheduleError, match=r"KeepsBackward keeps 'layer\.weight' on its context"):
         _graph_rule(OwnContext(), torch.randn(5, 8), 1.5, led=True)
 
 
@@ -342,3 +343,25 @@ def test_an_activation_that_was_written_is_found_out(led: bool) -> None:
     """Autograd itself does not look where hooks have packed what it saves."""
     with pytest.raises(RuntimeError, match=r"shape \(5, 8\) that the backward needs was written in place"):
         _graph_rule(Overwrites(), torch.randn(5, 8), 1.5, led=led)
+
+
+class Otherwise(nn.Module):
+    """Does not leave what its backward needs where autograd has put it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.layer = way, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "offloaded":
+            with torch.autograd.graph.save_on_cpu():
+                return self.layer(x).tanh()
+        again: Tensor = checkpoint(self.layer, x, use_reentrant=self.way == "reentrant")
+        return again.tanh()
+
+
+@pytest.mark.parametrize("led", [False, True])
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "offloaded"])
+def test_what_is_saved_in_a_way_of_its_own_is_refused(way: str, led: bool) -> None:
+    with pytest.raises(ScheduleError, match=r"Backward0? makes what it has saved again, or takes it from elsewhere"):
+        _graph_rule(Otherwise(way), torch.randn(5, 8), 1.5, led=led)

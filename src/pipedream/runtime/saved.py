@@ -21,17 +21,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..core.errors import ScheduleError
 from .batches import flatten
+from .split import saved_by
 from .versions import Versions, WeightSet
 
 __all__ = ["Saved"]
 
 _PACKING = {"aten::_cudnn_rnn": -1}
 """Operations that copy their weights inside, by their name, and which output is the copy."""
+
+_CHECKPOINT = CheckpointFunction._backward_cls
+"""A node that does its forward again in its backward."""
 
 
 class Saved:
@@ -57,13 +63,15 @@ class Saved:
         """Returns what the layers make of a value at weights.
 
         Raises:
-            ScheduleError: as for `watching`; or graphs are led, and a function keeps a weight that cannot be.
+            ScheduleError: as for `watching`; or a layer keeps what it saves in a way of its own (checkpointing,
+                offloading); or graphs are led, and a function keeps a weight that cannot be.
         """
+        known = self._checked and (self._led or not self.leads)
         with self.watching(value, read):
             output = layers()
-        if self.leads and not self._led:
-            self._led = True
-            _check_contexts(flatten(output)[1], _Places(read.leaves))
+        if not known:
+            self._led = self.leads
+            self._check_graph(flatten(output)[1], _Places(read.leaves if self.leads else {}))
         return output
 
     @contextmanager
@@ -77,19 +85,18 @@ class Saved:
         if self._checked and not self.leads:
             yield
             return
-        flow = _Flow(read.leaves, flatten(value)[1])
-        places = _Places(read.leaves) if self.leads else None
+        flow = None if self._checked else _Flow(read.leaves, flatten(value)[1])
+        places = _Places(read.leaves if self.leads else {})
 
         def pack(tensor: torch.Tensor) -> _Kept | _Place:
-            if not self._checked:
+            if flow is not None:
                 flow.note(tensor)
-            place = None if places is None else places.of(tensor)
-            return _Kept(tensor, tensor._version) if place is None else place
+            return places.of(tensor) or _Kept(tensor, tensor._version)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack), nullcontext() if self._checked else flow:
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack), flow or nullcontext():
             yield
         self._checked = True
-        if flow.refused:
+        if flow is not None and flow.refused:
             told = "; ".join(f"{name!r} (by {operation})" for name, operation in sorted(flow.refused.items()))
             raise ScheduleError(
                 "the backward rule 'graph' needs layers of which autograd saves the weights themselves; here it saves "
@@ -109,6 +116,31 @@ class Saved:
 
     def _unpack(self, saved: _Kept | _Place) -> torch.Tensor:
         return saved.look_up(self._goal) if isinstance(saved, _Place) else saved.unchanged()
+
+    def _check_graph(self, outputs: Iterable[torch.Tensor], places: _Places) -> None:
+        """Checks that all that a graph needs is where the rule says.
+
+        Args:
+            places: of the weights, where graphs are led.
+
+        Raises:
+            ScheduleError: it is not; names the operation.
+        """
+        for node in _nodes(outputs):
+            asked = "the backward rule 'graph' goes back through the activations of the forward and"
+            if isinstance(node, _CHECKPOINT) or any(s.unpack_hook not in (None, self._unpack) for s in saved_by(node)):
+                raise ScheduleError(
+                    f"{asked} the newest weights, but {node.name()} makes what it has saved again, or takes it from "
+                    "elsewhere (checkpoint, save_on_cpu); take backward_rule='recompute', or leave that out"
+                )
+            kept: list[Any] = tree_leaves(vars(node)) if isinstance(node, BackwardCFunction) else []
+            for owners in (places.owners(item) for item in kept if isinstance(item, torch.Tensor)):
+                if owners:
+                    raise ScheduleError(
+                        f"{asked} the newest weights, but {node.name()} keeps {_told(owners)} on its context, where "
+                        "they cannot be exchanged; let its forward call save_for_backward, or take "
+                        "backward_rule='recompute'"
+                    )
 
 
 class _Kept(NamedTuple):
@@ -192,24 +224,13 @@ def _told(owners: Iterable[tuple[str, torch.Tensor]]) -> str:
     return " or ".join(repr(name) for name, _ in owners)
 
 
-def _check_contexts(outputs: Iterable[torch.Tensor], places: _Places) -> None:
-    """Checks that no function written in Python has put a weight on its context.
-
-    Raises:
-        ScheduleError: one has; names it and the parameter.
-    """
+def _nodes(outputs: Iterable[torch.Tensor]) -> Iterator[Node]:
+    """Yields the nodes of a graph, each once."""
     coming = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(coming)
     while coming:
         node = coming.pop()
-        kept: list[Any] = tree_leaves(vars(node)) if isinstance(node, BackwardCFunction) else []
-        for owners in (places.owners(item) for item in kept if isinstance(item, torch.Tensor)):
-            if owners:
-                raise ScheduleError(
-                    f"the backward rule 'graph' cannot lead {type(node).__name__} to newer weights: it keeps "
-                    f"{_told(owners)} on its context; let its forward call save_for_backward, or take "
-                    "backward_rule='recompute'"
-                )
+        yield node
         found = {behind for behind, _ in node.next_functions if behind is not None} - seen
         seen |= found
         coming += found

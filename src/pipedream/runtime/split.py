@@ -30,7 +30,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["Deferred", "split_backward"]
+__all__ = ["Deferred", "saved_by", "split_backward"]
 
 _WHOLE = frozenset({"CudnnRnnBackward0", "MiopenRnnBackward0", "MkldnnRnnLayerBackward0"})
 
@@ -276,18 +276,18 @@ def _runs_once(node: Node | None) -> bool:
     return node is not None and (
         isinstance(node, BackwardCFunction)
         or node.name() in _WHOLE
-        or any(saved.unpack_hook is not None for saved in _saved(node))
+        or any(saved.unpack_hook is not None for saved in saved_by(node))
     )
 
 
 def _let_go(node: Node) -> None:
     """Frees what a node has saved, by a hook that packs it into nothing."""
-    for saved in _saved(node):
+    for saved in saved_by(node):
         with suppress(RuntimeError):  # it is freed already, or not kept by the node at all
             saved.register_hooks(_forget, _forgotten)
 
 
-def _saved(node: Node) -> list[Any]:
+def saved_by(node: Node) -> list[Any]:
     """Returns autograd's handles of the tensors that a node has saved."""
     found: list[Any] = []
     for name in _names_of_saved(type(node)):
