@@ -130,7 +130,7 @@ def _graph_rule(
     handles = {f"layer.{name}": p for name, p in layer.named_parameters()}
     low = low_precision_weights(named, handles, autocast)
     stage, versions = StageModule(named, handles, x.device, 0, autocast), Versions(handles, low, single=not led)
-    held, saved = versions.peek(), Saved(versions)
+    held, saved = versions.peek(), Saved()
     saved.follow(led)
     wants = x.is_floating_point()
     value, boxes = stage.enter("", (x.clone(),), (wants,))
@@ -259,7 +259,7 @@ def test_what_is_not_saved_may_be_computed() -> None:
 def test_the_first_forward_alone_is_watched() -> None:
     layer = Computed()
     versions = Versions(dict(layer.named_parameters()), single=True)
-    saved, x = Saved(versions), torch.randn(5, 8, requires_grad=True)
+    saved, x = Saved(), torch.randn(5, 8, requires_grad=True)
     with pytest.raises(ScheduleError), saved.watching(x, versions.peek()):
         x * (versions.peek().leaves["a"] + versions.peek().leaves["b"])
     with saved.watching(x, versions.peek()):

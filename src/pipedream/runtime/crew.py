@@ -318,7 +318,7 @@ def _seat(
             tied=[TiedSum(one, stage, list(handles), group, plan.replicas[stage]) for one, group in tied],
             loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,
         ),
-        saved=Saved(versions) if any(rule.backward_rule == "graph" for rule in moves) else None,
+        saved=Saved() if any(rule.backward_rule == "graph" for rule in moves) else None,
     )
     seat.check(programs, stage)
     return seat

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ..core.errors import ScheduleError
 from .batches import flatten
 from .split import saved_by
-from .versions import Versions, WeightSet
+from .versions import WeightSet
 
 __all__ = ["Saved"]
 
@@ -43,15 +43,11 @@ _CHECKPOINT = CheckpointFunction._backward_cls
 class Saved:
     """What the forwards of one stage save. The first one through `watching` is checked, further ones are not.
 
-    Args:
-        versions: of the stage's weights.
-
     Attributes:
         leads: whether graphs keep places in the weights, for backwards that are led to another version (`led_to`).
     """
 
-    def __init__(self, versions: Versions) -> None:
-        self._versions = versions
+    def __init__(self) -> None:
         self._checked = self._led = self.leads = False
         self._goal: Mapping[str, torch.Tensor] = {}
 
@@ -71,7 +67,7 @@ class Saved:
             output = layers()
         if not known:
             self._led = self.leads
-            self._check_graph(flatten(output)[1], _Places(read.leaves if self.leads else {}))
+            self._check_graph(flatten(output)[1], _Parts(read.leaves if self.leads else {}))
         return output
 
     @contextmanager
@@ -86,12 +82,12 @@ class Saved:
             yield
             return
         flow = None if self._checked else _Flow(read.leaves, flatten(value)[1])
-        places = _Places(read.leaves if self.leads else {})
+        parts = _Parts(read.leaves if self.leads else {})
 
-        def pack(tensor: torch.Tensor) -> _Kept | _Place:
+        def pack(tensor: torch.Tensor) -> _Kept | _Part:
             if flow is not None:
                 flow.note(tensor)
-            return places.of(tensor) or _Kept(tensor, tensor._version)
+            return parts.of(tensor) or _Kept(tensor, tensor._version)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack), flow or nullcontext():
             yield
@@ -114,14 +110,14 @@ class Saved:
         finally:
             self._goal = {}
 
-    def _unpack(self, saved: _Kept | _Place) -> torch.Tensor:
-        return saved.look_up(self._goal) if isinstance(saved, _Place) else saved.unchanged()
+    def _unpack(self, saved: _Kept | _Part) -> torch.Tensor:
+        return saved.look_up(self._goal) if isinstance(saved, _Part) else saved.unchanged()
 
-    def _check_graph(self, outputs: Iterable[torch.Tensor], places: _Places) -> None:
+    def _check_graph(self, outputs: Iterable[torch.Tensor], parts: _Parts) -> None:
         """Checks that all that a graph needs is where the rule says.
 
         Args:
-            places: of the weights, where graphs are led.
+            parts: of the weights, where graphs are led.
 
         Raises:
             ScheduleError: it is not; names the operation.
@@ -134,7 +130,7 @@ class Saved:
                     "elsewhere (checkpoint, save_on_cpu); take backward_rule='recompute', or leave that out"
                 )
             kept: list[Any] = tree_leaves(vars(node)) if isinstance(node, BackwardCFunction) else []
-            for owners in (places.owners(item) for item in kept if isinstance(item, torch.Tensor)):
+            for owners in (parts.owners(item) for item in kept if isinstance(item, torch.Tensor)):
                 if owners:
                     raise ScheduleError(
                         f"{asked} the newest weights, but {node.name()} keeps {_told(owners)} on its context, where "
@@ -160,8 +156,8 @@ class _Kept(NamedTuple):
         return self.tensor
 
 
-class _Place(NamedTuple):
-    """A part of a weight, whatever its version.
+class _Part(NamedTuple):
+    """A part of a weight, of whatever version.
 
     Attributes:
         name: of the parameter.
@@ -180,8 +176,8 @@ class _Place(NamedTuple):
         return leaf.as_strided(self.size, self.stride, leaf.storage_offset() + self.offset)
 
 
-class _Places:
-    """Where in the weights a tensor lies.
+class _Parts:
+    """Which part of the weights a tensor is.
 
     Args:
         leaves: of the version that a forward reads.
@@ -193,8 +189,8 @@ class _Places:
             self._owners.setdefault(_place(leaf), []).append((name, leaf))
         self._owners.pop(0, None)
 
-    def of(self, tensor: torch.Tensor) -> _Place | None:
-        """Returns the place of a part of a weight; None for what is none.
+    def of(self, tensor: torch.Tensor) -> _Part | None:
+        """Returns which part of a weight a tensor is; None for what is none.
 
         Raises:
             ScheduleError: a part that another version does not have in the same place.
@@ -208,7 +204,7 @@ class _Places:
             alike = tensor.dtype == leaf.dtype and tensor.is_conj() == leaf.is_conj() and not tensor.is_neg()
             # A weight with holes is packed in the other sets.
             if inside and alike and _extent(leaf) == leaf.numel():
-                return _Place(name, tensor.size(), tensor.stride(), offset)
+                return _Part(name, tensor.size(), tensor.stride(), offset)
         raise ScheduleError(
             "the backward rule 'graph' looks up what autograd saves of a weight in another version of it; here it "
             f"saves a part of {_told(owners)} that lies across parameters, in one with holes, or is of another type; "
