@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -383,12 +384,12 @@ def trapped() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 6), nn.Identity(), Trap(), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-def marked(bad: tuple[int, ...], count: int = 24) -> list[tuple[Tensor, Tensor]]:
+def marked(bad: tuple[int, ...], count: int = 24, samples: int = 6) -> list[tuple[Tensor, Tensor]]:
     """Returns minibatches, of which some make the trapped gradient not a number; the last of them has a NaN in it."""
     generator = torch.Generator().manual_seed(3)
     batches = []
     for number in range(count):
-        x, y = torch.randn(6, 6, generator=generator).double(), torch.randint(3, (6,), generator=generator)
+        x, y = torch.randn(samples, 6, generator=generator).double(), torch.randint(3, (samples,), generator=generator)
         if number in bad:
             x[2] = float("nan") if number == bad[-1] else 1e4
         batches.append((x, y))
@@ -568,7 +569,7 @@ def steep(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
 def test_a_changing_loss_scale_is_torchs(schedule: str, clip: float | None) -> None:
     # So large that the first gradients overflow; it grows until they do again.
     scaler = {"init_scale": 2.0**126, "growth_interval": 3, "growth_factor": 4.0, "backoff_factor": 0.25}
-    batches = [(x.float(), y) for x, y in marked(())]
+    batches = [(x.float(), y) for x, y in marked((), samples=8)]
     plain, plan = trapped().float(), trap_plan(schedule)
     with pd.Pipeline(
         trapped().float(), plan, schedule=schedule, microbatches=2, loss=steep,
@@ -584,10 +585,7 @@ def test_a_changing_loss_scale_is_torchs(schedule: str, clip: float | None) -> N
     for x, y in batches:
         optimizer.zero_grad()
         for xs, ys in zip(x.chunk(2), y.chunk(2), strict=True):
-            reference_scaler.scale(F.cross_entropy(plain(xs), ys) * 50 * 3).backward()
-        for p in plain.parameters():
-            if p.grad is not None:
-                p.grad /= 6
+            reference_scaler.scale(F.cross_entropy(plain(xs), ys) * 50 / 2).backward()
         reference_scaler.unscale_(optimizer)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
@@ -599,6 +597,71 @@ def test_a_changing_loss_scale_is_torchs(schedule: str, clip: float | None) -> N
     assert skipped == (skips,) * len(plan.stages)
     assert 0 < skips < 20
     assert_near(found, dict(plain.state_dict()), 1e-5)
+
+
+def many_samples(count: int = 4) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], Plan]:
+    """Returns a small model, minibatches of 2048 samples of one class, and a plan of two stages."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        batches = [(torch.randn(2048, 6), torch.zeros(2048).long()) for _ in range(count)]
+    graph = capture(model, (batches[0][0],)).graph
+    profile = Profile("many", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 1)
+    return model, batches, by_hand(profile, Cluster.flat(2), (1,), (1, 1))
+
+
+# A minibatch weighs 2048 samples: were that in the gradients of float16 until the update divides by it, each of
+# them would overflow at these scales.
+@pytest.mark.parametrize(
+    ("schedule", "loss", "scaler"),
+    [
+        ("1f1b", F.cross_entropy, torch.amp.GradScaler("cpu")),
+        ("gpipe", nn.MSELoss(), torch.amp.GradScaler("cpu", init_scale=2.0**18)),
+        ("pipedream_2bw", F.cross_entropy, 8192.0),
+    ],
+)
+def test_the_loss_is_scaled_as_a_mean(schedule: str, loss: Any, scaler: Any) -> None:
+    model, batches, plan = many_samples()
+    if isinstance(loss, nn.MSELoss):
+        batches = [(x, F.one_hot(y, 3).float()) for x, y in batches]
+    plain = deepcopy(model)
+    with pd.Pipeline(
+        model, plan, schedule=schedule, microbatches=2, loss=loss, optimizer=OPTIMIZERS["sgd"],
+        autocast=torch.float16, grad_scaler=scaler,
+    ) as pipeline:  # fmt: skip
+        for _ in pipeline.train(Fresh(batches)):
+            pass
+        skipped, scale = pipeline.skipped_updates(), pipeline._session.workers[0].seats[0].optimizer.scale
+        found = pipeline.state_dict()
+    if not isinstance(scaler, torch.amp.GradScaler):
+        assert skipped == (0, 0)
+        return
+    reference_scaler = torch.amp.GradScaler("cpu", init_scale=scaler.get_scale())
+    optimizer, skips = OPTIMIZERS["sgd"](list(plain.named_parameters())), 0
+    for x, y in batches:
+        optimizer.zero_grad()
+        for xs, ys in zip(x.chunk(2), y.chunk(2), strict=True):
+            with torch.autocast("cpu", torch.float16):
+                half = loss(plain(xs), ys) / 2
+            reference_scaler.scale(half).backward()
+        before = reference_scaler.get_scale()
+        reference_scaler.step(optimizer)
+        reference_scaler.update()
+        skips += reference_scaler.get_scale() < before
+    assert (skipped, scale) == ((skips, skips), reference_scaler.get_scale())
+    assert_near(found, dict(plain.state_dict()), 1e-3)
+
+
+def test_a_constant_scale_that_leaves_out_all_updates_is_told() -> None:
+    model, batches, plan = many_samples(9)
+    pipeline = pd.Pipeline(
+        model, plan, schedule="1f1b", microbatches=2, loss=steep, optimizer=OPTIMIZERS["sgd"], autocast=torch.float16,
+        grad_scaler=2.0**24,
+    )  # fmt: skip
+    with pipeline, pytest.warns(UserWarning, match=r"8 updates in a row.*scale 1.67772e\+07; take a smaller one"):
+        for _ in pipeline.train(Fresh(batches)):
+            pass
+    assert pipeline.skipped_updates() == (9, 9)
 
 
 def test_a_constant_loss_scale_changes_nothing_but_rounding() -> None:

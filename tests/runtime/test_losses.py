@@ -79,10 +79,16 @@ def test_the_weighted_mean_of_the_pieces_is_the_mean_of_the_whole(name: str, par
     function, make = CASES[name]
     loss, (output, targets) = Loss(function), make()
     total = weights = 0.0
+    extents = set()
     for x, y in zip(torch.tensor_split(output, parts), torch.tensor_split(targets, parts), strict=True):
         value, weight, is_sum = loss(x, y, len(x), len(x) / N)
+        extents.add(round(loss.extent(x, y, len(x), len(x) / N) / (len(x) / N)))
         if weight:
             total, weights = total + float(value) * (1.0 if is_sum else weight), weights + weight
+    assert len(extents) == 1  # each piece knows about how much the whole counts
+    if name in ("cross entropy", "images", "mse", "sum of squares", "smooth l1", "kl by batch", "probabilities"):
+        counted = loss(output, targets, N, 1.0)[1] if name != "probabilities" else 3 * N
+        assert extents == {round(counted)}
     whole = function(output, targets)
     expected = float(whole[0] / whole[1]) if isinstance(whole, tuple) else float(whole)
     assert total / weights == pytest.approx(expected, rel=1e-12)

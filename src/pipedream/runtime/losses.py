@@ -87,6 +87,20 @@ class Loss:
         weight = self._torch_weight(output, batch, reduction)
         return found, float(samples if weight is None else weight), False
 
+    def extent(self, output: Any, batch: Any, samples: int, share: float) -> float:
+        """Returns the weight as far as shapes tell it: in proportion to the samples, whatever the targets hold.
+
+        Args:
+            output, batch, samples, share: as of a call.
+        """
+        if self._weight is not None or not is_torch_loss(self._loss):
+            return float(samples)
+        reduction = self._option("reduction", "mean")
+        if reduction == "sum":
+            return share
+        extent = self._torch_extent(output, batch, reduction) or 0
+        return float(extent if extent and extent % samples == 0 else samples)
+
     def value(self, output: Any, batch: Any) -> torch.Tensor:
         """Returns the mean or the sum without its weight, which takes reading the targets.
 
@@ -109,18 +123,28 @@ class Loss:
         return found.reshape(())
 
     def _torch_weight(self, output: Any, targets: Any, reduction: str) -> float | None:
+        extent = self._torch_extent(output, targets, reduction)
+        if extent is None or not self._is_of_classes or targets.is_floating_point():
+            return None if extent is None else float(extent)
+        counted = targets[targets != self._option("ignore_index", -100)]
+        classes = self._option("weight", None)
+        return float(counted.numel() if classes is None else classes[counted].sum())
+
+    def _torch_extent(self, output: Any, targets: Any, reduction: str) -> int | None:
         function = self._function
         if not is_torch_loss(self._loss) or not isinstance(targets, torch.Tensor):
             return None
-        if function in _CLASS_LOSSES or isinstance(function, _CLASS_MODULES):
+        if self._is_of_classes:
             if targets.is_floating_point():
-                return float(targets.numel() // targets.shape[1]) if targets.ndim > 1 else 1.0
-            counted = targets[targets != self._option("ignore_index", -100)]
-            classes = self._option("weight", None)
-            return float(counted.numel() if classes is None else classes[counted].sum())
+                return targets.numel() // targets.shape[1] if targets.ndim > 1 else 1
+            return targets.numel()
         if function in _ELEMENT_LOSSES or isinstance(function, _ELEMENT_MODULES):
-            return None if reduction == "batchmean" else float(max(output.numel(), targets.numel()))
+            return None if reduction == "batchmean" else max(output.numel(), targets.numel())
         return None
+
+    @property
+    def _is_of_classes(self) -> bool:
+        return self._function in _CLASS_LOSSES or isinstance(self._function, _CLASS_MODULES)
 
     def _option(self, name: str, default: Any) -> Any:
         if isinstance(self._function, nn.Module):

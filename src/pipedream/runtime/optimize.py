@@ -49,7 +49,7 @@ class Gradients:
 
         Args:
             gradients: tensors that belong to this object from now on; one that was lent has been added to.
-            weight: loss weight of the microbatch.
+            weight: loss weight of the microbatch; in one unit for all of an update.
         """
         self.weight += weight
         self.count += 1

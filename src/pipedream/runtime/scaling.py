@@ -8,6 +8,7 @@ stage divides by it at its update.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ import torch
 from ..core.errors import ScheduleError
 
 __all__ = ["LossScale", "Scaling"]
+
+_SKIPPED_IN_A_ROW = 8
+"""Updates left out one after the other, at which a scale that does not change is warned of."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +65,32 @@ class LossScale:
     Attributes:
         value: now.
         good: updates in a row that were made.
+
+    Warns of a constant scale by which many updates in a row have been left out: nothing will make them finite.
     """
 
     def __init__(self, scaling: Scaling) -> None:
         self._scaling = scaling
         self.value = scaling.scale
         self.good = 0
+        self._bad = 0
+
+    @property
+    def changes(self) -> bool:
+        """It is a dynamic scale."""
+        return self._scaling.kind == "dynamic"
 
     def hear(self, finite: bool) -> None:
         """Takes in whether the gradients of an update were finite."""
         self.good = self.good + 1 if finite else 0
+        self._bad = 0 if finite else self._bad + 1
+        if self._bad == _SKIPPED_IN_A_ROW and not self.changes:
+            warnings.warn(
+                f"{self._bad} updates in a row were skipped, for their gradients are not finite at the constant loss "
+                f"scale {self.value:g}; take a smaller one (grad_scaler=...), a torch.amp.GradScaler with a method "
+                "that flushes (1f1b, gpipe), or a lower learning rate where it is not the scale that makes them so",
+                stacklevel=2,
+            )
         if not finite:
             self.value *= self._scaling.backoff
         elif self.good == self._scaling.interval:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import log2
 from typing import Any
 
 import torch
 
 from ..core.errors import WorkerError
+from ..core.program import Program
 from .batches import flatten, unflatten
 from .losses import Loss, Metric, measure
 from .message import Message
@@ -22,10 +24,7 @@ class Scorer:
     Args:
         loss, metrics: of the user.
         results: where the sums go.
-        on_nan: 'error' or 'continue'.
-
-    Attributes:
-        mean_of_rounds: each microbatch is normalised by itself (see `UpdateRule`): of the method that trains.
+        on_nan: 'error' at a loss that is not a number; 'continue' and 'skip' go on.
     """
 
     def __init__(self, loss: Loss, metrics: Mapping[str, Metric], results: Results, on_nan: str) -> None:
@@ -33,12 +32,23 @@ class Scorer:
         self._metrics = metrics
         self._results = results
         self._on_nan = on_nan
-        self.mean_of_rounds = False
+        self._mean_of_rounds = self._has_units = False
+
+    def follow(self, program: Program) -> None:
+        """Takes up another program, at a drain."""
+        updates = program.updates
+        self._mean_of_rounds = updates.mean_of_rounds
+        # Gradients of one update have one unit; it is the minibatch's.
+        self._has_units = all(program.microbatches % count == 0 for count in updates.per_update)
 
     def score(
         self, key: int, message: Message, output: Any, targets: Any, rank: int, where: str, again: bool = False
     ) -> tuple[torch.Tensor, float, float]:
-        """Returns the loss to go back from, its weight, and the scale of its gradient.
+        """Returns the loss to go back from, its weight, and the scale of its gradient, in the minibatch's unit.
+
+        The sum over an update's microbatches is divided by their weights at the update alone. So that the gradients
+        until then are no larger than those of the mean, which low precision can hold, the unit is a power of two near
+        the minibatch's weight; the division by it costs no bit.
 
         Args:
             key: of the minibatch in this stream.
@@ -64,13 +74,19 @@ class Scorer:
         if not weight:
             # Nothing counts in this microbatch (all its tokens are padding, say), and 0/0 is not a number.
             value = torch.stack([t.sum() for t in flatten(output)[1] if t.requires_grad]).sum() * 0.0
-        # A round takes the gradient of each minibatch's mean; a sum over microbatches is divided at the update.
-        of_mean = 1.0 / weight if is_sum and weight else 1.0
-        of_sum = 1.0 if is_sum else weight
-        scale = of_mean if self.mean_of_rounds else of_sum
         if not again:
             self._note(key, message, _detached(output), targets, loss, weight, is_sum)
-        return value, weight, scale
+        if self._mean_of_rounds:  # a round takes the gradient of each minibatch's mean
+            return value, weight, 1.0 / weight if is_sum and weight else 1.0
+        unit = self._unit(message, output, targets)
+        return value, weight / unit, (1.0 if is_sum else weight) / unit
+
+    def _unit(self, message: Message, output: Any, targets: Any) -> float:
+        if not self._has_units:
+            return 1.0
+        extent = self._loss.extent(output, targets, message.samples, message.share)
+        # Whole before it is rounded: each microbatch finds the same, on whatever replica.
+        return 2.0 ** round(log2(max(round(extent / message.share), 1)))
 
     def assess(self, message: Message, output: Any, targets: Any) -> None:
         """Notes loss and metrics of a batch of an evaluation, whose sums are all under one key, 0."""

@@ -77,7 +77,7 @@ class Held:
         wants: for each tensor that arrived, whether its gradient goes back.
         microbatch: whose.
         version: that the forward read, or of which it read a view.
-        weight: loss weight of the microbatch.
+        weight: loss weight of the microbatch, in its minibatch's unit (`Scorer.score`).
         scale: gradient of the update's objective by the loss, at the last stage.
         again: does the forward again and fills in entries and outputs; None where its graph was kept.
         redone: the set that it read when it was done again; None where that is the set of the first time.

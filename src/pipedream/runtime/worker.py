@@ -101,7 +101,8 @@ class Worker:
         """Takes up a verified program over the same channels, at a drain; `phase` is its number in the run."""
         self.program = program
         self._ends_update = last_backwards(program, self.rank)
-        self.recorder.phase, self._scorer.mean_of_rounds = phase, program.updates.mean_of_rounds
+        self.recorder.phase = phase
+        self._scorer.follow(program)
         self.coupling.follow(program)
         for stage, seat in self.seats.items():
             seat.follow(program, stage, self.clock)
