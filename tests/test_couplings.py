@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -475,6 +476,79 @@ def test_updates_that_are_not_finite_are_skipped_as_the_method_can(schedule: str
     assert_near(state, wanted, 1e-10)
 
 
+def skipping(
+    batches: list[tuple[Tensor, Tensor]], stages: list[list[str]], rounds: int, late: tuple[int, ...], together: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
+    """Trains in rounds, stage s by gradients at the weights late[s] updates ago. Skips updates that are not finite,
+    at all stages together or each by itself: the schedule counts it, the average of the weights does not.
+
+    Returns the weights, their average, and the updates that each stage skipped.
+    """
+    model = trapped()
+    named = [[(n, p) for n, p in model.named_parameters() if n[:2] in own] for own in stages]
+    newest = [[(n, nn.Parameter(p.detach().clone())) for n, p in own] for own in named]
+    average = {n: p.detach().clone() for own in newest for n, p in own}
+    steppers = [OPTIMIZERS["sgd"](own) for own in newest]
+    rate = steppers[0].param_groups[0]["lr"]
+    made = [[[p.detach().clone() for _, p in own]] for own in newest]
+    skipped = [0] * len(stages)
+    for begin in range(0, len(batches), rounds):
+        members, found = batches[begin : begin + rounds], []
+        for x, y in members:
+            with torch.no_grad():
+                for s, own in enumerate(named):
+                    for (_, p), value in zip(own, made[s][max(0, begin // rounds - late[s])], strict=True):
+                        p.copy_(value)
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        means = [
+            {n: sum(g[n] for g in found if n in g) / len(found) for n, _ in own if any(n in g for g in found)}
+            for own in newest
+        ]
+        finite = [all(bool(g.isfinite().all()) for g in own.values()) for own in means]
+        for s, own in enumerate(newest):
+            if all(finite) if together else finite[s]:
+                for n, p in own:
+                    p.grad = means[s].get(n)
+                steppers[s].param_groups[0]["lr"] = rate * 0.7 ** (begin // rounds // 3) * len(members) / rounds
+                steppers[s].step()
+                for n, p in own:
+                    average[n].mul_(0.9).add_(p.detach(), alpha=0.1)
+            else:
+                skipped[s] += 1
+            made[s].append([p.detach().clone() for _, p in own])
+    return {n: p.detach() for own in newest for n, p in own}, average, skipped
+
+
+@pytest.mark.parametrize(
+    ("schedule", "replicas", "late"),
+    [("1f1b", (1, 1), (0, 0)), ("pipedream", (2, 2), (1, 0)), ("pipedream", (1, 1, 1), (2, 1, 0))],
+)
+def test_the_schedule_counts_a_skipped_update_and_the_average_leaves_it_out(
+    schedule: str, replicas: tuple[int, ...], late: tuple[int, ...]
+) -> None:
+    batches = marked((0, 5, 11, 17), count=23)  # the very first update is skipped, the last round of two is not full
+    stages = [["0."], ["2."], ["4."]] if len(replicas) == 3 else [["0."], ["2.", "4."]]
+    graph = capture(trapped(), (batches[1][0],)).graph
+    profile = Profile("trap", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 6)
+    plan = by_hand(profile, Cluster.flat(sum(replicas)), (2, 3)[: len(replicas) - 1], replicas)
+    with pd.Pipeline(
+        trapped(), plan, schedule=schedule, microbatches=3 if schedule == "1f1b" else None, loss=F.cross_entropy,
+        optimizer=OPTIMIZERS["sgd"], on_nan="skip", ema=0.9,
+        scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.7),
+    ) as pipeline:  # fmt: skip
+        for _ in pipeline.train(Fresh(batches)):
+            pass
+        found = pipeline.state_dict(), pipeline.state_dict(ema=True), pipeline.skipped_updates()
+    rounds = 1 if schedule == "1f1b" else replicas[0]
+    state, average, skipped = skipping(batches, stages, rounds, late, together=schedule == "1f1b")
+    assert found[2] == tuple(skipped)
+    assert min(skipped) > 0
+    assert_near(found[0], state, 1e-10)
+    assert_near(found[1], average, 1e-10)
+
+
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", pytest.param("zbv", marks=pytest.mark.slow), "chimera"])
 def test_stages_of_one_worker_skip_and_clip_together(schedule: str) -> None:
     batches = marked((5, 11, 17))
@@ -544,6 +618,22 @@ def test_a_loss_scale_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     whole, rest = go_on(False), go_on(True)
     assert rest[1:] == whole[1:]
     assert all(torch.equal(rest[0][name], value) for name, value in whole[0].items())
+
+
+def test_a_loss_scale_that_is_asked_for_is_not_the_checkpoints(tmp_path: Path) -> None:
+    animal = zoo.make("mlp")
+    scales = []
+    for scaler in (1024.0, 8.0):
+        with pd.Pipeline(
+            animal.model, Run("", (1, 1)).plan, schedule="1f1b", microbatches=2, loss=animal.loss,
+            optimizer=OPTIMIZERS["sgd"], grad_scaler=scaler,
+        ) as pipeline:  # fmt: skip
+            if scales:
+                pipeline.load(tmp_path)
+            else:
+                pipeline.save(tmp_path)
+            scales.append(pipeline._session.workers[0].seats[0].optimizer.scale)
+    assert scales == [1024.0, 8.0]
 
 
 def test_a_loss_that_is_not_a_number_is_an_error_unless_said() -> None:

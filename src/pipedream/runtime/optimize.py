@@ -8,7 +8,9 @@ one clock for all stages: the rounds of the input stage.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 from fractions import Fraction
 from typing import Any
 
@@ -142,6 +144,7 @@ class Optimizer:
         self._decay = ema
         self.finite = True
         self.skipped = 0
+        self._has_stepped = False
         self.loss_scale = loss_scale
         self._tied = tuple(tied)
         self.spoken_for = frozenset().union(*(one.spoken_for for one in tied))
@@ -257,6 +260,7 @@ class Optimizer:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
         self.compensator.step()
+        self._has_stepped = True
         if factor != 1.0:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
@@ -283,7 +287,11 @@ class Optimizer:
 
     def catch_up(self, steps: int) -> None:
         """Makes steps of the learning-rate schedule."""
-        if self.scheduler is not None:
+        if self.scheduler is None or steps <= 0:
+            return
+        with nullcontext() if self._has_stepped else warnings.catch_warnings():
+            if not self._has_stepped:  # the clock also counts updates that were skipped, or made before a checkpoint
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             for _ in range(steps):
                 self.scheduler.step()
                 self.scheduled += 1

@@ -8,7 +8,6 @@ group likewise.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -116,7 +115,7 @@ def restore(
     # Of what is a stage's own, the same one's, or the first one's.
     then = stages[0 if stage is None else stage]
     optimizer.skipped = then.skipped
-    if optimizer.loss_scale is not None and then.loss_scale is not None:
+    if optimizer.loss_scale is not None and optimizer.loss_scale.changes and then.loss_scale is not None:
         optimizer.loss_scale.value, optimizer.loss_scale.good = then.loss_scale
     for name, average in optimizer.ema.items():
         average.copy_(tensors[f"ema/{name}" if f"ema/{name}" in tensors else f"model/{name}"])
@@ -154,10 +153,7 @@ def _restore_scheduler(
     due = optimizer.due if stage is not None else stages[0].updates - source.scheduled
     if due > _MOST_DUE:
         raise ArtifactError(f"the checkpoint's counts of updates and schedule are {due} apart; it is damaged")
-    with warnings.catch_warnings():
-        # A new optimizer has not stepped yet; those that it stands for have.
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-        optimizer.catch_up(due)
+    optimizer.catch_up(due)
     if stage is None:
         # Another plan counts its rounds anew. Stage 0 makes one step of the schedule for each of its updates, and
         # the others go by that clock, before their next update at the latest.
