@@ -25,12 +25,12 @@ from torch.optim.lr_scheduler import StepLR
 
 import pipedream as pd
 from pipedream.core.compensation import ErrorFeedback, LearningRateRescheduling, SpikeCompensation
-from pipedream.core.errors import RecipeError, ScheduleError
+from pipedream.core.errors import PipelineError, RecipeError, ScheduleError
 from pipedream.core.phase import Phase, phase_at, phases_text, read_phases
 from pipedream.core.plan import Plan
 from pipedream.lowering import lower, with_common_channels
 from pipedream.runtime import checkpoints
-from pipedream.schedules import build
+from pipedream.schedules import build, to_torch_csv
 from pipedream.training import train_recipe
 from pipedream.verifier import verify
 
@@ -421,7 +421,7 @@ def test_phases_as_text() -> None:
         ("1f1b:5", "the last phase, 1f1b:5, ends before the run"),
         ("1f1b,pipedream", "phase 1f1b should say where it ends"),
         ("1f1b:5,pipedream:5,1f1b", r"end at \[5, 5\]; these are counts since the start"),
-        ("1f1b:0,pipedream", r"end at \[0\]"),
+        ("1f1b:0,pipedream", "until=0 was asked for; give a count from 1 on"),
         ("1f1b:2e,pipedream:1e,1f1b", r"end at \[2, 1\]"),
         ("1f1b:x,pipedream", "phase '1f1b:x' is not known; write METHOD"),
         ("nothing:5,pipedream", "schedule 'nothing' is not known"),
@@ -515,6 +515,67 @@ def test_the_recipes_phases_are_taken_unless_others_are_said(tmp_path: Path) -> 
         train_recipe(own, schedule="gpipe", phases="naive:2,gpipe/2", out=tmp_path / "4", **options)
     with pytest.raises(RecipeError, match="phases is 3, neither a text nor a list of Phase"):
         make(phases=3)
+
+
+@pytest.mark.parametrize("wrong", [{"until": 2.5}, {"until": -3}, {"until_epoch": True}, {"microbatches": 0}], ids=str)
+def test_a_phase_is_counted_from_one_on(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ScheduleError, match=r"was asked for; give a count from 1 on"):
+        Phase("1f1b", **wrong)
+
+
+def test_a_file_of_a_method_may_be_a_phase() -> None:
+    text = "a/my-own.csv/4:200,../methods.py:two_by_two/2+spike:3e,C:\\x.CSV:700,methods.py"
+    found = read_phases(text)
+    assert found == (
+        Phase("a/my-own.csv", until=200, microbatches=4),
+        Phase("../methods.py:two_by_two", until_epoch=3, microbatches=2, compensation="spike"),
+        Phase("C:\\x.CSV", until=700),
+        Phase("methods.py"),
+    )
+    assert phases_text(found) == text
+
+
+def test_a_phase_whose_end_lies_behind_is_told() -> None:
+    animal = zoo.make("mlp")  # five minibatches an epoch
+    with pd.Pipeline(
+        animal.model, Run("", (1, 1)).plan, phases="1f1b/2:7,pipedream:1e,gpipe/2", loss=animal.loss,
+        optimizer=OPTIMIZERS["sgd"],
+    ) as pipeline:  # fmt: skip
+        with pytest.warns(UserWarning, match=r"phase pipedream:1e is passed over.* minibatch 7, after 1 whole"):
+            for _ in pipeline.train(Fresh(animal.batches), epochs=2):
+                pass
+        assert pipeline.trained == {0: (0, 7), 2: (7, 10)}
+        with pytest.raises(PipelineError, match="phase 7 was asked for; the run has 3"):
+            pipeline.timeline(7)
+
+
+def test_a_checkpoints_phases_are_taken_up_as_they_were_asked(tmp_path: Path) -> None:
+    plan = zoo.plan_of(zoo.make("mlp", torch.float32), 2, (1, 1))
+    (tmp_path / "mine.csv").write_text(to_torch_csv(build("gpipe", Plan.uniform(2), 4)))
+    mine = replace(build("gpipe", plan, 3), name="my own")
+    options: dict[str, Any] = {"plan": plan, "checkpoint_every": 3, "quiet": True, "evaluate_every": 0}
+
+    def both(name: str, phases: Any, first: dict[str, Any] | None = None, **rest: Any) -> tuple[Any, Any, Any]:
+        recipe = lambda seed: make(seed, phases)  # noqa: E731
+        begun = train_recipe(recipe, out=tmp_path / name, minibatches=3, **options, **(first or {}))
+        found = train_recipe(recipe, resume=tmp_path / name, minibatches=9, **options | {"plan": None}, **rest)
+        trained = [(phase["schedule"], phase["begin"], phase["end"]) for phase in found["phases"]]
+        return begun["schedule"], trained, found["configuration"]["compensation"]
+
+    path = tmp_path / "mine.csv"
+    text, trained, _ = both("csv", [Phase(str(path), until=5), Phase("pipedream")])
+    assert text == f"{path}:5,pipedream"
+    assert [begin for _, begin, _ in trained] == [3, 5]
+    text, trained, _ = both("object", [Phase(mine, until=5), Phase("pipedream")])
+    assert (text, *trained[0]) == ("<my own>:5,pipedream", "my own", 3, 5)
+    with pytest.raises(ScheduleError, match=r"phase .<my own>:5' was a Schedule object.*give the same phases again"):
+        train_recipe(make, resume=tmp_path / "object", minibatches=10, **options)
+    # What is not said is the checkpoint's, and what is said is not.
+    run = "1f1b/2:2,pipedream"
+    assert both("kept", run, {"compensation": "spike"})[2] == ["spike"]
+    assert both("changed", run, {"compensation": "spike"}, compensation=())[2] == []
+    with pytest.raises(ScheduleError, match=r"phases were asked for .* and a schedule or microbatches beside them"):
+        both("split", run, microbatches=2)
 
 
 RECIPE = """

@@ -49,7 +49,8 @@ def phases_of(
         return (Phase(schedule if schedule is not None else "", microbatches=microbatches),)
     if schedule is not None or microbatches is not None:
         raise ScheduleError(
-            "phases were asked for and a schedule or microbatches beside them; each phase says its own: "
+            "phases were asked for (or stand in the recipe or the checkpoint) and a schedule or microbatches beside "
+            "them; each phase says its own: "
             "Phase('1f1b', until=200, microbatches=4), as text 1f1b/4:200"
         )
     return read_phases(phases) if isinstance(phases, str) else check_phases(phases)

@@ -22,7 +22,7 @@ from typing import Any, Self
 from .api import layers_of
 from .core.coupling import Policy
 from .core.errors import ArtifactError, PipelineError
-from .core.phase import Phase, next_border, phase_at, phases_text
+from .core.phase import Phase, asked_as_saved, next_border, phase_after, phase_at
 from .core.plan import Plan
 from .core.schedule import Schedule
 from .core.timeline import Timeline
@@ -116,7 +116,8 @@ class Pipeline:
         if not stuck_after_s >= 0:
             raise PipelineError(f"stuck_after_s={stuck_after_s} was asked for; give seconds, or 0 for no limit")
         self.plan = plan
-        self.phases = compensated(plan, phases_of(schedule, microbatches, phases), compensation)
+        self._asked = phases_of(schedule, microbatches, phases), compensation
+        self.phases = compensated(plan, *self._asked)
         captured, scaling = layers_of(model, plan, sample), Scaling.of(grad_scaler)
         tied = any(stage.first not in captured.graph.cuts() for stage in plan.stages[1:])
         policy = Policy(clip_grad_norm, clip, on_nan, "" if scaling is None else scaling.kind, tied)
@@ -200,15 +201,14 @@ class Pipeline:
                 self.drains.append(self._number)
             self._segment = None
             self._ending = self._session.ending
-            self._enter(phase_at(self.phases, self._number, self._epoch))
+            self._enter(phase_after(self.phases, self._phase, self._number, self._epoch))
             return False
         self._number = done.number + 1
         self._epoch, self._epoch_batches = (
             (done.epoch + 1, 0) if done.ends_epoch else (done.epoch, self._epoch_batches + 1)
         )
-        if self._session.rank == 0:
-            for logger in self._loggers:
-                logger.log(done)
+        for logger in self._loggers if self._session.rank == 0 else ():
+            logger.log(done)
         self.ready.append(done)
         return True
 
@@ -298,16 +298,15 @@ class Pipeline:
             ArtifactError: there is one of that name, of another run.
         """
         self.drain()
-        epoch, batches = self.position
         position = {
             "minibatches": self._number,
-            "epoch": epoch,
-            "epoch_batches": batches,
+            "epoch": self._epoch,
+            "epoch_batches": self._epoch_batches,
             "drains": tuple(self.drains),
             "plan": self.plan,
-            "phases": phases_text(self.phases) if len(self.phases) > 1 else "",
+            **asked_as_saved(*self._asked),
             "seed": self._seed,
-            "data": self._session.data_state(epoch, batches),
+            "data": self._session.data_state(*self.position),
         }
         return self._session.save(Path(folder), position, keep=keep, wait=wait)
 
@@ -358,6 +357,9 @@ class Pipeline:
 
         Args:
             phase: its number; None: the last one that was trained. All have one zero of time.
+
+        Raises:
+            PipelineError: no such phase.
         """
         self.drain()
         number = max(self.trained, default=self._phase) if phase is None else phase

@@ -131,8 +131,10 @@ def train_recipe(
     count = _workers(workers, plan, shape, processes)
     recipe = make(seed)
     chosen = _phases(phases, asked, start, recipe)
-    if chosen:  # each says its own compensation, also that of a checkpoint
+    if chosen:
         schedule, microbatches = planned_for(chosen).name, planned_for(chosen).microbatches
+        if compensation is None and start is not None and phases is None:
+            compensation = start.page.phases_compensation
     elif compensation is None and start is not None and schedule == start.page.schedule:
         compensation = start.page.compensation
     if recipe.target is not None and recipe.target[0] not in {"loss", *recipe.metrics}:
@@ -307,8 +309,11 @@ def _phases(
     recipe: Recipe,
 ) -> tuple[Phase, ...]:
     """Returns the phases of the run: what is said, else the checkpoint's, else the recipe's; none for one method."""
-    if phases is None and asked == (None, None):
-        phases = recipe.phases if start is None else start.page.phases  # which has none where it has but one method
+    if phases is None and asked[0] is None:
+        phases = recipe.phases
+        # Text does not say all: a Schedule object is the recipe's. Of a run of one method the checkpoint has none.
+        if start is not None and not (phases and phases_text(phases_of(None, None, phases)) == start.page.phases):
+            phases = start.page.phases
     return phases_of(*asked, phases) if phases else ()
 
 

@@ -103,7 +103,8 @@ class Checkpoint(Artifact):
         epoch, epoch_batches: where the data goes on.
         drains: minibatch numbers at which the pipeline was drained; this is the last of them.
         schedule, compensation, microbatches, seed, plan: of the run that saved it; the first three of its phase.
-        phases: of that run, as text (`core.phase`); empty where it has but one method.
+        phases: of that run as they were asked for, as text (`core.phase`); empty where it has but one method.
+        phases_compensation: what was asked for those that do not say their own; None where nothing was.
         stages: one for each of the plan's.
         tensors: by name.
         files: name -> bytes; a file of another size is damaged.
@@ -133,6 +134,7 @@ class Checkpoint(Artifact):
     phases: str = ""
     software: dict[str, str] = field(default_factory=dict)
     compensation: tuple[Compensation, ...] = ()
+    phases_compensation: tuple[Compensation, ...] | None = None
 
     def __post_init__(self) -> None:
         if min(self.minibatches, self.epoch, self.epoch_batches) < 0 or self.microbatches < 1:

@@ -6,12 +6,15 @@ same seats, optimizers, averages and data go on under another program of the sam
 
 In text a run's phases are ``1f1b/4:200,pipedream+spike:3e,1f1b/4``: the method, behind a stroke how many microbatches
 it splits a minibatch into, behind a plus what makes up for late gradients (``+t1=500``, several one behind the other,
-``+none``), behind a colon where it ends: at a count of minibatches, or of epochs (e), since the start of training.
+``+none``), behind a colon where it ends: at a count of minibatches, or of epochs (e), since the start of training. The
+method may be a file, ``FILE.csv``, ``FILE.py`` or ``FILE.py:NAME``. One that is a Schedule object stands as ``<NAME>``,
+which cannot be read back.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -21,9 +24,19 @@ from .compensation import compensations
 from .errors import ScheduleError
 from .schedule import Schedule
 
-__all__ = ["Phase", "check_phases", "next_border", "phase_at", "phases_text", "read_phases"]
+__all__ = [
+    "Phase",
+    "asked_as_saved",
+    "check_phases",
+    "next_border",
+    "phase_after",
+    "phase_at",
+    "phases_text",
+    "read_phases",
+]
 
-_FORM = re.compile(r"([A-Za-z0-9_-]+)(?:/(\d+))?((?:\+[A-Za-z0-9_.=-]+)*)(?::(\d+)(e?))?")
+_METHOD = r"[A-Za-z0-9_-]+|.+?\.(?i:csv|py)(?::[A-Za-z_][A-Za-z0-9_-]*)?"
+_FORM = re.compile(rf"({_METHOD})(?:/(\d+))?((?:\+[A-Za-z0-9_.=-]+)*)(?::(\d+)(e?))?")
 
 
 @dataclass(frozen=True)
@@ -31,7 +44,7 @@ class Phase:
     """One phase of a run.
 
     Attributes:
-        schedule: a method's name, or a Schedule.
+        schedule: a method's name, or of a file with one, or a Schedule.
         until: minibatches since the start of training at which it ends; rounded up to whole rounds of replicas.
         until_epoch: epochs since the start of training at which it ends. The last phase has no end, any other one.
         microbatches: parts of a minibatch, for methods that split it; the method's own number unless said.
@@ -39,7 +52,7 @@ class Phase:
             method's own. Kept as a tuple.
 
     Raises:
-        ScheduleError: an unknown compensation.
+        ScheduleError: an unknown compensation, or a number that is no count from 1 on.
     """
 
     schedule: str | Schedule
@@ -49,6 +62,12 @@ class Phase:
     compensation: Any = None
 
     def __post_init__(self) -> None:
+        for name in ("until", "until_epoch", "microbatches"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ScheduleError(
+                    f"a phase of {self.name} with {name}={value!r} was asked for; give a count from 1 on"
+                )
         if self.compensation is not None:
             object.__setattr__(self, "compensation", compensations(self.compensation))
 
@@ -68,7 +87,7 @@ class Phase:
         made_up = "" if self.compensation is None else "".join(f"+{one}" for one in self.compensation or ("none",))
         end = f":{self.until}" if self.until is not None else ""
         return (
-            self.name
+            (self.name if isinstance(self.schedule, str) else f"<{self.name}>")
             + split
             + made_up.replace(":", "=")
             + (end if self.until_epoch is None else f":{self.until_epoch}e")
@@ -80,6 +99,14 @@ def phases_text(phases: Sequence[Phase]) -> str:
     return ",".join(map(str, phases))
 
 
+def asked_as_saved(phases: Sequence[Phase], compensation: Any) -> dict[str, Any]:
+    """Returns what a checkpoint keeps (`core.checkpoint`) of phases and compensation as they were asked for."""
+    if len(phases) == 1:
+        return {}
+    made_up = None if compensation is None else compensations(compensation)
+    return {"phases": phases_text(phases), "phases_compensation": made_up}
+
+
 def read_phases(text: str) -> tuple[Phase, ...]:
     """Reads phases: ``1f1b/4:200,pipedream+spike:3e,1f1b/4``.
 
@@ -89,6 +116,11 @@ def read_phases(text: str) -> tuple[Phase, ...]:
     found = []
     for part in text.split(","):
         read = _FORM.fullmatch(part.strip())
+        if part.strip().startswith("<"):
+            raise ScheduleError(
+                f"phase {part.strip()!r} was a Schedule object, which text does not say; give the same phases again "
+                "(in the recipe, or phases=...)"
+            )
         if read is None:
             raise ScheduleError(
                 f"phase {part.strip()!r} is not known; write METHOD[/MICROBATCHES][+COMPENSATION[=NUMBER]][:END], "
@@ -139,8 +171,27 @@ def check_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
 
 
 def next_border(phases: Sequence[Phase], epoch: int, until: int) -> int:
-    """Returns the epoch behind `epoch` and before `until` at which one of the phases ends next, or `until`."""
+    """Returns the epoch behind `epoch` and before `until` at which one of the phases ends next, or `until`.
+
+    It is where the data is opened anew, so it is asked of all phases to come: one that ends at a minibatch shall not
+    make the next open them in the middle of an epoch.
+    """
     return min((p.until_epoch for p in phases if p.until_epoch and epoch < p.until_epoch < until), default=until)
+
+
+def phase_after(phases: Sequence[Phase], number: int, minibatches: int, epochs: int) -> int:
+    """Returns which phase, from phase `number` on, comes after so many minibatches, and whole epochs.
+
+    Warns of one that is passed over, for its end, in the other unit, lies behind.
+    """
+    found = phase_at(phases, minibatches, epochs)
+    for phase in phases[number + 1 : found]:
+        warnings.warn(
+            f"phase {phase} is passed over, for the one before it has ended at minibatch {minibatches}, after {epochs} "
+            "whole epochs; let it end later",
+            stacklevel=2,
+        )
+    return found
 
 
 def phase_at(phases: Sequence[Phase], minibatches: int, epochs: int) -> int:

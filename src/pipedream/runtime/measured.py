@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..core.errors import PipelineError
 from ..core.program import Program
 from ..core.timeline import Span, Tag, Timeline
 from .talk import gather_texts
@@ -19,7 +20,7 @@ __all__ = ["peak_bytes", "status", "timeline"]
 
 
 def timeline(
-    program: Program,
+    programs: Sequence[Program],
     phase: int,
     workers: Sequence[Worker],
     group: dist.ProcessGroup | None,
@@ -29,13 +30,19 @@ def timeline(
     """Returns what ran when on all ranks in a phase, from the start of the run's first span; every rank calls it.
 
     Args:
-        program: that was run.
+        programs: of all phases.
         phase: its number.
         workers: of this process.
         group: gloo group of all ranks; None in a lone process.
         device: of the workers.
         batch: samples in a minibatch.
+
+    Raises:
+        PipelineError: no such phase.
     """
+    if not 0 <= phase < len(programs):
+        raise PipelineError(f"the timeline of phase {phase} was asked for; the run has {len(programs)}, from 0 on")
+    program = programs[phase]
     rows: list[Any] = []
     for worker in workers:
         rows.append(

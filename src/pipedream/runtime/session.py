@@ -350,7 +350,7 @@ class Session:
 
     def timeline(self, phase: int, batch: int) -> Timeline:
         """Returns what ran when on all ranks in a phase, from the start of the first span; the same on every rank."""
-        return measured.timeline(self._programs[phase], phase, self.workers, self._group, self.device, batch)
+        return measured.timeline(self._programs, phase, self.workers, self._group, self.device, batch)
 
     def gathered(self, counts: Mapping[int, int]) -> dict[int, int]:
         """Returns the counts of all processes, the same on every rank."""
