@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import pipedream as pd
 from pipedream.capture import capture
+from pipedream.checking import check_plan
 from pipedream.core.cluster import Cluster
 from pipedream.core.coupling import norm_delay
 from pipedream.core.errors import PlanError, ScheduleError, WorkerError
@@ -296,6 +297,17 @@ def test_tied_weights_go_on_from_a_checkpoint_of_any_plan(tmp_path: Path) -> Non
     check_tied(replace(run, epochs=6), (whole[0], *train_tied(together, resume=tmp_path / "apart")[1:]))
     train_tied(together, save=tmp_path / "together")
     check_tied(run, (whole[0], *train_tied(run, resume=tmp_path / "together")[1:]))
+
+
+def test_a_plan_that_parts_ties_holds_for_the_methods_that_can_train_it() -> None:
+    graph = capture(tied_model(), (sentences()[0][0],)).graph
+    profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
+    plan = pd.plan(profile, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
+    assert check_plan(plan, profile=profile).plan.stages[0].last == 2
+    with pytest.raises(
+        PlanError, match=r"would part layers that share a parameter .* which takes a method that flushes"
+    ):
+        check_plan(plan, profile=profile, schedule="pipedream")
 
 
 def test_a_state_dict_reaches_every_holder() -> None:

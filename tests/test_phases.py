@@ -24,14 +24,16 @@ from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
 
 import pipedream as pd
+from pipedream.core.cluster import Cluster
 from pipedream.core.compensation import ErrorFeedback, LearningRateRescheduling, SpikeCompensation
-from pipedream.core.errors import PipelineError, RecipeError, ScheduleError
+from pipedream.core.errors import PipelineError, PlanError, RecipeError, ScheduleError
 from pipedream.core.phase import Phase, phase_at, phases_text, read_phases
 from pipedream.core.plan import Plan
 from pipedream.lowering import lower, with_common_channels
+from pipedream.phases import check_phases_fit
 from pipedream.runtime import checkpoints
 from pipedream.schedules import build, to_torch_csv
-from pipedream.training import train_recipe
+from pipedream.training import profile_recipe, train_recipe
 from pipedream.verifier import verify
 
 
@@ -576,6 +578,25 @@ def test_a_checkpoints_phases_are_taken_up_as_they_were_asked(tmp_path: Path) ->
     assert both("changed", run, {"compensation": "spike"}, compensation=())[2] == []
     with pytest.raises(ScheduleError, match=r"phases were asked for .* and a schedule or microbatches beside them"):
         both("split", run, microbatches=2)
+
+
+def test_a_phase_that_the_plan_has_no_memory_for_is_refused(tmp_path: Path) -> None:
+    def wide(seed: int = 0) -> pd.Recipe:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 3))  # can be cut at one place
+        data = [(torch.randn(2048, 8), torch.randint(3, (2048,))) for _ in range(4)]
+        loss = torch.nn.functional.cross_entropy
+        return pd.Recipe(model=model, loss=loss, optimizer=OPTIMIZERS["sgd"], train=data, name="wide")
+
+    profile = profile_recipe(wide())
+    plan = pd.plan(profile, Cluster.flat(2), schedule="pipedream_2bw", microbatches=8, shape="pipeline")
+    tight = Cluster.flat(2, memory_bytes=max(stage.peak_bytes for stage in plan.stages) + 1)
+    options: dict[str, Any] = {"phases": "pipedream_2bw/8:2,pipedream:3,1f1b/8", "workers": 2, "quiet": True}
+    with pytest.raises(
+        PlanError, match=r"was made for phase pipedream_2bw/8:2; in phase pipedream:3 it does not .*needs"
+    ):
+        train_recipe(wide, cluster=tight, out=tmp_path / "tight", **options)
+    check_phases_fit(replace(plan, cluster=tight), read_phases("pipedream_2bw/8:2,1f1b/8"), profile)
 
 
 RECIPE = """

@@ -18,7 +18,7 @@ from .methods import holds_of, score
 from .planner import Score, Space
 from .verifier import Proof, verify
 
-__all__ = ["Check", "check_plan"]
+__all__ = ["Check", "check_memory", "check_plan"]
 
 _ALIKE = 0.01  # relative: figures nearer than this are not told
 _TOLD = (
@@ -85,16 +85,33 @@ def check_plan(
     """
     name, parts = plan.method(schedule, microbatches)
     built = schedules.build(name, plan, parts)
+    if profile is None:
+        _check_figures(plan)
+    plan, differences = check_memory(plan, built, profile)
+    proof = verify(lower(replace(built, plan=plan)))
+    return Check(plan, differences, proof, score(plan))
+
+
+def check_memory(plan: Plan, built: Schedule, profile: Profile | None) -> tuple[Plan, tuple[str, ...]]:
+    """Checks that a plan fits the memory of its workers by a method that it may not have been made for.
+
+    Args:
+        plan, profile: as of `check_plan`.
+        built: the method, for this plan.
+
+    Returns the plan for that method, and where it says otherwise than the profile.
+
+    Raises:
+        PlanError: it does not fit, or the layers are not the profile's.
+    """
     plan = replace(plan, schedule=built.name, microbatches=built.microbatches)
     differences: tuple[str, ...] = ()
     if profile is None:
-        _check_figures(plan)
         plan = _with_bytes(replace(plan, bound_s=0.0), built)  # nothing is proved of a plan that was edited
     else:
-        plan, differences = _renewed(plan, profile)
+        plan, differences = _renewed(plan, profile, part_ties=built.flushes)
     _check_memory(plan, held(built))
-    proof = verify(lower(replace(built, plan=plan)))
-    return Check(plan, differences, proof, score(plan))
+    return plan, differences
 
 
 def _check_figures(plan: Plan) -> None:
@@ -110,8 +127,8 @@ def _check_figures(plan: Plan) -> None:
         )
 
 
-def _renewed(plan: Plan, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
-    """Returns the plan with the seconds and bytes of a profile, and what was otherwise."""
+def _renewed(plan: Plan, profile: Profile, *, part_ties: bool) -> tuple[Plan, tuple[str, ...]]:
+    """Returns the plan with the seconds and bytes of a profile, and what was otherwise; see `planner.check_cuts`."""
     layers = profile.graph.layers
     plan.check_layers(len(layers))
     strange = {name for stage in plan.stages for name in stage.names} - {layer.name for layer in layers}
@@ -120,7 +137,7 @@ def _renewed(plan: Plan, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
             f"the plan names the layer {min(strange)!r}, the profile of {profile.model} has no such layer; give the "
             "profile of the plan's model, or plan again from it"
         )
-    downsets = _downsets(plan, profile)
+    downsets = _downsets(plan, profile, part_ties)
     space = Space.of(
         profile,
         plan.cluster,
@@ -138,7 +155,7 @@ def _renewed(plan: Plan, profile: Profile) -> tuple[Plan, tuple[str, ...]]:
     return space.with_bytes(renewed), tuple(differences)
 
 
-def _downsets(plan: Plan, profile: Profile) -> list[int]:
+def _downsets(plan: Plan, profile: Profile, part_ties: bool) -> list[int]:
     """Returns the layers up to the end of each stage: those that its stages name, if they can be run in that order and
     are as many as it says; else those of the graph's own order."""
     graph = profile.graph
@@ -149,14 +166,15 @@ def _downsets(plan: Plan, profile: Profile) -> list[int]:
         def has(layer: int) -> int:
             return downset >> layer & 1
 
-        return all(has(a) >= has(b) for a, b in graph.edges) and all(len(set(map(has, tie))) == 1 for tie in graph.ties)
+        ties = () if part_ties else graph.ties
+        return all(has(a) >= has(b) for a, b in graph.edges) and all(len(set(map(has, tie))) == 1 for tie in ties)
 
     if all(
         downset.bit_count() == stage.last and is_closed(downset)
         for downset, stage in zip(named, plan.stages, strict=True)
     ):
         return named
-    planner.check_cuts(graph, tuple(stage.first for stage in plan.stages[1:]))
+    planner.check_cuts(graph, tuple(stage.first for stage in plan.stages[1:]), part_ties=part_ties)
     return [(1 << stage.last) - 1 for stage in plan.stages]
 
 

@@ -7,17 +7,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import schedules
+from .checking import check_memory
 from .core.compensation import compensations
 from .core.coupling import Policy, coupled
-from .core.errors import ScheduleError
+from .core.errors import PlanError, ScheduleError
 from .core.phase import Phase, check_phases, read_phases
 from .core.plan import Plan
+from .core.profile import Profile
 from .core.program import Program
 from .core.schedule import Schedule
 from .lowering import lower, with_common_channels
 from .verifier import Proof, verify
 
-__all__ = ["Prepared", "all_flush", "compensated", "evaluation_of", "phases_of", "planned_for", "prepare"]
+__all__ = [
+    "Prepared",
+    "all_flush",
+    "check_phases_fit",
+    "compensated",
+    "evaluation_of",
+    "phases_of",
+    "planned_for",
+    "prepare",
+]
 
 
 @dataclass(frozen=True)
@@ -105,8 +116,29 @@ def evaluation_of(plan: Plan) -> Program:
     return program
 
 
+def check_phases_fit(plan: Plan, phases: Sequence[Phase], profile: Profile) -> None:
+    """Checks that a plan, which was made for one phase of a run, has memory for each of the others too.
+
+    Raises:
+        PlanError: it has not; names the phase and the stage.
+        ScheduleError: a method does not work with this plan.
+    """
+    for phase in phases:
+        if phase is not planned_for(phases):
+            try:
+                check_memory(plan, _built(plan, phase), None if isinstance(phase.schedule, Schedule) else profile)
+            except PlanError as error:
+                raise PlanError(
+                    f"the plan {plan.config} was made for phase {planned_for(phases)}; in phase {phase} it does not "
+                    f"hold: {error}"
+                ) from None
+
+
 def planned_for(phases: Sequence[Phase]) -> Phase:
-    """Returns the phase that a run's plan is made for: the first that does not flush, for it keeps the most weights."""
+    """Returns the phase that a run's plan is made for: the first that does not flush, whose gradients are late.
+
+    What the others hold is not known before there is a plan; see `check_phases_fit`.
+    """
 
     def flushes(phase: Phase) -> bool:
         if isinstance(phase.schedule, Schedule):

@@ -20,7 +20,7 @@ from .core.phase import Phase, phases_text
 from .core.plan import Plan
 from .core.profile import Profile
 from .loop import Loop, Saving
-from .phases import all_flush, phases_of, planned_for
+from .phases import all_flush, check_phases_fit, phases_of, planned_for
 from .pipeline import Pipeline
 from .planner import SHAPES, counts_of
 from .recipe import Recipe, blaming, make_recipe
@@ -170,6 +170,8 @@ def train_recipe(
         plan = plan.with_depth(in_flight)
     if recompute:
         plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
+    if profile is not None:
+        check_phases_fit(plan, chosen, profile)
     if schedule == "auto":
         schedule, microbatches = plan.method(None, microbatches)
     if rank == 0:
