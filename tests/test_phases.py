@@ -31,7 +31,7 @@ from pipedream.core.phase import Phase, phase_at, phases_text, read_phases
 from pipedream.core.plan import Plan
 from pipedream.lowering import lower, with_common_channels
 from pipedream.phases import check_phases_fit
-from pipedream.runtime import checkpoints
+from pipedream.runtime import checkpoints, recorder
 from pipedream.schedules import build, to_torch_csv
 from pipedream.training import profile_recipe, train_recipe
 from pipedream.verifier import verify
@@ -597,6 +597,31 @@ def test_a_phase_that_the_plan_has_no_memory_for_is_refused(tmp_path: Path) -> N
     ):
         train_recipe(wide, cluster=tight, out=tmp_path / "tight", **options)
     check_phases_fit(replace(plan, cluster=tight), read_phases("pipedream_2bw/8:2,1f1b/8"), profile)
+
+
+def test_a_phase_has_its_own_peak_and_is_trained_if_it_has_a_minibatch() -> None:
+    animal = zoo.make("mlp")  # five minibatches an epoch
+    with pd.Pipeline(
+        animal.model, Run("").plan, phases="pipedream:9,1f1b/2:15,gpipe/2", loss=animal.loss,
+        optimizer=OPTIMIZERS["sgd"],
+    ) as pipeline:  # fmt: skip
+        for _ in pipeline.train(Fresh(animal.batches), epochs=3):
+            pass
+        assert pipeline.trained == {0: (0, 9), 1: (9, 15)}
+        assert (pipeline.timeline().name, pipeline.program.schedule) == ("1f1b", "gpipe")
+        assert [pipeline.timeline(phase).peak_versions for phase in (0, 1)] == [(3, 2, 1), (1, 1, 1)]
+
+
+def test_a_report_is_of_a_phase_whose_spans_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_MOST_KEPT", 40)  # as in a long run: the second phase pushes out the first's
+    options: dict[str, Any] = {"quiet": True, "evaluate_every": 0}
+    found = train_recipe(make, phases="1f1b/2:20,pipedream", out=tmp_path / "run", **options)
+    assert [phase["end"] - phase["begin"] for phase in found["phases"]] == [20, 10]
+    assert found["configuration"]["schedule"] == "pipedream"
+    assert all(stage["busy_share"] for stage in found["stages"])
+    # A run that goes on where it has ended has nothing to tell.
+    again = train_recipe(make, resume=tmp_path / "run", **options)
+    assert [(phase["begin"], phase["end"]) for phase in again["phases"]] == [(30, 30)]
 
 
 RECIPE = """

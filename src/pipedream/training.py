@@ -200,13 +200,14 @@ def train_recipe(
             work.losses = start.losses
             console.print(f"going on from {start.path}: minibatch {start.page.minibatches}, epoch {start.page.epoch}\n")
         interrupted = work.train(epochs or recipe.epochs, minibatches)
-        timelines = {number: pipeline.timeline(number) for number in sorted(pipeline.trained)}
+        spans = pipeline.trained or {len(pipeline.phases) - 1: (pipeline.drain(),) * 2}  # nothing may have been left
+        timelines = {number: pipeline.timeline(number) for number in sorted(spans)}
         sent = pipeline.sent_bytes()
         state = pipeline.state_dict()
         average = pipeline.state_dict(ema=True) if recipe.ema is not None else None
         rates, skipped = pipeline.learning_rates(), pipeline.skipped_updates()
-        # The report tells of the phase that most minibatches were trained in.
-        longest = max(timelines, key=lambda number: pipeline.trained[number][1] - pipeline.trained[number][0])
+        # The report tells of the phase that most minibatches were trained in, of those whose spans are still known.
+        longest = max(spans, key=lambda number: (bool(timelines[number].spans), spans[number][1] - spans[number][0]))
         program, steady = pipeline.prepared[longest].program, last_segment(timelines[longest], pipeline.drains)
         predicted = api.simulate_program(program, max(steady.microbatches, 4 * program.cycle * max(plan.in_flight)))
     summary = summarise(
@@ -222,7 +223,7 @@ def train_recipe(
         "interrupted": interrupted,
         "skipped_updates": list(skipped),
         "schedule": phases_text(pipeline.phases) if chosen else program.schedule,
-        "phases": phase_figures(timelines, pipeline.trained, pipeline.drains),
+        "phases": phase_figures(timelines, spans, pipeline.drains),
         "resumed_from": None if start is None else start.page.minibatches,
         "configuration": {
             "workers": plan.workers,

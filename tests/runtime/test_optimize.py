@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from fractions import Fraction
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import pytest
@@ -86,6 +87,17 @@ def test_clipping_is_that_of_torch(limit: float) -> None:
     optimizer.clip(limit, optimizer.squares**0.5)
     for name in plain:
         torch.testing.assert_close(handles[name].grad, plain[name].grad)
+
+
+def test_large_gradients_that_are_finite_have_a_norm() -> None:
+    handles = _handles()
+    optimizer, gradients = Optimizer(handles, SGD), Gradients([torch.float32] * 2)
+    gradients.add([torch.full((3,), 1e20), torch.full((2, 2), -1e38)], 1.0)
+    finish(optimizer.prepare(gradients))
+    assert optimizer.squares == pytest.approx(3e40 + 4e76, rel=1e-6)
+    for value, is_finite in ((3e38, True), (float("inf"), False), (float("nan"), False)):
+        handles["a"].grad = torch.full((3,), value)
+        assert isfinite(optimizer.squares) == is_finite
 
 
 def test_replicas_step_alike_on_the_mean_and_a_lone_one_at_its_share_of_the_rate() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +12,11 @@ import torch.distributed as dist
 from ..core.errors import PipelineError
 from ..core.program import Program
 from ..core.timeline import Span, Tag, Timeline
+from .recorder import peak_bytes
 from .talk import gather_texts
 from .worker import Worker
 
-__all__ = ["peak_bytes", "status", "timeline"]
+__all__ = ["status", "timeline"]
 
 
 def timeline(
@@ -45,14 +45,15 @@ def timeline(
     program = programs[phase]
     rows: list[Any] = []
     for worker in workers:
+        versions, most_bytes = worker.recorder.peaks.get(phase, (1, peak_bytes(device)))
         rows.append(
             {
                 "rank": worker.rank,
                 "began_s": worker.recorder.began_s,
                 "spans": [list(span) for span in worker.recorder.spans(phase)],
                 "tags": [list(tag) for tag in worker.recorder.tags(phase)],
-                "peak_bytes": peak_bytes(device),
-                "versions": max(seat.versions.peak for seat in worker.seats.values()),
+                "peak_bytes": most_bytes,
+                "versions": versions,
             }
         )
     parts = [part for text in gather_texts(json.dumps(rows), group) for part in json.loads(text)]
@@ -100,10 +101,3 @@ def status(
         if store.check([f"pipedream/status/{other}"]):
             mine[other] = json.loads(store.get(f"pipedream/status/{other}"))
     return mine
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Returns the peak memory of this process: of the GPU, or resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

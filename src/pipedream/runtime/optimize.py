@@ -228,7 +228,9 @@ class Optimizer:
     def squares(self) -> float:
         """The sum of the squares of the gradients in the handles, but for weights that another stage speaks for."""
         found = [h.grad for i, h in enumerate(self._handles) if h.grad is not None and i not in self.spoken_for]
-        return sum((float(n) ** 2 for n in torch._foreach_norm(found)), 0.0) if found else 0.0
+        # In double precision the squares of all finite float32 are finite; a device is waited for once.
+        norms = torch._foreach_norm(found, 2, torch.float64) if found else ()
+        return float(torch.stack(list(norms)).square().sum()) if found else 0.0
 
     def clip(self, limit: float, norm: float) -> None:
         """Scales the gradients in the handles so that a norm does not exceed a limit, if it does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections import deque
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from ..core.timeline import WORK, Span, Tag
 from .stopwatch import Stopwatch
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "peak_bytes"]
 
 _MOST_KEPT = 200_000
 """Spans and tags; the oldest are forgotten first, so that a long run needs no more memory than a short one."""
@@ -25,15 +26,28 @@ class Recorder:
 
     Attributes:
         phase: of the run, to which what is noted belongs; microbatches are counted by its method.
+        peaks: phase -> (versions, bytes): the most of weights that a seat held, and `peak_bytes`.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
+        self._device = device
         self._watch = Stopwatch(device)
         self._spans: deque[tuple[int, str, int, int, Any, Any]] = deque(maxlen=_MOST_KEPT)
         self._looked: Any = None
         self._tags: deque[tuple[int, Tag]] = deque(maxlen=_MOST_KEPT)
         self.phase = 0
+        self.peaks: dict[int, tuple[int, int]] = {}
+
+    def follow(self, phase: int) -> None:
+        """Takes up another phase, at a drain."""
+        if phase != self.phase and self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self.phase = phase
+
+    def note_peak(self, versions: int) -> None:
+        """Notes, at the end of a stream, the most versions that a seat has held in this phase."""
+        self.peaks[self.phase] = versions, peak_bytes(self._device)
 
     def mark(self) -> Any:
         """Returns this moment."""
@@ -75,3 +89,10 @@ class Recorder:
             if kind in WORK:
                 busy += resolve(stop) - max(resolve(start), begin)
         return busy / (end - begin) if end > begin else 0.0
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Returns the peak memory of this process: of the GPU since the phase began, or resident since the process did."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

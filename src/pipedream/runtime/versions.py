@@ -222,9 +222,13 @@ class Versions:
         self._sets[0] = left
 
     def follow(self, single: bool) -> None:
-        """Takes up another method's rule at a drain; sets that are free then are let go, for it may need fewer."""
+        """Takes up another method's rule at a drain; sets that are free then are let go, for it may need fewer.
+
+        The peak begins anew.
+        """
         self._single = single
         self._free.clear()
+        self.peak = self.alive
 
     def reload(self) -> None:
         """Takes over weights that were written into the handles from outside, after a drain."""

@@ -57,7 +57,7 @@ class Worker:
 
     Attributes:
         clock: updates of the input stage since this program was taken up.
-        trained: phase -> (begin, end): minibatches done at its first stream here, and at the end of its last one.
+        trained: phase -> (begin, end): minibatches done at its first stream here and behind its last, if it had any.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Worker:
         """Takes up a verified program over the same channels, at a drain; `phase` is its number in the run."""
         self.program = program
         self._ends_update = last_backwards(program, self.rank)
-        self.recorder.phase = phase
+        self.recorder.follow(phase)
         self._scorer.follow(program)
         self.coupling.follow(program)
         for stage, seat in self.seats.items():
@@ -131,7 +131,9 @@ class Worker:
         self.clock += self.program.updates.updates(0, self._total or 0)
         begin, _ = self.trained.get(self.recorder.phase, (self.done_minibatches, 0))
         self.done_minibatches += (self._total or 0) // self.program.microbatches
-        self.trained[self.recorder.phase] = begin, self.done_minibatches
+        if self._total:
+            self.trained[self.recorder.phase] = begin, self.done_minibatches
+        self.recorder.note_peak(max(seat.versions.peak for seat in self.seats.values()))
 
     def evaluate(self, door: Door | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Runs forwards alone, and ends with one `Done` that holds the means over all minibatches."""
