@@ -370,6 +370,65 @@ def test_tied_weights_that_cannot_be_kept_equal_are_refused() -> None:
     refuse("share one storage under different parameters", PlanError, viewed, schedule="1f1b")
 
 
+class Normed(nn.Module):
+    """A linear layer and a norm, whose running statistics may be another one's."""
+
+    def __init__(self, other: Normed | None = None) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        if other is not None:
+            self.norm._buffers["running_mean"] = other.norm.running_mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.linear(x)))
+
+
+@pytest.mark.parametrize("shares", ["module", "statistics"])
+def test_state_that_two_stages_would_move_is_refused_where_it_is_planned(shares: str) -> None:
+    first = nn.BatchNorm1d(6, affine=False) if shares == "module" else Normed()
+    second = first if shares == "module" else Normed(first)
+    model = nn.Sequential(first, nn.Linear(6, 6), second, nn.Linear(6, 3))
+    graph = capture(model, (torch.randn(4, 6),)).graph
+    profile = Profile("m", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 6)
+    with pytest.raises(PlanError, match=r"share a module with buffers, or running statistics .*; cut at one of \[3\]"):
+        pd.plan(profile, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
+    free = replace(profile, graph=replace(graph, ties=(), whole=()))  # made without the model
+    plan = pd.plan(free, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
+    with pytest.raises(PlanError, match="running statistics, which each would move by itself"):
+        pd.Pipeline(model, plan, schedule="1f1b", loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"])
+
+
+def train_frozen(is_tied: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Trains a model whose table is frozen, by a method that does not flush; the output layer shares it, or has it."""
+    model = tied_model()
+    if not is_tied:
+        model[3].head.weight = nn.Parameter(model[0].words.weight.detach().clone())
+    for layer in (model[0].words, model[3].head):
+        layer.weight.requires_grad_(False)
+    plan = Tied("", cuts=(2,), replicas=(1, 1)).plan()
+    with pd.Pipeline(
+        model, plan, schedule="pipedream", loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"], seed=3
+    ) as pipeline:
+        losses = [done.loss for done in pipeline.train(Fresh(sentences()), epochs=2)]
+        return losses, pipeline.state_dict()
+
+
+def test_a_frozen_weight_that_stages_share_is_no_coupling() -> None:
+    losses, state = train_frozen(True)
+    wanted, values = train_frozen(False)
+    assert losses == wanted
+    assert all(torch.equal(state[name], value) for name, value in values.items())
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_processes_share_a_frozen_weight() -> None:
+    losses, state = processes.results(train_frozen, 2, True)[0]
+    wanted, values = train_frozen(True)
+    assert losses == wanted
+    assert all(torch.equal(state[name], value) for name, value in values.items())
+
+
 def test_a_plan_by_hand_parts_ties_for_a_method_that_flushes() -> None:
     graph = capture(tied_model(), (sentences()[0][0],)).graph
     profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
@@ -778,7 +837,8 @@ def test_a_constant_loss_scale_changes_nothing_but_rounding() -> None:
 def test_loss_scales_and_policies_that_make_no_sense_are_refused() -> None:
     plan = Run("", (1, 1)).plan
     refused("pipedream", plan, "gradients of the old scale", grad_scaler=torch.amp.GradScaler("cpu"))
-    refused("1f1b", plan, "give a torch.amp.GradScaler or a positive number", grad_scaler="dynamic")
+    for scaler in ("dynamic", True, float("inf"), float("nan"), 0):
+        refused("1f1b", plan, "give a torch.amp.GradScaler or a positive number", grad_scaler=scaler)
     refused("1f1b", plan, "on_nan='ignore' is not known; choose one of error, continue, skip", on_nan="ignore")
 
 

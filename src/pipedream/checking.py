@@ -166,7 +166,7 @@ def _downsets(plan: Plan, profile: Profile, part_ties: bool) -> list[int]:
         def has(layer: int) -> int:
             return downset >> layer & 1
 
-        ties = () if part_ties else graph.ties
+        ties = graph.whole if part_ties else graph.ties
         return all(has(a) >= has(b) for a, b in graph.edges) and all(len(set(map(has, tie))) == 1 for tie in ties)
 
     if all(

@@ -37,6 +37,7 @@ from .runtime.scaling import Scaling
 from .runtime.session import Session
 from .runtime.taking import Take
 from .runtime.talk import device_of
+from .runtime.ties import shared_weights
 
 __all__ = ["Done", "Pipeline"]
 
@@ -119,7 +120,7 @@ class Pipeline:
         self._asked = phases_of(schedule, microbatches, phases), compensation
         self.phases = compensated(plan, *self._asked)
         captured, scaling = layers_of(model, plan, sample), Scaling.of(grad_scaler)
-        tied = any(stage.first not in captured.graph.cuts() for stage in plan.stages[1:])
+        tied = bool(shared_weights(model, [captured.layers[stage.first : stage.last] for stage in plan.stages]))
         policy = Policy(clip_grad_norm, clip, on_nan, "" if scaling is None else scaling.kind, tied)
         self.prepared = prepare(plan, self.phases, policy)
         self._phase = self._epoch = self._epoch_batches = self._number = 0
@@ -328,8 +329,7 @@ class Pipeline:
             raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
         page = self._session.load(found, lambda page: self._enter(phase_at(self.phases, page.minibatches, page.epoch)))
         self._number, self._epoch, self._epoch_batches = page.minibatches, page.epoch, page.epoch_batches
-        self.drains = list(page.drains)
-        self._data_state = page.data
+        self.drains, self._data_state = list(page.drains), page.data
         return self.position
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.errors import CaptureError
@@ -60,7 +61,7 @@ def capture_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
             f"the model {kind} runs {len(layers)} layers in training and {len(orders[1])}, or others, in evaluation; "
             "it should run the same in both, so put what differs into one module"
         )
-    captured = Captured(LayerGraph.chain(_describe(model, layers, names), tied_layers(layers)), tuple(layers))
+    captured = Captured(LayerGraph.chain(_describe(model, layers, names), *tied_layers(layers)), tuple(layers))
     if not any(map(is_stand_in, tree_leaves(sample))):
         check_equal_to_model(model, captured, sample, devices)
     return captured
@@ -83,24 +84,31 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> Captured:
             )
         layers.append(modules.get(path, model))
     own = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
-    return Captured(LayerGraph.chain(_describe(model, layers, own), tied_layers(layers)), tuple(layers))
+    return Captured(LayerGraph.chain(_describe(model, layers, own), *tied_layers(layers)), tuple(layers))
 
 
-def tied_layers(layers: Sequence[nn.Module]) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of layers that share a parameter, or are one module with state that runs twice.
+def tied_layers(layers: Sequence[nn.Module]) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """Returns the groups of layers that share a parameter or state, and those of them that share state.
 
-    Shared means: in the same storage, so that a view of a weight is tied to it. Buffers that different
-    modules share tie nothing; they are constants (masks, tables).
+    To share means to have in the same storage, so that a view of a weight is tied to it. State is a module with buffers
+    that runs twice, or running statistics. Other buffers that different modules share tie nothing; they are constants
+    (masks, tables).
     """
-    users: dict[Any, set[int]] = {}
+    users: dict[int, set[int]] = {}
+    moving: dict[int, set[int]] = {}
     for index, layer in enumerate(layers):
         for parameter in layer.parameters():
-            users.setdefault(("storage", parameter.untyped_storage()._cdata), set()).add(index)
+            users.setdefault(parameter.untyped_storage()._cdata, set()).add(index)
         for module in layer.modules():
             if any(buffer is not None for buffer in module._buffers.values()):
-                users.setdefault(("module", id(module)), set()).add(index)
-    groups = {tuple(sorted(group)) for group in users.values() if len(group) > 1}
-    return tuple(sorted(groups))
+                moving.setdefault(id(module), set()).add(index)
+            if isinstance(module, _NormBase):
+                for statistics in (module.running_mean, module.running_var):
+                    if statistics is not None:
+                        moving.setdefault(statistics.untyped_storage()._cdata, set()).add(index)
+    whole = {tuple(sorted(group)) for group in moving.values() if len(group) > 1}
+    groups = whole | {tuple(sorted(group)) for group in users.values() if len(group) > 1}
+    return tuple(sorted(groups)), tuple(sorted(whole))
 
 
 def _check_arguments(model: nn.Module, sample: Any) -> None:

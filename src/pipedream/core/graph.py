@@ -36,15 +36,17 @@ class LayerGraph(Artifact):
     Attributes:
         layers: at least one.
         edges: pairs (producer, consumer) of indices, producer before consumer.
-        ties: groups of layers that share a parameter; a group may not be cut apart.
+        ties: groups of layers that share a parameter, or state; a group may not be cut apart.
+        whole: those of them that no method can train apart, for what they share moves without an update.
 
     Raises:
-        ValueError: no layer, a name twice, or an edge or tie out of range.
+        ValueError: no layer, a name twice, or an edge or tie out of range; or a whole group that is no tie.
     """
 
     layers: tuple[Layer, ...]
     edges: tuple[tuple[int, int], ...]
     ties: tuple[tuple[int, ...], ...] = ()
+    whole: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.layers)
@@ -59,11 +61,15 @@ class LayerGraph(Artifact):
         for group in self.ties:
             if not group or min(group) < 0 or max(group) >= count:
                 raise ValueError(f"tie {group} names a layer that is not among the {count}")
+        if strange := set(self.whole) - set(self.ties):
+            raise ValueError(f"whole names {min(strange)}, which is none of the ties")
 
     @classmethod
-    def chain(cls, layers: tuple[Layer, ...], ties: tuple[tuple[int, ...], ...] = ()) -> LayerGraph:
+    def chain(
+        cls, layers: tuple[Layer, ...], ties: tuple[tuple[int, ...], ...] = (), whole: tuple[tuple[int, ...], ...] = ()
+    ) -> LayerGraph:
         """Returns the graph of layers that run one after the other."""
-        return cls(layers, tuple((i, i + 1) for i in range(len(layers) - 1)), ties)
+        return cls(layers, tuple((i, i + 1) for i in range(len(layers) - 1)), ties, whole)
 
     def cuts(self) -> tuple[int, ...]:
         """Returns the places where one value crosses, so that the runtime can cut: i means between layer i - 1 and i.

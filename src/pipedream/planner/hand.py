@@ -97,13 +97,13 @@ def _place(graph: LayerGraph, cut: int | str) -> int:
 
 
 def check_cuts(graph: LayerGraph, cuts: tuple[int, ...], *, part_ties: bool = False) -> None:
-    """Checks that a model may be cut before each of these layers, `part_ties` also between some that share a parameter.
+    """Checks that a model may be cut before each of these layers, `part_ties` also between some that share parameters.
 
     Raises:
         PlanError: it may not, with the reason; or they do not rise.
     """
     count = len(graph.layers)
-    ties = () if part_ties else graph.ties
+    ties = graph.whole if part_ties else graph.ties
     allowed = [i for i in range(1, count) if not any(min(group) < i <= max(group) for group in ties)]
     if any(after <= before for before, after in pairwise(cuts)):
         raise PlanError(f"cuts {cuts} were asked; give layer indices that rise, each once")
@@ -118,6 +118,10 @@ def check_cuts(graph: LayerGraph, cuts: tuple[int, ...], *, part_ties: bool = Fa
 
 
 def _reason(graph: LayerGraph, cut: int) -> str:
-    group = next(group for group in graph.ties if min(group) < cut <= max(group))
+    group = next(group for group in (*graph.whole, *graph.ties) if min(group) < cut <= max(group))
     names = ", ".join(graph.layers[i].name for i in sorted(group))
+    if group in graph.whole:
+        return (
+            f"it would part layers that share a module with buffers, or running statistics ({names}), which both move"
+        )
     return f"it would part layers that share a parameter ({names}), which takes a method that flushes"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Scaling:
         if isinstance(given, torch.amp.GradScaler):
             factors = given.get_growth_factor(), given.get_backoff_factor()
             return cls(given.get_scale(), *factors, given.get_growth_interval())
-        if isinstance(given, (int, float)) and given > 0:
+        if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given < inf:
             return cls(float(given))
         raise ScheduleError(f"grad_scaler={given!r} was asked for; give a torch.amp.GradScaler or a positive number")
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ..core.errors import PlanError
 from ..core.placement import Placement
@@ -59,6 +60,10 @@ def shared_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> t
             for module in layer.modules():
                 if any(buffer is not None for buffer in module._buffers.values()):
                     moving[id(module)].add(stage)
+                if isinstance(module, _NormBase):
+                    for statistics in (module.running_mean, module.running_var):
+                        if statistics is not None:
+                            moving[statistics.untyped_storage()._cdata].add(stage)
     named = dict(model.named_parameters())
     for parts in views.values():
         if len(parts) > 1 and len(set.union(*(holders[part] for part in parts))) > 1:
@@ -68,7 +73,10 @@ def shared_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> t
                 "keep these layers in one stage, or share the parameter itself"
             )
     if any(len(found) > 1 for found in moving.values()):
-        raise PlanError("stages share a module that has buffers, which each would move by itself; keep it in one stage")
+        raise PlanError(
+            "stages share a module that has buffers, or running statistics, which each would move by itself; keep "
+            "these layers in one stage"
+        )
     groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name, parameter in named.items():
         if len(holders[id(parameter)]) > 1:
