@@ -834,6 +834,35 @@ def test_a_constant_loss_scale_changes_nothing_but_rounding() -> None:
         assert_near(with_scale, without, 1e-13)
 
 
+def test_one_stage_has_a_changing_loss_scale_under_any_method() -> None:
+    given = {"init_scale": 2.0**126, "growth_interval": 3, "growth_factor": 4.0, "backoff_factor": 0.25}
+    batches = [(x.float(), y) for x, y in marked((), samples=8)]
+    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 8, 8),) * 5)
+    scaler = torch.amp.GradScaler("cpu", **given)
+    scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": 2})
+    with pd.Pipeline(
+        trapped().float(), by_hand(profile, Cluster.flat(1), (), (1,)), schedule="pipedream", loss=steep,
+        optimizer=OPTIMIZERS["sgd"], grad_scaler=scaler, sample=(batches[0][0],),
+    ) as pipeline:  # fmt: skip
+        for _ in pipeline.train(Fresh(batches)):
+            pass
+        found, skipped = pipeline.state_dict(), pipeline.skipped_updates()
+        scale = pipeline._session.workers[0].seats[0].optimizer.scale
+    assert scaler.get_scale() == 2.0**126
+    plain, skips = trapped().float(), 0
+    optimizer = OPTIMIZERS["sgd"](list(plain.named_parameters()))
+    for x, y in batches:
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(plain(x), y) * 50).backward()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        skips += scaler.get_scale() < before
+    assert (skipped, scale) == ((skips,), scaler.get_scale())
+    assert 0 < skips < 20
+    assert_near(found, dict(plain.state_dict()), 1e-5)
+
+
 def test_loss_scales_and_policies_that_make_no_sense_are_refused() -> None:
     plan = Run("", (1, 1)).plan
     refused("pipedream", plan, "gradients of the old scale", grad_scaler=torch.amp.GradScaler("cpu"))

@@ -73,7 +73,7 @@ class Pipeline:
         autocast: low-precision dtype of the forwards (torch.bfloat16).
         on_nan: 'error' at a loss that is not a number, 'continue' past it, or 'skip' updates with gradients that are
             not finite (docs/couplings.md).
-        grad_scaler: a torch.amp.GradScaler (methods that flush), or a constant factor on the loss.
+        grad_scaler: a torch.amp.GradScaler to begin as (methods that flush), not written back; or a constant factor.
         seed: of everything random inside the layers.
         device: 'cpu', 'cuda' (each process its own: LOCAL_RANK) or 'cuda:N'.
         sample: the model's input, to find the layers where the plan does not name them.

@@ -45,7 +45,8 @@ class Recipe:
         sample: the model's input for one minibatch, for the profile; by default the first training batch's.
         inputs, targets, weight, scheduler, clip_grad_norm, clip, ema, autocast, compensation, on_nan, grad_scaler: see
             `Pipeline`; a compensation is for the methods that do not flush.
-        phases: see `Pipeline`; a schedule or phases that the command line says come first.
+        phases: see `Pipeline`; () for one method. Taken unless a schedule or phases are said elsewhere; beside
+            them no microbatches are said.
         name: of the recipe; by default the file's.
     """
 

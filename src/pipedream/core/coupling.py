@@ -67,13 +67,13 @@ def coupled(schedule: Schedule, policy: Policy) -> Schedule:
     plan = schedule.plan
     if policy.tied:
         _check_ties(schedule, policy)
-    if policy.scaling == "dynamic" and not schedule.flushes:
+    several = len(plan.stages) > 1
+    if policy.scaling == "dynamic" and several and not schedule.flushes:
         raise ScheduleError(
             f"a loss scale that changes was asked of {schedule.name!r}, which does not flush: gradients of the old "
             "scale would still be on their way, and its stages skip updates each by itself. Take a constant one "
             "(grad_scaler=1024.0) or a flushing schedule (1f1b, gpipe)"
         )
-    several = len(plan.stages) > 1
     by_norm = policy.clip_grad_norm is not None and policy.clip != "local" and several
     if by_norm and policy.clip == "delayed_global" and not schedule.flushes:
         return replace(schedule.coupled(), norm_delay=norm_delay(schedule))

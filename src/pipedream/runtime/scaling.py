@@ -3,7 +3,7 @@
 The rule is that of `torch.amp.GradScaler`: an update whose gradients are not all finite is left out and the scale is
 multiplied by the backoff factor; after so many good updates in a row it is multiplied by the growth factor. Every stage
 keeps a scale of its own and hears of the same updates, so that all have the same one: the last stage scales by it, each
-stage divides by it at its update.
+stage divides by it at its update. The user's scaler says how they begin, and stays as it was.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ class Scaling:
         scale: at the start.
         growth, backoff: factors; 1 for a constant scale.
         interval: good updates in a row before the scale grows.
+        good: of them, at the start.
     """
 
     scale: float
     growth: float = 1.0
     backoff: float = 1.0
     interval: int = 1
+    good: int = 0
 
     @property
     def kind(self) -> str:
@@ -54,7 +56,8 @@ class Scaling:
             return None
         if isinstance(given, torch.amp.GradScaler):
             factors = given.get_growth_factor(), given.get_backoff_factor()
-            return cls(given.get_scale(), *factors, given.get_growth_interval())
+            good = given.state_dict()["_growth_tracker"]
+            return cls(given.get_scale(), *factors, given.get_growth_interval(), good)
         if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given < inf:
             return cls(float(given))
         raise ScheduleError(f"grad_scaler={given!r} was asked for; give a torch.amp.GradScaler or a positive number")
@@ -73,7 +76,7 @@ class LossScale:
     def __init__(self, scaling: Scaling) -> None:
         self._scaling = scaling
         self.value = scaling.scale
-        self.good = 0
+        self.good = scaling.good
         self._bad = 0
 
     @property
