@@ -30,6 +30,7 @@ from pipedream.core.compensation import (
     VelocityPrediction,
 )
 from pipedream.core.errors import ScheduleError
+from pipedream.core.update import UpdateRule
 from pipedream.runtime.optimize import Optimizer
 
 UPDATES = 300
@@ -82,10 +83,17 @@ def late(start: Tensor, delay: int, gradient: Gradient, step: Callable[[Tensor],
     return found
 
 
+def following(handle: nn.Parameter, factory: Factory, chosen: tuple[Compensation, ...], staleness: int) -> Optimizer:
+    """Returns the library's optimizer on one weight, with compensations."""
+    optimizer = Optimizer({"w": handle}, factory)
+    optimizer.follow(UpdateRule((1,), compensation=chosen), 0, staleness, clock=0)
+    return optimizer
+
+
 def ours(start: Tensor, factory: Factory, *chosen: Compensation, staleness: int = 0) -> tuple[Any, Optimizer]:
     """Returns a step of the library's optimizer with compensations, and the optimizer."""
     handle = nn.Parameter(start.clone())
-    optimizer = Optimizer({"w": handle}, factory, compensation=chosen, staleness=staleness)
+    optimizer = following(handle, factory, chosen, staleness)
 
     def step(gradient: Tensor) -> Tensor:
         handle.grad = gradient.clone()
@@ -272,7 +280,7 @@ def test_gap_aware_as_its_paper_writes_it(name: str, decay: float, start: Tensor
     options = {"sgd": {"momentum": 0.9}, "adam": {}, "adamw": {}}[name]
     factory = partial(kinds[name], lr=RATE, weight_decay=decay, **options)
     handle, gradient = nn.Parameter(start.clone()), problem()
-    optimizer = Optimizer({"w": handle}, factory, compensation=[GapAware(beta)], staleness=delay)
+    optimizer = following(handle, factory, (GapAware(beta),), delay)
     w, m, v, mean = start.clone(), torch.zeros_like(start), torch.zeros_like(start), torch.zeros_like(start)
     made = deque([start.clone()], maxlen=delay + 1)
     for t in range(1, 101):
@@ -327,4 +335,4 @@ REFUSED = [
 @pytest.mark.parametrize(("kind", "factory", "words"), REFUSED, ids=lambda value: str(value)[:30])
 def test_what_is_not_defined_for_an_optimizer_is_refused(kind: Compensation, factory: Factory, words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
-        Optimizer({"w": nn.Parameter(torch.ones(2))}, factory, compensation=[kind], staleness=1)
+        following(nn.Parameter(torch.ones(2)), factory, (kind,), 1)

@@ -62,7 +62,8 @@ def test_low_precision_gradients_are_added_in_full() -> None:
 @pytest.mark.parametrize(("rounds", "divisor"), [(False, 7.0), (True, 2.0)])
 def test_a_sum_is_divided_once_by_the_weight_or_by_the_round(rounds: bool, divisor: float) -> None:
     handles = _handles()
-    optimizer, gradients = Optimizer(handles, SGD, mean_of_rounds=rounds), Gradients([torch.float32] * 2)
+    optimizer, gradients = Optimizer(handles, SGD), Gradients([torch.float32] * 2)
+    optimizer.follow(UpdateRule((2,), mean_of_rounds=rounds), 0, 0, clock=0)
     for weight in (3.0, 4.0):
         gradients.add([torch.full((3,), weight), None], weight)
     finish(optimizer.prepare(gradients))
@@ -104,7 +105,8 @@ def test_replicas_step_alike_on_the_mean_and_a_lone_one_at_its_share_of_the_rate
     group, seats = LocalGroup(2), []
     for replica in range(2):
         handles = _handles()
-        optimizer = Optimizer(handles, SGD, replicas=2, replica_group=group.member(replica), mean_of_rounds=True)
+        optimizer = Optimizer(handles, SGD, replicas=2, replica_group=group.member(replica))
+        optimizer.follow(UpdateRule((2,), mean_of_rounds=True), 0, 0, clock=0)
         seats.append((handles, optimizer, Gradients([torch.float32] * 2)))
 
     def update(present: list[float | None]) -> float:
@@ -135,7 +137,8 @@ def test_a_stage_with_twice_the_replicas_has_twice_the_rate_and_one_clock_with_t
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.1)
     cases = {Fraction(1): [1.0, 0.1, 0.01], Fraction(1, 2): [0.5, 0.5, 0.05], Fraction(2): [2.0, 0.02]}
     for factor, wanted in cases.items():
-        optimizer = Optimizer(handles, partial(torch.optim.SGD, lr=1.0), scheduler=schedule, rate_factor=factor)
+        optimizer = Optimizer(handles, partial(torch.optim.SGD, lr=1.0), scheduler=schedule)
+        optimizer.follow(UpdateRule((factor.denominator, factor.numerator)), 1, 0, clock=0)
         for rate in wanted:
             before = handles["a"].detach().clone()
             handles["a"].grad = torch.ones(3)

@@ -13,6 +13,7 @@ from torch import nn
 
 from pipedream.core.op import Kind, Op
 from pipedream.core.plan import Plan
+from pipedream.core.update import UpdateRule
 from pipedream.lowering import lower
 from pipedream.runtime.channel import Group, LocalGroup, Pending
 from pipedream.runtime.optimize import Gradients, Optimizer
@@ -186,7 +187,8 @@ def test_a_parameter_without_any_gradient_is_left_alone() -> None:
     for replica in range(2):
         handles = {"used": nn.Parameter(torch.ones(2)), "unused": nn.Parameter(torch.ones(2))}
         factory = lambda named: torch.optim.SGD(named, lr=0.1, weight_decay=0.5)  # noqa: E731
-        optimizer = Optimizer(handles, factory, replicas=2, replica_group=group.member(replica), mean_of_rounds=True)
+        optimizer = Optimizer(handles, factory, replicas=2, replica_group=group.member(replica))
+        optimizer.follow(UpdateRule((2,), mean_of_rounds=True), 0, 0, clock=0)
         gradients = Gradients([torch.float32] * 2)
         gradients.add([torch.ones(2) if replica else None, None], 1.0)
         optimizer.close(gradients)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from ..core.compensation import Compensation
 from ..core.update import UpdateRule
 from .channel import Group, Pending
 from .compensation import Compensator
@@ -91,13 +90,9 @@ class Optimizer:
         handles: name -> parameter.
         optimizer: factory: list of (name, parameter) -> torch optimizer.
         scheduler: factory: torch optimizer -> scheduler with ``step()``; None for a constant rate.
-        rate_factor: on the learning rate: microbatches in an update of this stage over those in one of stage 0.
         replicas: r_s.
         replica_group: adds up gradients over the stage's replicas; None where there is one.
-        mean_of_rounds: see `UpdateRule`.
         ema: decay of the exponential moving average of the weights; None keeps none.
-        compensation: of delay, see `UpdateRule`.
-        staleness: updates that the stage's gradients are late.
         tied: sums over the stages that hold some of these weights too.
         loss_scale: of the loss that the gradients are of; None where it is not scaled.
 
@@ -106,10 +101,7 @@ class Optimizer:
         finite: the gradients of the coming update are, or it is made whatever they are; otherwise it is skipped.
         skipped: updates that were left out.
 
-    `rate_factor`, `mean_of_rounds`, `compensation` and `staleness` belong to the method, and change with it (`follow`).
-
-    Raises:
-        ScheduleError: a compensation is not defined for the optimizer.
+    What belongs to the method comes, and changes, with `follow`.
     """
 
     def __init__(
@@ -118,13 +110,9 @@ class Optimizer:
         optimizer: Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer],
         *,
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
-        rate_factor: Fraction = Fraction(1),
         replicas: int = 1,
         replica_group: Group | None = None,
-        mean_of_rounds: bool = False,
         ema: float | None = None,
-        compensation: Sequence[Compensation] = (),
-        staleness: int = 0,
         tied: Sequence[TiedSum] = (),
         loss_scale: LossScale | None = None,
     ) -> None:
@@ -134,13 +122,13 @@ class Optimizer:
         # A stage may have no weights at all (an activation alone); it still has the common clock and rate.
         named = list(handles.items()) or [("nothing", torch.nn.Parameter(torch.zeros(())))]
         self.optimizer = optimizer(named)
-        self.compensator = Compensator(compensation, staleness, self.optimizer, handles)
+        self.compensator = Compensator((), 0, self.optimizer, handles)
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
-        self._rate_factor = rate_factor
+        self._rate_factor = Fraction(1)
         self.replicas = replicas
         self.replica_group = replica_group
         self.reduction = None if replica_group is None else Reduction(self._handles, replica_group)
-        self._mean_of_rounds = mean_of_rounds
+        self._mean_of_rounds = False
         self._decay = ema
         self.finite = True
         self.skipped = 0
@@ -163,6 +151,9 @@ class Optimizer:
             stage: whose optimizer this is.
             staleness: of its gradients.
             clock: updates that the input stage has made by the method before.
+
+        Raises:
+            ScheduleError: a compensation is not defined for the optimizer.
         """
         self.catch_up(clock - self.scheduled)
         self.rounds_before += clock
