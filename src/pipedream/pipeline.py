@@ -129,8 +129,7 @@ class Pipeline:
         self._loggers = tuple(loggers)
         self._segment: Iterator[Done] | None = None
         self.ready: deque[Done] = deque()  # what a drain has finished, which the loop is given next
-        self._ending = Ending.DATA
-        self._training = self._interrupted = False
+        self._ending, self._training, self._interrupted = Ending.DATA, False, False
         self._seed = seed
         self._data_state: Mapping[str, Any] | None = None
         self.drains: list[int] = []

@@ -379,9 +379,7 @@ class Worker:
         self._door = door
         replica = dict(self.program.placement.seats(self.rank)).get(0, 0)
         self._intake: Intake | None = None if door is None else door.open(split, replica, base, cycle, until)
-        self._split = split
-        self._base = base
-        self._ema = ema
+        self._split, self._base, self._ema = split, base, ema
         self._training = self._predicting = False
         self._total = None
         self._mail.begin()
