@@ -49,6 +49,8 @@ class View:
             raise ValueError(f"a view needs a finite horizon for each stage, found {self.horizons}")
         if not 0 < self.decay < 1:
             raise ValueError(f"an average's decay lies between 0 and 1, found {self.decay}")
+        # 1 and 1.0 are one horizon, and one in a file.
+        object.__setattr__(self, "horizons", tuple(map(float, self.horizons)))
 
     def gamma(self, stage: int) -> float:
         """Returns what is left of an average after one update."""
