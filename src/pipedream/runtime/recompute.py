@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from .message import Message
 from .stage import Held, StageModule
 
-__all__ = ["Recomputation"]
+__all__ = ["Recomputation", "Run", "without_graph"]
 
 Run = Callable[[Message, bool], Message]
 """From what arrived, and whether this is the second time, to what goes on; fills in what the backward starts from."""
@@ -82,8 +82,7 @@ class Recomputation:
         memo: dict[int, torch.Tensor] = {}
         before = [_clone(slot.tensor, memo) for slot in self._moving]
         marks = [slot.mark for slot in self._still or ()]
-        with torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
-            result = run(_copied(message), False)
+        result = without_graph(run, message)
         if self._still is None:
             changed = [
                 slot.tracks or not torch.equal(slot.tensor, old) for slot, old in zip(self._moving, before, strict=True)
@@ -99,7 +98,7 @@ class Recomputation:
                 )
         held.entries, held.outputs = (), ()
         held.again = partial(self._again, message, run, before, state)
-        return replace(result, tensors=tuple(None if t is None else t.detach() for t in result.tensors))
+        return result
 
     def _again(self, message: Message, run: Run, kept: Sequence[torch.Tensor], state: Any) -> None:
         now = self._module.save_generator()
@@ -121,6 +120,13 @@ class Recomputation:
         finally:
             for slot, tensor in zip(self._moving, own, strict=True):
                 slot.module._buffers[slot.name] = tensor
+
+
+def without_graph(run: Run, message: Message) -> Message:
+    """Runs a forward on a copy of what arrived, by the paths that it takes in training; none of its tensors are kept."""
+    with torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
+        result = run(_copied(message), False)
+    return replace(result, tensors=tuple(None if t is None else t.detach() for t in result.tensors))
 
 
 def _clone(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor:

@@ -91,7 +91,7 @@ class Held:
     version: int = 0
     weight: float = 0.0
     scale: float = 1.0
-    again: Callable[[], None] | None = None
+    again: Callable[[], object] | None = None
     deferred: Deferred | None = None
 
     def given(self, message: Message | None, loss_scale: float = 1.0) -> list[torch.Tensor | None]:

@@ -17,7 +17,7 @@ from .compensated import ftpipe_ga, ftpipe_msnag, nesterov_async, one_step_ef, p
 from .dualpipev import dualpipev
 from .gpipe import gpipe
 from .interleaved import interleaved_1f1b
-from .layouts import Layout, looped, mirrored, wave
+from .layouts import Layout, dispatched, looped, mirrored, wave
 from .naive import naive
 from .one_f_one_b import one_f_one_b
 from .paci import paci
@@ -26,6 +26,7 @@ from .pipedream import pipedream, pipedream_vertical_sync
 from .pipelined_backprop import pipelined_backprop
 from .pipemare import pipemare
 from .pipeoptim import pipeoptim
+from .roundpipe import roundpipe
 from .spectrain import spectrain, spectrain_v2
 from .timeprest import v_timeprest
 from .torch_csv import is_torch_csv, load_torch_csv
@@ -49,6 +50,7 @@ SCHEDULES: dict[str, Callable[[Plan, int | None], Schedule]] = {
     "dualpipev": dualpipev,
     "chimera": chimera,
     "chimera_doubled": chimera_doubled,
+    "roundpipe": roundpipe,
     "pipedream": pipedream,
     "pipedream_vertical_sync": pipedream_vertical_sync,
     "pipedream_2bw": pipedream_2bw,
@@ -71,6 +73,7 @@ LAYOUTS: dict[str, Layout] = {
     "dualpipev": wave,
     "chimera": mirrored,
     "chimera_doubled": mirrored,
+    "roundpipe": dispatched,
 }
 """Of those whose workers have several stages: where each goes. Any other takes a plan of one stage a worker."""
 

@@ -32,8 +32,10 @@ class Proof:
         residues: at how many residues of the period a drain may begin; more than were checked where
             replica counts have a large common multiple.
         seats: the (stage, replica) pairs of each rank.
-        peak_in_flight: of each rank, microbatches forwarded and not yet backwarded; 0 without backwards.
-        peak_versions: of each rank, distinct sets of weights alive at once, the newest included.
+        peak_in_flight: of each rank, microbatches forwarded and not yet backwarded; 0 without backwards. What a forward
+            away from home has read is counted there until the next fetch of its stage, and at home during its backward.
+        peak_versions: of each rank, distinct sets of weights alive at once, the newest included, and fetched ones, from
+            their fetch to the last forward that reads them.
         seat_in_flight, seat_versions: the same of each of a rank's seats by itself. Where they are several, what the
             rank holds at its worst moment may be less than their sum, for they are not at their most together.
         staleness: of each stage, the most updates that a gradient is late.
@@ -159,7 +161,7 @@ def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
     program = run.program
     seats = program.placement.seats(rank)
     if len(program.kinds) == 1:
-        return [(0, len(seats)), *[(0, 1)] * len(seats)]
+        return [(0, len(seats) + len(program.placement.visits(rank))), *[(0, 1)] * len(seats)]
     held: list[tuple[int, int]] = []
     alive: list[tuple[int, int]] = []
     peaks: list[tuple[int, int]] = []
@@ -176,13 +178,36 @@ def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
                 f"{program.weights.name!r} keeps {allowed}",
             )
         open_ = [
-            (run.ops[Op(Kind.FORWARD, stage, k, replica)][1], run.ops[Op(last, stage, k, replica)][1])
+            (_begins(run, stage, replica, k), run.ops[Op(last, stage, k, replica)][1] + program.placement.is_fetched(stage))
             for k in range(replica, run.total, program.placement.replicas[stage])
         ]
         peaks.append((_peak(open_)[0], found))
         alive += lives
         held += open_
+    for kept, fetched in _visits(run, rank):
+        held += kept
+        alive.append(fetched)
     return [(_peak(held)[0], _peak(alive)[0]), *peaks]
+
+
+def _begins(run: Unrolled, stage: int, replica: int, k: int) -> int:
+    """Returns where a microbatch begins at a seat: with its forward, or with its backward if that alone is there."""
+    kind = Kind.BACKWARD if run.program.placement.is_fetched(stage) else Kind.FORWARD
+    return run.ops[Op(kind, stage, k, replica)][1]
+
+
+def _visits(run: Unrolled, rank: int) -> Iterable[tuple[list[tuple[int, int]], tuple[int, int]]]:
+    """Yields, for each fetch of a rank, how long what its forwards have read is kept, and how long its weights are."""
+    program, end = run.program, len(run.streams[rank])
+    fetches = program.fetches(rank, run.total)
+    for fetch in fetches:
+        at = run.ops[fetch][1]
+        again = min((run.ops[f][1] for f in fetches if f.stage == fetch.stage and run.ops[f][1] > at), default=end)
+        reads = [
+            run.ops[Op(Kind.FORWARD, fetch.stage, k, fetch.replica)][1]
+            for k in program.updates.members(fetch.stage, fetch.index // program.updates.per_update[fetch.stage] + 1, run.total)
+        ]
+        yield [(read, again) for read in reads], (at, max(reads))
 
 
 def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]:
@@ -198,7 +223,7 @@ def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]
     for k in range(replica, run.total, program.placement.replicas[stage]):
         first = program.weights.forward_version(stage, k)
         second = program.weights.backward_version(stage, k)
-        begin, end = ops[Op(Kind.FORWARD, stage, k, replica)][1], ops[Op(last, stage, k, replica)][1]
+        begin, end = _begins(run, stage, replica, k), ops[Op(last, stage, k, replica)][1]
         if until is None:
             dies[first] = max(dies[first], begin)
         else:  # the version is read once, by the first forward; a set of its own keeps the view
