@@ -95,7 +95,7 @@ class Forwards:
         """Runs a forward that has no backward."""
         there: AbstractContextManager[None] = nullcontext()
         if isinstance(seat, Guest):
-            leaves, there = seat.leaves, seat.at_forward(0)
+            leaves, there = seat.leaves, seat.evaluating()
         else:
             leaves = self._leaves_of(seat)
         with torch.no_grad(), there:

@@ -139,6 +139,17 @@ class Guest:
         """Returns the context of a forward: what is not trained stands in the modules."""
         return self._parcel.standing(self._others)
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The context of a forward without training."""
+        flags = self.module.train(False)
+        try:
+            with self._parcel.standing(self._others):
+                yield
+        finally:
+            for module, training in flags:
+                module.training = training
+
     def watching(self, value: Any) -> AbstractContextManager[None]:
         """Returns the context in which the layers run on a value in training."""
         return nullcontext()

@@ -15,7 +15,6 @@ from ..core.program import Program
 from ..core.views import VELOCITY
 from .channel import Pending
 from .compensation import check_compensations
-from .guest import Guest
 from .optimize import Gradients, Optimizer
 from .recompute import Recomputation
 from .reduction import add_up_all
@@ -177,11 +176,11 @@ class Seated:
 
 
 @contextmanager
-def evaluating(seats: Iterable[Seated | Guest]) -> Iterator[None]:
+def evaluating(seats: Iterable[Seated]) -> Iterator[None]:
     """Sets the modules to evaluation, and back to the mode that each had."""
     flags = [flag for seat in seats for flag in seat.module.train(False)]
     try:
         yield
     finally:
-        for module, training in reversed(flags):  # in one process a home and its guests share modules
+        for module, training in flags:
             module.training = training

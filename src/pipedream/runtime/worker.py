@@ -141,7 +141,7 @@ class Worker:
     def evaluate(self, door: Door | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Runs forwards alone, and ends with one `Done` that holds the means over all minibatches."""
         self._begin(door, 1, 0, ema=ema)
-        with evaluating([*self.seats.values(), *self.guests.values()]):
+        with evaluating(self.seats.values()):
             yield from (event for event in self._run(self._evaluation) if not isinstance(event, Op))
         owners = self.program.placement.ranks[self._last]
         if self._last in self.seats:
@@ -153,7 +153,7 @@ class Worker:
         self._begin(door, 1, 0, ema=ema)
         self._forwards.predicting = True
         ahead, given = self.program.plan.in_flight[0], 0
-        with evaluating([*self.seats.values(), *self.guests.values()]):
+        with evaluating(self.seats.values()):
             for event in self._run(self._evaluation):
                 if not isinstance(event, Op):
                     yield event
