@@ -375,7 +375,9 @@ def _worker(
         seats=seats,
         guests=guests,
         parcels={
-            stage: Parcel(seat.module, low_precision_weights(seat.module.layers, seat.module.handles, settings.autocast))
+            stage: Parcel(
+                seat.module, low_precision_weights(seat.module.layers, seat.module.handles, settings.autocast)
+            )
             for stage, seat in seats.items()
             if program.placement.is_fetched(stage)
         },

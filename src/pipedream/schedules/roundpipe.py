@@ -1,21 +1,21 @@
 """RoundPipe: stages are bound to no worker, but dispatched in round robin; their weights travel from a home.
 
-Efficient Training on Multiple Consumer GPUs with RoundPipe (arXiv 2604.27085). A minibatch is a row of *slots*, the
-forward of stage 0, 1, ..., then the backwards down to stage 0; the last stage's forward and backward are one slot. Slot
-j goes to the worker behind that of slot j - 1, which does all m microbatches at it, and then slot j + p. A backward does
-its forward again, from what that has read. So the stages need not be as many as the workers, nor a multiple of them; p
-workers do n equal slots in floor((n - 1) / p) m + (n - 1) mod p + m of them (m >= p), of which at most p - 1 are idle at
-either end of a minibatch. The digits are stage and microbatch; ``'`` is an update.
+Efficient Training on Multiple Consumer GPUs with RoundPipe (arXiv 2604.27085). A minibatch is a row of *slots*: the
+forwards of stage 0, 1, ..., then the backwards down to stage 0; the last stage's forward and backward are one slot. Each
+slot goes to the worker behind that of the slot before; it does all m microbatches at it, and then the slot that is p
+further on. A backward does its forward again, from what that has read. So the stages need not be a multiple of the
+workers, and of n equal slots p - 1 are idle at either end of a minibatch, of one microbatch each: a bubble of
+p (p - 1)/(n m + p (p - 1)), where p divides n and m >= p. The digits are stage and microbatch.
 
-    rank 0 | .    .    .    4F0  4B0  4F1  4B1' 1B0  1B1'
-    rank 1 | ...
+    rank 0 | .    1F0  1F1  3F0  3B0  3F1  3B1' 1B0  1B1'
+    rank 1 | 0F0  0F1  2F0  2F1  .    2B0  .    2B1' 0B0  0B1'
 
-What is said here beside the paper: the workers keep the weights themselves, where the paper has the memory of the host.
-The home of a stage is the worker of its backwards, so that its gradients stay there, and its weights travel once a
-minibatch, to the worker of its forwards, and not at all where that is the same one. The forwards may be cut more
-coarsely than the backwards (section 4: a backward with its recomputation takes about three times as long): one slot
-then has those of several stages. The update is synchronous: a minibatch begins when the one before has ended, which is
-why the round robin begins anew with each.
+What is ours beside the paper: weights live with the workers, where the paper has the memory of the host. The home of a
+stage is the worker of its backwards, so that its gradients stay there and its weights travel once a minibatch, to the
+worker of its forwards, or not at all where that is the same. The paper cuts the forwards more coarsely than the
+backwards, which with their recomputation take about three times as long: one slot may have the forwards of several
+stages. The update is the synchronous one: a minibatch begins when the one before has ended, with a round robin of its
+own.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ __all__ = ["roundpipe"]
 
 
 def roundpipe(plan: Plan, microbatches: int | None = None, *, forwards: int = 1) -> Schedule:
-    """Returns RoundPipe, synchronous; a microbatch a worker unless asked.
+    """Returns RoundPipe, synchronous; 4 microbatches a worker unless asked.
 
     Args:
-        plan: of at least as many stages as workers, laid out `dispatched`. Those whose forwards run away from home
-            recompute.
-        microbatches: m, of a minibatch.
+        plan: of at least as many stages as workers, on `homes` of theirs. All but the last one recompute.
+        microbatches: m, of a minibatch; from m = p on workers do not wait between their slots.
         forwards: stages whose forwards are one slot.
 
     Raises:
@@ -55,35 +54,55 @@ def roundpipe(plan: Plan, microbatches: int | None = None, *, forwards: int = 1)
         )
     if forwards < 1:
         raise ScheduleError(f"schedule 'roundpipe': a slot has the forwards of at least 1 stage, found {forwards}")
-    m = microbatches or p
-    groups = [range(first, min(first + forwards, last)) for first in range(0, last, forwards)]
-    # Slots are counted from the one that has the last stage, which is on the first worker.
-    dispatch = {stage: (slot - len(groups)) % p for slot, group in enumerate(groups) for stage in group}
-    placement = Dispatched(plan.placement.ranks, (*dispatch.values(), 0))
+    m = microbatches or 4 * p
+    slots = [range(first, min(first + forwards, last)) for first in range(0, last, forwards)]
+    # Counted back from the last stage's slot, which is on worker 0: its backwards are on 1, 2, ...
+    worker = {stage: (number - len(slots)) % p for number, slot in enumerate(slots) for stage in slot}
+    placement = Dispatched(plan.placement.ranks, (*worker.values(), 0))
 
     def ops(rank: int, mine: range) -> Iterator[Op]:
-        for group in groups:
-            if dispatch[group[0]] != rank:
-                continue
+        for slot in (slot for slot in slots if worker[slot[0]] == rank):
             for k in mine:
-                for stage in group:
+                for stage in slot:
                     if k == mine[0] and placement.is_fetched(stage):
                         yield Op(Kind.FETCH, stage, k)
                     yield forward((stage, 0), k)
-        for stage in range(last, -1, -1):
-            if placement.rank_of(stage, 0) != rank:
-                continue
+        for stage in range(last - rank, -1, -p):
             for k in mine:
                 if stage == last:
                     yield forward((stage, 0), k)
                 yield backward((stage, 0), k)
 
-    stages = tuple(replace(stage, recompute=stage.recompute or s < last) for s, stage in enumerate(plan.stages))
-    flushed = flushing(
-        "roundpipe",
-        replace(plan, stages=stages),
-        m,
-        minibatch_by_minibatch(m, ops),
-        Claims(staleness=lambda p, m, s: 0),
+    again = tuple(replace(stage, recompute=stage.recompute or s < last) for s, stage in enumerate(plan.stages))
+    flushed = flushing("roundpipe", replace(plan, stages=again), m, minibatch_by_minibatch(m, ops), _claims(last))
+    return replace(flushed, placement=placement, claims=_claims(last) if forwards == 1 else Claims())
+
+
+def _claims(last: int) -> Claims:
+    """Returns the closed forms of S = last + 1 equal stages, each forward a slot.
+
+    A forward takes f, a backward c = f + b with the forward that it does again. A worker's slots follow each other
+    without a gap where m >= p, but for one: where r = (S - 1) mod p >= p / 2, it waits with its first slot of backwards,
+    for the microbatch that comes p - r slots behind the last stage's, or for its own slot of forwards to end.
+    """
+
+    def makespan_s(p: int, m: int, n: int, f: float, i: float, w: float) -> float:
+        b, (rounds, rest) = i + w, divmod(last, p)
+        if m < p:
+            return n * (last * (2 * f + b) + m * (f + b))
+        waits = max(0.0, (m - p) * f - (p - rest) * b) if 2 * rest >= p else 0.0
+        return n * ((rounds * m + rest) * (2 * f + b) + m * (f + b) + waits)
+
+    def away(p: int, s: int) -> int:
+        """Stages behind which s slots of backwards are, mod p."""
+        return len(range((-s) % p or p, last + 1, p))
+
+    return Claims(
+        assumption="S >= p equal stages, b = 2 f and the forward done again, messages cost nothing",
+        ratio=2.0,
+        bubble=lambda p, m: 1 - m * (4 * last + 3) / (p * makespan_s(p, m, 1, 1.0, 1.0, 1.0)),
+        in_flight=lambda p, m, s: m * away(p, s) + (s == 0 or 2 * s % p > 0),
+        staleness=lambda p, m, s: 0,
+        versions=lambda p, m, s: len(range(s, last + 1, p)) + (2 * s % p > 0 and away(p, s) > 0),
+        makespan_s=makespan_s,
     )
-    return replace(flushed, placement=placement)

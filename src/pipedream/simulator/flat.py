@@ -15,7 +15,20 @@ from typing import Any, NamedTuple
 from ..core.op import Kind, Op
 from ..core.program import Instruction, Move, Program, moved
 
-__all__ = ["COUPLE", "FETCH", "GIVE", "OP", "RECEIVE", "SEND", "STOP", "SYNC", "TURN", "FlatInstruction", "FlatRank", "flatten"]
+__all__ = [
+    "COUPLE",
+    "FETCH",
+    "GIVE",
+    "OP",
+    "RECEIVE",
+    "SEND",
+    "STOP",
+    "SYNC",
+    "TURN",
+    "FlatInstruction",
+    "FlatRank",
+    "flatten",
+]
 
 OP, RECEIVE, SEND, SYNC, GIVE, COUPLE, FETCH, TURN, STOP = range(9)
 

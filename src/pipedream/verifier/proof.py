@@ -178,7 +178,10 @@ def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
                 f"{program.weights.name!r} keeps {allowed}",
             )
         open_ = [
-            (_begins(run, stage, replica, k), run.ops[Op(last, stage, k, replica)][1] + program.placement.is_fetched(stage))
+            (
+                _begins(run, stage, replica, k),
+                run.ops[Op(last, stage, k, replica)][1] + program.placement.is_fetched(stage),
+            )
             for k in range(replica, run.total, program.placement.replicas[stage])
         ]
         peaks.append((_peak(open_)[0], found))
@@ -205,7 +208,9 @@ def _visits(run: Unrolled, rank: int) -> Iterable[tuple[list[tuple[int, int]], t
         again = min((run.ops[f][1] for f in fetches if f.stage == fetch.stage and run.ops[f][1] > at), default=end)
         reads = [
             run.ops[Op(Kind.FORWARD, fetch.stage, k, fetch.replica)][1]
-            for k in program.updates.members(fetch.stage, fetch.index // program.updates.per_update[fetch.stage] + 1, run.total)
+            for k in program.updates.members(
+                fetch.stage, fetch.index // program.updates.per_update[fetch.stage] + 1, run.total
+            )
         ]
         yield [(read, again) for read in reads], (at, max(reads))
 
