@@ -50,6 +50,10 @@ CHOOSE = {
     "devices: a forward stands beside each backward. Else zbv has less bubble and holds less.",
     "chimera_doubled": "As chimera, with many microbatches, and backwards that take twice as long as forwards, which "
     "they do; holds twice as many microbatches.",
+    "roundpipe": "When the stages do not come out even on the workers, or their weights and what belongs to them take "
+    "more memory than activations: any number of stages from p on, and a worker computes on one set of weights that is "
+    "not its own. Its bubble is that of as many equal slots as there are forwards and backwards together. It does each "
+    "forward twice, and the weights of a stage travel once a minibatch, so links must carry them beside the activations.",
     "pipedream": "When the minibatch cannot be split or the bubble of a flush is too dear: no worker waits in steady "
     "state, at the price of stale gradients and of a set of weights for each minibatch in flight. The plan may "
     "replicate stages.",
@@ -94,6 +98,7 @@ PICTURES = {
     "interleaved_1f1b": ("Interleaved 1F1B: two stages (s) a worker, m = 4", 4, 8),
     "breadth_first": ("Breadth-first: two stages (s) a worker, m = 4", 4, 8),
     "chimera": ("Chimera: one pipeline down, one up; s is the stage; m = 4", 4, 8),
+    "roundpipe": ("RoundPipe: forwards and backwards dispatched in round robin; s is the stage; m = 4", 4, 8),
     "zb_h1": ("ZB-H1: 1F1B with split backwards, flush; m = 4", 4, 4),
     "zb_h2": ("ZB-H2: twice the depth, two minibatches; m = 7", 7, 14),
     "zbv": ("ZB-V: two stages (s) a worker, m = 8", 8, 8),

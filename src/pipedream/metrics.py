@@ -5,9 +5,8 @@ Spans may have gaps between them and real times in them; nothing here asks where
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
 from .core.artifact import Artifact
 from .core.timeline import WORK, Span, Timeline
@@ -175,9 +174,10 @@ def in_flight(timeline: Timeline, rank: int) -> int:
     """Returns the most microbatches that a rank held forwarded and not yet backwarded, over its stages.
 
     A split backward ends with its weight gradient. A run of forwards alone holds nothing: 0. Where the backward is on
-    another rank, the forward's rank holds the microbatch until it ends, and the other one while it runs.
+    another rank, the forward's holds a minibatch's microbatches until its next minibatch at the stage, for nobody here
+    knows when they are taken there; the other one holds one while it runs.
     """
-    return _in_flight(timeline.of_rank(rank), _away(timeline))
+    return _in_flight(timeline.of_rank(rank), timeline, _apart(timeline))
 
 
 def staleness(timeline: Timeline, stage: int) -> int:
@@ -202,7 +202,7 @@ def _metrics(timeline: Timeline, start_s: float, end_s: float, throughput_per_s:
     stalest: dict[int, int] = {}
     for tag in timeline.tags:
         stalest[tag.stage] = max(tag.staleness, stalest.get(tag.stage, 0))
-    away = _away(timeline)
+    apart = _apart(timeline)
     rows = []
     for rank, spans in enumerate(by_rank):
         stages = {span.stage for span in spans if span.kind in WORK}
@@ -211,7 +211,7 @@ def _metrics(timeline: Timeline, start_s: float, end_s: float, throughput_per_s:
                 busy_s=_seconds((s for s in spans if s.kind in WORK), start_s, end_s),
                 wait_s=_seconds((s for s in spans if s.kind == "wait"), start_s, end_s),
                 send_s=_seconds((s for s in spans if s.kind == "send"), start_s, end_s),
-                peak_in_flight=_in_flight(spans, away),
+                peak_in_flight=_in_flight(spans, timeline, apart),
                 peak_versions=timeline.peak_versions[rank] if timeline.peak_versions else None,
                 staleness=max((stalest[s] for s in stages if s in stalest), default=None),
                 peak_bytes=timeline.peak_bytes[rank] if timeline.peak_bytes else None,
@@ -241,36 +241,29 @@ def _seconds(spans: Iterable[Span], start_s: float, end_s: float) -> float:
     return covered
 
 
-def _away(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """Returns (stage, microbatch) -> when its backward ended, at the stages whose backwards are not where their forwards
-    are."""
+def _apart(timeline: Timeline) -> set[int]:
+    """Returns the stages whose backwards are not where their forwards are."""
     ranks: dict[int, tuple[set[int], set[int]]] = {}
     for span in timeline.spans:
         if span.kind in ("F", *_ENDS):
             ranks.setdefault(span.stage, (set(), set()))[span.kind in _ENDS].add(span.rank)
-    apart = {stage for stage, (forwards, backwards) in ranks.items() if backwards and not forwards & backwards}
-    if not apart:
-        return {}
-    return {(s.stage, s.index): s.end_s for s in timeline.spans if s.kind in _ENDS and s.stage in apart}
+    return {stage for stage, (forwards, ends) in ranks.items() if ends and not forwards & ends}
 
 
-def _in_flight(spans: Iterable[Span], away: Mapping[tuple[int, int], float]) -> int:
-    passes = [span for span in spans if span.kind in ("F", "B", "W")]
-    if not away and {span.kind for span in passes} <= {"F"}:
+def _in_flight(spans: Iterable[Span], timeline: Timeline, apart: Collection[int]) -> int:
+    passes = [span for span in spans if span.kind in ("F", *_ENDS)]
+    if not apart and {span.kind for span in passes} <= {"F"}:
         return 0
     held = peak = 0
-    until: list[float] = []  # when those end that are held for another rank
-    for _, kind, stage, index, start_s, _ in passes:
-        while until and until[0] <= start_s:
-            heappop(until)
-            held -= 1
-        end_s = away.get((stage, index))
-        if end_s is None:
+    kept: dict[tuple[int, int], int] = {}  # (stage, minibatch) -> microbatches that were forwarded for another rank
+    for _, kind, stage, index, _, _ in passes:
+        if stage not in apart:
             held += 1 if kind == "F" else -1
         elif kind == "F":
-            held += 1
-            heappush(until, end_s)
-        peak = max(peak, held + (end_s is not None and kind != "F"))
+            minibatch = index // timeline.minibatch_microbatches
+            held += 1 - kept.pop((stage, minibatch - 1), 0)
+            kept[stage, minibatch] = kept.get((stage, minibatch), 0) + 1
+        peak = max(peak, held + (stage in apart and kind != "F"))
     return peak
 
 
