@@ -51,9 +51,9 @@ CHOOSE = {
     "chimera_doubled": "As chimera, with many microbatches, and backwards that take twice as long as forwards, which "
     "they do; holds twice as many microbatches.",
     "roundpipe": "When the stages do not come out even on the workers, or their weights and what belongs to them take "
-    "more memory than activations: any number of stages from p on, and a worker computes on one set of weights that is "
-    "not its own. Its bubble is that of as many equal slots as there are forwards and backwards together. It does each "
-    "forward twice, and the weights of a stage travel once a minibatch, so links must carry them beside the activations.",
+    "more memory than activations: any number of stages from p on, and a worker computes on one set of weights "
+    "beside its own. Its bubble is that of as many slots as there are forwards and backwards together. It does each "
+    "forward twice, and a stage's weights travel once a minibatch: links must carry them beside the activations.",
     "pipedream": "When the minibatch cannot be split or the bubble of a flush is too dear: no worker waits in steady "
     "state, at the price of stale gradients and of a set of weights for each minibatch in flight. The plan may "
     "replicate stages.",

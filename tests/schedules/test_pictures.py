@@ -15,7 +15,6 @@ from pipedream.core.plan import Plan
 from pipedream.core.schedule import Schedule
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, uniform
 
-
 NO_TIME = (Kind.UPDATE, Kind.FETCH)
 
 

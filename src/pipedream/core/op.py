@@ -2,7 +2,7 @@
 
 PyTorch's letters: F forward, B backward, I input gradient, W weight gradient, U update. An op is written
 ``2F5``: stage 2, forward, microbatch 5. ``2U3`` is the update that makes version 3 of stage 2's weights. ``2H8``
-brings the weights of stage 2 from their home, for the forwards from microbatch 8 on, to a worker that does not keep them.
+fetches the weights of stage 2 from their home, for the forwards from microbatch 8 on.
 
 The rule of what must be done before an op stands here once; the verifier, lowering, the simulator and the
 drawing all ask `requires`.

@@ -83,7 +83,7 @@ class Forwards:
         return held, run
 
     def again(self, op: Op, seat: Seated, message: Message) -> Held:
-        """Returns what the forward of a microbatch elsewhere has left: its input, on which the backward does it again."""
+        """Returns what a forward elsewhere has left of a microbatch: its input, on which the backward does it again."""
         seat.next_forward = op.index + 1
         if message.content is Content.EMPTY:
             return Held(None, (), (), (), op.index)

@@ -4,9 +4,9 @@ What travels is all that the layers read: the weights at a version, those that a
 a fetch and the last forward that it is for they stand here; in the modules' slots only while a forward runs, so that in
 one process guests and the home share the user's modules.
 
-A forward here keeps nothing. What it has read goes home with it and the backward there does it again (`recompute`), to
-the bit, for the same reasons but one: here the buffers move on a set that is dropped, so the second forward reads them as
-they were and is the one that moves them. Both go through the microbatches in order, from what the last update left.
+A forward here keeps nothing. What it has read goes home, and the backward there does it again (`recompute`), to the
+bit, for the same reasons but one: here the buffers move on a set that is dropped, so the second forward reads them as they
+were, and is the one that moves them. Both go through the microbatches in order, from what the last update left.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Parcel:
         return join_payload(Message(0, tensors=tuple(whole)), device)
 
     def unpack(self, payload: torch.Tensor) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """Returns the weights by name, as leaves, and what goes into the other slots; all of them views of the payload."""
+        """Returns the weights by name, as leaves, and what goes into the other slots: views of the payload."""
         arrived = take_payload(Message(0), list(self._specs), payload).tensors
         found = [tensor for tensor in arrived if tensor is not None]
         count = len(self._names)

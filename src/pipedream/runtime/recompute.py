@@ -15,11 +15,11 @@ which outputs want a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -30,8 +30,12 @@ from .stage import Held, StageModule
 
 __all__ = ["Recomputation", "Run", "without_graph"]
 
-Run = Callable[[Message, bool], Message]
-"""From what arrived, and whether this is the second time, to what goes on; fills in what the backward starts from."""
+
+class Run(Protocol):
+    """From what arrived, and whether it did before, to what goes on; fills in what the backward starts from."""
+
+    def __call__(self, message: Message, again: bool = False) -> Message:
+        """Runs the forward."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ class Recomputation:
 
 
 def without_graph(run: Run, message: Message) -> Message:
-    """Runs a forward on a copy of what arrived, by the paths that it takes in training; none of its tensors are kept."""
+    """Runs a forward on a copy of what arrived, by the paths that it takes in training; keeps none of its tensors."""
     with torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
         result = run(_copied(message), False)
     return replace(result, tensors=tuple(None if t is None else t.detach() for t in result.tensors))

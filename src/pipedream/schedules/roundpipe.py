@@ -1,11 +1,11 @@
 """RoundPipe: stages are bound to no worker, but dispatched in round robin; their weights travel from a home.
 
 Efficient Training on Multiple Consumer GPUs with RoundPipe (arXiv 2604.27085). A minibatch is a row of *slots*: the
-forwards of stage 0, 1, ..., then the backwards down to stage 0; the last stage's forward and backward are one slot. Each
-slot goes to the worker behind that of the slot before; it does all m microbatches at it, and then the slot that is p
-further on. A backward does its forward again, from what that has read. So the stages need not be a multiple of the
-workers, and of n equal slots p - 1 are idle at either end of a minibatch, of one microbatch each: a bubble of
-p (p - 1)/(n m + p (p - 1)), where p divides n and m >= p. The digits are stage and microbatch.
+forwards of stage 0, 1, ..., then the backwards down to stage 0; the last stage's forward and backward are one. Each
+slot goes to the worker behind that of the slot before; it does all m microbatches at it, and then the slot p further
+on. A backward does its forward again, from what that has read. So the stages need not be a multiple of the workers, and
+of n equal slots p - 1 of one microbatch are idle at either end of a minibatch: a bubble of p (p - 1)/(n m + p (p - 1)),
+where p divides n and m >= p. The digits are stage and microbatch; a forward away from home has fetched its weights.
 
     rank 0 | .    1F0  1F1  3F0  3B0  3F1  3B1' 1B0  1B1'
     rank 1 | 0F0  0F1  2F0  2F1  .    2B0  .    2B1' 0B0  0B1'
@@ -81,9 +81,9 @@ def roundpipe(plan: Plan, microbatches: int | None = None, *, forwards: int = 1)
 def _claims(last: int) -> Claims:
     """Returns the closed forms of S = last + 1 equal stages, each forward a slot.
 
-    A forward takes f, a backward c = f + b with the forward that it does again. A worker's slots follow each other
-    without a gap where m >= p, but for one: where r = (S - 1) mod p >= p / 2, it waits with its first slot of backwards,
-    for the microbatch that comes p - r slots behind the last stage's, or for its own slot of forwards to end.
+    A forward takes f, a backward f + b with the forward that it does again. Behind slot j begins slot j + 1, as soon as
+    it has its first microbatch and its worker is done with slot j + 1 - p. With m >= p it is the worker that is waited
+    for, once in p slots; of those p - r behind the last stage's, r = (S - 1) mod p, it is so where forwards are long.
     """
 
     def makespan_s(p: int, m: int, n: int, f: float, i: float, w: float) -> float:
