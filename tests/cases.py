@@ -94,8 +94,11 @@ class Case:
         plan = plan if self.lag is None else replace(plan, lag=self.lag)
         if layout is not None:
             workers = self.workers or max(1, self.stages * layout.replicas // 2)
-            order = layout.order(workers, self.stages * layout.replicas // workers)
-            plan = replace(plan, order=homes(workers, self.stages) if layout is dispatched else order)
+            if layout is dispatched:  # any number of stages; with two workers none is away from home
+                order = homes(self.workers or min(self.stages, 3), self.stages)
+            else:
+                order = layout.order(workers, self.stages * layout.replicas // workers)
+            plan = replace(plan, order=order)
         return replace(plan, stages=tuple(replace(stage, recompute=self.recompute) for stage in plan.stages))
 
 
