@@ -73,7 +73,7 @@ class Recomputation:
         self._module = module
         owners = {id(m): m for _, layer in module.layers for m in layer.modules()}.values()
         # All may move, until the first microbatch has told.
-        self._moving = [_Slot(m, name) for m in owners for name, b in m.named_buffers(recurse=False)]
+        self._moving = [_Slot(m, name) for m in owners for name, b in m._buffers.items() if b is not None]
         self._still: list[_Slot] | None = None
 
     def forward(self, held: Held, message: Message, run: Run) -> Message:
