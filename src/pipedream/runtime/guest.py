@@ -4,9 +4,10 @@ What travels is all that the layers read: the weights at a version, those that a
 a fetch and the last forward that it is for they stand here; in the modules' slots only while a forward runs, so that in
 one process guests and the home share the user's modules.
 
-A forward here keeps nothing. What it has read goes home, and the backward there does it again (`recompute`), to the
-bit, for the same reasons but one: here the buffers move on a set that is dropped, so the second forward reads them as they
-were, and is the one that moves them. Both go through the microbatches in order, from what the last update left.
+A forward here keeps nothing. What it has read goes home, and the backward there does it again (`recompute`). It gives
+the same numbers to the bit, for the same reasons but one: here the buffers move on a set that is dropped, so that the
+second forward reads them as they were, and is the one that moves them. Both go through the microbatches in order, from
+what the last update left.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from math import ceil, lcm
 from ..core.errors import ScheduleError
 from ..core.op import Kind, Op
 from ..core.program import Channel, Program
+from ..core.schedule import fetched_for
 from .rules import check_rules
 from .unrolled import Unrolled, unroll
 from .waits import check_waits
@@ -39,6 +40,7 @@ class Proof:
         seat_in_flight, seat_versions: the same of each of a rank's seats by itself. Where they are several, what the
             rank holds at its worst moment may be less than their sum, for they are not at their most together.
         staleness: of each stage, the most updates that a gradient is late.
+        guests: of each rank, the stages whose forwards it runs on weights that it fetches; they count in its peaks.
     """
 
     schedule: str
@@ -51,6 +53,7 @@ class Proof:
     seat_in_flight: tuple[tuple[int, ...], ...]
     seat_versions: tuple[tuple[int, ...], ...]
     staleness: tuple[int, ...]
+    guests: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.totals[:6])) + (", ..." if len(self.totals) > 6 else "")
@@ -69,6 +72,8 @@ class Proof:
             if len(seats) > 1:  # each stage by itself below
                 each = zip(names, self.seat_in_flight[rank], self.seat_versions[rank], late, strict=True)
                 rows += [f"{'':>4}  {'. ' + name:<8}  {held:>9}  {count:>8}  {by:>9}" for name, held, count, by in each]
+            if self.guests and self.guests[rank]:
+                rows.append(f"{'':>4}  + forwards of {', '.join(map(str, self.guests[rank]))} on fetched weights")
         return "\n".join(rows)
 
 
@@ -110,6 +115,7 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
         seat_in_flight=tuple(tuple(held for held, _ in rank[1:]) for rank in most),
         seat_versions=tuple(tuple(count for _, count in rank[1:]) for rank in most),
         staleness=tuple(_staleness(program, stage, totals[-1]) for stage in range(program.placement.stages)),
+        guests=tuple(tuple(stage for stage, _ in program.placement.visits(rank)) for rank in ranks),
     )
 
 
@@ -201,18 +207,16 @@ def _begins(run: Unrolled, stage: int, replica: int, k: int) -> int:
 
 def _visits(run: Unrolled, rank: int) -> Iterable[tuple[list[tuple[int, int]], tuple[int, int]]]:
     """Yields, for each fetch of a rank, how long what its forwards have read is kept, and how long its weights are."""
-    program, end = run.program, len(run.streams[rank])
-    fetches = program.fetches(rank, run.total)
-    for fetch in fetches:
-        at = run.ops[fetch][1]
-        again = min((run.ops[f][1] for f in fetches if f.stage == fetch.stage and run.ops[f][1] > at), default=end)
-        reads = [
-            run.ops[Op(Kind.FORWARD, fetch.stage, k, fetch.replica)][1]
-            for k in program.updates.members(
-                fetch.stage, fetch.index // program.updates.per_update[fetch.stage] + 1, run.total
-            )
-        ]
-        yield [(read, again) for read in reads], (at, max(reads))
+    program = run.program
+    for stage, replica in program.placement.visits(rank):
+        reads: dict[int, list[int]] = {}
+        for k in range(run.total):
+            fetch = fetched_for(stage, k, program.updates, program.kinds)
+            reads.setdefault(fetch, []).append(run.ops[Op(Kind.FORWARD, stage, k, replica)][1])
+        fetched = [run.ops[Op(Kind.FETCH, stage, k, replica)][1] for k in reads]
+        until = [*fetched[1:], len(run.streams[rank])]
+        for at, again, positions in zip(fetched, until, reads.values(), strict=True):
+            yield [(position, again) for position in positions], (at, max(positions))
 
 
 def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]:

@@ -88,15 +88,15 @@ def _check_fetched(run: Unrolled, rank: int) -> None:
 
 
 def _check_lent(run: Unrolled) -> None:
-    """Checks that weights leave their home before the update after theirs is made there."""
+    """Checks that weights leave their home before an update writes in their place."""
     program = run.program
     for (number, k), position in run.sent.items():
         ends = program.channels[number]
         if ends.carries != "weights":
             continue
         version = program.weights.forward_version(ends.source, k)
-        after = Op(Kind.UPDATE, ends.source, version + 1)
-        if program.weights.versions(ends.source) == 1 and run.ops.get(after, (0, position))[1] < position:
+        after = Op(Kind.UPDATE, ends.source, version + program.weights.versions(ends.source))
+        if run.ops.get(after, (0, position))[1] < position:
             raise run.error(ends.sender, position, f"sends version {version}, in whose place {after} has written")
 
 

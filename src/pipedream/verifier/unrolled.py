@@ -123,31 +123,24 @@ def _stream(program: Program, rank: int, total: int) -> tuple[Instruction, ...]:
 
 
 def _check_lacks_nothing(program: Program, rank: int, total: int, found: Collection[Instruction]) -> None:
-    """Checks that all ops of a rank's seats are among those that were found."""
+    """Checks that all ops of a rank are among those that were found."""
     placement = program.placement
-    wanted: list[Op] = []
-    for stage in sorted({stage for stage, _ in (*placement.seats(rank), *placement.visits(rank))}):
-        kinds = [
-            (kind, replica)
-            for kind in program.kinds
-            for at, replica in placement.passes(rank, forward=kind is Kind.FORWARD)
-            if at == stage
-        ]
-        wanted += [
-            Op(kind, stage, k, replica)
-            for k in range(total)
-            for kind, replica in kinds
-            if k % placement.replicas[stage] == replica
-        ]
-        replicas = [replica for at, replica in placement.seats(rank) if at == stage and len(program.kinds) > 1]
-        updates = range(1, program.updates.updates(stage, total) + 1)
-        wanted += [Op(Kind.UPDATE, stage, n, replica) for replica in replicas for n in updates]
-    wanted += program.fetches(rank, total)
-    lacking = [op for op in wanted if op not in found]
+    wanted = [
+        Op(kind, stage, k, replica)
+        for kind in program.kinds
+        for stage, replica in placement.passes(rank, forward=kind is Kind.FORWARD)
+        for k in range(replica, total, placement.replicas[stage])
+    ]
+    if len(program.kinds) > 1:
+        for stage, replica in placement.seats(rank):
+            numbers = range(1, program.updates.updates(stage, total) + 1)
+            wanted += [Op(Kind.UPDATE, stage, n, replica) for n in numbers]
+    lacking = [op for op in (*program.fetches(rank, total), *wanted) if op not in found]
     if lacking:
+        first = min(lacking, key=lambda op: (op.stage, op.kind is Kind.UPDATE, op.index))
         raise ScheduleError(
-            f"program {program.schedule!r}: rank {rank} lacks {lacking[0]} in a run of {total} microbatches; each "
-            "op of each microbatch must come once"
+            f"program {program.schedule!r}: rank {rank} lacks {first} in a run of {total} microbatches; each op of "
+            "each microbatch must come once"
         )
 
 
