@@ -129,7 +129,7 @@ def test_depths_replicas_and_all_that_an_update_does(case: Case) -> None:
             assert outcome.storages[stage] <= in_flight
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", pytest.param("roundpipe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("animal", ["mlp", "cnn", "transformer"])
 def test_autocast_equals_autocast_in_one_process(animal: str, schedule: str) -> None:
     case = Case(
