@@ -415,6 +415,7 @@ RUNS = (
     Case("mlp", "1f1b", 3, microbatches=4),
     Case("mlp", "1f1b", 2, replicas=(1, 2), microbatches=4, clip_grad_norm=0.1),
     Case("mlp", "interleaved_1f1b", 4, microbatches=4),
+    Case("mlp", "roundpipe", 4, workers=3, microbatches=3),
     Case("mlp", "pipedream", 3),
     Case("mlp", "pipedream", 3, depth=(5, 3, 1)),
     Case("mlp", "pipedream", 2, replicas=(2, 1)),
