@@ -18,6 +18,7 @@ from torch import Tensor
 import pipedream as pd
 from pipedream.core.plan import Plan
 from pipedream.schedules import LAYOUTS, SCHEDULES, build
+from pipedream.schedules.layouts import dispatched, homes
 
 FLUSHING = ("naive", "gpipe", "1f1b", "zb_h1", "zb_h2", *LAYOUTS)
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
@@ -93,7 +94,11 @@ class Case:
         plan = plan if self.lag is None else replace(plan, lag=self.lag)
         if layout is not None:
             workers = self.workers or max(1, self.stages * layout.replicas // 2)
-            plan = replace(plan, order=layout.order(workers, self.stages * layout.replicas // workers))
+            if layout is dispatched:  # any number of stages; with two workers none is away from home
+                order = homes(self.workers or min(self.stages, 3), self.stages)
+            else:
+                order = layout.order(workers, self.stages * layout.replicas // workers)
+            plan = replace(plan, order=order)
         return replace(plan, stages=tuple(replace(stage, recompute=self.recompute) for stage in plan.stages))
 
 

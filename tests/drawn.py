@@ -12,7 +12,8 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.plan import Plan, Stage
 from pipedream.core.schedule import Schedule
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, uniform
-from pipedream.schedules.layouts import looped
+from pipedream.schedules.layouts import dispatched, homes, looped
+from pipedream.schedules.roundpipe import roundpipe
 from pipedream.simulator import Costs
 
 WHOLE = (  # methods that do not split a minibatch
@@ -33,7 +34,10 @@ def laid_out(draw: st.DrawFn, most: int = 4) -> Schedule:
     name = draw(st.sampled_from(sorted(LAYOUTS)))
     step = 2 if LAYOUTS[name].replicas > 1 else 1
     workers = step * draw(st.integers(1, most // step))
-    chunks = draw(st.integers(1, 3)) if LAYOUTS[name] is looped else None
+    chunks = draw(st.integers(1, 3)) if LAYOUTS[name] in (looped, dispatched) else None
+    if name == "roundpipe":  # of any number of stages
+        plan = Plan.uniform(stages := draw(st.integers(workers, 3 * workers)), order=homes(workers, stages))
+        return roundpipe(plan, draw(st.integers(1, 3 * workers)))
     step = 2 if name in ("chimera_doubled", "dualpipev") else 1
     return build(name, uniform(name, workers, chunks=chunks), step * workers * draw(st.integers(1, 3)))
 
@@ -103,6 +107,7 @@ def some_costs(draw: st.DrawFn, stages: int, workers: int) -> Costs:
         workers=tuple(draw(st.permutations(range(cluster.workers)))[:workers]),
         input_bytes=draw(SECONDS),
         sum_bytes=vector(),
+        weight_bytes=vector(),
     )
 
 

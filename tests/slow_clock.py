@@ -89,7 +89,8 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
         one = texts[rank][at[rank]]
         if isinstance(one, Op):
             end = now[rank] + costs.op_s(one.kind, one.stage) * (1.0 / costs.speed(rank))
-            done.spans[rank].append(Span(rank, one.kind.value, one.stage, one.index, now[rank], end))
+            if one.kind is not Kind.FETCH:
+                done.spans[rank].append(Span(rank, one.kind.value, one.stage, one.index, now[rank], end))
             backward = one.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
             if overlap and backward and is_last[rank](one) and program.placement.replicas[one.stage] > 1:
                 brought[one.stage, program.updates.update_of(one.stage, one.index)][rank] = now[rank], end

@@ -472,6 +472,7 @@ SHARED = {
     "interleaved_1f1b": ((1, 2, 3), (1, 1, 1, 1), (0, 1, 0, 1)),
     "zbv": ((1, 2, 3), (1, 1, 1, 1), (0, 1, 1, 0)),
     "chimera": ((2,), (2, 2), (0, 1, 1, 0)),
+    "roundpipe": ((1, 2, 3), (1, 1, 1, 1), (0, 2, 1, 0)),
 }
 """Methods that put several stages on a worker: cuts, replicas, workers of the stages."""
 
@@ -620,7 +621,9 @@ def test_the_schedule_counts_a_skipped_update_and_the_average_leaves_it_out(
     assert_near(found[1], average, 1e-10)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", pytest.param("zbv", marks=pytest.mark.slow), "chimera"])
+@pytest.mark.parametrize(
+    "schedule", ["interleaved_1f1b", pytest.param("zbv", marks=pytest.mark.slow), "chimera", "roundpipe"]
+)
 def test_stages_of_one_worker_skip_and_clip_together(schedule: str) -> None:
     batches = marked((5, 11, 17))
     state, skipped, _ = train_marked(schedule, batches, microbatches=4)

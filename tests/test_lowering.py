@@ -61,6 +61,11 @@ def test_messages_stand_beside_their_ops(schedule: Schedule) -> None:
             if not isinstance(item, Transfer):
                 continue
             step = -1 if item.kind is Move.SEND else 1
+            if item.kind is Move.SEND and program.channels[item.channel].carries == "weights":
+                made = [x for x in stream[:i] if isinstance(x, Op) and x.stage == program.channels[item.channel].source]
+                version = program.weights.forward_version(program.channels[item.channel].source, item.index)
+                assert (made[-1].kind, made[-1].index) == (Kind.UPDATE, version) if version else not made
+                continue
             op = next(x for x in stream[i::step] if isinstance(x, Op))
             if item.kind is Move.SYNC:
                 assert op == Op(Kind.UPDATE, item.channel, item.index, op.replica)
@@ -68,6 +73,8 @@ def test_messages_stand_beside_their_ops(schedule: Schedule) -> None:
             channel = program.channels[item.channel]
             stage = channel.source if item.kind is Move.SEND else channel.target
             kind = backward if channel.carries == "gradient" else Kind.FORWARD
+            if item.kind is Move.RECEIVE:
+                kind = {"kept": backward, "weights": Kind.FETCH}.get(channel.carries, kind)
             assert (op.kind, op.stage, op.index) == (kind, stage, item.index)
 
 
@@ -79,8 +86,8 @@ def test_each_direction_has_a_channel_of_its_own(schedule: Schedule) -> None:
     for index, (sender, receiver, carries, _) in enumerate(ends):
         assert sender != receiver
         assert program.channel_id(sender, receiver, carries) <= index
-        forward = program.channels[index].source < program.channels[index].target
-        assert forward == (carries != "gradient")
+        source, target = program.channels[index].source, program.channels[index].target
+        assert (target > source) - (target < source) == {"gradient": -1, "weights": 0, "kept": 0}.get(carries, 1)
 
 
 def test_rings_hold_what_may_lie_between_two_stages() -> None:

@@ -18,10 +18,10 @@ from cases import ASYNCHRONOUS, FLUSHING, LAYOUTS, Case, check, check_same, per_
 
 KINDS = {"mlp": "sgd", "cnn": "adamw", "lstm": "sgd", "transformer": "adamw"}
 PARTS = {"naive": 2, "gpipe": 3, "1f1b": 4, "pipedream_2bw": 3, "breadth_first": 3}  # the last minibatch has 2 samples
-PARTS |= {"zb_h1": 4, "zb_h2": 5, "interleaved_1f1b": 4, "zbv": 4, "dualpipev": 4, "chimera": 4}
+PARTS |= {"zb_h1": 4, "zb_h2": 5, "interleaved_1f1b": 4, "zbv": 4, "dualpipev": 4, "chimera": 4, "roundpipe": 3}
 BASIC = {"naive": 4, "gpipe": 3, "1f1b": 3, "pipedream": 4, "pipedream_vertical_sync": 3, "pipedream_2bw": 3}
 BASIC |= {"zb_h1": 3, "zb_h2": 4, "interleaved_1f1b": 4, "breadth_first": 4, "zbv": 4, "dualpipev": 4}
-BASIC |= {"chimera": 4, "chimera_doubled": 2}
+BASIC |= {"chimera": 4, "chimera_doubled": 2, "roundpipe": 4}
 
 
 def _case(animal: str, schedule: str, stages: int) -> Case:
@@ -38,7 +38,7 @@ def _matrix() -> list[Case]:
                 case = _case(animal, schedule, stages)
                 quick = stages == BASIC[schedule] or (animal == "mlp" and schedule in ASYNCHRONOUS)
                 if schedule in LAYOUTS or schedule.startswith("zb"):
-                    quick &= animal in ("cnn", "transformer") or (animal == "lstm" and schedule in ("zb_h1", "chimera"))
+                    quick &= animal != "mlp" and (animal != "lstm" or schedule in ("zb_h1", "chimera", "roundpipe"))
                 others = pytest.mark.slow if animal == "cnn" and stages == 2 else pytest.mark.long
                 found.append(pytest.param(case, id=str(case), marks=() if quick else others))
     return found
@@ -66,6 +66,17 @@ ON_SHARED_WORKERS = [
     Case("mlp", "chimera", 2, microbatches=4, clip_grad_norm=0.1, scheduled=True, ema=0.9),
     Case("mlp", "chimera", 4, microbatches=8, drain_at=-1, leave_at=17),
     Case("mlp", "interleaved_1f1b", 4, microbatches=4, clip_grad_norm=0.1, ema=0.9, recompute=True),
+    # Forwards away from home: of each number of workers, several in a slot, fewer microbatches than workers.
+    Case("mlp", "roundpipe", 4, workers=4, microbatches=2, clip_grad_norm=0.1, scheduled=True, ema=0.9),
+    Case("mlp", "roundpipe", 4, workers=3, microbatches=4, drain_at=-1, leave_at=17),
+    *(
+        pytest.param(case, id=str(case), marks=pytest.mark.slow)
+        for case in (
+            Case("cnn", "roundpipe", 4, workers=4, microbatches=5, optimizer="adamw"),
+            Case("transformer", "roundpipe", 4, workers=2, microbatches=3, options=(("forwards", 2),)),
+            Case("lstm", "roundpipe", 4, workers=4, microbatches=4, options=(("forwards", 3),), recompute=True),
+        )
+    ),
 ]
 
 
@@ -118,7 +129,7 @@ def test_depths_replicas_and_all_that_an_update_does(case: Case) -> None:
             assert outcome.storages[stage] <= in_flight
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", pytest.param("roundpipe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("animal", ["mlp", "cnn", "transformer"])
 def test_autocast_equals_autocast_in_one_process(animal: str, schedule: str) -> None:
     case = Case(
@@ -157,11 +168,13 @@ IN_PROCESSES = {
         *(_case("lstm", schedule, 3) for schedule in ("1f1b", "pipedream_vertical_sync", "pipedream_2bw")),
         _case("cnn", "pipedream", 3),
         Case("cnn", "pipedream", 2, replicas=(2, 1)),
+        Case("lstm", "roundpipe", 4, workers=3, microbatches=3, clip_grad_norm=0.1),
         Case("mlp", "pipedream", 2, replicas=(1, 2), depth="full"),
         Case("mlp", "gpipe", 2, replicas=(2, 1), microbatches=4),
     ],
     4: [
         _case("cnn", "chimera", 4),
+        Case("cnn", "roundpipe", 4, workers=4, microbatches=4, ema=0.9, options=(("forwards", 3),)),
         _case("transformer", "1f1b", 4),
         _case("transformer", "pipedream", 4),
         _case("cnn", "pipedream_2bw", 4),

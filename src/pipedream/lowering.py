@@ -2,7 +2,7 @@
 
 1. Around each op stand its messages: what it reads is received just before it, what it makes is sent just
    after it, targets go straight from the input stage to the output stage, and the update of a replicated
-   stage begins with a sum over its replicas.
+   stage begins with a sum over its replicas. Weights that are fetched leave their home as soon as they are made.
 2. Each direction across each boundary of stages between two ranks is a channel of its own, in the order in which its
    sender sends. One channel for both directions deadlocks at two stages: each side's next message waits behind its
    own. Stages of one rank hand over without a message.
@@ -30,6 +30,7 @@ from .core.schedule import Schedule
 __all__ = ["lower", "with_common_channels"]
 
 _MOST_AHEAD = 8
+_NEVER = 2**62  # more microbatches than any run has
 
 _MOST_PROVED = 4096  # a proof unrolls two periods on every rank
 
@@ -92,9 +93,10 @@ def _channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel
 
     def join(carries: str, source: int, target: int, depth: int) -> None:
         for k in range(placement.cycle):
-            sender, receiver = placement.rank_of(source, k), placement.rank_of(target, k)
+            sender, receiver = placement.ends(carries, source, target, k)
             if sender != receiver:
-                channel = Channel(sender, receiver, carries, source, target, max(2, min(depth, _MOST_AHEAD)))
+                least = 1 if carries == "weights" else 2  # a set of weights is large, and wanted once an update
+                channel = Channel(sender, receiver, carries, source, target, max(least, min(depth, _MOST_AHEAD)))
                 found.setdefault((sender, receiver, carries, source), channel)
 
     for stage in range(last):
@@ -105,6 +107,10 @@ def _channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel
         join("gradient", stage + 1, stage, ahead)
     if last:
         join("input", 0, last, in_flight[0])
+    for stage in range(last + 1):
+        if placement.is_fetched(stage):
+            join("weights", stage, stage, 1)
+            join("kept", stage, stage, _MOST_AHEAD)
     return tuple(found.values())
 
 
@@ -116,8 +122,22 @@ def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, str, in
 
     def channel(carries: str, source: int, target: int, k: int) -> int | None:
         """The number of the channel; None where both stages are on this rank."""
-        return numbers.get((placement.rank_of(source, k), placement.rank_of(target, k), carries, source))
+        return numbers.get((*placement.ends(carries, source, target, k), carries, source))
 
+    trains = len(schedule.kinds) > 1
+    lent = dict.fromkeys((stage for stage, _ in placement.seats(rank) if placement.is_fetched(stage)), 0)
+
+    def lend(stage: int, version: int) -> Iterator[Transfer]:
+        """Sends a version to where it is fetched, once for each update whose forwards read it; in a run of forwards
+        alone, which all read one version, once."""
+        while stage in lent and schedule.weights.forward_version(stage, lent[stage]) <= version:
+            number = channel("weights", stage, stage, lent[stage])
+            assert number is not None
+            yield Transfer(Move.SEND, number, lent[stage])
+            lent[stage] += schedule.updates.per_update[stage] if trains else _NEVER
+
+    for stage in lent:
+        yield from lend(stage, 0)
     for op in schedule.order(rank):
         kind, stage, k, _ = op
         arrives: list[int | None] = []
@@ -131,7 +151,11 @@ def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, str, in
                 leaves.append(channel("activation", stage, stage + 1, k))
             if stage == 0:
                 leaves.append(channel("input", 0, last, k))
+            leaves.append(channel("kept", stage, stage, k) if trains else None)
+        elif kind is Kind.FETCH:
+            arrives.append(channel("weights", stage, stage, k))
         elif kind is gradient:
+            arrives.append(channel("kept", stage, stage, k))
             if stage < last:
                 arrives.append(channel("gradient", stage + 1, stage, k))
             if stage:
@@ -141,6 +165,8 @@ def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, str, in
         yield from (Transfer(Move.RECEIVE, number, k) for number in arrives if number is not None)
         yield op
         yield from (Transfer(Move.SEND, number, k) for number in leaves if number is not None)
+        if kind is Kind.UPDATE:
+            yield from lend(stage, k)
 
 
 def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankProgram:
@@ -148,11 +174,16 @@ def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankP
     cycle = schedule.cycle
     deepest = max(schedule.plan.in_flight) * max(schedule.placement.replicas)
     settled = (deepest // cycle + 2) * cycle  # no warm-up reaches beyond this microbatch
+    placement = schedule.placement
+    forwards = placement.passes(rank, forward=True)
+    if not forwards and len(schedule.kinds) == 1:
+        return RankProgram(tuple(stream), ())  # it lends weights, and has nothing to do itself
+    anchor = Kind.FORWARD if forwards else Kind.BACKWARD  # a rank may have backwards alone
     window: list[Instruction] = []
     first = second = None
-    for instruction in islice(stream, 100 * (settled + 3 * cycle) * len(schedule.placement.seats(rank)) + 1000):
+    for instruction in islice(stream, 100 * (settled + 3 * cycle) * len(forwards or placement.seats(rank)) + 1000):
         window.append(instruction)
-        if isinstance(instruction, Op) and instruction.kind is Kind.FORWARD:
+        if isinstance(instruction, Op) and instruction.kind is anchor:
             if first is None and instruction.index >= settled:
                 first = len(window) - 1
             elif first is not None and instruction == moved(window[first], cycle, schedule.updates):
@@ -176,11 +207,13 @@ def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankP
         start -= 1
     # A turn must also do all that a cycle of microbatches needs, or what repeats is only a run of like ops.
     wanted = sum(
-        cycle // schedule.placement.replicas[stage] * len(schedule.kinds)
-        + (cycle // schedule.updates.per_update[stage] if len(schedule.kinds) > 1 else 0)
-        for stage, _ in schedule.placement.seats(rank)
+        cycle // placement.replicas[stage]
+        for kind in schedule.kinds
+        for stage, _ in placement.passes(rank, forward=kind is Kind.FORWARD)
     )
-    found = sum(isinstance(item, Op) for item in window[first:second])
+    if len(schedule.kinds) > 1:
+        wanted += sum(cycle // schedule.updates.per_update[stage] for stage, _ in placement.seats(rank))
+    found = sum(isinstance(item, Op) and item.kind is not Kind.FETCH for item in window[first:second])
     if found != wanted or not all(repeats(i) for i in range(start, len(window) - length)):
         raise ScheduleError(
             f"schedule {schedule.name!r}: the order of rank {rank} does not repeat itself every {cycle} microbatches"

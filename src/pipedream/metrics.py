@@ -5,7 +5,7 @@ Spans may have gaps between them and real times in them; nothing here asks where
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from .core.artifact import Artifact
@@ -173,9 +173,11 @@ def steady_window(timeline: Timeline, *, skip: int = 0) -> tuple[float, float]:
 def in_flight(timeline: Timeline, rank: int) -> int:
     """Returns the most microbatches that a rank held forwarded and not yet backwarded, over its stages.
 
-    A split backward ends with its weight gradient. A run of forwards alone holds nothing: 0.
+    A split backward ends with its weight gradient. A run of forwards alone holds nothing: 0. Where the backward is on
+    another rank, the forward's holds a minibatch's microbatches until its next minibatch at the stage, for nobody here
+    knows when they are taken there; the other one holds one while it runs.
     """
-    return _in_flight(timeline.of_rank(rank))
+    return _in_flight(timeline.of_rank(rank), timeline, _apart(timeline))
 
 
 def staleness(timeline: Timeline, stage: int) -> int:
@@ -200,6 +202,7 @@ def _metrics(timeline: Timeline, start_s: float, end_s: float, throughput_per_s:
     stalest: dict[int, int] = {}
     for tag in timeline.tags:
         stalest[tag.stage] = max(tag.staleness, stalest.get(tag.stage, 0))
+    apart = _apart(timeline)
     rows = []
     for rank, spans in enumerate(by_rank):
         stages = {span.stage for span in spans if span.kind in WORK}
@@ -208,7 +211,7 @@ def _metrics(timeline: Timeline, start_s: float, end_s: float, throughput_per_s:
                 busy_s=_seconds((s for s in spans if s.kind in WORK), start_s, end_s),
                 wait_s=_seconds((s for s in spans if s.kind == "wait"), start_s, end_s),
                 send_s=_seconds((s for s in spans if s.kind == "send"), start_s, end_s),
-                peak_in_flight=_in_flight(spans),
+                peak_in_flight=_in_flight(spans, timeline, apart),
                 peak_versions=timeline.peak_versions[rank] if timeline.peak_versions else None,
                 staleness=max((stalest[s] for s in stages if s in stalest), default=None),
                 peak_bytes=timeline.peak_bytes[rank] if timeline.peak_bytes else None,
@@ -238,14 +241,29 @@ def _seconds(spans: Iterable[Span], start_s: float, end_s: float) -> float:
     return covered
 
 
-def _in_flight(spans: Iterable[Span]) -> int:
-    passes = [span.kind for span in spans if span.kind in ("F", "B", "W")]
-    if set(passes) <= {"F"}:
+def _apart(timeline: Timeline) -> set[int]:
+    """Returns the stages whose backwards are not where their forwards are."""
+    ranks: dict[int, tuple[set[int], set[int]]] = {}
+    for span in timeline.spans:
+        if span.kind in ("F", *_ENDS):
+            ranks.setdefault(span.stage, (set(), set()))[span.kind in _ENDS].add(span.rank)
+    return {stage for stage, (forwards, ends) in ranks.items() if ends and not forwards & ends}
+
+
+def _in_flight(spans: Iterable[Span], timeline: Timeline, apart: Collection[int]) -> int:
+    passes = [span for span in spans if span.kind in ("F", *_ENDS)]
+    if not apart and {span.kind for span in passes} <= {"F"}:
         return 0
     held = peak = 0
-    for kind in passes:
-        held += 1 if kind == "F" else -1
-        peak = max(peak, held)
+    kept: dict[tuple[int, int], int] = {}  # (stage, minibatch) -> microbatches that were forwarded for another rank
+    for _, kind, stage, index, _, _ in passes:
+        if stage not in apart:
+            held += 1 if kind == "F" else -1
+        elif kind == "F":
+            minibatch = index // timeline.minibatch_microbatches
+            held += 1 - kept.pop((stage, minibatch - 1), 0)
+            kept[stage, minibatch] = kept.get((stage, minibatch), 0) + 1
+        peak = max(peak, held + (stage in apart and kind != "F"))
     return peak
 
 

@@ -109,9 +109,9 @@ def prepare(plan: Plan, phases: Sequence[Phase], policy: Policy) -> tuple[Prepar
     )
 
 
-def evaluation_of(plan: Plan) -> Program:
-    """Returns the program of forwards alone, proved."""
-    program = lower(schedules.evaluation(plan))
+def evaluation_of(schedule: Schedule) -> Program:
+    """Returns the program of forwards alone for a method's stages, proved."""
+    program = lower(schedules.evaluation(schedule.plan, schedule.placement))
     verify(program)
     return program
 

@@ -138,7 +138,7 @@ class Pipeline:
             captured.graph,
             captured.layers,
             [found.program for found in self.prepared],
-            evaluation_of(self.prepared[0].schedule.plan),
+            evaluation_of(self.prepared[0].schedule),
             Settings(
                 Loss(loss, weight), optimizer, dict(metrics or {}), scheduler, seed, policy, ema, autocast, scaling
             ),

@@ -1,6 +1,6 @@
 """Golden pictures: each method's staircase, as its paper draws it, and as its own file shows it.
 
-A forward and a backward take one slot each, an update and a message none; every op starts as early as its
+A forward and a backward take one slot each, an update, a fetch and a message none; every op starts as early as its
 worker and its needs allow. ``'`` marks an update behind an op, ``.`` a slot in which the worker waits.
 """
 
@@ -14,6 +14,8 @@ from pipedream.core.op import Kind, Op
 from pipedream.core.plan import Plan
 from pipedream.core.schedule import Schedule
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, uniform
+
+NO_TIME = (Kind.UPDATE, Kind.FETCH)
 
 
 def slots_of(schedule: Schedule, slots: int) -> dict[Op, int]:
@@ -33,11 +35,11 @@ def slots_of(schedule: Schedule, slots: int) -> dict[Op, int]:
             op = waiting[rank]
             while op is not None and all(need in end for need in schedule.requires(op, total)):
                 begins = max([free[rank], *(end[need] for need in schedule.requires(op, total))])
-                if begins >= slots and op.kind is not Kind.UPDATE:
+                if begins >= slots and op.kind not in NO_TIME:
                     op = None
                     break
                 start[op] = begins
-                free[rank] = end[op] = begins + (op.kind is not Kind.UPDATE)
+                free[rank] = end[op] = begins + (op.kind not in NO_TIME)
                 op = next(orders[rank], None)
                 moving = True
             waiting[rank] = op
@@ -49,6 +51,10 @@ def picture(schedule: Schedule, slots: int) -> list[str]:
     rows = [["."] * slots for _ in range(schedule.placement.workers)]
     for op, slot in slots_of(schedule, slots).items():
         rank = schedule.placement.ranks[op.stage][op.replica]
+        if op.kind is Kind.FETCH:
+            continue
+        if op.kind is Kind.FORWARD:
+            rank = schedule.placement.forward_rank(op.stage, op.index)
         if op.kind is Kind.UPDATE:
             last = max(i for i in range(slots) if rows[rank][i] != ".")
             rows[rank][last] = rows[rank][last].rstrip("'") + "'"
@@ -128,6 +134,12 @@ rank 3 | .   .   .   3F0 4F0 3F1 4F1 3F2 4F2 3F3 4F3 3F4 4I0 4W0 4F4 3I0 3W0 3F5
         rank 1 | .    1F0  2F1  1F2  2F3  2B1  1B0  2B3  1B2'
         rank 2 | .    1F1  2F0  1F3  2F2  2B0  1B1  2B2  1B3'
         rank 3 | 0F1  0F3  .    3F0  3B0  3F2  3B2  0B1  .    0B3'
+    """,
+    ("roundpipe", 4, 22): """
+rank 0 | .    .    .    3F0  3F1  3F2  3F3  7F0  7B0  7F1  7B1  7F2  7B2  7F3  7B3' 3B0  3B1  3B2  3B3'
+rank 1 | 0F0  0F1  0F2  0F3  4F0  4F1  4F2  4F3  .    6B0  .    6B1  .    6B2  .    6B3' 2B0  2B1  2B2  2B3'
+rank 2 | .    1F0  1F1  1F2  1F3  5F0  5F1  5F2  5F3  .    5B0  .    5B1  .    5B2  .    5B3' 1B0  1B1  1B2  1B3'
+rank 3 | .    .    2F0  2F1  2F2  2F3  6F0  6F1  6F2  6F3  .    4B0  .    4B1  .    4B2  .    4B3' 0B0  0B1  0B2  0B3'
     """,
     ("zb_h1", 6, 21): """
         rank 0 | F0  F1  F2  F3  .   .   .   I0  W0  F4  I1  W1  F5  I2  W2  I3  W3  I4  W4  I5  W5'

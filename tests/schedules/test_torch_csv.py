@@ -154,7 +154,9 @@ def test_their_1f1b_is_broken_and_refused() -> None:
 
 
 WRITABLE = [
-    name for name in sorted(SCHEDULES) if build(name, uniform(name, 2)).flushes and max(uniform(name, 2).replicas) == 1
+    name
+    for name in sorted(SCHEDULES)
+    if build(name, uniform(name, 2)).flushes and max(uniform(name, 2).replicas) == 1 and name != "roundpipe"
 ]
 
 
@@ -206,6 +208,7 @@ def test_a_column_is_a_step() -> None:
         (build("pipedream_2bw", Plan.uniform(2)), "updates without a flush"),
         (evaluation(Plan.uniform(2)), "updates without a flush"),
         (build("gpipe", Plan.uniform(2, replicas=(2, 1))), "2-1 replicas .* one rank for each stage"),
+        (build("roundpipe", uniform("roundpipe", 4)), "forwards of stage 0 on rank 1 and its"),
     ],
 )
 def test_what_cannot_be_written_is_refused(schedule: Schedule, reason: str) -> None:

@@ -41,7 +41,7 @@ def test_what_holds_for_every_schedule_and_cost(run: tuple[Schedule, Costs, int]
     for rank in range(timeline.workers):
         spans = [span for span in timeline.of_rank(rank) if span.kind != "send"]
         done = [(span.kind, span.stage, span.index) for span in spans if span.kind in WORK]
-        assert done == [(op.kind.value, op.stage, op.index) for op in schedule.ops(rank, total)]
+        assert done == [(o.kind.value, o.stage, o.index) for o in schedule.ops(rank, total) if o.kind is not Kind.FETCH]
         assert all(before.end_s <= after.start_s for before, after in pairwise(spans))
         assert sum(span.end_s - span.start_s for span in spans if span.kind in WORK) == pytest.approx(
             sum(costs_.op_s(op.kind, op.stage) / costs_.speed(rank) for op in schedule.ops(rank, total))
@@ -51,15 +51,24 @@ def test_what_holds_for_every_schedule_and_cost(run: tuple[Schedule, Costs, int]
     # What an op needs is done before it, and what comes from another rank has travelled.
     at = work_of(timeline)
     for rank in range(timeline.workers):
-        for op in schedule.ops(rank, total):
+        for op in (op for op in schedule.ops(rank, total) if op.kind is not Kind.FETCH):
             start = at[rank, op.kind.value, op.stage, op.index][0]
-            for need in schedule.requires(op, total):
+            needs = schedule.requires(op, total)
+            for fetch in (need for need in needs if need.kind is Kind.FETCH):
+                home = placement.rank_of(op.stage, 0)
+                made = [at[home, "U", op.stage, update.index][1] for update in schedule.requires(fetch, total)]
+                (channel,) = (c for c in program.channels if (c.carries, c.source) == ("weights", op.stage))
+                assert start >= max(made, default=0.0) + costs_.transfer_s(channel) - 1e-9
+            for need in (need for need in needs if need.kind is not Kind.FETCH):
                 owner = placement.ranks[need.stage][need.replica]
+                if need.kind is Kind.FORWARD:
+                    owner = placement.forward_rank(need.stage, need.index)
                 travel = 0.0
                 if owner != rank and op.kind is Kind.UPDATE:
                     travel = costs_.sync_s[op.stage]
                 elif owner != rank:
                     carries = "activation" if op.kind is Kind.FORWARD else "gradient"
+                    carries = "kept" if need.stage == op.stage else carries
                     (channel,) = (
                         c
                         for c in program.channels
@@ -71,15 +80,15 @@ def test_what_holds_for_every_schedule_and_cost(run: tuple[Schedule, Costs, int]
     # No run is shorter than the way of one microbatch through all stages and back; weight gradients may come later.
     back = Kind.INPUT_GRADIENT if schedule.splits_backward else Kind.BACKWARD
     way = sum(
-        (costs_.op_s(Kind.FORWARD, stage) + costs_.op_s(back, stage)) / costs_.speed(placement.rank_of(stage, 0))
+        costs_.op_s(Kind.FORWARD, stage) / costs_.speed(placement.forward_rank(stage, 0))
+        + costs_.op_s(back, stage) / costs_.speed(placement.rank_of(stage, 0))
         for stage in range(placement.stages)
     )
     way += sum(
         costs_.transfer_s(channel)
         for channel in program.channels
-        if channel.carries != "input"
-        and channel.sender == placement.rank_of(channel.source, 0)
-        and channel.receiver == placement.rank_of(channel.target, 0)
+        if channel.carries in ("activation", "gradient")
+        and (channel.sender, channel.receiver) == placement.ends(channel.carries, channel.source, channel.target, 0)
     )
     assert timeline.makespan_s >= way - 1e-9
 
@@ -91,7 +100,8 @@ def test_what_holds_for_every_schedule_and_cost(run: tuple[Schedule, Costs, int]
         assert tag.forward_version == schedule.weights.forward_version(tag.stage, tag.microbatch)
         assert tag.microbatch in schedule.updates.members(tag.stage, tag.applied_to + 1)
     for rank, peak in enumerate(timeline.peak_versions):
-        assert 1 <= peak <= sum(schedule.weights.versions(stage) for stage, _ in placement.seats(rank))
+        visiting = min(1, len(placement.visits(rank)))
+        assert 1 <= peak <= visiting + sum(schedule.weights.versions(stage) for stage, _ in placement.seats(rank))
 
     assert simulate(program, costs_, total) == timeline
 

@@ -48,8 +48,8 @@ def test_inputs_cost_nothing_unless_they_have_bytes() -> None:
 
 def test_split_backward() -> None:
     halves, given = costs(PLAN), costs(PLAN, split=2, weight_s=2.0)
-    assert [halves.op_s(kind, 0) for kind in Kind] == [4.0, 8.0, 4.0, 4.0, 1.0]
-    assert [given.op_s(kind, 0) for kind in Kind] == [2.0, 4.0, 3.0, 1.0, 1.0]
+    assert [halves.op_s(kind, 0) for kind in Kind] == [4.0, 8.0, 4.0, 4.0, 1.0, 0.0]
+    assert [given.op_s(kind, 0) for kind in Kind] == [2.0, 4.0, 3.0, 1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,7 @@ def test_split_backward() -> None:
         ({"weight_s": (9.0, 1.0)}, "weight gradient is a share of the backward"),
         ({"input_bytes": -1.0}, "bytes cannot be negative"),
         ({"sum_bytes": (0.0,)}, "sum_bytes are for 1 stages, the seconds for 2"),
+        ({"weight_bytes": (0.0,)}, "weight_bytes are for 1 stages, not for 2"),
     ],
 )
 def test_nonsense_is_refused(change: dict[str, object], message: str) -> None:

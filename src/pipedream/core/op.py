@@ -1,7 +1,8 @@
 """The words of a schedule, and THE dependency rule.
 
 PyTorch's letters: F forward, B backward, I input gradient, W weight gradient, U update. An op is written
-``2F5``: stage 2, forward, microbatch 5. ``2U3`` is the update that makes version 3 of stage 2's weights.
+``2F5``: stage 2, forward, microbatch 5. ``2U3`` is the update that makes version 3 of stage 2's weights. ``2H8``
+fetches the weights of stage 2 from their home, for the forwards from microbatch 8 on.
 
 The rule of what must be done before an op stands here once; the verifier, lowering, the simulator and the
 drawing all ask `requires`.
@@ -25,6 +26,7 @@ class Kind(StrEnum):
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
     UPDATE = "U"
+    FETCH = "H"
 
 
 class Op(NamedTuple):
@@ -33,7 +35,8 @@ class Op(NamedTuple):
     Attributes:
         kind: what is done.
         stage: at which stage.
-        index: number of the microbatch, from 0; of an update, the version that it makes, from 1.
+        index: number of the microbatch, from 0; of an update, the version that it makes, from 1; of a fetch, the first
+            microbatch that it is for.
         replica: which replica of the stage does it.
     """
 
@@ -53,7 +56,7 @@ def requires(op: Op, placement: Placement, splits_backward: bool = False) -> tup
     rule and the update rule; `Schedule.requires` adds it.
 
     Args:
-        op: any op but an update.
+        op: any op; of an update and of a fetch, whose needs are of weights alone, there is nothing to say.
         placement: tells which replica has a microbatch at the neighbouring stages.
         splits_backward: the schedule has I and W instead of B.
     """
@@ -63,7 +66,7 @@ def requires(op: Op, placement: Placement, splits_backward: bool = False) -> tup
         return (Op(kind, stage - 1, k, placement.replica(stage - 1, k)),) if stage else ()
     if kind is Kind.WEIGHT_GRADIENT:
         return (Op(Kind.INPUT_GRADIENT, stage, k, replica),)
-    if kind is Kind.UPDATE:
+    if kind in (Kind.UPDATE, Kind.FETCH):
         return ()
     own = Op(Kind.FORWARD, stage, k, replica)
     if stage == placement.stages - 1:

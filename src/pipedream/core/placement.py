@@ -3,6 +3,9 @@
 Replicated stages, chunks on a rank, the V shape and two mirrored pipelines are all one table
 ``ranks[stage][replica]`` and one rule, round robin: microbatch k of stage s runs on replica k mod r_s
 (PipeDream, SOSP 2019, section 3.2: 1F1B-RR).
+
+A stage that is bound to no worker has its *home* in that table, where its weights live and are updated and its
+backwards run; a second table says where its forwards run (`Dispatched`).
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from math import lcm
 
 from .artifact import Artifact
 
-__all__ = ["Placement", "Seat"]
+__all__ = ["Dispatched", "Placement", "Seat"]
 
 Seat = tuple[int, int]
 """A (stage, replica)."""
@@ -81,6 +84,33 @@ class Placement(Artifact):
         row = self.ranks[stage]
         return row[microbatch % len(row)]
 
+    def forward_rank(self, stage: int, microbatch: int) -> int:
+        """Returns the rank that runs the forward of a microbatch at a stage."""
+        return self.rank_of(stage, microbatch)
+
+    def is_fetched(self, stage: int) -> bool:
+        """Tells whether a stage's forwards run where its weights do not live."""
+        return False
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """The ranks of the input stage's forwards, which take the data."""
+        return self.ranks[0]
+
+    def ends(self, carries: str, source: int, target: int, microbatch: int) -> tuple[int, int]:
+        """Returns the ranks that send and receive what a channel carries of a microbatch (`program.Channel`)."""
+        sends = self.rank_of if carries in ("gradient", "weights") else self.forward_rank
+        receives = self.rank_of if carries in ("gradient", "kept") else self.forward_rank
+        return sends(source, microbatch), receives(target, microbatch)
+
+    def passes(self, rank: int, *, forward: bool) -> tuple[Seat, ...]:
+        """Returns the (stage, replica) pairs whose forwards, or whose backwards, a rank runs."""
+        return self.seats(rank)
+
+    def visits(self, rank: int) -> tuple[Seat, ...]:
+        """Returns the (stage, replica) pairs whose forwards a rank runs on weights that live elsewhere."""
+        return tuple(seat for seat in self.passes(rank, forward=True) if self.is_fetched(seat[0]))
+
     def seats(self, rank: int) -> tuple[Seat, ...]:
         """Returns the (stage, replica) pairs that live on a rank."""
         return tuple(
@@ -93,3 +123,45 @@ class Placement(Artifact):
     def __str__(self) -> str:
         rows = (f"stage {s}: rank {', '.join(map(str, row))}" for s, row in enumerate(self.ranks))
         return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class Dispatched(Placement):
+    """Stages without replicas whose forwards run where they are dispatched, on weights that are fetched from home.
+
+    Attributes:
+        forwards: of each stage, the rank of its forwards.
+
+    Raises:
+        ValueError: replicas, a stage without a rank for its forwards, or a rank that there is not.
+    """
+
+    forwards: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if set(self.replicas) != {1} or len(self.forwards) != len(self.ranks):
+            raise ValueError(
+                f"each stage has one home and one rank of its forwards, found homes {self.ranks} and {self.forwards}"
+            )
+        if not set(self.forwards) <= set(range(self.workers)):
+            raise ValueError(f"forwards run on the ranks 0 to {self.workers - 1}, found {self.forwards}")
+
+    def forward_rank(self, stage: int, microbatch: int) -> int:
+        return self.forwards[stage]
+
+    def is_fetched(self, stage: int) -> bool:
+        return self.forwards[stage] != self.ranks[stage][0]
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        return self.forwards[:1]
+
+    def passes(self, rank: int, *, forward: bool) -> tuple[Seat, ...]:
+        if not forward:
+            return self.seats(rank)
+        return tuple((stage, 0) for stage, owner in enumerate(self.forwards) if owner == rank)
+
+    def __str__(self) -> str:
+        each = enumerate(zip(self.ranks, self.forwards, strict=True))
+        return "\n".join(f"stage {s}: home on rank {home}, forwards on rank {there}" for s, ((home,), there) in each)

@@ -6,7 +6,8 @@ the same instructions with each index moved on by t strides. The drain needs no 
 same stream with the instructions of microbatches that do not exist left out.
 
 Text form, one token an instruction: ``2F5`` an op; ``>3:5`` send microbatch 5 on channel 3; ``<3:5``
-receive it; ``=0:2`` sum the gradients of update 2 over the replicas of stage 0.
+receive it; ``=0:2`` sum the gradients of update 2 over the replicas of stage 0. Weights that are fetched from home
+(``2H8``) are the message of the first microbatch that they are for.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from . import tagged  # noqa: F401  # files may name its rules
 from .artifact import Artifact, decode, encode
 from .errors import ArtifactError, ScheduleError
 from .op import Kind, Op
-from .placement import Placement
+from .placement import Dispatched, Placement
 from .plan import Plan
-from .schedule import requires_of
+from .schedule import fetched_for, requires_of
 from .update import UpdateRule
 from .weights import WeightRule
 
@@ -69,7 +70,9 @@ class Channel:
     Attributes:
         sender, receiver: ranks.
         carries: 'activation' (stage to next), 'gradient' (stage to previous) or 'input' (a part of the
-            batch, such as the targets, straight from the input stage to the stage that reads it).
+            batch, such as the targets, straight from the input stage to the stage that reads it); of a stage whose
+            forwards run away from its home, 'weights' (from there) and 'kept' (what a forward read, back there for
+            its backward).
         source, target: the stages at its ends.
         depth: receives that are posted ahead; receive i waits for the consumer of receive i - depth.
     """
@@ -82,8 +85,8 @@ class Channel:
     depth: int = 2
 
     def __post_init__(self) -> None:
-        if self.carries not in ("activation", "gradient", "input"):
-            raise ValueError(f"a channel carries activation, gradient or input, found {self.carries!r}")
+        if self.carries not in ("activation", "gradient", "input", "weights", "kept"):
+            raise ValueError(f"a channel carries activation, gradient, input, weights or kept, found {self.carries!r}")
         if self.depth < 1:
             raise ValueError(f"depth must be at least 1, found {self.depth}")
 
@@ -188,8 +191,8 @@ class Program(Artifact):
         for instruction in self.stream(rank):
             if exists is None and not isinstance(total, int) and (known := total()) is not None:
                 exists = self.exists(known)
-                if isinstance(last, Op) and not exists(last):
-                    made -= 1
+                if last is not None and not exists(last):
+                    made -= _counts(last)
                 missing = sum(self.op_counts(rank, known)) - made
             if exists is not None:
                 # The sends behind the last op still belong to it.
@@ -202,10 +205,10 @@ class Program(Artifact):
                     continue
             idle = 0
             last = instruction
-            made += isinstance(instruction, Op)
-            missing -= exists is not None and isinstance(instruction, Op)
+            made += _counts(instruction)
+            missing -= exists is not None and _counts(instruction)
             yield instruction
-        if missing or exists is None:
+        if missing or (exists is None and self.ranks[rank].period):
             raise ScheduleError(f"program {self.schedule!r}: rank {rank} lacks {missing} ops of {known} microbatches")
 
     def exists(self, total: int) -> Callable[[Instruction], bool]:
@@ -226,10 +229,11 @@ class Program(Artifact):
     def op_counts(self, rank: int, total: int) -> tuple[int, int]:
         """Returns how many ops on microbatches, and how many updates, a rank makes in a run of `total`."""
         passes = updates = 0
-        for stage, replica in self.placement.seats(rank):
-            passes += len(range(replica, total, self.placement.replicas[stage])) * len(self.kinds)
-            if len(self.kinds) > 1:
-                updates += self.updates.updates(stage, total)
+        for kind in self.kinds:
+            for stage, replica in self.placement.passes(rank, forward=kind is Kind.FORWARD):
+                passes += len(range(replica, total, self.placement.replicas[stage]))
+        for stage, _ in self.placement.seats(rank) if len(self.kinds) > 1 else ():
+            updates += self.updates.updates(stage, total)
         return passes, updates
 
     def requires(self, op: Op, total: int | None = None) -> tuple[Op, ...]:
@@ -242,6 +246,15 @@ class Program(Artifact):
             kinds=self.kinds,
             total=total,
         )
+
+    def fetches(self, rank: int, total: int) -> tuple[Op, ...]:
+        """Returns the fetches of a rank in a run of `total` microbatches."""
+        found = (
+            Op(Kind.FETCH, stage, fetched_for(stage, k, self.updates, self.kinds), replica)
+            for stage, replica in self.placement.visits(rank)
+            for k in range(total)
+        )
+        return tuple(dict.fromkeys(found))
 
     def describe(self, instruction: Instruction) -> str:
         """Returns an instruction in words: ``stage 1, 1F17`` or ``stage 1, receiving activation of microbatch 17``."""
@@ -275,21 +288,23 @@ class Program(Artifact):
     def decoded(cls, value: Any, place: str) -> Program:
         """Builds a program from JSON values: `decode` for a noun that has abstract and textual fields."""
         value = {"norm_delay": 0, **value}
-        placement = decode(Placement, value.get("placement"), f"{place}.placement")
+        where = value.get("placement")
+        dispatches = isinstance(where, dict) and "forwards" in where
+        placement: Placement = decode(Dispatched if dispatches else Placement, where, f"{place}.placement")
         weights = WeightRule.from_dict(value.pop("weights", None), f"{place}.weights")
         rows = decode(tuple[dict[str, str], ...], value.pop("ranks", None), f"{place}.ranks")
         ranks = tuple(
             RankProgram(
-                _parse(row.get("warmup", ""), placement.seats(rank), f"{place}.ranks[{rank}].warmup"),
-                _parse(row.get("period", ""), placement.seats(rank), f"{place}.ranks[{rank}].period"),
+                _parse(row.get("warmup", ""), placement, rank, f"{place}.ranks[{rank}].warmup"),
+                _parse(row.get("period", ""), placement, rank, f"{place}.ranks[{rank}].period"),
             )
             for rank, row in enumerate(rows)
         )
         plain = {
             name: decode(kind, value[name], f"{place}.{name}") for name, kind in _PLAIN_FIELDS.items() if name in value
-        }
+        } | {"placement": placement}
         lacking = sorted(set(_PLAIN_FIELDS) - set(plain))
-        unknown = sorted(set(value) - set(_PLAIN_FIELDS))
+        unknown = sorted(set(value) - set(_PLAIN_FIELDS) - {"placement"})
         if lacking or unknown:
             raise ArtifactError(f"{place} lacks the fields {lacking} and has unknown fields {unknown}")
         try:
@@ -314,7 +329,6 @@ class Program(Artifact):
 _PLAIN_FIELDS: dict[str, Any] = {
     "schedule": str,
     "plan": Plan,
-    "placement": Placement,
     "updates": UpdateRule,
     "kinds": tuple[Kind, ...],
     "microbatches": int,
@@ -324,6 +338,11 @@ _PLAIN_FIELDS: dict[str, Any] = {
     "norm_delay": int,
     "channels": tuple[Channel, ...],
 }
+
+
+def _counts(instruction: Instruction) -> bool:
+    """Whether an instruction is an op that a run is complete with; what is fetched is there for those."""
+    return isinstance(instruction, Op) and instruction.kind is not Kind.FETCH
 
 
 def moved(instruction: Instruction, microbatches: int, updates: UpdateRule) -> Instruction:
@@ -343,11 +362,11 @@ def format_instructions(instructions: tuple[Instruction, ...]) -> str:
     return " ".join(map(str, instructions))
 
 
-def _parse(text: str, seats: tuple[tuple[int, int], ...], place: str) -> tuple[Instruction, ...]:
-    replica = dict(seats)
+def _parse(text: str, placement: Placement, rank: int, place: str) -> tuple[Instruction, ...]:
+    replica = dict(placement.passes(rank, forward=True)) | dict(placement.seats(rank))
     found: list[Instruction] = []
     for token in text.split():
-        op = re.fullmatch(r"(\d+)([FBIWU])(\d+)", token)
+        op = re.fullmatch(r"(\d+)([FBIWUH])(\d+)", token)
         transfer = re.fullmatch(r"([<>=])(\d+):(\d+)", token)
         if op and int(op[1]) in replica:
             found.append(Op(Kind(op[2]), int(op[1]), int(op[3]), replica[int(op[1])]))

@@ -21,7 +21,7 @@ from .plan import Plan
 from .update import UpdateRule
 from .weights import WeightRule
 
-__all__ = ["Claims", "Order", "Schedule", "requires_of", "truncate"]
+__all__ = ["Claims", "Order", "Schedule", "fetched_for", "requires_of", "truncate"]
 
 Order = Callable[[int], Iterator[Op]]
 """From a rank to its ops, in order, without end."""
@@ -197,8 +197,9 @@ def requires_of(
 ) -> tuple[Op, ...]:
     """Returns the ops that must be done before an op: by data, by weights, by updates.
 
-    Adds to `op.requires`: a pass that reads version v needs update v of its own stage; an update needs the
-    gradients of all its members, over all replicas, and the update before it.
+    Adds to `op.requires`: a pass that reads version v needs update v of its own stage, or the fetch that brought it
+    to a rank where it does not live; an update needs the gradients of all its members, over all replicas, and the
+    update before it.
 
     Args:
         op: any op.
@@ -214,16 +215,24 @@ def requires_of(
         if index > 1:
             needs += (Op(Kind.UPDATE, stage, index - 1, replica),)
         return needs
-    if len(kinds) == 1 or kind is Kind.WEIGHT_GRADIENT:
+    if kind is Kind.WEIGHT_GRADIENT or (len(kinds) == 1 and not placement.is_fetched(stage)):
         return needs
     version = weights.forward_version(stage, index)
-    if kind is not Kind.FORWARD:
+    if kind is Kind.FORWARD and placement.is_fetched(stage):
+        return (*needs, Op(Kind.FETCH, stage, fetched_for(stage, index, updates, kinds), replica))
+    if kind not in (Kind.FORWARD, Kind.FETCH):
         # Its own forward has already waited for the version that both read.
         newer = weights.backward_version(stage, index)
         version = newer if newer > version else 0
     if version > 0:
         needs += (Op(Kind.UPDATE, stage, version, replica),)
     return needs
+
+
+def fetched_for(stage: int, microbatch: int, updates: UpdateRule, kinds: tuple[Kind, ...]) -> int:
+    """Returns the microbatch from which on a forward's fetched weights are there: the first of its update, or, where
+    there are forwards alone, of the run."""
+    return 0 if len(kinds) == 1 else updates.members(stage, updates.update_of(stage, microbatch)).start
 
 
 def truncate(order: Iterator[Op], schedule: Schedule, rank: int, total: int) -> Iterator[Op]:
@@ -235,10 +244,11 @@ def truncate(order: Iterator[Op], schedule: Schedule, rank: int, total: int) -> 
     updates = schedule.updates
     makes_updates = len(schedule.kinds) > 1
     missing = 0
-    for stage, replica in schedule.placement.seats(rank):
-        count = len(range(replica, total, schedule.placement.replicas[stage]))
-        missing += count * len(schedule.kinds)
-        missing += updates.updates(stage, total) if makes_updates else 0
+    for kind in schedule.kinds:
+        for stage, replica in schedule.placement.passes(rank, forward=kind is Kind.FORWARD):
+            missing += len(range(replica, total, schedule.placement.replicas[stage]))
+    for stage, _ in schedule.placement.seats(rank) if makes_updates else ():
+        missing += updates.updates(stage, total)
     idle = 0
     while missing:
         op = next(order, None)
@@ -249,7 +259,7 @@ def truncate(order: Iterator[Op], schedule: Schedule, rank: int, total: int) -> 
             )
         first = updates.members(op.stage, op.index).start if op.kind is Kind.UPDATE else op.index
         if first < total:
-            missing -= 1
+            missing -= op.kind is not Kind.FETCH
             idle = 0
             yield op
         else:

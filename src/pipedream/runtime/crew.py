@@ -16,6 +16,7 @@ from ..core.holding import most_in_flight
 from ..core.program import Program
 from .channel import Group, LocalChannel, LocalGroup, Receiver, Sender
 from .coupling import Coupling
+from .guest import Guest, Parcel
 from .losses import Loss, Metric
 from .optimize import Gradients, Optimizer
 from .results import Results
@@ -29,7 +30,7 @@ from .versions import Versions
 from .wire import Line, WireGroup, WireReceiver, WireSender
 from .worker import Worker
 
-__all__ = ["Settings", "Wires", "connect", "data_channels", "local_crew", "wire_worker"]
+__all__ = ["Settings", "Wires", "connect", "data_channels", "guests_of", "local_crew", "wire_worker"]
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ def local_crew(
                 program,
                 evaluation,
                 seats,
+                guests_of(rank, program, layers, dict(enumerate(handles)), settings, device),
                 {n: channels[n] for n, c in enumerate(program.channels) if c.sender == rank},
                 {n: channels[n] for n, c in enumerate(program.channels) if c.receiver == rank},
                 {other: channel for (owner, other), channel in results.items() if owner == rank},
@@ -175,12 +177,14 @@ def wire_worker(
     settings: Settings,
     device: torch.device,
     wires: Wires,
+    guests: dict[int, Guest],
     shared: Sequence[Shared] = (),
 ) -> Worker:
     """Returns this process's worker, joined to the others by torch.distributed.
 
     Args:
         programs, evaluation, layers, settings, device, shared: as of `local_crew`.
+        guests: of `guests_of`, for this rank.
         handles: stage -> its trained parameters, for the stages of this rank.
         wires: of `connect`.
     """
@@ -198,7 +202,9 @@ def wire_worker(
             # A replica that begins a forward has ended all backwards but those of what it has in flight: their
             # activations were taken by the stage behind, whose gradients were taken here. The end of a stream is one
             # more message. Waiting for an older one thus waits for nothing that is still to be done.
-            senders[number] = WireSender(line, in_flight[min(channel.source, channel.target)] + 1)
+            # Of weights two may be unread: those of an update that turned out not to be, and the word of the end.
+            most = 1 if channel.carries == "weights" else in_flight[min(channel.source, channel.target)]
+            senders[number] = WireSender(line, most + 1)
         else:
             receivers[number] = WireReceiver(line)
     result_senders: dict[int, Sender] = {}
@@ -237,6 +243,7 @@ def wire_worker(
         program,
         evaluation,
         seats,
+        guests,
         senders,
         receivers,
         result_senders,
@@ -255,7 +262,7 @@ def data_channels(
     Returns: replica -> sender, at replica 0; the receiver, at the others. Nothing at other stages.
     """
     program, placement = programs[0], programs[0].placement
-    first, *others = placement.ranks[0]
+    first, *others = placement.readers
     senders: dict[int, WireSender] = {}
     receiver = None
     for replica, other in enumerate(others, start=1):
@@ -324,11 +331,34 @@ def _seat(
     return seat
 
 
+def guests_of(
+    rank: int,
+    program: Program,
+    layers: Sequence[tuple[str, nn.Module]],
+    handles: Mapping[int, dict[str, nn.Parameter]],
+    settings: Settings,
+    device: torch.device,
+) -> dict[int, Guest]:
+    """Returns stage -> guest, for the stages whose forwards a rank runs on weights that live elsewhere.
+
+    Args:
+        program, layers, settings, device: as of `local_crew`.
+        handles: stage -> its trained parameters; while layers that share one still do.
+    """
+    found = {}
+    for stage, _ in program.placement.visits(rank):
+        mine = layers[program.plan.stages[stage].first : program.plan.stages[stage].last]
+        module = StageModule(mine, dict(handles[stage]), device, settings.seed, settings.autocast)
+        found[stage] = Guest(module, Parcel(module, low_precision_weights(mine, handles[stage], settings.autocast)))
+    return found
+
+
 def _worker(
     rank: int,
     program: Program,
     evaluation: Program,
     seats: dict[int, Seated],
+    guests: dict[int, Guest],
     senders: Mapping[int, Sender],
     receivers: Mapping[int, Receiver],
     result_senders: Mapping[int, Sender],
@@ -343,6 +373,14 @@ def _worker(
         program=program,
         evaluation=evaluation,
         seats=seats,
+        guests=guests,
+        parcels={
+            stage: Parcel(
+                seat.module, low_precision_weights(seat.module.layers, seat.module.handles, settings.autocast)
+            )
+            for stage, seat in seats.items()
+            if program.placement.is_fetched(stage)
+        },
         senders=dict(senders),
         receivers=dict(receivers),
         results=results,

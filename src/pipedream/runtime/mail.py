@@ -19,7 +19,9 @@ from .message import Content, Message, copied
 
 __all__ = ["Mail"]
 
-_FORWARD = ("activation", "input")
+_FORWARD = ("activation", "input", "weights", "kept")
+"""What comes before anything that goes back: with it the end of a stream is told."""
+_NEVER = 2**62  # more microbatches than a stream has
 
 
 class Mail:
@@ -47,8 +49,13 @@ class Mail:
         self._receivers = receivers
         self.begin()
 
-    def begin(self) -> None:
-        """Forgets the stream before."""
+    def begin(self, per_fetch: int = 0) -> None:
+        """Forgets the stream before.
+
+        Args:
+            per_fetch: microbatches that weights are fetched for; 0: of forwards alone, for which they are fetched once.
+        """
+        self._per_fetch = per_fetch
         self._inbox: dict[tuple[str, int, int], Message] = {}
         self._outbox: dict[tuple[str, int, int], Message] = {}
         self._ended: set[int] = set()
@@ -68,6 +75,7 @@ class Mail:
         if message.content is Content.END:
             self._ended.add(number)
             return message.microbatch, Ending(message.flags)
+        # Weights leave their home when they are made, for a minibatch that may turn out not to exist.
         if message.microbatch != index:
             raise AssertionError(f"microbatch {message.microbatch} came on the {channel.carries} channel for {index}")
         self._inbox[channel.carries, channel.target, index] = message
@@ -83,7 +91,7 @@ class Mail:
 
     def hand_on(self, carries: str, target: int, message: Message) -> None:
         """Gives what an op made to its send, or to a stage of this rank."""
-        if self._placement.rank_of(target, message.microbatch) == self._rank:
+        if self._placement.ends(carries, target, target, message.microbatch)[1] == self._rank:
             # A copy, as a wire makes it: the stage may write into what it got.
             tensors = tuple(None if t is None else copied(t) for t in message.tensors)
             self._inbox[carries, target, message.microbatch] = replace(message, tensors=tensors)
@@ -120,9 +128,10 @@ class Mail:
         assert self._last is not None
         total, ending = self._last
         begin = self._sent.get(number, -1) + 1
-        ways = (
-            (placement.rank_of(channel.source, k), placement.rank_of(channel.target, k))
-            for k in range(begin, min(total, begin + placement.cycle))
-        )
+        step = (self._per_fetch or _NEVER) if channel.carries == "weights" else 1
+        coming = range(-(-begin // step) * step, total, step)[: placement.cycle]
+        if channel.carries == "kept" and not self._per_fetch:
+            coming = range(0)
+        ways = (placement.ends(channel.carries, channel.source, channel.target, k) for k in coming)
         if (channel.sender, channel.receiver) not in ways:
             self._senders[number].send(Message(total, Content.END, flags=int(ending)))

@@ -16,11 +16,11 @@ which outputs want a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,10 +29,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from .message import Message
 from .stage import Held, StageModule
 
-__all__ = ["Recomputation"]
+__all__ = ["Recomputation", "Run", "without_graph"]
 
-Run = Callable[[Message, bool], Message]
-"""From what arrived, and whether this is the second time, to what goes on; fills in what the backward starts from."""
+
+class Run(Protocol):
+    """From what arrived, and whether it did before, to what goes on; fills in what the backward starts from."""
+
+    def __call__(self, message: Message, again: bool = False) -> Message:
+        """Runs the forward."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Recomputation:
         self._module = module
         owners = {id(m): m for _, layer in module.layers for m in layer.modules()}.values()
         # All may move, until the first microbatch has told.
-        self._moving = [_Slot(m, name) for m in owners for name, b in m.named_buffers(recurse=False)]
+        self._moving = [_Slot(m, name) for m in owners for name, b in m._buffers.items() if b is not None]
         self._still: list[_Slot] | None = None
 
     def forward(self, held: Held, message: Message, run: Run) -> Message:
@@ -83,8 +87,7 @@ class Recomputation:
         memo: dict[int, torch.Tensor] = {}
         before = [_clone(slot.tensor, memo) for slot in self._moving]
         marks = [slot.mark for slot in self._still or ()]
-        with torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
-            result = run(_copied(message), False)
+        result = without_graph(run, message)
         if self._still is None:
             changed = [
                 slot.tracks or not torch.equal(slot.tensor, old) for slot, old in zip(self._moving, before, strict=True)
@@ -100,7 +103,7 @@ class Recomputation:
                 )
         held.entries, held.outputs = (), ()
         held.again = partial(self._again, message, run, before, state)
-        return replace(result, tensors=tuple(None if t is None else t.detach() for t in result.tensors))
+        return result
 
     def _again(self, message: Message, run: Run, kept: Sequence[torch.Tensor], state: Any) -> None:
         now = self._module.save_generator()
@@ -122,6 +125,13 @@ class Recomputation:
         finally:
             for slot, tensor in zip(self._moving, own, strict=True):
                 slot.module._buffers[slot.name] = tensor
+
+
+def without_graph(run: Run, message: Message) -> Message:
+    """Runs a forward on a copy of what arrived, by the paths that it takes in training; keeps none of its tensors."""
+    with torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
+        result = run(_copied(message), False)
+    return replace(result, tensors=tuple(None if t is None else t.detach() for t in result.tensors))
 
 
 def _clone(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from ..core.timeline import Timeline
 from . import measured, parameters
 from .channel import Receiver, Sender, close_all
 from .clock import in_process, on_wire
-from .crew import Settings, connect, data_channels, local_crew, wire_worker
+from .crew import Settings, connect, data_channels, guests_of, local_crew, wire_worker
 from .doing import Doing
 from .feed import Ending
 from .guard import Guard
@@ -139,10 +139,14 @@ class Session:
             parameters.materialise(model, named[span.first : span.last], self.device, self._settings.seed)
         parameters.share_initial(model, self._names, placement, self.rank, self._group, drawn)
         spread(model, shared, wires.holders, placement, self.rank)
+        foreign = {stage: parameters.trained(model, self._names[stage]) for stage, _ in placement.visits(self.rank)}
+        guests = guests_of(self.rank, program, named, foreign, self._settings, self.device)
         parameters.drop_foreign(model, own)
+        for guest in guests.values():
+            guest.empty()
         handles = {stage: parameters.trained(model, self._names[stage]) for stage in own_stages}
         return wire_worker(
-            self.rank, self._programs, evaluation, named, handles, self._settings, self.device, wires, shared
+            self.rank, self._programs, evaluation, named, handles, self._settings, self.device, wires, guests, shared
         )
 
     @property
@@ -168,7 +172,7 @@ class Session:
     @property
     def lead(self) -> Worker:
         """The worker that speaks for this process."""
-        return self.workers[self.program.placement.ranks[0][0] if len(self.workers) > 1 else 0]
+        return self.workers[self.program.placement.readers[0] if len(self.workers) > 1 else 0]
 
     @property
     def ending(self) -> Ending:
@@ -258,7 +262,7 @@ class Session:
             self._supply.end_looking()
 
     def _run(self, streams: Sequence[Generator[Any, None, None]]) -> Iterator[Any]:
-        events = on_wire(streams[0]) if len(streams) == 1 else in_process(streams, self.program.placement.ranks[0])
+        events = on_wire(streams[0]) if len(streams) == 1 else in_process(streams, self.program.placement.readers)
         self._doing.place = None
         try:
             for event in events:

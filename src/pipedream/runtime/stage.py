@@ -92,7 +92,7 @@ class Held:
     version: int = 0
     weight: float = 0.0
     scale: float = 1.0
-    again: Callable[[], None] | None = None
+    again: Callable[[], object] | None = None
     redone: WeightSet | None = None
     deferred: Deferred | None = None
 

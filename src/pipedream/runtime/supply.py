@@ -48,7 +48,7 @@ class Supply:
         senders: Mapping[int, Sender] | None = None,
         receiver: Receiver | None = None,
     ) -> None:
-        self._input = programs[0].placement.ranks[0]
+        self._input = programs[0].placement.readers
         here = set(ranks)
         self._here = [rank for rank in self._input if rank in here]
         self._parts = max(program.microbatches for program in programs)

@@ -57,6 +57,7 @@ class Line:
     ) -> None:
         self.peer = peer
         self.number = number
+        self._tag = 3 * number + 3  # the first three are left to what is sent without one, parameters say
         self.depth = depth
         self.headers = headers
         self.payloads = payloads
@@ -64,11 +65,11 @@ class Line:
 
     def send_late(self, payload: torch.Tensor) -> dist.Work:
         """Starts to send what did not fit into the posted receive; from the CPU."""
-        return _started(dist.isend(payload, self.peer, self.headers, tag=3 * self.number + 2))
+        return _started(dist.isend(payload, self.peer, self.headers, tag=self._tag + 2))
 
     def receive_late(self, payload: torch.Tensor) -> None:
         """Waits for what did not fit into the posted receive."""
-        _started(dist.irecv(payload, self.peer, self.headers, tag=3 * self.number + 2)).wait()
+        _started(dist.irecv(payload, self.peer, self.headers, tag=self._tag + 2)).wait()
 
     def joins(self, capacity: int) -> bool:
         """Tells whether a payload of so many posted bytes travels behind its header, as one message."""
@@ -76,19 +77,19 @@ class Line:
 
     def send_header(self, header: torch.Tensor) -> dist.Work:
         """Starts to send a header, uint8[n], alone or with its payload behind it."""
-        return _started(dist.isend(header, self.peer, self.headers, tag=3 * self.number))
+        return _started(dist.isend(header, self.peer, self.headers, tag=self._tag))
 
     def send_payload(self, payload: torch.Tensor) -> dist.Work:
         """Starts to send a payload."""
-        return _started(dist.isend(payload, self.peer, self.payloads, tag=3 * self.number + 1))
+        return _started(dist.isend(payload, self.peer, self.payloads, tag=self._tag + 1))
 
     def receive_header(self, header: torch.Tensor) -> dist.Work:
         """Posts the receive of a header, uint8[n], alone or with its payload behind it."""
-        return _started(dist.irecv(header, self.peer, self.headers, tag=3 * self.number))
+        return _started(dist.irecv(header, self.peer, self.headers, tag=self._tag))
 
     def receive_payload(self, payload: torch.Tensor) -> dist.Work:
         """Posts the receive of a payload."""
-        return _started(dist.irecv(payload, self.peer, self.payloads, tag=3 * self.number + 1))
+        return _started(dist.irecv(payload, self.peer, self.payloads, tag=self._tag + 1))
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -17,11 +17,12 @@ from ..core.errors import PipelineError, WorkerError
 from ..core.op import Kind, Op
 from ..core.program import Instruction, Move, Program
 from ..core.timeline import Tag
-from .batches import flatten, to_device, unflatten
 from .channel import Pending, Receiver, Sender
 from .coupling import Coupling
 from .doing import Doing
 from .feed import Ending
+from .forward import Forwards
+from .guest import Guest, Parcel
 from .intake import Door, Intake
 from .mail import Mail
 from .message import Content, Message
@@ -30,7 +31,7 @@ from .reduction import last_backwards
 from .results import Done, Output, Results
 from .scoring import Scorer
 from .seat import Seated, evaluating
-from .stage import Held, outputs_of
+from .stage import Held
 
 __all__ = ["Worker"]
 
@@ -49,6 +50,8 @@ class Worker:
         program: of the training, or of its first phase, verified.
         evaluation: the program of forwards alone.
         seats: stage -> what lives here.
+        guests: stage -> what runs here on weights that live elsewhere.
+        parcels: stage -> how the weights of a seat travel to where they are fetched.
         senders, receivers: channel number -> its end, for the channels of the programs.
         results: this rank's part in losses and metrics.
         scorer: of the last stage's outputs.
@@ -67,6 +70,8 @@ class Worker:
         program: Program,
         evaluation: Program,
         seats: dict[int, Seated],
+        guests: dict[int, Guest],
+        parcels: dict[int, Parcel],
         senders: dict[int, Sender],
         receivers: dict[int, Receiver],
         results: Results,
@@ -75,19 +80,19 @@ class Worker:
         coupling: Coupling,
     ) -> None:
         self.rank = rank
-        self.seats = seats
+        self.seats, self.guests, self._parcels = seats, guests, parcels
         self._evaluation = evaluation
         self.senders = senders
         self.receivers = receivers
         self.results = results
         self._scorer = scorer
-        self._device = device
         self.coupling = coupling
         self._last = program.placement.stages - 1
         self.recorder = Recorder(rank, device)
         self.ending = Ending.DATA
         self._total: int | None = None
         self._mail = Mail(rank, program.placement, program.channels, senders, receivers)
+        self._forwards = Forwards(rank, self._mail, scorer, results, device, lambda: self.where)
         self.done_minibatches = 0
         self.clock = 0
         self.trained: dict[int, tuple[int, int]] = {}
@@ -121,7 +126,8 @@ class Worker:
             WorkerError: an op failed; names rank, stage, op and cause.
         """
         self._begin(door, self.program.microbatches, self.done_minibatches, self.program.round_minibatches, until)
-        self._training = True
+        self._training = self._forwards.trains = True
+        self._mail.begin(self.program.microbatches)
         for seat in self.seats.values():
             seat.begin()
         yield from (event for event in self._run(self.program) if not isinstance(event, Op))
@@ -148,7 +154,7 @@ class Worker:
     def predict(self, door: Door | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
         """Runs forwards alone, and yields the outputs in order, at rank 0 only."""
         self._begin(door, 1, 0, ema=ema)
-        self._predicting = True
+        self._forwards.predicting = True
         ahead, given = self.program.plan.in_flight[0], 0
         with evaluating(self.seats.values()):
             for event in self._run(self._evaluation):
@@ -183,6 +189,9 @@ class Worker:
             self._at = (program, instruction)
             try:
                 if isinstance(instruction, Op):
+                    if instruction.kind is Kind.FETCH:
+                        self.guests[instruction.stage].fetch(self._mail.take("weights", instruction))
+                        continue
                     if instruction.kind is Kind.FORWARD:
                         self._forward_op(instruction)
                     elif instruction.kind is Kind.UPDATE:
@@ -201,8 +210,8 @@ class Worker:
                 text = f"{type(error).__name__}: {str(error).strip() or repr(error)}"
                 raise WorkerError(self.rank, self.where, text) from error
         # The end of a stream comes once on each channel that carries forwards; read those still unread.
-        for number in self._mail.unread(program.channels):
-            yield from self._receive(program, number, self._total or 0)
+        while unread := self._mail.unread(program.channels):
+            yield from self._receive(program, unread[0], self._total or 0)
 
     # -- forward ------------------------------------------------------------------------------------
 
@@ -212,67 +221,36 @@ class Worker:
             return
         start = self.recorder.mark()
         self.doing.begin("a forward" if self._training else "a forward without training")
-        seat = self.seats[op.stage]
+        guest = self.guests.get(op.stage)
+        seat = guest or self.seats[op.stage]
         if message.content is Content.EMPTY:
             result = message
-            if self._training:
+            if self._training and guest is None:
                 self._held[op.stage, op.index] = Held(None, (), (), (), op.index)
                 if op.stage == self._last:
                     self.results.note(self._minibatch(op.index), message, self.results.nothing)
         elif self._training:
-            result = self._forward_training(op, seat, message)
+            held, run = self._forwards.training(op, seat, message)
+            with seat.at_forward(held.version):
+                result = run(message) if seat.recomputation is None else seat.recomputation.forward(held, message, run)
+            if guest is None:
+                self._held[op.stage, op.index] = held
         else:
-            result = self._forward_alone(op, seat, message)
+            result = self._forwards.alone(op, seat, message)
         if op.stage < self._last:
             self._mail.hand_on("activation", op.stage + 1, result)
         else:
             self._mail.drop("input", op)
+        if guest is not None and self._training:
+            self._mail.hand_on("kept", op.stage, message)
+            if (op.index + 1) % self._split == 0:
+                guest.drop()
         self.doing.end()
         seat.next_forward = op.index + self.program.placement.replicas[op.stage]
         self.recorder.note("F", op.stage, self._number(op.index), start)
         ends = self._minibatch(seat.next_forward) > self._minibatch(op.index)
         if op.stage == self._last and self._training and ends:
             self.results.announce(self._minibatch(op.index))
-
-    def _forward_training(self, op: Op, seat: Seated, message: Message) -> Message:
-        version = self.program.weights.forward_version(op.stage, op.index)
-        weights = seat.read(version)
-        held = self._held[op.stage, op.index] = Held(weights, (), (), message.gradients, op.index, version)
-        targets = self._mail.take("input", op) if op.stage == self._last else None
-
-        def run(message: Message, again: bool = False) -> Message:
-            if op.stage == 0:
-                value = self._value_of(message)
-            else:
-                value, held.entries = seat.module.enter(message.structure, message.tensors, message.gradients)
-            read = seat.read_again(held) if again else weights
-            output = seat.forward(value, read, self._number(op.index), op.stage == 0)
-            if targets is None:
-                structure, held.outputs, wants = outputs_of(output)
-                return message.carrying(structure, held.outputs, wants, version)
-            key, wanted = self._minibatch(op.index), self._value_of(targets)
-            with seat.module.casting():
-                value, held.weight, held.scale = self._scorer.score(
-                    key, message, output, wanted, self.rank, self.where, again
-                )
-            held.outputs = (value,)
-            return message
-
-        with seat.at_forward(version):
-            return run(message) if seat.recomputation is None else seat.recomputation.forward(held, message, run)
-
-    def _forward_alone(self, op: Op, seat: Seated, message: Message) -> Message:
-        leaves = seat.optimizer.ema if self._ema else seat.versions.peek().leaves
-        with torch.no_grad():
-            output = seat.module.forward(self._value_of(message), leaves, self._number(op.index), op.stage == 0)
-            if op.stage < self._last:
-                return message.carrying(*flatten(output))
-            if self._predicting:
-                self.results.give_output(op.index, message.carrying(*flatten(output)))
-            else:
-                with seat.module.casting():
-                    self._scorer.assess(message, output, self._value_of(self._mail.take("input", op)))
-        return message
 
     def _admit(self, op: Op) -> Message | None:
         """Takes the next microbatch from the data; ends the stream where there is none."""
@@ -288,14 +266,14 @@ class Worker:
         self._mail.hand_on("input", self._last, targets)
         return inputs
 
-    def _value_of(self, message: Message) -> Any:
-        return to_device(unflatten(message.structure, message.tensors), self._device)  # type: ignore[arg-type]
-
     # -- backward and update ------------------------------------------------------------------------
 
     def _backward_op(self, op: Op) -> None:
         """Does a backward, or a half of it: the gradients of what arrived, or later those of the weights."""
-        seat, held = self.seats[op.stage], self._held[op.stage, op.index]
+        seat = self.seats[op.stage]
+        if self.program.placement.is_fetched(op.stage):
+            self._held[op.stage, op.index] = self._forwards.again(op, seat, self._mail.take("kept", op))
+        held = self._held[op.stage, op.index]
         makes_inputs, makes_weights = op.kind is not Kind.WEIGHT_GRADIENT, op.kind is not Kind.INPUT_GRADIENT
         last = makes_weights and seat.optimizer.reduction is not None and self._ends_update(op)
         message = self._mail.take("gradient", op) if makes_inputs and op.stage < self._last else None
@@ -361,8 +339,13 @@ class Worker:
 
     def _send(self, program: Program, number: int, index: int) -> None:
         start = self.recorder.mark()
+        channel = program.channels[number]
+        if channel.carries == "weights":
+            stage = channel.source
+            weights = self._forwards.lend(stage, index, self.seats[stage], self._parcels[stage])
+            self._mail.hand_on("weights", stage, weights)
         self._mail.send(number, index)
-        self.recorder.note("send", program.channels[number].source, self._number(index), start)
+        self.recorder.note("send", channel.source, self._number(index), start)
 
     def _end(self, total: int, ending: Ending) -> None:
         """Ends the stream at `total` microbatches and tells the stages behind."""
@@ -379,10 +362,12 @@ class Worker:
         self._door = door
         replica = dict(self.program.placement.seats(self.rank)).get(0, 0)
         self._intake: Intake | None = None if door is None else door.open(split, replica, base, cycle, until)
-        self._split, self._base, self._ema = split, base, ema
-        self._training = self._predicting = False
+        self._split, self._base, self._training = split, base, False
         self._total = None
         self._mail.begin()
+        self._forwards.begin(self.program, split, base, ema)
+        for guest in self.guests.values():
+            guest.drop()
         self._held: dict[tuple[int, int], Held] = {}
         self.results.begin()
 

@@ -1,4 +1,4 @@
-"""Forwards only: evaluation and prediction through the pipeline, in the plan's placement."""
+"""Forwards only: evaluation and prediction through the pipeline, where the training's forwards are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 
 from ..core.op import Kind, Op
+from ..core.placement import Placement
 from ..core.plan import Plan
 from ..core.schedule import Schedule
 from ..core.update import UpdateRule
@@ -15,11 +16,20 @@ from .idioms import forward
 __all__ = ["evaluation"]
 
 
-def evaluation(plan: Plan) -> Schedule:
-    """Returns the order of forwards alone, all of the newest weights."""
+def evaluation(plan: Plan, placement: Placement | None = None) -> Schedule:
+    """Returns the order of forwards alone, all of the newest weights.
+
+    Args:
+        plan: of the training.
+        placement: of its stages; the plan's unless said. Weights that are fetched are so once, and stay.
+    """
+    placed = placement or plan.placement
 
     def order(rank: int) -> Iterator[Op]:
-        seats = plan.placement.seats(rank)
+        seats = placed.passes(rank, forward=True)
+        yield from (Op(Kind.FETCH, stage, 0, replica) for stage, replica in placed.visits(rank))
+        if not seats:
+            return
         for slot in count():  # a wave: all stages of a rank, each as far behind the data as it stands behind the input
             for stage, replica in seats:
                 k = slot - stage
@@ -29,7 +39,7 @@ def evaluation(plan: Plan) -> Schedule:
     return Schedule(
         name="evaluation",
         plan=plan,
-        placement=plan.placement,
+        placement=placed,
         order=order,
         weights=Flush(2**62),
         updates=UpdateRule((1,) * len(plan.stages)),

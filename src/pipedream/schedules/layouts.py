@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..core.errors import ScheduleError
 from ..core.plan import Plan
 
-__all__ = ["Layout", "looped", "mirrored", "wave"]
+__all__ = ["Layout", "dispatched", "homes", "looped", "mirrored", "wave"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,11 @@ def _mirrored(workers: int, chunks: int) -> tuple[int, ...]:
     return tuple(worker for s in range(workers) for worker in (s, workers - 1 - s))
 
 
+def homes(workers: int, stages: int) -> tuple[int, ...]:
+    """Returns the workers of stages whose backwards follow each other in round robin; as many stages as one likes."""
+    return tuple((stages - 1 - s) % workers for s in range(stages))
+
+
 looped = Layout("stage s on worker s mod p, without replicas", _looped)
 """p stages apart (Megatron-LM, SC 2021, section 2.2.2)."""
 
@@ -83,3 +88,9 @@ bubble (Qi et al., NeurIPS 2024) and, with more, the waves of Hanayo (SC 2023)."
 
 mirrored = Layout("two replicas of each stage, on workers s and p - 1 - s, p even", _mirrored, replicas=2, chunks=None)
 """Two pipelines in opposite directions (Chimera, SC 2021)."""
+
+dispatched = Layout(
+    "the stages in round robin from the last one on, which is on the first worker",
+    lambda workers, chunks: homes(workers, workers * chunks),
+)
+"""The homes of stages that are dispatched (RoundPipe, 2026): their backwards follow each other in round robin."""

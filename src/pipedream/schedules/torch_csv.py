@@ -131,6 +131,13 @@ def to_torch_csv(schedule: Schedule | Program) -> str:
             f"schedule {name} has {'-'.join(map(str, replicas))} replicas of its stages, and PyTorch's notation one "
             "rank for each stage: it puts data parallelism around the whole pipeline; write a straight plan"
         )
+    placement = schedule.placement
+    for stage in filter(placement.is_fetched, range(placement.stages)):
+        raise ScheduleError(
+            f"schedule {name} has the forwards of stage {stage} on rank {placement.forward_rank(stage, 0)} and its "
+            f"backwards on rank {placement.rank_of(stage, 0)}, and PyTorch's notation one rank for each stage; write a "
+            "method whose stages stay where they are"
+        )
     m = schedule.microbatches
     rows = [list(_passes(schedule, rank, m)) for rank in range(schedule.placement.workers)]
     steps = _steps(schedule, rows, m, name)

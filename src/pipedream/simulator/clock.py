@@ -30,7 +30,7 @@ from ..core.op import Kind
 from ..core.program import Channel, Instruction, Move, Program, Transfer, moved
 from ..core.timeline import Span, Timeline
 from .costs import Costs
-from .flat import GIVE, OP, RECEIVE, SEND, STOP, SYNC, TURN, FlatInstruction, FlatRank, flatten
+from .flat import FETCH, GIVE, OP, RECEIVE, SEND, STOP, SYNC, TURN, FlatInstruction, FlatRank, flatten
 from .messages import Messages, Wire, described
 from .stragglers import Stragglers
 from .versions import follow
@@ -220,6 +220,10 @@ class _Clock:
                 received.append(what)
             elif code == SEND:
                 send(what, index, now)
+            elif code == FETCH:  # takes no time: what it waits for is a message
+                for wire in received:
+                    post(wire, now)
+                received.clear()
             elif code == GIVE:
                 stage, update, updates = what
                 backward_s = now - spans[-1].start_s

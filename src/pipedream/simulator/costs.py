@@ -40,6 +40,7 @@ class Costs:
             that it and those behind it take. None at all (the classic model): sums begin when all replicas
             have come to their update, nothing hides them, and they take `sync_s`.
         sum_bytes: that each stage's sum moves through a port, one way; () none.
+        weight_bytes: of the weights of each stage, where they are fetched; () none.
 
     Raises:
         ValueError: vectors of different lengths, negative seconds, or a weight gradient longer than its backward.
@@ -56,6 +57,7 @@ class Costs:
     input_bytes: float = 0.0
     buckets: tuple[tuple[tuple[float, float], ...], ...] = ()
     sum_bytes: tuple[float, ...] = ()
+    weight_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         vectors = {
@@ -73,8 +75,11 @@ class Costs:
             raise ValueError(f"buckets are for {len(self.buckets)} stages, the seconds for {len(self.forward_s)}")
         if self.sum_bytes and len(self.sum_bytes) != len(self.forward_s):
             raise ValueError(f"sum_bytes are for {len(self.sum_bytes)} stages, the seconds for {len(self.forward_s)}")
-        if self.input_bytes < 0 or min(self.sum_bytes, default=0.0) < 0:
-            raise ValueError(f"bytes cannot be negative, found {self.input_bytes} and {self.sum_bytes}")
+        if self.weight_bytes and len(self.weight_bytes) != len(self.forward_s):
+            raise ValueError(f"weight_bytes are for {len(self.weight_bytes)} stages, not for {len(self.forward_s)}")
+        if self.input_bytes < 0 or min((*self.sum_bytes, *self.weight_bytes), default=0.0) < 0:
+            found = f"{self.input_bytes}, {self.sum_bytes} and {self.weight_bytes}"
+            raise ValueError(f"bytes cannot be negative, found {found}")
         if any(weight > backward for weight, backward in zip(self.weight_s, self.backward_s, strict=True)):
             raise ValueError(
                 f"the weight gradient is a share of the backward, found {self.weight_s} of {self.backward_s} seconds"
@@ -89,7 +94,9 @@ class Costs:
         return self.cluster.speeds[self.worker(rank)]
 
     def op_s(self, kind: Kind, stage: int) -> float:
-        """Returns the seconds of an op, on a worker of speed 1."""
+        """Returns the seconds of an op, on a worker of speed 1; what a fetch takes is its message."""
+        if kind is Kind.FETCH:
+            return 0.0
         if kind is Kind.INPUT_GRADIENT:
             return self.backward_s[stage] - self.weight_s[stage]
         by_kind = {
@@ -125,6 +132,10 @@ class Costs:
         """Returns the bytes of one message: the value of the boundary that the channel crosses."""
         if channel.carries == "input":
             return self.input_bytes
+        if channel.carries == "weights":
+            return self.weight_bytes[channel.source] if self.weight_bytes else 0.0
+        if channel.carries == "kept":
+            return self.output_bytes[channel.source - 1] if channel.source else self.input_bytes
         return self.output_bytes[channel.source if channel.carries == "activation" else channel.target]
 
     def link(self, channel: Channel) -> tuple[float, float]:
@@ -134,7 +145,7 @@ class Costs:
 
     def latency_s(self, channel: Channel) -> float:
         """Returns the seconds from a message's last byte to its arrival; what costs nothing is there at once."""
-        if channel.carries == "input" and not self.input_bytes:
+        if channel.carries in ("input", "weights", "kept") and not self.channel_bytes(channel):
             return 0.0
         return self.link(channel)[1]
 
@@ -189,4 +200,5 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
         if overlap
         else (),
         sum_bytes=tuple(all_reduce_bytes(s.parameter_bytes, s.replicas, how=cluster.sums) for s in stages),
+        weight_bytes=tuple(float(stage.parameter_bytes) for stage in stages),
     )

@@ -15,9 +15,22 @@ from typing import Any, NamedTuple
 from ..core.op import Kind, Op
 from ..core.program import Instruction, Move, Program, moved
 
-__all__ = ["COUPLE", "GIVE", "OP", "RECEIVE", "SEND", "STOP", "SYNC", "TURN", "FlatInstruction", "FlatRank", "flatten"]
+__all__ = [
+    "COUPLE",
+    "FETCH",
+    "GIVE",
+    "OP",
+    "RECEIVE",
+    "SEND",
+    "STOP",
+    "SYNC",
+    "TURN",
+    "FlatInstruction",
+    "FlatRank",
+    "flatten",
+]
 
-OP, RECEIVE, SEND, SYNC, GIVE, COUPLE, TURN, STOP = range(8)
+OP, RECEIVE, SEND, SYNC, GIVE, COUPLE, FETCH, TURN, STOP = range(9)
 
 _BACKWARDS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # with which a microbatch's gradients are there
 
@@ -115,7 +128,8 @@ def flatten(program: Program, rank: int, total: int, *, gives: Iterable[int]) ->
 def _flat(program: Program, instruction: Instruction, total: int) -> FlatInstruction:
     stride = moved(instruction, program.cycle, program.updates).index - instruction.index
     if isinstance(instruction, Op):
-        code, what, letter = OP, instruction.stage, instruction.kind.value
+        what, letter = instruction.stage, instruction.kind.value
+        code = FETCH if instruction.kind is Kind.FETCH else OP
         counts_updates = instruction.kind is Kind.UPDATE
     else:
         code = {Move.SEND: SEND, Move.RECEIVE: RECEIVE, Move.SYNC: SYNC}[instruction.kind]

@@ -44,6 +44,7 @@ class _Seat:
 
     Attributes:
         stride: from one microbatch of the seat to its next.
+        is_fetched: its forwards are elsewhere; a microbatch is here for its backward alone.
         read: version that each of its microbatches reads.
         readers: version -> microbatches that read it, and have not yet made the last pass that does.
         until: the last pass that reads a kept view; None where none is kept.
@@ -67,6 +68,7 @@ class _Seat:
         row = plan.stages[stage]
         parts = program.microbatches if plan.unit == "minibatch" else 1
         self.stride = program.placement.replicas[stage]
+        self.is_fetched = program.placement.is_fetched(stage)
         self.read = [program.weights.forward_version(stage, k) for k in range(replica, total, self.stride)]
         self.readers = Counter(self.read)
         self.until = program.weights.kept_until(stage)
@@ -127,6 +129,7 @@ class _Seat:
 
     def backward(self, index: int) -> int:
         """Returns the most that the backward of a microbatch holds; then its activations are gone."""
+        self.in_flight += self.is_fetched
         most = self.held_bytes + (self.further_bytes if self.has_sums else self.first_bytes)
         self.in_flight -= 1
         self._end(index)
@@ -177,6 +180,44 @@ class _Seat:
         return [_new(Tag, (stage, k, forward, backward, k // per_update)) for k, forward, backward in versions]
 
 
+class _Visit:
+    """A stage whose forwards run on a rank where its weights do not live.
+
+    Attributes:
+        held_bytes: the receive of the weights, posted ahead; the weights that are there; inputs that are kept, from
+            their forward to the next fetch, for they wait for the backward at home.
+        has_weights: they are there.
+    """
+
+    def __init__(self, program: Program, stage: int, total: int) -> None:
+        plan, row = program.plan, program.plan.stages[stage]
+        parts = program.microbatches if plan.unit == "minibatch" else 1
+        before = plan.stages[stage - 1].output_bytes if stage else 0
+        sizes = row.sizes(parts, before, samples=plan.batch, is_last=stage + 1 == len(plan.stages))
+        self._trains = len(program.kinds) > 1
+        self._per_update = program.updates.per_update[stage]
+        self._total = total
+        self._weights_bytes: int = row.parameter_bytes
+        self._input_bytes: int = sizes.input_bytes
+        self._pass_bytes: int = sizes.activation_bytes + sizes.working_bytes
+        self._kept = 0
+        self.has_weights = not self._trains
+
+    @property
+    def held_bytes(self) -> int:
+        return (1 + self.has_weights) * self._weights_bytes + self._kept * self._input_bytes
+
+    def forward(self, index: int) -> int:
+        """Returns the most that a forward holds; behind the last of its fetch the weights are gone."""
+        if not self._trains:
+            return self.held_bytes
+        self._kept = 1 if index % self._per_update == 0 else self._kept + 1
+        self.has_weights = True
+        most = self.held_bytes + self._pass_bytes
+        self.has_weights = (index + 1) % self._per_update > 0 and index + 1 < self._total
+        return most
+
+
 def follow(program: Program, rank: int, total: int, spans: Iterable[Span], in_flight: tuple[int, ...]) -> Held:
     """Returns what a rank held in a run of `total` microbatches.
 
@@ -190,11 +231,20 @@ def follow(program: Program, rank: int, total: int, spans: Iterable[Span], in_fl
     seats = {
         stage: _Seat(program, stage, replica, total, in_flight) for stage, replica in program.placement.seats(rank)
     }
-    memory = [sum(seat.start_bytes for seat in seats.values())]
     trains = len(program.kinds) > 1
-    several = len(seats) > 1
+    visits = {stage: _Visit(program, stage, total) for stage, _ in program.placement.visits(rank)}
+    memory = [sum(seat.start_bytes for seat in seats.values()) + sum(visit.held_bytes for visit in visits.values())]
+    several = len(seats) + len(visits) > 1
+    most_visiting = 0
     for _, kind, stage, index, _, _ in spans:
         if kind == "wait":
+            continue
+        if kind == "F" and stage in visits:
+            visiting = sum(visit.has_weights for visit in visits.values() if visit is not visits[stage])
+            most_visiting = max(most_visiting, 1 + visiting)
+            most = visits[stage].forward(index)
+            others = [held.held_bytes for at, held in visits.items() if at != stage]
+            memory.append(most + sum(seat.held_bytes for seat in seats.values()) + sum(others))
             continue
         seat = seats[stage]
         if kind == "F":
@@ -209,9 +259,10 @@ def follow(program: Program, rank: int, total: int, spans: Iterable[Span], in_fl
             most = seat.update(index)
         else:
             most = seat.held_bytes
+        most += sum(visit.held_bytes for visit in visits.values())
         memory.append(most + sum(s.held_bytes for s in seats.values() if s is not seat) if several else most)
     return Held(
-        peak_versions=sum(seat.peak for seat in seats.values()),
+        peak_versions=sum(seat.peak for seat in seats.values()) + most_visiting,
         tags=tuple(tag for stage, seat in seats.items() for tag in seat.tags(program, stage)),
         memory=tuple(memory),
     )

@@ -13,6 +13,7 @@ from math import ceil, lcm
 from ..core.errors import ScheduleError
 from ..core.op import Kind, Op
 from ..core.program import Channel, Program
+from ..core.schedule import fetched_for
 from .rules import check_rules
 from .unrolled import Unrolled, unroll
 from .waits import check_waits
@@ -32,11 +33,14 @@ class Proof:
         residues: at how many residues of the period a drain may begin; more than were checked where
             replica counts have a large common multiple.
         seats: the (stage, replica) pairs of each rank.
-        peak_in_flight: of each rank, microbatches forwarded and not yet backwarded; 0 without backwards.
-        peak_versions: of each rank, distinct sets of weights alive at once, the newest included.
+        peak_in_flight: of each rank, microbatches forwarded and not yet backwarded; 0 without backwards. What a forward
+            away from home has read is counted there until the next fetch of its stage, and at home during its backward.
+        peak_versions: of each rank, distinct sets of weights alive at once, the newest included, and fetched ones, from
+            their fetch to the last forward that reads them.
         seat_in_flight, seat_versions: the same of each of a rank's seats by itself. Where they are several, what the
             rank holds at its worst moment may be less than their sum, for they are not at their most together.
         staleness: of each stage, the most updates that a gradient is late.
+        guests: of each rank, the stages whose forwards it runs on weights that it fetches; they count in its peaks.
     """
 
     schedule: str
@@ -49,6 +53,7 @@ class Proof:
     seat_in_flight: tuple[tuple[int, ...], ...]
     seat_versions: tuple[tuple[int, ...], ...]
     staleness: tuple[int, ...]
+    guests: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.totals[:6])) + (", ..." if len(self.totals) > 6 else "")
@@ -67,6 +72,8 @@ class Proof:
             if len(seats) > 1:  # each stage by itself below
                 each = zip(names, self.seat_in_flight[rank], self.seat_versions[rank], late, strict=True)
                 rows += [f"{'':>4}  {'. ' + name:<8}  {held:>9}  {count:>8}  {by:>9}" for name, held, count, by in each]
+            if self.guests and self.guests[rank]:
+                rows.append(f"{'':>4}  + forwards of {', '.join(map(str, self.guests[rank]))} on fetched weights")
         return "\n".join(rows)
 
 
@@ -108,6 +115,7 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
         seat_in_flight=tuple(tuple(held for held, _ in rank[1:]) for rank in most),
         seat_versions=tuple(tuple(count for _, count in rank[1:]) for rank in most),
         staleness=tuple(_staleness(program, stage, totals[-1]) for stage in range(program.placement.stages)),
+        guests=tuple(tuple(stage for stage, _ in program.placement.visits(rank)) for rank in ranks),
     )
 
 
@@ -160,7 +168,7 @@ def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
     program = run.program
     seats = program.placement.seats(rank)
     if len(program.kinds) == 1:
-        return [(0, len(seats)), *[(0, 1)] * len(seats)]
+        return [(0, len(seats) + len(program.placement.visits(rank))), *[(0, 1)] * len(seats)]
     held: list[tuple[int, int]] = []
     alive: list[tuple[int, int]] = []
     peaks: list[tuple[int, int]] = []
@@ -177,13 +185,39 @@ def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
                 f"{program.weights.name!r} keeps {allowed}",
             )
         open_ = [
-            (run.ops[Op(Kind.FORWARD, stage, k, replica)][1], run.ops[Op(last, stage, k, replica)][1])
+            (
+                _begins(run, stage, replica, k),
+                run.ops[Op(last, stage, k, replica)][1] + program.placement.is_fetched(stage),
+            )
             for k in range(replica, run.total, program.placement.replicas[stage])
         ]
         peaks.append((_peak(open_)[0], found))
         alive += lives
         held += open_
+    for kept, fetched in _visits(run, rank):
+        held += kept
+        alive.append(fetched)
     return [(_peak(held)[0], _peak(alive)[0]), *peaks]
+
+
+def _begins(run: Unrolled, stage: int, replica: int, k: int) -> int:
+    """Returns where a microbatch begins at a seat: with its forward, or with its backward if that alone is there."""
+    kind = Kind.BACKWARD if run.program.placement.is_fetched(stage) else Kind.FORWARD
+    return run.ops[Op(kind, stage, k, replica)][1]
+
+
+def _visits(run: Unrolled, rank: int) -> Iterable[tuple[list[tuple[int, int]], tuple[int, int]]]:
+    """Yields, for each fetch of a rank, how long what its forwards have read is kept, and how long its weights are."""
+    program = run.program
+    for stage, replica in program.placement.visits(rank):
+        reads: dict[int, list[int]] = {}
+        for k in range(run.total):
+            fetch = fetched_for(stage, k, program.updates, program.kinds)
+            reads.setdefault(fetch, []).append(run.ops[Op(Kind.FORWARD, stage, k, replica)][1])
+        fetched = [run.ops[Op(Kind.FETCH, stage, k, replica)][1] for k in reads]
+        until = [*fetched[1:], len(run.streams[rank])]
+        for at, again, positions in zip(fetched, until, reads.values(), strict=True):
+            yield [(position, again) for position in positions], (at, max(positions))
 
 
 def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]:
@@ -199,7 +233,7 @@ def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]
     for k in range(replica, run.total, program.placement.replicas[stage]):
         first = program.weights.forward_version(stage, k)
         second = program.weights.backward_version(stage, k)
-        begin, end = ops[Op(Kind.FORWARD, stage, k, replica)][1], ops[Op(last, stage, k, replica)][1]
+        begin, end = _begins(run, stage, replica, k), ops[Op(last, stage, k, replica)][1]
         if until is None:
             dies[first] = max(dies[first], end if program.weights.held_until is Kind.BACKWARD else begin)
         else:  # the version is read once, by the first forward; a set of its own keeps the view

@@ -59,10 +59,13 @@ class Unrolled:
             "schedule's order or its lowering"
         )
 
-    def producer(self, message: Message) -> Op:
-        """Returns the op whose result a message carries."""
+    def producer(self, message: Message) -> Op | None:
+        """Returns the op whose result a message carries; None for the weights that were there from the start."""
         channel, k = message
         ends = self.program.channels[channel]
+        if ends.carries == "weights":
+            version = self.program.weights.forward_version(ends.source, k)
+            return Op(Kind.UPDATE, ends.source, version) if version else None
         kind = self._gradient if ends.carries == "gradient" else Kind.FORWARD
         return Op(kind, ends.source, k, self.program.placement.replica(ends.source, k))
 
@@ -70,7 +73,8 @@ class Unrolled:
         """Returns the op that reads a message, after which its place in the ring is free."""
         channel, k = message
         ends = self.program.channels[channel]
-        kind = self._gradient if ends.carries == "gradient" else Kind.FORWARD
+        kind = self._gradient if ends.carries in ("gradient", "kept") else Kind.FORWARD
+        kind = Kind.FETCH if ends.carries == "weights" else kind
         return Op(kind, ends.target, k, self.program.placement.replica(ends.target, k))
 
     @property
@@ -99,7 +103,7 @@ def unroll(program: Program, total: int) -> Unrolled:
         for source, target in inputs:
             if op.kind is Kind.FORWARD and op.stage == target:
                 need = Op(Kind.FORWARD, source, op.index, program.placement.replica(source, op.index))
-                _check_arrival(run, op, need, "input", routes)
+                _check_arrival(run, op, need, run.ops[need][0], "input", routes)
     return run
 
 
@@ -119,34 +123,42 @@ def _stream(program: Program, rank: int, total: int) -> tuple[Instruction, ...]:
 
 
 def _check_lacks_nothing(program: Program, rank: int, total: int, found: Collection[Instruction]) -> None:
-    """Checks that all ops of a rank's seats are among those that were found."""
-    for stage, replica in program.placement.seats(rank):
-        wanted = [
-            Op(kind, stage, k, replica)
-            for k in range(replica, total, program.placement.replicas[stage])
-            for kind in program.kinds
-        ]
-        if len(program.kinds) > 1:
-            wanted += [Op(Kind.UPDATE, stage, n, replica) for n in range(1, program.updates.updates(stage, total) + 1)]
-        lacking = [op for op in wanted if op not in found]
-        if lacking:
-            raise ScheduleError(
-                f"program {program.schedule!r}: rank {rank} lacks {lacking[0]} in a run of {total} microbatches; each "
-                "op of each microbatch must come once"
-            )
+    """Checks that all ops of a rank are among those that were found."""
+    placement = program.placement
+    wanted = [
+        Op(kind, stage, k, replica)
+        for kind in program.kinds
+        for stage, replica in placement.passes(rank, forward=kind is Kind.FORWARD)
+        for k in range(replica, total, placement.replicas[stage])
+    ]
+    if len(program.kinds) > 1:
+        for stage, replica in placement.seats(rank):
+            numbers = range(1, program.updates.updates(stage, total) + 1)
+            wanted += [Op(Kind.UPDATE, stage, n, replica) for n in numbers]
+    lacking = [op for op in (*program.fetches(rank, total), *wanted) if op not in found]
+    if lacking:
+        first = min(lacking, key=lambda op: (op.stage, op.kind is Kind.UPDATE, op.index))
+        raise ScheduleError(
+            f"program {program.schedule!r}: rank {rank} lacks {first} in a run of {total} microbatches; each op of "
+            "each microbatch must come once"
+        )
 
 
 def _index(run: Unrolled, rank: int) -> None:
-    seats = set(run.program.placement.seats(rank))
-    channels = run.program.channels
+    placement, channels = run.program.placement, run.program.channels
+    seats, passes = set(placement.seats(rank)), set(placement.passes(rank, forward=True))
+    fetches = set(run.program.fetches(rank, run.total))
     for position, instruction in enumerate(run.streams[rank]):
         kind = instruction.kind
         if isinstance(instruction, Op):
-            if kind is not Kind.UPDATE and kind not in run.program.kinds:
+            if kind is Kind.FETCH and instruction not in fetches:
+                raise run.error(rank, position, "a fetch of weights that live here, or that nothing here is to read")
+            if kind not in (Kind.UPDATE, Kind.FETCH) and kind not in run.program.kinds:
                 raise run.error(rank, position, "an op of a kind that this schedule does not have")
             stage, replica = instruction.stage, instruction.replica
-            expected = replica if kind is Kind.UPDATE else run.program.placement.replica(stage, instruction.index)
-            if (stage, replica) not in seats or replica != expected:
+            expected = replica if kind is Kind.UPDATE else placement.replica(stage, instruction.index)
+            here = passes if kind in (Kind.FORWARD, Kind.FETCH) else seats
+            if (stage, replica) not in here or replica != expected:
                 raise run.error(rank, position, f"an op of another rank or replica ({replica} of stage {stage})")
             if instruction in run.ops:
                 raise run.error(rank, position, f"done before, at instruction {run.ops[instruction][1]}")
@@ -186,9 +198,12 @@ def _check_messages(run: Unrolled) -> None:
         rank = run.program.channels[message[0]].sender
         if message not in run.received:
             raise run.error(rank, position, f"microbatch {message[1]} is sent but never received")
-        place = run.ops.get(run.producer(message))
+        maker = run.producer(message)
+        if maker is None:
+            continue
+        place = run.ops.get(maker)
         if place is None or place[0] != rank or place[1] > position:
-            raise run.error(rank, position, f"{run.producer(message)}, which makes it, does not come before")
+            raise run.error(rank, position, f"{maker}, which makes it, does not come before")
     for number, order in run.sequences.items():
         for i, (left, arrived) in enumerate(zip(order, arrivals[number], strict=True)):
             if left != arrived:
@@ -218,8 +233,18 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int, routes: _Route
         if place[0] == rank:
             if place[1] > limit:
                 raise run.error(rank, position, f"needs {need}, which comes later, at instruction {place[1]}")
-        elif op.kind is not Kind.UPDATE:
-            _check_arrival(run, op, need, "activation" if op.kind is Kind.FORWARD else "gradient", routes)
+        elif op.kind not in (Kind.UPDATE, Kind.FETCH):
+            _check_arrival(run, op, need, place[0], _carries(op, need), routes)
+    if op.kind is Kind.FETCH:  # also of the weights that no update has made
+        home = program.placement.rank_of(op.stage, op.index)
+        _check_arrival(run, op, op, home, "weights", routes)
+
+
+def _carries(op: Op, need: Op) -> str:
+    """Returns what brings the result of a pass to another."""
+    if op.kind is Kind.FORWARD:
+        return "activation"
+    return "kept" if need.kind is Kind.FORWARD else "gradient"
 
 
 def _check_whole_rank(run: Unrolled, op: Op, rank: int, position: int) -> None:
@@ -232,10 +257,9 @@ def _check_whole_rank(run: Unrolled, op: Op, rank: int, position: int) -> None:
                 raise run.error(rank, position, f"waits for all stages, but {need} of this rank comes later")
 
 
-def _check_arrival(run: Unrolled, op: Op, need: Op, carries: str, routes: _Routes) -> None:
+def _check_arrival(run: Unrolled, op: Op, need: Op, sender: int, carries: str, routes: _Routes) -> None:
     """Checks that the result of an op on another rank is received before the op that reads it."""
     rank, position = run.ops[op]
-    sender = run.ops[need][0]
     if sender == rank:
         return
     channel = routes.get((sender, rank, carries, need.stage, op.stage))

@@ -1,0 +1,125 @@
+"""The forwards of one rank: from what arrived at a stage to what goes on, or to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ..core.op import Op
+from ..core.program import Program
+from .batches import flatten, to_device, unflatten
+from .guest import Guest, Parcel
+from .mail import Mail
+from .message import Content, Message
+from .recompute import Run
+from .results import Results
+from .scoring import Scorer
+from .seat import Seated
+from .stage import Held, outputs_of
+
+__all__ = ["Forwards"]
+
+
+class Forwards:
+    """Forwards of a rank. Life: `begin` a stream; then one call for each microbatch at a stage.
+
+    Args:
+        rank: whose.
+        mail: of the rank.
+        scorer: of the last stage's outputs.
+        results: where outputs go.
+        device: where it computes.
+        where: tells in words what the rank does, for errors.
+
+    Attributes:
+        trains: backwards follow.
+        predicting: outputs are given, not scored.
+    """
+
+    def __init__(
+        self, rank: int, mail: Mail, scorer: Scorer, results: Results, device: torch.device, where: Callable[[], str]
+    ) -> None:
+        self._rank = rank
+        self._mail = mail
+        self._scorer = scorer
+        self._results = results
+        self._device = device
+        self._where = where
+
+    def begin(self, program: Program, split: int, base: int, ema: bool) -> None:
+        """Gets ready for a stream that begins at minibatch `base`, each of `split` microbatches."""
+        self._program, self._split, self._base, self._ema = program, split, base, ema
+        self._last = program.placement.stages - 1
+        self.trains = self.predicting = False
+
+    def training(self, op: Op, seat: Seated | Guest, message: Message) -> tuple[Held, Run]:
+        """Returns what is kept of a microbatch for its backward, and its forward, which fills that in."""
+        version = self._program.weights.forward_version(op.stage, op.index)
+        weights = seat.read(version)
+        held = Held(weights, (), (), message.gradients, op.index, version)
+        targets = self._mail.take("input", op) if op.stage == self._last else None
+
+        def run(message: Message, again: bool = False) -> Message:
+            if op.stage == 0:
+                value = self._value_of(message)
+            else:
+                value, held.entries = seat.module.enter(message.structure, message.tensors, message.gradients)
+            read = seat.read_again(held) if again else weights
+            output = seat.forward(value, read, self._number(op.index), op.stage == 0)
+            if targets is None:
+                structure, held.outputs, wants = outputs_of(output)
+                return message.carrying(structure, held.outputs, wants, version)
+            key, wanted = op.index // self._split, self._value_of(targets)
+            with seat.module.casting():
+                value, held.weight, held.scale = self._scorer.score(
+                    key, message, output, wanted, self._rank, self._where(), again
+                )
+            held.outputs = (value,)
+            return message
+
+        return held, run
+
+    def again(self, op: Op, seat: Seated, message: Message) -> Held:
+        """Returns what a forward elsewhere has left of a microbatch: its input, on which the backward does it again."""
+        seat.next_forward = op.index + 1
+        if message.content is Content.EMPTY:
+            return Held(None, (), (), (), op.index)
+        held, run = self.training(op, seat, message)
+        held.again = lambda: run(message, True)
+        return held
+
+    def alone(self, op: Op, seat: Seated | Guest, message: Message) -> Message:
+        """Runs a forward that has no backward."""
+        there: AbstractContextManager[None] = nullcontext()
+        if isinstance(seat, Guest):
+            leaves, there = seat.leaves, seat.evaluating()
+        else:
+            leaves = self._leaves_of(seat)
+        with torch.no_grad(), there:
+            output = seat.module.forward(self._value_of(message), leaves, self._number(op.index), op.stage == 0)
+            if op.stage < self._last:
+                return message.carrying(*flatten(output))
+            if self.predicting:
+                self._results.give_output(op.index, message.carrying(*flatten(output)))
+            else:
+                with seat.module.casting():
+                    self._scorer.assess(message, output, self._value_of(self._mail.take("input", op)))
+        return message
+
+    def lend(self, stage: int, index: int, seat: Seated, parcel: Parcel) -> Message:
+        """Returns the weights of a seat for the forwards from a microbatch on, which are elsewhere."""
+        version = self._program.weights.forward_version(stage, index) if self.trains else 0
+        leaves = seat.versions.peek(version).leaves if self.trains else self._leaves_of(seat)
+        return Message(index, tensors=(parcel.pack(leaves),), version=version)
+
+    def _leaves_of(self, seat: Seated) -> dict[str, torch.Tensor]:
+        return seat.optimizer.ema if self._ema else seat.versions.peek().leaves
+
+    def _value_of(self, message: Message) -> Any:
+        return to_device(unflatten(message.structure, message.tensors), self._device)  # type: ignore[arg-type]
+
+    def _number(self, index: int) -> int:
+        return self._base * self._split + index

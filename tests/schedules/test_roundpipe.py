@@ -1,0 +1,298 @@
+"""RoundPipe: its closed forms against a loop over slots, what travels, and programs that break its rules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from math import gcd
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipedream as pd
+from pipedream.core.cluster import Cluster
+from pipedream.core.coupling import Policy
+from pipedream.core.errors import ArtifactError, DeadlockError, PlanError, ScheduleError
+from pipedream.core.op import Kind, Op
+from pipedream.core.placement import Dispatched
+from pipedream.core.plan import Plan
+from pipedream.core.profile import LayerProfile, Profile
+from pipedream.core.program import Instruction, Move, Program, RankProgram, Transfer, moved
+from pipedream.core.schedule import Schedule
+from pipedream.lowering import lower
+from pipedream.metrics import measure
+from pipedream.phases import phases_of, prepare
+from pipedream.schedules import build, evaluation, uniform
+from pipedream.schedules.layouts import homes
+from pipedream.schedules.roundpipe import roundpipe
+from pipedream.simulator import costs, simulate
+from pipedream.verifier import verify
+
+
+def plan_of(p: int, stages: int, f: float = 1.0, b: float = 2.0, transfer_s: float = 0.0) -> Plan:
+    return Plan.uniform(stages, f, b, transfer_s, order=homes(p, stages))
+
+
+def slots_of(stages: int, forwards: int, f: float, b: float) -> list[float]:
+    """Returns the seconds that a microbatch takes in each slot, as the paper counts them."""
+    last = stages - 1
+    coarse = [f * len(range(first, min(first + forwards, last))) for first in range(0, last, forwards)]
+    return [*coarse, *[f + b] * stages]
+
+
+def dispatched(slots: list[float], p: int, m: int) -> float:
+    """Returns the seconds of a row of slots, dispatched one by one: microbatch k begins in slot j when it has left slot
+    j - 1 and the worker is free."""
+    free, left = [0.0] * p, [0.0] * m
+    for j, seconds in enumerate(slots):
+        for k in range(m):
+            free[j % p] = left[k] = max(free[j % p], left[k]) + seconds
+    return max(left)
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
+    p = draw(st.integers(1, 6))
+    return p, draw(st.integers(p, 3 * p + 2)), draw(st.integers(1, 3 * p + 2))
+
+
+@given(sizes(), st.integers(1, 4), st.floats(0.1, 4.0), st.floats(0.0, 6.0), st.integers(1, 3))
+def test_slots_go_round_the_workers(size: tuple[int, int, int], forwards: int, f: float, b: float, n: int) -> None:
+    p, stages, m = size
+    schedule = roundpipe(plan_of(p, stages, f, b), m, forwards=forwards)
+    timeline = simulate(lower(schedule), costs(schedule.plan), n * m)
+    assert timeline.makespan_s == pytest.approx(n * dispatched(slots_of(stages, forwards, f, b), p, m))
+    if forwards == 1:
+        assert schedule.claims.makespan_s is not None
+        assert timeline.makespan_s == pytest.approx(schedule.claims.makespan_s(p, m, n, f, b, 0.0))
+
+
+@pytest.mark.parametrize("p", range(1, 7))
+@pytest.mark.parametrize("forwards", [1, 2, 3])
+def test_equal_slots_have_the_papers_bubble(p: int, forwards: int) -> None:
+    """p - 1 idle slots of one microbatch at either end of a minibatch: p (p - 1)/(n m + p (p - 1))."""
+    sizes = [stages for stages in range(max(p, 2), 5 * p + 5) if not (stages - 1) % forwards]
+    even = [stages for stages in sizes if not len(slots_of(stages, forwards, 1.0, 1.0)) % p]
+    assert even or gcd(p, forwards + 1) > 1
+    for stages, m in product(even[:2], (p, p + 1, 3 * p)):
+        slots = slots_of(stages, forwards, 1.0, forwards - 1.0)
+        schedule = roundpipe(plan_of(p, stages, 1.0, forwards - 1.0), m, forwards=forwards)
+        n = len(slots)
+        found = measure(simulate(lower(schedule), costs(schedule.plan), m))
+        assert found.bubble == pytest.approx(p * (p - 1) / (n * m + p * (p - 1)), abs=1e-9)
+        assert found.makespan_s == pytest.approx(forwards * ((n // p) * m + p - 1))
+
+
+@given(sizes(), st.integers(1, 4))
+def test_the_proof_counts_guests(size: tuple[int, int, int], forwards: int) -> None:
+    """Beside its own a worker has the weights of one slot; where each forward is a slot, of one stage."""
+    p, stages, m = size
+    schedule = roundpipe(plan_of(p, stages), m, forwards=forwards)
+    program = lower(schedule)
+    proof, placement = verify(program), schedule.placement
+    timeline = simulate(program, costs(schedule.plan), 2 * m)
+    assert timeline.peak_versions == proof.peak_versions
+    for rank in range(p):
+        guests = proof.peak_versions[rank] - len(placement.seats(rank))
+        assert (guests > 0) == (len(placement.visits(rank)) > 0)
+        assert guests <= min(forwards, len(placement.visits(rank)))
+    if forwards == 1:
+        claims = schedule.claims
+        assert claims.in_flight is not None
+        assert claims.versions is not None
+        assert proof.peak_in_flight == tuple(claims.in_flight(p, m, rank) for rank in range(p))
+        assert proof.peak_versions == tuple(claims.versions(p, m, rank) for rank in range(p))
+    verify(lower(evaluation(schedule.plan, placement)))
+
+
+@given(sizes(), st.integers(1, 3))
+def test_weights_travel_once_a_minibatch_and_gradients_of_weights_never(size: tuple[int, int, int], n: int) -> None:
+    p, stages, m = size
+    schedule = roundpipe(plan_of(p, stages), m)
+    program = lower(schedule)
+    sent = [
+        (program.channels[item.channel], item.index)
+        for rank in range(p)
+        for item in program.instructions(rank, n * m)
+        if isinstance(item, Transfer) and item.kind is Move.SEND
+    ]
+    for stage in range(stages):
+        away = schedule.placement.is_fetched(stage)
+        first = [k for channel, k in sent if (channel.carries, channel.source) == ("weights", stage)]
+        assert first == [t * m for t in range(n)] * away
+        kept = [k for channel, k in sent if (channel.carries, channel.source) == ("kept", stage)]
+        assert sorted(kept) == list(range(n * m)) * away
+    assert {channel.carries for channel, _ in sent} <= {"activation", "gradient", "input", "weights", "kept"}
+
+
+def test_weights_take_their_time() -> None:
+    """A forward away from home waits for its weights; of a minibatch behind the first, from the update on."""
+    plan = plan_of(3, 4)
+    heavy = replace(plan, stages=tuple(replace(stage, parameter_bytes=50, output_bytes=0) for stage in plan.stages))
+    slow = replace(heavy, cluster=Cluster.flat(3, 10.0))
+    schedule = build("roundpipe", slow, 3)
+    assert [s for s in range(4) if schedule.placement.is_fetched(s)] == [1, 2]
+    timeline = simulate(lower(schedule), costs(schedule.plan), 6)
+    begins = {
+        (span.stage, span.index): span.start_s for span in timeline.work() if span.kind == "F" and span.index in (0, 3)
+    }
+    updates = {(span.stage, span.index): span.end_s for span in timeline.work() if span.kind == "U"}
+    assert begins[0, 0] == 0.0
+    assert begins[1, 0] == 5.0
+    for stage in (1, 2):
+        assert begins[stage, 3] >= updates[stage, 1] + 5.0
+    sends = [span for span in timeline.spans if span.kind == "send" and span.end_s - span.start_s > 4.9]
+    assert sorted((span.stage, span.index) for span in sends) == [(1, 0), (1, 3), (2, 0), (2, 3)]
+
+
+# -- broken programs ------------------------------------------------------------------------------------
+
+
+PROGRAM = lower(roundpipe(plan_of(4, 5), 4))
+GUESTS = [(rank, stage) for rank in range(4) for stage, _ in PROGRAM.placement.visits(rank)]
+
+
+def channel(carries: str, stage: int) -> int:
+    return next(i for i, c in enumerate(PROGRAM.channels) if (c.carries, c.source) == (carries, stage))
+
+
+def refused(
+    rank: int, edit: Callable[[list[Instruction]], list[Instruction]], ahead: tuple[Instruction, ...] = ()
+) -> str:
+    """Returns what the proof says of the program, the text of a rank being edited from microbatch 8 on, behind what is
+    brought forward."""
+    mine = PROGRAM.ranks[rank]
+    turns = [[moved(item, 4 * turn, PROGRAM.updates) for item in mine.period] for turn in range(3)]
+    ranks = list(PROGRAM.ranks)
+    ranks[rank] = RankProgram((*mine.warmup, *turns[0], *turns[1], *ahead), tuple(edit(turns[2])))
+    with pytest.raises((ScheduleError, DeadlockError)) as caught:
+        verify(replace(PROGRAM, ranks=tuple(ranks)))
+    return str(caught.value)
+
+
+def test_the_helper_leaves_a_program_what_it_was() -> None:
+    assert GUESTS
+    with pytest.raises(BaseException, match="DID NOT RAISE"):
+        refused(0, lambda items: items)
+
+
+@pytest.mark.parametrize(("rank", "stage"), GUESTS)
+def test_a_fetch_that_is_not_there_or_not_in_time(rank: int, stage: int) -> None:
+    fetch = Op(Kind.FETCH, stage, 8)
+    arrives = Transfer(Move.RECEIVE, channel("weights", stage), 8)
+
+    def later(items: list[Instruction]) -> list[Instruction]:
+        at = items.index(Op(Kind.FORWARD, stage, 8))
+        return [*(x for x in items[: at + 1] if x != fetch), fetch, *items[at + 1 :]]
+
+    def unread(items: list[Instruction]) -> list[Instruction]:
+        rest = [x for x in items if x != arrives]
+        at = rest.index(fetch)
+        return [*rest[: at + 1], arrives, *rest[at + 1 :]]
+
+    assert f"rank {rank} lacks {stage}H8" in refused(rank, lambda items: [x for x in items if x != fetch])
+    assert f"{stage}F8: needs {stage}H8, which comes later" in refused(rank, later)
+    assert re.search(rf"{arrives}: {stage}H8, which reads it, does not follow", refused(rank, unread))
+    assert "done before" in refused(rank, lambda items: [*items, fetch])
+    others = Op(Kind.FETCH, PROGRAM.placement.seats(rank)[0][0], 8)
+    assert "weights that live here, or that nothing here is to read" in refused(rank, lambda items: [others, *items])
+
+
+@pytest.mark.parametrize(("rank", "stage"), GUESTS)
+def test_a_fetch_in_the_place_of_weights_that_are_still_read(rank: int, stage: int) -> None:
+    """The next minibatch's weights stand there before the last forward of this one."""
+    here = [Transfer(Move.RECEIVE, channel("weights", stage), 8), Op(Kind.FETCH, stage, 8)]
+    coming = [moved(item, 4, PROGRAM.updates) for item in here]
+
+    def early(items: list[Instruction]) -> list[Instruction]:
+        rest = [item for item in items if item not in here]
+        at = rest.index(Op(Kind.FORWARD, stage, 11))
+        return [*rest[:at], *coming, *rest[at:]]
+
+    assert f"{stage}F11: reads what {stage}H8 fetched; found there is {stage}H12" in refused(rank, early, tuple(here))
+
+
+@pytest.mark.parametrize(("rank", "stage"), GUESTS)
+def test_weights_that_leave_before_their_update_or_behind_the_next(rank: int, stage: int) -> None:
+    home = PROGRAM.placement.rank_of(stage, 0)
+    leaves = Transfer(Move.SEND, channel("weights", stage), 8)
+
+    soon, made = moved(leaves, 4, PROGRAM.updates), Op(Kind.UPDATE, stage, 3)
+
+    def early(items: list[Instruction]) -> list[Instruction]:
+        rest = [item for item in items if item != leaves]
+        return [*rest[: rest.index(made)], soon, *rest[rest.index(made) :]]
+
+    assert f"{soon}: {made}, which makes it, does not come before" in refused(home, early, (leaves,))
+    said = refused(home, lambda items: [*(x for x in items if x != leaves), leaves])
+    assert f"sends version 2, in whose place {stage}U3 has written" in said
+    assert "is received but never sent" in refused(home, lambda items: [x for x in items if x != leaves])
+
+
+@pytest.mark.parametrize(("rank", "stage"), GUESTS)
+def test_what_a_forward_has_read_must_come_home(rank: int, stage: int) -> None:
+    arrives = Transfer(Move.RECEIVE, channel("kept", stage), 9)
+
+    def later(items: list[Instruction]) -> list[Instruction]:
+        rest = [item for item in items if item != arrives]
+        at = rest.index(Op(Kind.BACKWARD, stage, 9))
+        return [*rest[: at + 1], arrives, *rest[at + 1 :]]
+
+    assert f"{stage}B9, which reads it, does not follow" in refused(PROGRAM.placement.rank_of(stage, 0), later)
+
+
+def test_a_program_is_read_again_as_it_was() -> None:
+    program = lower(roundpipe(plan_of(4, 7), 4, forwards=3))
+    again = Program.from_json(program.to_json())
+    assert again == program
+    assert isinstance(again.placement, Dispatched)
+    assert Kind.FETCH in {item.kind for mine in again.ranks for item in mine.period}
+    wrong = program.to_json().replace('"forwards"', '"backwards"')
+    with pytest.raises(ArtifactError, match="backwards"):
+        Program.from_json(wrong)
+    with pytest.raises(ValueError, match="one home and one rank"):
+        Dispatched(((0,), (1,)), (0,))
+    with pytest.raises(ValueError, match="ranks 0 to 1, found"):
+        Dispatched(((0,), (1,)), (0, 2))
+
+
+# -- plans ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_laid_out_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"round robin from the last one on.*name the workers \(2, 1, 0\)"):
+        build("roundpipe", Plan.uniform(3))
+    with pytest.raises(ScheduleError, match="without replicas; found plan 2-1"):
+        build("roundpipe", Plan.uniform(2, replicas=(2, 1)))
+    with pytest.raises(ScheduleError, match="at least 1 stage, found 0"):
+        roundpipe(plan_of(2, 2), forwards=0)
+    with pytest.raises(ScheduleError, match="their stages live on other ranks"):
+        prepare(plan_of(3, 3), phases_of(None, None, "roundpipe/3:4,1f1b/3"), Policy())
+
+
+def test_a_plan_says_what_is_done_twice_and_counts_guests() -> None:
+    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 8, 100, activation_bytes=1000),) * 8, batch=16)
+    free = pd.plan(profile, Cluster.flat(4), schedule="roundpipe")
+    assert [stage.recompute for stage in free.stages] == [True] * 7 + [False]
+    assert free.microbatches == 16
+    assert free.period_s == pytest.approx(8.0, rel=1e-3)  # 1 + 3 seconds of each of two stages
+    peaks = simulate(lower(build("roundpipe", free, 16)), costs(free, split=16), 16).peak_bytes
+    alone = max(free.worker_bytes.values())
+    assert max(peaks) > alone  # weights that are fetched, inputs that wait
+    fits = pd.plan(profile, Cluster.flat(4, memory_bytes=max(peaks)), schedule="roundpipe")
+    assert replace(fits, cluster=free.cluster) == free
+    with pytest.raises(
+        PlanError, match=r"worker \d needs up to .* forwards of stages \d, \d, whose weights it fetches"
+    ):
+        pd.plan(profile, Cluster.flat(4, memory_bytes=max(peaks) - 1), schedule="roundpipe")
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 3))
+def test_uniform_plans(chunks: int) -> None:
+    schedule: Schedule = build("roundpipe", uniform("roundpipe", 4, chunks=chunks))
+    assert len(schedule.plan.stages) == 4 * chunks
+    assert schedule.microbatches == 16
