@@ -99,7 +99,7 @@ class Handing(_Waits):
         self.early = early
 
     def _step(self, rank: int, instruction: Instruction) -> bool:
-        row, m = self.run.program.placement.ranks[0], self.run.program.microbatches
+        row, m = self.run.program.placement.readers, self.run.program.microbatches
         if (
             isinstance(instruction, Op)
             and (instruction.kind, instruction.stage) == (Kind.FORWARD, 0)
