@@ -146,6 +146,13 @@ def endure(programs: int, seed: int) -> None:
             assert count <= proof.peak_versions[rank]
 
 
+def test_a_depth_that_rests_on_a_lag() -> None:
+    """Found by one of ten thousand: ZB-H2 doubles a depth that is legal only because a stage lags."""
+    plan = replace(Plan.uniform(4, replicas=(1, 1, 2, 1)), in_flight=(3, 2, 1, 2), lag=(0, 0, 1, 0))
+    for name in ("1f1b", "zb_h1", "zb_h2"):
+        verify(lower(build(name, plan, 4)))
+
+
 def test_random_programs_endure() -> None:
     endure(8 * len(SCHEDULES), 1)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..core.depth import legal
 from ..core.op import Op
 from ..core.placement import Seat
 from ..core.plan import Plan
@@ -27,7 +28,8 @@ __all__ = ["METHODS", "zb_h2"]
 def zb_h2(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns ZB-H2; 4 microbatches a stage unless asked, twice the warm-up forwards of the plan's depth."""
     m = share_out("zb_h2", plan, microbatches, 4 * len(plan.stages))
-    warmups = [2 * (count - 1) for count in plan.in_flight]
+    # Legal where no stage lags: a depth that rests on a lag, which a flush does not have, is not when doubled.
+    warmups = [count - 1 for count in legal(tuple(2 * count - 1 for count in plan.in_flight), plan.replicas)]
 
     def ops(seat: Seat) -> Iterator[Op]:
         warmup = warmups[seat[0]]
