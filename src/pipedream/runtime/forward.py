@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,34 @@ from .scoring import Scorer
 from .seat import Seated
 from .stage import Held, outputs_of
 
-__all__ = ["Forwards"]
+__all__ = ["Forwards", "Stream"]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What one stream of a rank is.
+
+    Attributes:
+        split: microbatches of a minibatch.
+        base: minibatches since the start of training before it.
+        trains: backwards follow.
+        predicts: outputs are given, not scored.
+        ema: forwards without backwards read the average of the weights.
+    """
+
+    split: int = 1
+    base: int = 0
+    trains: bool = False
+    predicts: bool = False
+    ema: bool = False
+
+    def minibatch(self, index: int) -> int:
+        """Returns the minibatch of a microbatch, both counted from the beginning of the stream."""
+        return index // self.split
+
+    def number(self, index: int) -> int:
+        """Returns the number of a microbatch since the start of training."""
+        return self.base * self.split + index
 
 
 class Forwards:
@@ -33,10 +61,6 @@ class Forwards:
         results: where outputs go.
         device: where it computes.
         where: tells in words what the rank does, for errors.
-
-    Attributes:
-        trains: backwards follow.
-        predicting: outputs are given, not scored.
     """
 
     def __init__(
@@ -49,11 +73,10 @@ class Forwards:
         self._device = device
         self._where = where
 
-    def begin(self, program: Program, split: int, base: int, ema: bool) -> None:
-        """Gets ready for a stream that begins at minibatch `base`, each of `split` microbatches."""
-        self._program, self._split, self._base, self._ema = program, split, base, ema
+    def begin(self, program: Program, stream: Stream) -> None:
+        """Gets ready for a stream."""
+        self._program, self._stream = program, stream
         self._last = program.placement.stages - 1
-        self.trains = self.predicting = False
 
     def training(self, op: Op, seat: Seated | Guest, message: Message) -> tuple[Held, Run]:
         """Returns what is kept of a microbatch for its backward, and its forward, which fills that in."""
@@ -68,11 +91,11 @@ class Forwards:
             else:
                 value, held.entries = seat.module.enter(message.structure, message.tensors, message.gradients)
             read = seat.read_again(held) if again else weights
-            output = seat.forward(value, read, self._number(op.index), op.stage == 0)
+            output = seat.forward(value, read, self._stream.number(op.index), op.stage == 0)
             if targets is None:
                 structure, held.outputs, wants = outputs_of(output)
                 return message.carrying(structure, held.outputs, wants, version)
-            key, wanted = op.index // self._split, self._value_of(targets)
+            key, wanted = self._stream.minibatch(op.index), self._value_of(targets)
             with seat.module.casting():
                 value, held.weight, held.scale = self._scorer.score(
                     key, message, output, wanted, self._rank, self._where(), again
@@ -99,10 +122,10 @@ class Forwards:
         else:
             leaves = self._leaves_of(seat)
         with torch.no_grad(), there:
-            output = seat.module.forward(self._value_of(message), leaves, self._number(op.index), op.stage == 0)
+            output = seat.module.forward(self._value_of(message), leaves, self._stream.number(op.index), op.stage == 0)
             if op.stage < self._last:
                 return message.carrying(*flatten(output))
-            if self.predicting:
+            if self._stream.predicts:
                 self._results.give_output(op.index, message.carrying(*flatten(output)))
             else:
                 with seat.module.casting():
@@ -111,15 +134,12 @@ class Forwards:
 
     def lend(self, stage: int, index: int, seat: Seated, parcel: Parcel) -> Message:
         """Returns the weights of a seat for the forwards from a microbatch on, which are elsewhere."""
-        version = self._program.weights.forward_version(stage, index) if self.trains else 0
-        leaves = seat.versions.peek(version).leaves if self.trains else self._leaves_of(seat)
+        version = self._program.weights.forward_version(stage, index) if self._stream.trains else 0
+        leaves = seat.versions.peek(version).leaves if self._stream.trains else self._leaves_of(seat)
         return Message(index, tensors=(parcel.pack(leaves),), version=version)
 
     def _leaves_of(self, seat: Seated) -> dict[str, torch.Tensor]:
-        return seat.optimizer.ema if self._ema else seat.versions.peek().leaves
+        return seat.optimizer.ema if self._stream.ema else seat.versions.peek().leaves
 
     def _value_of(self, message: Message) -> Any:
         return to_device(unflatten(message.structure, message.tensors), self._device)  # type: ignore[arg-type]
-
-    def _number(self, index: int) -> int:
-        return self._base * self._split + index

@@ -21,7 +21,7 @@ from .channel import Pending, Receiver, Sender
 from .coupling import Coupling
 from .doing import Doing
 from .feed import Ending
-from .forward import Forwards
+from .forward import Forwards, Stream
 from .guest import Guest, Parcel
 from .intake import Door, Intake
 from .mail import Mail
@@ -100,7 +100,7 @@ class Worker:
         self.doing = Doing()
         self.wishes_to_stop: Callable[[], bool] = lambda: False
         self.follow(program, 0)
-        self._begin(None, 1, 0)
+        self._begin(Stream(), None)
 
     def follow(self, program: Program, phase: int) -> None:
         """Takes up a verified program over the same channels, at a drain; `phase` is its number in the run."""
@@ -125,8 +125,8 @@ class Worker:
         Raises:
             WorkerError: an op failed; names rank, stage, op and cause.
         """
-        self._begin(door, self.program.microbatches, self.done_minibatches, self.program.round_minibatches, until)
-        self._training = self._forwards.trains = True
+        stream = Stream(self.program.microbatches, self.done_minibatches, trains=True)
+        self._begin(stream, door, self.program.round_minibatches, until)
         self._mail.begin(self.program.microbatches)
         for seat in self.seats.values():
             seat.begin()
@@ -143,7 +143,7 @@ class Worker:
 
     def evaluate(self, door: Door | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Runs forwards alone, and ends with one `Done` that holds the means over all minibatches."""
-        self._begin(door, 1, 0, ema=ema)
+        self._begin(Stream(ema=ema), door)
         with evaluating(self.seats.values()):
             yield from (event for event in self._run(self._evaluation) if not isinstance(event, Op))
         owners = self.program.placement.ranks[self._last]
@@ -153,8 +153,7 @@ class Worker:
 
     def predict(self, door: Door | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
         """Runs forwards alone, and yields the outputs in order, at rank 0 only."""
-        self._begin(door, 1, 0, ema=ema)
-        self._forwards.predicting = True
+        self._begin(Stream(predicts=True, ema=ema), door)
         ahead, given = self.program.plan.in_flight[0], 0
         with evaluating(self.seats.values()):
             for event in self._run(self._evaluation):
@@ -220,16 +219,16 @@ class Worker:
         if message is None:
             return
         start = self.recorder.mark()
-        self.doing.begin("a forward" if self._training else "a forward without training")
+        self.doing.begin("a forward" if self._stream.trains else "a forward without training")
         guest = self.guests.get(op.stage)
         seat = guest or self.seats[op.stage]
         if message.content is Content.EMPTY:
             result = message
-            if self._training and guest is None:
+            if self._stream.trains and guest is None:
                 self._held[op.stage, op.index] = Held(None, (), (), (), op.index)
                 if op.stage == self._last:
-                    self.results.note(self._minibatch(op.index), message, self.results.nothing)
-        elif self._training:
+                    self.results.note(self._stream.minibatch(op.index), message, self.results.nothing)
+        elif self._stream.trains:
             held, run = self._forwards.training(op, seat, message)
             with seat.at_forward(held.version):
                 result = run(message) if seat.recomputation is None else seat.recomputation.forward(held, message, run)
@@ -241,26 +240,26 @@ class Worker:
             self._mail.hand_on("activation", op.stage + 1, result)
         else:
             self._mail.drop("input", op)
-        if guest is not None and self._training:
+        if guest is not None and self._stream.trains:
             self._mail.hand_on("kept", op.stage, message)
-            if (op.index + 1) % self._split == 0:
+            if (op.index + 1) % self._stream.split == 0:
                 guest.drop()
         self.doing.end()
         seat.next_forward = op.index + self.program.placement.replicas[op.stage]
-        self.recorder.note("F", op.stage, self._number(op.index), start)
-        ends = self._minibatch(seat.next_forward) > self._minibatch(op.index)
-        if op.stage == self._last and self._training and ends:
-            self.results.announce(self._minibatch(op.index))
+        self.recorder.note("F", op.stage, self._stream.number(op.index), start)
+        ends = self._stream.minibatch(seat.next_forward) > self._stream.minibatch(op.index)
+        if op.stage == self._last and self._stream.trains and ends:
+            self.results.announce(self._stream.minibatch(op.index))
 
     def _admit(self, op: Op) -> Message | None:
         """Takes the next microbatch from the data; ends the stream where there is none."""
-        if self._training and self.program.placement.replicas[0] == 1 and self.wishes_to_stop():
+        if self._stream.trains and self.program.placement.replicas[0] == 1 and self.wishes_to_stop():
             self._stop_feed(Ending.INTERRUPT)
         assert self._intake is not None
         with self.doing.task_of("loading data"):
             found = self._intake.take(op.index)
         if isinstance(found, Ending):
-            self._end(self._intake.ended_at * self._split, found)
+            self._end(self._intake.ended_at * self._stream.split, found)
             return None
         inputs, targets = found
         self._mail.hand_on("input", self._last, targets)
@@ -299,7 +298,7 @@ class Worker:
             self._mail.hand_on(
                 "gradient", op.stage - 1, Message(op.index, content, tensors=tuple(back), weight=held.weight)
             )
-        self.recorder.note(op.kind.value, op.stage, self._number(op.index), start)
+        self.recorder.note(op.kind.value, op.stage, self._stream.number(op.index), start)
 
     def _update_op(self, op: Op) -> Generator[Any, None, None]:
         seat = self.seats[op.stage]
@@ -313,9 +312,9 @@ class Worker:
         with self.doing.task_of("an update"):
             tags = seat.update(self.program, op, share, self._total)
         for microbatch, forward_version, backward_version, newest in tags:
-            number = self._number(microbatch)
+            number = self._stream.number(microbatch)
             self.recorder.tag(Tag(op.stage, number, forward_version, backward_version, newest))
-        before_drain = self._base * self.program.microbatches // self.program.updates.per_update[op.stage]
+        before_drain = self._stream.base * self.program.microbatches // self.program.updates.per_update[op.stage]
         self.recorder.note("U", op.stage, before_drain + op.index, start)
         if wishes:
             self._stop_feed(Ending.INTERRUPT)
@@ -333,7 +332,7 @@ class Worker:
     def _receive(self, program: Program, number: int, index: int) -> Generator[Any, None, None]:
         start = self.recorder.mark()
         ended = yield from self._mail.receive(number, index)
-        self.recorder.note("wait", program.channels[number].target, self._number(index), start)
+        self.recorder.note("wait", program.channels[number].target, self._stream.number(index), start)
         if ended is not None and self._total is None:
             self._end(*ended)
 
@@ -345,7 +344,7 @@ class Worker:
             weights = self._forwards.lend(stage, index, self.seats[stage], self._parcels[stage])
             self._mail.hand_on("weights", stage, weights)
         self._mail.send(number, index)
-        self.recorder.note("send", channel.source, self._number(index), start)
+        self.recorder.note("send", channel.source, self._stream.number(index), start)
 
     def _end(self, total: int, ending: Ending) -> None:
         """Ends the stream at `total` microbatches and tells the stages behind."""
@@ -355,17 +354,16 @@ class Worker:
 
     # -- small things -------------------------------------------------------------------------------
 
-    def _begin(
-        self, door: Door | None, split: int, base: int, cycle: int = 1, until: int | None = None, ema: bool = False
-    ) -> None:
-        """Forgets the stream before, and gets ready for one that begins at minibatch `base`."""
+    def _begin(self, stream: Stream, door: Door | None, cycle: int = 1, until: int | None = None) -> None:
+        """Forgets the stream before, and gets ready for the next."""
         self._door = door
         replica = dict(self.program.placement.seats(self.rank)).get(0, 0)
-        self._intake: Intake | None = None if door is None else door.open(split, replica, base, cycle, until)
-        self._split, self._base, self._training = split, base, False
-        self._total = None
+        self._intake: Intake | None = (
+            None if door is None else door.open(stream.split, replica, stream.base, cycle, until)
+        )
+        self._stream, self._total = stream, None
         self._mail.begin()
-        self._forwards.begin(self.program, split, base, ema)
+        self._forwards.begin(self.program, stream)
         for guest in self.guests.values():
             guest.drop()
         self._held: dict[tuple[int, int], Held] = {}
@@ -374,10 +372,3 @@ class Worker:
     def _stop_feed(self, ending: Ending) -> None:
         if self._door is not None:
             self._door.stop(ending)
-
-    def _minibatch(self, index: int) -> int:
-        return index // self._split
-
-    def _number(self, index: int) -> int:
-        """Returns the number of a microbatch since the start of training."""
-        return self._base * self._split + index
