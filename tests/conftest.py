@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,16 @@ def _fixed_seeds() -> None:
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
         torch.set_num_threads(1)
+
+
+@pytest.fixture
+def told(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Returns the command: its exit status, and what it printed."""
+    from pipedream import cli  # here: most tests need it not
+
+    def ask(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        status = cli.main([str(argument) for argument in arguments])
+        return status, *capfd.readouterr()
+
+    return ask

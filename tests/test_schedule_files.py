@@ -9,7 +9,6 @@ from pathlib import Path
 import commands
 import pytest
 
-from pipedream import cli
 from pipedream.core.cluster import Cluster
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.graph import Layer, LayerGraph
@@ -19,18 +18,6 @@ from pipedream.methods import plan_of_file
 from pipedream.schedules import build, to_torch_csv, uniform
 
 Told = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def told(capfd: pytest.CaptureFixture[str]) -> Told:
-    """Returns the command: its exit status, and what it printed."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capfd.readouterr()
-        status = cli.main([str(argument) for argument in arguments])
-        return status, *capfd.readouterr()
-
-    return run
 
 
 @pytest.fixture

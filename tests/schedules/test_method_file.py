@@ -10,7 +10,6 @@ import pytest
 from cases import Case, check, run
 from commands import run as command
 
-from pipedream import cli
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan import Plan
 from pipedream.lowering import lower
@@ -33,18 +32,6 @@ METHODS = (Method(mine, layout=looped), Method(method_of("gpipe").build, name="o
 """
 
 Told = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def told(capfd: pytest.CaptureFixture[str]) -> Told:
-    """Returns the command: its exit status, and what it printed."""
-
-    def ask(*arguments: object) -> tuple[int, str, str]:
-        capfd.readouterr()
-        status = cli.main([str(argument) for argument in arguments])
-        return status, *capfd.readouterr()
-
-    return ask
 
 
 def test_the_example_is_drawn_as_its_file_says_and_proved() -> None:
