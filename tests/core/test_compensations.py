@@ -32,7 +32,7 @@ from pipedream.core.update import UpdateRule
 from pipedream.core.weights import DoubleBuffer, Stash, VerticalSync, WeightRule
 from pipedream.lowering import lower
 from pipedream.metrics import in_flight, staleness
-from pipedream.schedules import COMPENSATED, SCHEDULES, Choice, build
+from pipedream.schedules import COMPENSATED, METHODS, SCHEDULES, Choice, build, uniform
 from pipedream.simulator import costs, simulate
 
 numbers = st.floats(0, 1e6)
@@ -104,6 +104,11 @@ def test_a_gradient_moves_the_weights_as_far_in_all(kind: OfVelocity, data: st.D
 
 
 # -- with a method -----------------------------------------------------------------------------------
+
+
+def test_a_method_says_whether_it_compensates() -> None:
+    for name, method in METHODS.items():
+        assert method.compensates == bool(build(name, uniform(name, 2)).updates.compensation), name
 
 
 def test_a_program_keeps_them() -> None:
