@@ -35,6 +35,7 @@ def test_every_layout_is_planned_proved_and_simulated(name: str, workers: int, c
     verify(lower(schedules.build(plan.schedule, plan, plan.microbatches)))
     assert score(plan).period_s > 0
     assert Plan.from_json(plan.to_json()) == plan
+    assert check_plan(plan, profile=profile).differences == ()
 
 
 def test_equal_layers_give_the_papers_bubbles() -> None:

@@ -14,7 +14,7 @@ from .core.profile import Profile
 from .core.schedule import Schedule
 from .core.units import format_bytes, format_seconds
 from .lowering import lower
-from .methods import holds_of, score
+from .methods import holds_of, refuse_visitors, score
 from .planner import Score, Space
 from .verifier import Proof, verify
 
@@ -111,6 +111,7 @@ def check_memory(plan: Plan, built: Schedule, profile: Profile | None) -> tuple[
     else:
         plan, differences = _renewed(plan, profile, part_ties=built.flushes)
     _check_memory(plan, held(built))
+    refuse_visitors(replace(built, plan=plan))
     return plan, differences
 
 

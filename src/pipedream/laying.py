@@ -14,10 +14,7 @@ from .core.cluster import Cluster
 from .core.errors import PlanError
 from .core.plan import Plan
 from .core.profile import Profile
-from .core.units import format_bytes
-from .lowering import lower
-from .methods import holds_of, refuse_overfull
-from .simulator import costs, simulate
+from .methods import holds_of, refuse_overfull, refuse_visitors
 
 __all__ = ["lay_out"]
 
@@ -74,27 +71,5 @@ def lay_out(
     space = planner.Space.of(profile, cluster, holds=holds_of(schedule, m), microbatches=m)
     plan = space.with_bytes(plan)
     refuse_overfull(plan)
-    _refuse_visitors(plan)
+    refuse_visitors(replace(built, plan=plan))
     return plan
-
-
-def _refuse_visitors(plan: Plan) -> None:
-    """Checks that what a minibatch holds on a worker fits its memory, stages that visit it included.
-
-    Raises:
-        PlanError: it does not.
-    """
-    built = schedules.build(plan.schedule, plan, plan.microbatches)
-    if not any(built.placement.visits(rank) for rank in range(plan.workers)):
-        return
-    m, memories = built.microbatches, plan.cluster.memories
-    peaks = simulate(lower(built), costs(plan, split=m), m).peak_bytes
-    for rank, (worker, peak) in enumerate(zip(sorted(set(plan.order)), peaks, strict=True)):
-        limit = memories[worker]
-        if limit is not None and peak > limit:
-            visiting = ", ".join(str(stage) for stage, _ in built.placement.visits(rank))
-            raise PlanError(
-                f"worker {worker} needs up to {format_bytes(peak)} with its own stages and the forwards of stages "
-                f"{visiting}, whose weights it fetches, and has {format_bytes(limit)}; use smaller microbatches, more "
-                "workers or another method"
-            )

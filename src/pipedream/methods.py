@@ -16,6 +16,7 @@ from .core.errors import PipelineError, PlanError, ScheduleError
 from .core.holding import Held, held
 from .core.plan import Plan
 from .core.profile import Profile
+from .core.schedule import Schedule
 from .core.units import format_bytes
 from .lowering import lower
 
@@ -25,6 +26,7 @@ __all__ = [
     "methods_of",
     "plan_of_file",
     "refuse_overfull",
+    "refuse_visitors",
     "score",
     "simulated_period_s",
     "versions_of",
@@ -86,12 +88,13 @@ def holds_of(schedule: str, microbatches: int | None = None) -> planner.Holds:
         schedule: the method's name.
         microbatches: m; a plan with more replicas than m is taken with as many as it needs. None: the method's own.
 
-    A file in PyTorch's notation holds what it holds on its own stages alone; of others it tells the least.
+    A file in PyTorch's notation holds what it holds on its own stages alone, and a method whose workers have several
+    what it holds where they are laid out; of other plans they tell the least.
 
     Raises:
         ScheduleError: no such method.
     """
-    schedules.layout_of(schedule)  # there is such a method
+    layout = schedules.layout_of(schedule)
     if schedules.is_torch_csv(schedule):
         rows = held(schedules.load_torch_csv(schedule))
         return lambda plan: rows if len(plan.stages) == len(rows) else (Held(1, 1),) * len(plan.stages)
@@ -100,7 +103,12 @@ def holds_of(schedule: str, microbatches: int | None = None) -> planner.Holds:
         for parts in () if microbatches is None else (microbatches, max(microbatches, *plan.replicas)):
             with suppress(ScheduleError):
                 return held(schedules.build(schedule, plan, parts))
-        built = schedules.build(schedule, plan)
+        try:
+            built = schedules.build(schedule, plan)
+        except ScheduleError:
+            if layout is None or plan.order:
+                raise
+            return (Held(1, 1),) * len(plan.stages)
         if microbatches is None:
             return held(built)
         # It does not work with so few: then all that is admitted.
@@ -254,3 +262,27 @@ def refuse_overfull(plan: Plan) -> None:
         f"it has {format_bytes(plan.cluster.memories[worker] or 0)}; use recomputation, smaller microbatches, more "
         "workers or another method"
     )
+
+
+def refuse_visitors(built: Schedule) -> None:
+    """Checks that what a minibatch holds on a worker fits its memory, stages that visit it included.
+
+    Args:
+        built: for a plan whose stages have their bytes.
+
+    Raises:
+        PlanError: it does not.
+    """
+    plan, m, memories = built.plan, built.microbatches, built.plan.cluster.memories
+    if not any(built.placement.visits(rank) for rank in range(plan.workers)):
+        return
+    peaks = clock.simulate(lower(built), clock.costs(plan, split=m), m).peak_bytes
+    for rank, (worker, peak) in enumerate(zip(sorted(set(plan.order)), peaks, strict=True)):
+        limit = memories[worker]
+        if limit is not None and peak > limit:
+            visiting = ", ".join(str(stage) for stage, _ in built.placement.visits(rank))
+            raise PlanError(
+                f"worker {worker} needs up to {format_bytes(peak)} with its own stages and the forwards of stages "
+                f"{visiting}, whose weights it fetches, and has {format_bytes(limit)}; use smaller microbatches, more "
+                "workers or another method"
+            )

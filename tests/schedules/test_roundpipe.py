@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipedream as pd
+from pipedream.checking import check_plan
 from pipedream.core.cluster import Cluster
 from pipedream.core.coupling import Policy
 from pipedream.core.errors import ArtifactError, DeadlockError, PlanError, ScheduleError
@@ -288,6 +289,12 @@ def test_a_plan_says_what_is_done_twice_and_counts_guests() -> None:
         PlanError, match=r"worker \d needs up to .* forwards of stages \d, \d, whose weights it fetches"
     ):
         pd.plan(profile, Cluster.flat(4, memory_bytes=max(peaks) - 1), schedule="roundpipe")
+    short = replace(free, cluster=Cluster.flat(4, memory_bytes=max(peaks) - 1))
+    assert short.overfull is None, "each worker has room for its own stages"
+    for known in (None, profile):
+        check_plan(fits, profile=known)
+        with pytest.raises(PlanError, match="whose weights it fetches"):
+            check_plan(short, profile=known)
 
 
 @settings(max_examples=20)
