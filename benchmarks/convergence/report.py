@@ -109,7 +109,7 @@ def _scores(curves: dict[int, Curve], task: str) -> dict[int, float]:
 
 
 def _how(path: Path, curves: Curves) -> list[str]:
-    about = json.loads(path.read_text())["environment"]
+    places = json.loads(path.read_text())["environments"]
     cases = {
         (task, name, 1 if arm.synchronous else stages)
         for task in TASKS
@@ -120,7 +120,7 @@ def _how(path: Path, curves: Curves) -> list[str]:
     took = sum(curve.seconds for curve in curves.values())
     longest = max(curve.seconds for curve in curves.values())
     return [
-        f"- {about['date']}, {about['machine']}, {about['software']}",
+        *(f"- {about['date']}, {about['machine']}, {about['software']}" for about in places),
         f"- {done} of {len(cases)} done (an arm, a task, a number of stages): {len(curves)} runs, "
         f"{took / 60:.0f} minutes of one core, the longest {longest:.0f} s",
         "",

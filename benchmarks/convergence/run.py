@@ -1,6 +1,6 @@
 """How far asynchronous training gets, update for update: tunes and trains every arm, and writes its curves.
 
-    python benchmarks/convergence/run.py                     # all of it, or what is still to do: 3 hours of a core
+    python benchmarks/convergence/run.py                     # all of it, or what is still to do: 2 hours of a core
     python benchmarks/convergence/run.py --budget-s 600      # ten minutes of it; the next call goes on
     python benchmarks/convergence/run.py --tasks digits --stages 4 --arms sync pipedream --seeds 1
     python benchmarks/convergence/report.py                  # tables and pictures of what there is
@@ -173,7 +173,7 @@ def save(path: Path, curves: Curves) -> None:
         f"{json.dumps(str(run))}: {json.dumps([c.rate, round(c.seconds, 1), [_rounded(p) for p in c.points]])}"
         for run, c in sorted(curves.items())
     )
-    head = json.dumps({"settings": settings(), "environment": environment()})
+    head = json.dumps({"settings": settings(), "environments": _environments(path)})
     text = head[:-1] + ', "curves": {\n' + ",\n".join(lines) + "\n}}\n"
     beside = path.with_suffix(".part")
     beside.write_text(text)
@@ -185,13 +185,14 @@ def settings() -> dict[str, Any]:
     return {name: task.settings() for name, task in TASKS.items()}
 
 
-def environment() -> dict[str, str]:
-    """Returns where and when it was run."""
-    return {
-        "date": str(date.today()),
-        "machine": f"{os.cpu_count()} cores of {_processor()}, {platform.system()} {platform.release()}",
+def _environments(path: Path) -> list[dict[str, str]]:
+    """Returns where the runs of a file were made, each with its last day; this machine is the last."""
+    here = {
+        "machine": f"{os.cpu_count()} cores of {_processor()}, {platform.system()}",
         "software": f"Python {platform.python_version()}, torch {torch.__version__}",
     }
+    known = json.loads(path.read_text())["environments"] if path.exists() else []
+    return [other for other in known if not other.items() >= here.items()] + [{"date": str(date.today()), **here}]
 
 
 def _processor() -> str:
