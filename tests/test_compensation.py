@@ -195,6 +195,24 @@ def test_compensations_of_one_update_go_together() -> None:
     check(case, run(case), BOUND, Together(0.0, 0.9, lambda s: late[s]), _plain("sgd"))
 
 
+@pytest.mark.parametrize("compensation", [None, "gap_aware:0.9"])
+def test_to_climb_the_negative_is_to_go_down(compensation: str | None) -> None:
+    """The optimizer adds the decay of the weights to the gradient's negative then."""
+
+    def trained(sign: float) -> dict[str, torch.Tensor]:
+        animal = zoo.make("mlp")
+        factory = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1, maximize=sign < 0)
+        with pd.Pipeline(
+            animal.model, zoo.plan_of(animal, 3), schedule="pipedream", optimizer=factory, compensation=compensation,
+            loss=lambda output, batch: sign * animal.loss(output, batch[1]), weight=lambda batch: len(batch[1]),
+        ) as pipeline:  # fmt: skip
+            for _ in pipeline.train(cases.Fresh(animal.batches), epochs=3):
+                pass
+            return pipeline.state_dict()
+
+    cases.assert_near(trained(-1.0), trained(1.0), 1e-12)
+
+
 def _check_processes(workers: int, chosen: list[Case]) -> None:
     chosen = [per_worker(case) for case in chosen]
     of_ranks = processes.results(cases.run_all, workers, chosen)

@@ -249,13 +249,14 @@ class ErrorFeedback(Compensation):
 
 @dataclass(frozen=True)
 class LearningRateRescheduling(Compensation):
-    """PipeMare's T1: the rate of update k is divided by D^p, p = 1 - min(k / K, 1), D the stage's staleness.
+    """PipeMare's T1: the rate of update k is divided by D^p, p = 1 - min(k / K, 1), D the stage's mean staleness.
 
-    Yang et al., MLSys 2021. A late gradient is stable at rates of the order of 1 / D only (docs/design.md, Facts); the
-    rate comes back to the user's own within K updates, which the paper sets to the length of its first phase. A stage
-    whose gradients are at most one update late keeps the user's rate: PipeMare's delays below 1 would raise it, which
-    nothing asks for. A plan all of whose stages are like that (one stage) is trained as without. Where replicas make
-    stages count differently, k counts rounds of the input stage, as learning-rate schedules do.
+    Yang et al., MLSys 2021: the mean over the microbatches of an update, as for its T2 (`schedules.pipemare`). A late
+    gradient is stable at rates of the order of 1 / D only (docs/design.md, Facts); the rate comes back to the user's
+    own within K updates, which the paper sets to the length of its first phase. A stage whose gradients are at most one
+    update late keeps the user's rate: PipeMare's delays below 1 would raise it, which nothing asks for. A plan all of
+    whose stages are like that (one stage) is trained as without. Where replicas make stages count differently, k counts
+    rounds of the input stage, as learning-rate schedules do.
 
     Attributes:
         updates: K.
@@ -267,9 +268,9 @@ class LearningRateRescheduling(Compensation):
     def __post_init__(self) -> None:
         _expect(self.updates >= 1, f"T1 ends after at least 1 update, found {self.updates}")
 
-    def factor(self, staleness: int, k: int) -> float:
-        """Returns the factor on the rate of update k, from 0."""
-        return math.pow(max(staleness, 1), min(k / self.updates, 1.0) - 1.0)
+    def factor(self, staleness: float, k: int) -> float:
+        """Returns the factor on the rate of update k, from 0, of a stage that is so many updates late on the mean."""
+        return math.pow(max(staleness, 1.0), min(k / self.updates, 1.0) - 1.0)
 
 
 @dataclass(frozen=True)
@@ -310,8 +311,8 @@ def compensations(asked: Any) -> tuple[Compensation, ...]:
     return tuple(Compensation.of_text(item) if isinstance(item, str) else item for item in several)
 
 
-def rate_factor(chosen: Iterable[Compensation], staleness: int, k: int) -> float:
-    """Returns the factor that compensations put on the rate of update k (from 0) of a stage."""
+def rate_factor(chosen: Iterable[Compensation], staleness: float, k: int) -> float:
+    """Returns the factor that compensations put on the rate of update k (from 0) of a stage, late on the mean."""
     found = 1.0
     for one in chosen:
         if isinstance(one, LearningRateRescheduling):
@@ -366,6 +367,11 @@ def check(chosen: tuple[Compensation, ...], weights: WeightRule, *, flushes: boo
                 "compensation gap_aware divides by how far the weights have moved from those that a gradient was taken "
                 "at, but the backward rule 'recompute' takes it at the newest; leave it out, or take a method that "
                 "stashes weights"
+            )
+        if weights.forward_view is not None:
+            raise ScheduleError(
+                "compensation gap_aware needs the weights that a gradient was taken at, but the method's forwards read "
+                "predictions, which are gone when the update comes; take a method that stashes weights"
             )
         if not reads_one:
             raise ScheduleError(

@@ -51,11 +51,11 @@ class UpdateRule:
         """Returns the tensors that compensations keep for each weight of a stage that is so many updates late."""
         return sum(one.kept_tensors(staleness) for one in self.compensation)
 
-    def rate_factor(self, stage: int, staleness: int, rounds: int) -> float:
+    def rate_factor(self, stage: int, staleness: float, rounds: int) -> float:
         """Returns the factor on the user's learning rate at a stage.
 
         Args:
-            stage: whose gradients are `staleness` updates late.
+            stage: whose gradients are `staleness` updates late on the mean.
             rounds: updates of the input stage so far.
         """
         return self.per_update[stage] / self.per_update[0] * rate_factor(self.compensation, staleness, rounds)

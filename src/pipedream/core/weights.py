@@ -88,6 +88,10 @@ class WeightRule(ABC):
     def staleness(self, stage: int) -> int:
         """Returns the most updates between the version a gradient is taken at and the one it updates."""
 
+    def mean_staleness(self, stage: int) -> float:
+        """Returns the mean over the microbatches of an update; that of `staleness` where they are all as late."""
+        return float(self.staleness(stage))
+
     def views(self, stage: int) -> tuple[View, ...]:
         """Returns the views of a stage that are not the version itself."""
         given = (view for view in (self.forward_view, self.backward_view) if view is not None)
@@ -319,7 +323,7 @@ class Latest(WeightRule):
         return -(-self._late(stage) // self.per_update[stage])
 
     def mean_staleness(self, stage: int) -> float:
-        """Returns the mean over the microbatches of an update, behind the warm-up, each with weights of its own."""
+        # Behind the warm-up, each with weights of its own.
         return self._late(stage) / self.per_update[stage]
 
     def kept_until(self, stage: int) -> Kind | None:

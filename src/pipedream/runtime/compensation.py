@@ -3,7 +3,7 @@
 Within an update, after the gradients have been normalised, added up over the replicas and clipped:
 
 1. the gap-aware penalty on the gradients, while the weights that they were taken at are still there;
-2. T1 on the learning rate (`rate_factor`);
+2. T1 on the learning rate (`Optimizer.rate_factor`);
 3. the optimizer's own step, and the weights moved further.
 
 The weights that are stored, read by forwards, evaluated and averaged are the compensated ones, y of
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..core.compensation import Compensation, ErrorFeedback, GapAware, OfVelocity, rate_factor
+from ..core.compensation import Compensation, ErrorFeedback, GapAware, OfVelocity
 from ..core.errors import ScheduleError
 
 __all__ = ["Compensator", "check_compensations"]
@@ -56,7 +56,6 @@ class Compensator:
         optimizer: torch.optim.Optimizer,
         handles: Mapping[str, torch.nn.Parameter],
     ) -> None:
-        self._chosen = tuple(chosen)
         self._staleness = staleness
         self._optimizer = optimizer
         self._handles = dict(handles)
@@ -80,10 +79,6 @@ class Compensator:
         """An update needs the weights that its gradients were taken at (`penalise`)."""
         return self._gap is not None
 
-    def rate_factor(self, rounds: int) -> float:
-        """Returns the factor on the learning rate of the update that comes after so many rounds of the input stage."""
-        return rate_factor(self._chosen, self._staleness, rounds)
-
     def penalise(self, newest: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
         """Divides the handles' gradients by 1 + gap / usual step, element by element.
 
@@ -95,6 +90,7 @@ class Compensator:
             return
         for group in self._optimizer.param_groups:
             decay = float(group.get("weight_decay", 0.0)) if _couples_decay(self._optimizer, group) else 0.0
+            decay = -decay if group.get("maximize", False) else decay  # it is added to the gradient's negative
             for handle in group["params"]:
                 name = self._names.get(id(handle))
                 steps = 0 if name is None else int(self.state[name]["steps"])

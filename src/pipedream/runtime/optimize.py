@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,7 +125,8 @@ class Optimizer:
         self.optimizer = optimizer(named)
         self.compensator = Compensator((), 0, self.optimizer, handles)
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
-        self._rate_factor = Fraction(1)
+        self._clock_rate = Fraction(1)
+        self._rate_factor: Callable[[int], float] = lambda rounds: 1.0
         self.replicas = replicas
         self.replica_group = replica_group
         self.reduction = None if replica_group is None else Reduction(self._handles, replica_group)
@@ -141,7 +143,9 @@ class Optimizer:
         self.updates = 0
         self.rounds_before = 0
 
-    def follow(self, updates: UpdateRule, stage: int, staleness: int, clock: int) -> None:
+    def follow(
+        self, updates: UpdateRule, stage: int, staleness: int, clock: int, *, mean_staleness: float | None = None
+    ) -> None:
         """Takes up another method's updates at a drain, and counts them anew from the common clock.
 
         What a compensation keeps goes on where the method before kept it too, and begins anew otherwise.
@@ -149,8 +153,9 @@ class Optimizer:
         Args:
             updates: of the method.
             stage: whose optimizer this is.
-            staleness: of its gradients.
+            staleness: of its gradients, at most.
             clock: updates that the input stage has made by the method before.
+            mean_staleness: of its gradients; None where all are as late.
 
         Raises:
             ScheduleError: a compensation is not defined for the optimizer.
@@ -158,8 +163,9 @@ class Optimizer:
         self.catch_up(clock - self.scheduled)
         self.rounds_before += clock
         self.updates = self.scheduled = 0
-        self._rate_factor = Fraction(updates.per_update[stage], updates.per_update[0])
+        self._clock_rate = Fraction(updates.per_update[stage], updates.per_update[0])
         self._mean_of_rounds = updates.mean_of_rounds
+        self._rate_factor = partial(updates.rate_factor, stage, staleness if mean_staleness is None else mean_staleness)
         before = self.compensator.state
         self.compensator = Compensator(updates.compensation, staleness, self.optimizer, self.named)
         for name, kept in before.items():
@@ -177,8 +183,8 @@ class Optimizer:
 
     @property
     def rate_factor(self) -> float:
-        """The stage's factor on the user's learning rate."""
-        return float(self._rate_factor)
+        """The factor on the user's learning rate of the coming update: the stage's, and T1's."""
+        return self._rate_factor(self.rounds)
 
     def close(self, gradients: Gradients, wish: float = 0.0) -> None:
         """Starts what is left of the sums over the replicas; does nothing where that was done before.
@@ -247,7 +253,7 @@ class Optimizer:
             self.loss_scale.hear(self.finite)
 
     def _step(self, present_share: float) -> None:
-        factor = float(self._rate_factor) * present_share * self.compensator.rate_factor(self.rounds)
+        factor = self.rate_factor * present_share
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if factor != 1.0:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -264,7 +270,7 @@ class Optimizer:
     @property
     def rounds(self) -> int:
         """Rounds of the input stage before the coming update; those under the plans before this one are in it."""
-        return self.rounds_before + int(self.updates * self._rate_factor)
+        return self.rounds_before + int(self.updates * self._clock_rate)
 
     @property
     def due(self) -> int:
@@ -272,11 +278,11 @@ class Optimizer:
 
         One clock for all stages: update n of this stage belongs to round (n - 1) r_s / r_0 of the input's.
         """
-        return int(self.updates * self._rate_factor) - self.scheduled
+        return int(self.updates * self._clock_rate) - self.scheduled
 
     def unpredicted(self) -> dict[str, torch.Tensor]:
         """Returns the weights of which the stored ones are the prediction (`Compensator.unpredicted`)."""
-        return self.compensator.unpredicted(float(self._rate_factor) * self.compensator.rate_factor(self.rounds))
+        return self.compensator.unpredicted(self.rate_factor)
 
     def catch_up(self, steps: int) -> None:
         """Makes steps of the learning-rate schedule."""
