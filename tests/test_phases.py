@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,25 @@ def test_pipemare_with_all_of_its_three_techniques() -> None:
     for wrong in (replace(late, rate=t1(43, tau)), replace(late, paper=delayed.paci(3, 2))):
         with pytest.raises(AssertionError):
             check_papers(PIPEMARE, outcome, {0: delayed.synchronous(4), 13: wrong})
+
+
+def test_delays_of_t1_are_those_of_t2() -> None:
+    """Means over the microbatches of an update, and a third each here."""
+    run = replace(PIPEMARE, phases="pipemare/3+t1=30")
+    tau = lambda s: 2 * (2 - s) / 3  # noqa: E731
+    outcome = go(run)
+    check_papers(run, outcome, {0: delayed.Turn(delayed.pipemare(3, 3), 3, rate=t1(30, tau))})
+    with pytest.raises(AssertionError):
+        check_papers(run, outcome, {0: delayed.Turn(delayed.pipemare(3, 3), 3, rate=t1(30, lambda s: ceil(tau(s))))})
+
+
+@pytest.mark.parametrize("name", ["pb_lwp", "spectrain", "spectrain_v2", "pipeoptim"])
+def test_predictions_go_by_the_rate_that_t1_leaves(name: str) -> None:
+    """A prediction is by the rate of the coming update, which is the stage's own."""
+    late = lambda s: (2 if name == "pb_lwp" else 1) * (2 - s)  # noqa: E731
+    run = replace(PIPEMARE, phases=f"{name}+t1=60", epochs=4)
+    paper = delayed.PAPERS[name](3, 1)
+    check_papers(run, go(run), {0: delayed.Turn(paper, 1, rate=t1(60, late))})
 
 
 def test_tags_begin_anew_behind_another_method() -> None:
@@ -592,11 +612,18 @@ def test_a_phase_that_the_plan_has_no_memory_for_is_refused(tmp_path: Path) -> N
     plan = pd.plan(profile, Cluster.flat(2), schedule="pipedream_2bw", microbatches=8, shape="pipeline")
     tight = Cluster.flat(2, memory_bytes=max(stage.peak_bytes for stage in plan.stages) + 1)
     options: dict[str, Any] = {"phases": "pipedream_2bw/8:2,pipedream:3,1f1b/8", "workers": 2, "quiet": True}
-    with pytest.raises(
-        PlanError, match=r"was made for phase pipedream_2bw/8:2; in phase pipedream:3 it does not .*needs"
-    ):
-        train_recipe(wide, cluster=tight, out=tmp_path / "tight", **options)
-    check_phases_fit(replace(plan, cluster=tight), read_phases("pipedream_2bw/8:2,1f1b/8"), profile)
+    plan = replace(plan, cluster=tight)
+    for given in ({"cluster": tight}, {"plan": plan}):
+        with pytest.raises(PlanError, match=r"in phase pipedream:3 the plan 1-1 does not hold: .*needs"):
+            train_recipe(wide, out=tmp_path / "tight", **options, **given)
+    check_phases_fit(plan, read_phases("pipedream_2bw/8:2,1f1b/8"), profile)
+    # What a compensation keeps counts too.
+    kept = read_phases("pipedream_2bw/8:2,1f1b/8:4,pipedream_2bw/8+error_feedback")
+    with pytest.raises(PlanError, match=r"in phase pipedream_2bw/8.error_feedback the plan"):
+        check_phases_fit(plan, kept, profile)
+    options |= {"phases": None, "schedule": "pipedream_2bw", "microbatches": 8, "compensation": "error_feedback"}
+    with pytest.raises(PlanError, match=r"in phase pipedream_2bw/8.error_feedback the plan"):
+        train_recipe(wide, cluster=tight, out=tmp_path / "kept", **options)
 
 
 def test_a_phase_has_its_own_peak_and_is_trained_if_it_has_a_minibatch() -> None:

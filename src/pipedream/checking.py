@@ -109,7 +109,7 @@ def check_memory(plan: Plan, built: Schedule, profile: Profile | None) -> tuple[
     if profile is None:
         plan = _with_bytes(replace(plan, bound_s=0.0), built)  # nothing is proved of a plan that was edited
     else:
-        plan, differences = _renewed(plan, profile, part_ties=built.flushes)
+        plan, differences = _renewed(plan, profile, built)
     _check_memory(plan, held(built))
     refuse_visitors(replace(built, plan=plan))
     return plan, differences
@@ -128,7 +128,7 @@ def _check_figures(plan: Plan) -> None:
         )
 
 
-def _renewed(plan: Plan, profile: Profile, *, part_ties: bool) -> tuple[Plan, tuple[str, ...]]:
+def _renewed(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple[str, ...]]:
     """Returns the plan with the seconds and bytes of a profile, and what was otherwise; see `planner.check_cuts`."""
     layers = profile.graph.layers
     plan.check_layers(len(layers))
@@ -138,12 +138,12 @@ def _renewed(plan: Plan, profile: Profile, *, part_ties: bool) -> tuple[Plan, tu
             f"the plan names the layer {min(strange)!r}, the profile of {profile.model} has no such layer; give the "
             "profile of the plan's model, or plan again from it"
         )
-    downsets = _downsets(plan, profile, part_ties)
+    downsets = _downsets(plan, profile, part_ties=built.flushes)
     space = Space.of(
         profile,
         plan.cluster,
         microbatches=plan.microbatches,
-        holds=holds_of(plan.schedule, plan.microbatches),
+        holds=holds_of(plan.schedule, plan.microbatches, built.updates.compensation),
         downsets=downsets,
     )
     places = [space.downsets.index(downset) for downset in (0, *downsets)]
@@ -156,7 +156,7 @@ def _renewed(plan: Plan, profile: Profile, *, part_ties: bool) -> tuple[Plan, tu
     return space.with_bytes(renewed), tuple(differences)
 
 
-def _downsets(plan: Plan, profile: Profile, part_ties: bool) -> list[int]:
+def _downsets(plan: Plan, profile: Profile, *, part_ties: bool) -> list[int]:
     """Returns the layers up to the end of each stage: those that its stages name, if they can be run in that order and
     are as many as it says; else those of the graph's own order."""
     graph = profile.graph

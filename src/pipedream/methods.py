@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from . import metrics, planner, schedules
 from . import simulator as clock
@@ -81,12 +82,13 @@ def simulated_period_s(plan: Plan) -> float | None:
     return None
 
 
-def holds_of(schedule: str, microbatches: int | None = None) -> planner.Holds:
+def holds_of(schedule: str, microbatches: int | None = None, compensation: Any = None) -> planner.Holds:
     """Returns a method's rule from a plan to what each of its stages holds, read off the method's own schedule.
 
     Args:
         schedule: the method's name.
         microbatches: m; a plan with more replicas than m is taken with as many as it needs. None: the method's own.
+        compensation: of delay, in the place of the method's own; see `Schedule.compensated`.
 
     A file in PyTorch's notation holds what it holds on its own stages alone, and a method whose workers have several
     what it holds where they are laid out; of other plans they tell the least.
@@ -99,12 +101,16 @@ def holds_of(schedule: str, microbatches: int | None = None) -> planner.Holds:
         rows = held(schedules.load_torch_csv(schedule))
         return lambda plan: rows if len(plan.stages) == len(rows) else (Held(1, 1),) * len(plan.stages)
 
+    def build(plan: Plan, parts: int | None = None) -> Schedule:
+        built = schedules.build(schedule, plan, parts)
+        return built if compensation is None else built.compensated(compensation)
+
     def holds(plan: Plan) -> tuple[Held, ...]:
         for parts in () if microbatches is None else (microbatches, max(microbatches, *plan.replicas)):
             with suppress(ScheduleError):
-                return held(schedules.build(schedule, plan, parts))
+                return held(build(plan, parts))
         try:
-            built = schedules.build(schedule, plan)
+            built = build(plan)
         except ScheduleError:
             if layout is None or plan.order:
                 raise

@@ -116,26 +116,27 @@ def evaluation_of(schedule: Schedule) -> Program:
     return program
 
 
-def check_phases_fit(plan: Plan, phases: Sequence[Phase], profile: Profile) -> None:
-    """Checks that a plan, which was made for one phase of a run, has memory for each of the others too.
+def check_phases_fit(plan: Plan, phases: Sequence[Phase], profile: Profile | None) -> None:
+    """Checks that a plan, which was made for one phase of a run, has memory for each of the others too, and for what
+    compensations keep.
+
+    Args:
+        profile: of the model; None: the plan's bytes are taken as they are.
 
     Raises:
         PlanError: it has not; names the phase and the stage.
         ScheduleError: a method does not work with this plan.
     """
     for phase in phases:
-        if phase is not planned_for(phases):
+        if phase is not planned_for(phases) or phase.compensation is not None:
             try:
                 check_memory(plan, _built(plan, phase), None if isinstance(phase.schedule, Schedule) else profile)
             except PlanError as error:
-                raise PlanError(
-                    f"the plan {plan.config} was made for phase {planned_for(phases)}; in phase {phase} it does not "
-                    f"hold: {error}"
-                ) from None
+                raise PlanError(f"in phase {phase} the plan {plan.config} does not hold: {error}") from None
 
 
 def planned_for(phases: Sequence[Phase]) -> Phase:
-    """Returns the phase that a run's plan is made for: the first that does not flush, whose gradients are late.
+    """Returns the phase that a run's plan is made for: the first whose gradients are late, the last where all flush.
 
     What the others hold is not known before there is a plan; see `check_phases_fit`.
     """

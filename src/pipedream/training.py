@@ -20,7 +20,7 @@ from .core.phase import Phase, phases_text
 from .core.plan import Plan
 from .core.profile import Profile
 from .loop import Loop, Saving
-from .phases import all_flush, check_phases_fit, phases_of, planned_for
+from .phases import all_flush, check_phases_fit, compensated, phases_of, planned_for
 from .pipeline import Pipeline
 from .planner import SHAPES, counts_of
 from .recipe import Recipe, blaming, make_recipe
@@ -170,15 +170,17 @@ def train_recipe(
         plan = plan.with_depth(in_flight)
     if recompute:
         plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
-    if profile is not None:
-        check_phases_fit(plan, chosen, profile)
     if schedule == "auto":
         schedule, microbatches = plan.method(None, microbatches)
+    turns = chosen or (Phase(schedule, microbatches=microbatches),)
+    if compensation is None and not all_flush(plan, turns):
+        # Asked for here it is refused by a method that flushes; in a recipe it is for the methods that do not.
+        compensation = recipe.compensation
+    check_phases_fit(plan, compensated(plan, turns, compensation), profile)
     if rank == 0:
         keep_plan(folder, plan, profile)  # a run that goes on with fewer workers plans again
     loggers = loggers_of(logs, folder) if rank == 0 else []
     with blaming("while the pipeline was put together"):
-        turns = chosen or (Phase(schedule, microbatches=microbatches),)
         made = _pipeline(recipe, plan, turns, compensation, seed, str(place), loggers, stuck_after_s)
     with made as pipeline:
         proofs = "\n\n".join(str(found.proof) for found in pipeline.prepared)
@@ -330,9 +332,6 @@ def _pipeline(
     loggers: Iterable[Any],
     stuck_after_s: float,
 ) -> Pipeline:
-    if compensation is None and not all_flush(plan, phases):
-        # Asked for here it is refused by a method that flushes; in a recipe it is for the methods that do not.
-        compensation = recipe.compensation
     return Pipeline(
         recipe.model,
         plan,
