@@ -872,6 +872,10 @@ def test_loss_scales_and_policies_that_make_no_sense_are_refused() -> None:
     for scaler in ("dynamic", True, float("inf"), float("nan"), 0):
         refused("1f1b", plan, "give a torch.amp.GradScaler or a positive number", grad_scaler=scaler)
     refused("1f1b", plan, "on_nan='ignore' is not known; choose one of error, continue, skip", on_nan="ignore")
+    for limit in (-1.0, 0.0, float("nan"), float("inf")):  # a negative one would train uphill
+        refused("1f1b", plan, r"clip_grad_norm=.* was asked for; give a number between 0 and inf", clip_grad_norm=limit)
+    for decay in (0.0, 1.0, 2.0):
+        refused("1f1b", plan, r"ema=.* was asked for; give a number between 0 and 1", ema=decay)
 
 
 def refused(schedule: str, plan: Plan, match: str, **options: Any) -> None:

@@ -121,7 +121,7 @@ class Pipeline:
         self.phases = compensated(plan, *self._asked)
         captured, scaling = layers_of(model, plan, sample), Scaling.of(grad_scaler)
         tied = bool(shared_weights(model, [captured.layers[stage.first : stage.last] for stage in plan.stages]))
-        policy = Policy(clip_grad_norm, clip, on_nan, "" if scaling is None else scaling.kind, tied)
+        policy = Policy(clip_grad_norm, clip, on_nan, "" if scaling is None else scaling.kind, tied, ema)
         self.prepared = prepare(plan, self.phases, policy)
         self._phase = self._epoch = self._epoch_batches = self._number = 0
         self._enter(0)
@@ -381,8 +381,8 @@ class Pipeline:
     def learning_rates(self) -> tuple[float, ...]:
         """Returns each stage's learning rate now: the user's, times r_s / r_0 where a round is an update, and T1's."""
         rate, rounds = self._session.rate()
-        updates, weights = self.schedule.updates, self.schedule.weights
-        return tuple(rate * updates.rate_factor(s, weights.staleness(s), rounds) for s in range(len(self.plan.stages)))
+        factor, late = self.schedule.updates.rate_factor, self.schedule.weights.mean_staleness
+        return tuple(rate * factor(s, late(s), rounds) for s in range(len(self.plan.stages)))
 
     def __enter__(self) -> Self:
         self._session.interrupts.start()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import inf
 
 from .errors import ScheduleError
 from .op import Kind
@@ -33,12 +34,12 @@ class Policy:
     """What was chosen of a run's couplings; see `Pipeline`.
 
     Attributes:
-        clip_grad_norm, clip, on_nan: as there.
+        clip_grad_norm, clip, on_nan, ema: as there.
         scaling: of the loss: 'constant' or 'dynamic', a scale that changes; empty where it is not scaled.
         tied: stages hold weights together.
 
     Raises:
-        ScheduleError: an unknown word.
+        ScheduleError: an unknown word, or a number that makes no sense.
     """
 
     clip_grad_norm: float | None = None
@@ -46,8 +47,12 @@ class Policy:
     on_nan: str = "error"
     scaling: str = ""
     tied: bool = False
+    ema: float | None = None
 
     def __post_init__(self) -> None:
+        for name, number, most in (("clip_grad_norm", self.clip_grad_norm, inf), ("ema", self.ema, 1.0)):
+            if number is not None and not 0 < number < most:
+                raise ScheduleError(f"{name}={number!r} was asked for; give a number between 0 and {most:g}")
         for name, value, known in (("clip", self.clip, _CLIP), ("on_nan", self.on_nan, _ON_NAN)):
             if value not in known:
                 raise ScheduleError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")
