@@ -21,6 +21,7 @@ import pipedream as pd
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan import Plan
 from pipedream.core.schedule import Schedule
+from pipedream.runtime.versions import Versions
 from pipedream.schedules import SCHEDULES, build
 from pipedream.schedules.pb_lwp import pb_lwp
 from pipedream.schedules.spectrain import spectrain_v2
@@ -223,6 +224,24 @@ def test_tags_are_those_of_the_static_table(name: str) -> None:
         assert tag.forward_version == rule.forward_version(s, k) == paper.forward(s, k)
         assert tag.backward_version == rule.backward_version(s, k) == paper.backward(s, k)
         assert tag.applied_to == updates.update_of(s, k) - 1
+
+
+def test_tags_tell_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be the table's also if a run read other weights, were they not taken from these."""
+    peek = Versions.peek
+    monkeypatch.setattr(Versions, "peek", lambda self, version=None: peek(self))
+    animal = zoo.make("mlp")
+    with pd.Pipeline(
+        animal.model, zoo.plan_of(animal, 3), schedule="timeprest", microbatches=3, loss=animal.loss,
+        optimizer=partial(torch.optim.SGD, lr=0.05),
+    ) as pipeline:  # fmt: skip
+        for _ in pipeline.train(animal.batches, epochs=3):
+            pass
+        rule = pipeline.program.weights
+        wrong = [
+            t for t in pipeline.timeline().tags if t.forward_version != rule.forward_version(t.stage, t.microbatch)
+        ]
+    assert {tag.stage for tag in wrong} == {1, 2}
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,8 @@ class Forwards:
 
     def training(self, op: Op, seat: Seated | Guest, message: Message) -> tuple[Held, Run]:
         """Returns what is kept of a microbatch for its backward, and its forward, which fills that in."""
-        version = self._program.weights.forward_version(op.stage, op.index)
-        weights = seat.read(version)
+        # The tags tell what was read, so that they can be compared with what is asked for here.
+        weights, version = seat.read(self._program.weights.forward_version(op.stage, op.index))
         held = Held(weights, (), (), message.gradients, op.index, version)
         targets = self._mail.take("input", op) if op.stage == self._last else None
 

@@ -134,11 +134,11 @@ class Guest:
         """Lets go of the weights."""
         self._weights, self._others = None, []
 
-    def read(self, version: int) -> WeightSet:
-        """Returns the weights for a forward of a version."""
+    def read(self, version: int) -> tuple[WeightSet, int]:
+        """Returns the weights for a forward of a version, and which version they are."""
         assert self._weights is not None, "a forward reads weights that are not fetched"
         assert self._weights.version == version, f"version {self._weights.version} was fetched, not {version}"
-        return self._weights
+        return self._weights, version
 
     def read_again(self, held: Held) -> WeightSet:
         """Raises AssertionError: a forward is done again at home."""
@@ -148,7 +148,7 @@ class Guest:
         """Runs the layers; see `StageModule.forward`."""
         return self.module.forward(value, read.leaves, microbatch, first)
 
-    def at_forward(self, version: int) -> AbstractContextManager[None]:
+    def at_forward(self) -> AbstractContextManager[None]:
         """Returns the context of a forward: what is not trained stands in the modules."""
         return self._parcel.standing(self._others)
 

@@ -78,7 +78,8 @@ class Seated:
             clock: updates that the input stage has made by the program before.
         """
         rule = self._rule = program.weights
-        self.optimizer.follow(program.updates, stage, rule.staleness(stage), clock)
+        late, mean = rule.staleness(stage), rule.mean_staleness(stage)
+        self.optimizer.follow(program.updates, stage, late, clock, mean_staleness=mean)
         self.versions.follow(rule.held_until is None or rule.kept_until(stage) is not None)
         if self.saved is not None:
             self.saved.follow(leads=rule.backward_rule == "graph" and rule.held_until is not None)
@@ -122,11 +123,15 @@ class Seated:
         found = {id(m): m for layer in layers for m in layer.modules() if isinstance(m, _NormBase)}
         return [m for m in found.values() if m.track_running_stats]
 
-    def read(self, version: int) -> WeightSet:
-        """Returns the weights that a forward reads; its backward releases them, where they are held for it."""
-        if self._rule.held_until is Kind.FORWARD:
-            return self.versions.peek(version)
-        return self.versions.read(version) if self.views is None else self.views.read(version)
+    def read(self, version: int) -> tuple[WeightSet, int]:
+        """Returns the weights that a forward reads, and which version they are, or are a view of.
+
+        Its backward releases them, where they are held for it.
+        """
+        if self.views is not None and self._rule.held_until is not Kind.FORWARD:
+            return self.views.read(version)
+        found = (self.versions.peek if self._rule.held_until is Kind.FORWARD else self.versions.read)(version)
+        return found, found.version
 
     def read_again(self, held: Held) -> WeightSet:
         """Returns the weights that a forward reads when its backward does it again."""
@@ -141,9 +146,9 @@ class Seated:
         assert held.weights is not None
         return self.versions.peek() if self.intermediate is None else self.intermediate.read(held.weights)
 
-    def at_forward(self, version: int) -> AbstractContextManager[None]:
-        """Returns the context of a forward that reads a version, or a view of it."""
-        return nullcontext() if self.views is None else self.views.forward(version)
+    def at_forward(self) -> AbstractContextManager[None]:
+        """Returns the context of a forward that has read a version, or a view of it."""
+        return nullcontext() if self.views is None else self.views.forward()
 
     def at_backward(self, held: Held) -> AbstractContextManager[None]:
         """Returns the context of a backward."""

@@ -55,33 +55,36 @@ class Views:
         self._gamma = next((view.gamma(stage) for view in views if view.by == AVERAGE), 0.0)
         self._aside: list[torch.Tensor] = []
         self._shared: list[torch.Tensor] = []
-        self._shared_version: int | None = None
+        self._shared_asked: int | None = None
+        self._shared_version = 0
 
     def begin(self) -> None:
         """Gets ready for a stream, whose versions are counted anew."""
-        self._shared_version = None
+        self._shared_asked = None
 
-    def read(self, version: int) -> WeightSet:
-        """Returns what a forward reads of a version; see `Versions.read`."""
+    def read(self, version: int) -> tuple[WeightSet, int]:
+        """Returns what a forward reads of a version (see `Versions.read`), and the version that this is a view of."""
         if self._until is Kind.BACKWARD:
-            return self._versions.read_view(version, self._fill)
-        return self._versions.read(self._versions.newest if self._until is Kind.FORWARD else version)
+            found = self._versions.read_view(version, self._fill)
+            return found, found.version
+        if self._until is None:
+            found = self._versions.read(version)
+            return found, found.version
+        if version != self._shared_asked:
+            self._shared = self._shared or [torch.empty_like(w) for w in self._weights]
+            _copy(self._shared, self._weights)
+            assert self._forward is not None
+            self._advance(self._forward, self._shared)
+            self._shared_asked, self._shared_version = version, self._versions.newest
+        return self._versions.read(self._versions.newest), self._shared_version
 
     @contextmanager
-    def forward(self, version: int) -> Iterator[None]:
-        """Lets the view of a version stand in the storage of the weights, for a forward."""
+    def forward(self) -> Iterator[None]:
+        """Lets the view that was read stand in the storage of the weights, for a forward."""
         if self._forward is None or self._until is Kind.BACKWARD:
             yield
-        elif self._until is None:
-            with self._standing(self._forward):
-                yield
         else:
-            if version != self._shared_version:
-                self._shared = self._shared or [torch.empty_like(w) for w in self._weights]
-                _copy(self._shared, self._weights)
-                self._advance(self._forward, self._shared)
-                self._shared_version = version
-            with self._standing(self._shared):
+            with self._standing(self._forward if self._until is None else self._shared):
                 yield
 
     @contextmanager

@@ -230,7 +230,7 @@ class Worker:
                     self.results.note(self._stream.minibatch(op.index), message, self.results.nothing)
         elif self._stream.trains:
             held, run = self._forwards.training(op, seat, message)
-            with seat.at_forward(held.version):
+            with seat.at_forward():
                 result = run(message) if seat.recomputation is None else seat.recomputation.forward(held, message, run)
             if guest is None:
                 self._held[op.stage, op.index] = held
