@@ -7,6 +7,7 @@ Ctrl-C.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 
@@ -74,4 +75,12 @@ def _failed(error: PipelineError) -> int:
 
 def script() -> None:
     """Runs the command and exits with its status: the entry point of ``pipedream``."""
-    sys.exit(main())
+    status = main()
+    if status and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        # A worker that failed has process groups that nobody could end: their threads may abort an interpreter that is
+        # taken down, and the signal would stand for the status.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
