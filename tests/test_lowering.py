@@ -85,7 +85,6 @@ def test_each_direction_has_a_channel_of_its_own(schedule: Schedule) -> None:
     assert len(set(ends)) == len(ends)
     for index, (sender, receiver, carries, _) in enumerate(ends):
         assert sender != receiver
-        assert program.channel_id(sender, receiver, carries) <= index
         source, target = program.channels[index].source, program.channels[index].target
         assert (target > source) - (target < source) == {"gradient": -1, "weights": 0, "kept": 0}.get(carries, 1)
 

@@ -22,7 +22,7 @@ from itertools import islice
 from math import lcm
 
 from .core.errors import ScheduleError
-from .core.op import Kind, Op
+from .core.op import Kind, Op, gives_back
 from .core.placement import Placement
 from .core.program import Channel, Instruction, Move, Program, RankProgram, Transfer, moved
 from .core.schedule import Schedule
@@ -118,7 +118,7 @@ def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, str, in
     """Yields a rank's ops with their messages around them."""
     placement = schedule.placement
     last = placement.stages - 1
-    gradient = Kind.INPUT_GRADIENT if schedule.splits_backward else Kind.BACKWARD
+    gradient = gives_back(schedule.kinds)
 
     def channel(carries: str, source: int, target: int, k: int) -> int | None:
         """The number of the channel; None where both stages are on this rank."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pipedream.core import depth
 from pipedream.core.artifact import Artifact
 from pipedream.core.cluster import Cluster, Level
-from pipedream.core.errors import ArtifactError, ScheduleError
+from pipedream.core.errors import ArtifactError
 from pipedream.core.graph import Layer, LayerGraph
 from pipedream.core.placement import Placement
 from pipedream.core.plan import Plan, Stage
@@ -25,7 +25,7 @@ from pipedream.core.program import Program
 from pipedream.core.timeline import Span, Tag, Timeline
 from pipedream.core.weights import DoubleBuffer, Flush, Stash, VerticalSync, WeightRule
 from pipedream.lowering import lower
-from pipedream.schedules import LAYOUTS, SCHEDULES, Choice, build, evaluation, uniform
+from pipedream.schedules import LAYOUTS, SCHEDULES, build, evaluation, uniform
 
 counts = st.integers(1, 3)
 sizes = st.integers(0, 2**60)
@@ -94,16 +94,8 @@ def programs(draw: st.DrawFn) -> Program:
     return lower(evaluation(plan) if name == "evaluation" else build(name, plan))
 
 
-@st.composite
-def choices(draw: st.DrawFn) -> Choice:
-    try:
-        return Choice.of(build(draw(st.sampled_from(sorted(set(SCHEDULES) - set(LAYOUTS)))), draw(plans())))
-    except ScheduleError:  # not with this plan
-        return Choice.of(build("pipedream", draw(plans())))
-
-
 placements = st.lists(counts, min_size=1, max_size=4).map(lambda r: Placement.replicated(tuple(r)))
-nouns = st.one_of(clusters(), graphs(), profiles(), plans(), timelines(), programs(), choices(), placements)
+nouns = st.one_of(clusters(), graphs(), profiles(), plans(), timelines(), programs(), placements)
 
 
 @given(nouns)
@@ -125,12 +117,6 @@ def test_save_and_load(tmp_path: Path) -> None:
     path = plan.save(tmp_path / "deep" / "plan.json")
     assert Plan.load(path) == plan
     assert [item.name for item in path.parent.iterdir()] == ["plan.json"]
-
-
-def test_schedule_is_built_again_from_its_choice() -> None:
-    schedule = build("2BW", Plan.uniform(2), 4)
-    again = Choice.from_json(Choice.of(schedule).to_json()).build()
-    assert lower(again) == lower(schedule)
 
 
 Change = Callable[[dict[str, Any]], Any]

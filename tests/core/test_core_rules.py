@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core import depth
-from pipedream.core.errors import PlanError
+from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.op import Kind, Op, requires
 from pipedream.core.placement import Placement
 from pipedream.core.plan import Plan
@@ -22,7 +22,7 @@ from pipedream.core.update import UpdateRule
 from pipedream.core.views import View
 from pipedream.core.weights import DoubleBuffer, Flush, Latest, Stash, VerticalSync
 from pipedream.schedules import build
-from pipedream.schedules.idioms import latest, unflushed
+from pipedream.schedules.idioms import SPLIT, latest, unflushed
 
 replica_counts = st.lists(st.integers(1, 6), min_size=1, max_size=6).map(tuple)
 
@@ -247,8 +247,9 @@ class TestNeeds:
     def test_split_backward(self) -> None:
         placement = Placement.replicated((1, 1))
         gradient = Op(Kind.INPUT_GRADIENT, 0, 3)
-        assert requires(gradient, placement, True) == (Op(Kind.FORWARD, 0, 3), Op(Kind.INPUT_GRADIENT, 1, 3))
-        assert requires(Op(Kind.WEIGHT_GRADIENT, 0, 3), placement, True) == (gradient,)
+        behind = Op(Kind.INPUT_GRADIENT, 1, 3)
+        assert requires(gradient, placement, SPLIT) == (Op(Kind.FORWARD, 0, 3), behind)
+        assert requires(Op(Kind.WEIGHT_GRADIENT, 0, 3), placement, SPLIT) == (gradient,)
 
     def test_weights_and_updates(self) -> None:
         schedule = build("pipedream", Plan.uniform(2, replicas=(2, 1)))
@@ -365,3 +366,17 @@ class TestLatest:
         assert replace(rule, forward_view=replace(ahead, by="difference")).buffers(0) == 2
         assert replace(rule, forward_view=ahead, backward_view=back).buffers(0) == 2
         assert replace(rule, forward_view=ahead, backward_rule="stash").buffers(0) == 0
+
+
+class TestPromises:
+    """What a schedule says of itself holds, for clipping, ties and memory go by it."""
+
+    def test_a_method_that_is_late_does_not_flush(self) -> None:
+        for name in ("pipedream", "pipedream_2bw", "pipemare"):
+            with pytest.raises(ScheduleError, match=r"says that it flushes, but .* updates late"):
+                replace(build(name, Plan.uniform(3)), flushes=True)
+
+    def test_rounds_are_of_the_replicas(self) -> None:
+        built = build("pipedream_2bw", Plan.uniform(2), 2)  # the rate would be twice the user's
+        with pytest.raises(ScheduleError, match=r"averages rounds.* hold \(2, 2\) of \(1, 1\) replicas"):
+            replace(built, updates=UpdateRule((2, 2), mean_of_rounds=True))

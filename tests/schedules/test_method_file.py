@@ -13,7 +13,7 @@ from commands import run as command
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan import Plan
 from pipedream.lowering import lower
-from pipedream.schedules import METHODS, Choice, build, layout_of, method_of, uniform
+from pipedream.schedules import METHODS, build, layout_of, method_of, uniform
 from pipedream.verifier import verify
 
 from .test_pictures import picture
@@ -32,6 +32,7 @@ METHODS = (Method(mine, layout=looped), Method(method_of("gpipe").build, name="o
 """
 
 Told = Callable[..., tuple[int, str, str]]
+HEAD = "from pipedream.schedules import Method\n"
 
 
 def test_the_example_is_drawn_as_its_file_says_and_proved() -> None:
@@ -40,7 +41,7 @@ def test_the_example_is_drawn_as_its_file_says_and_proved() -> None:
     assert shown == picture(schedule, 10)
     proof = verify(lower(build(str(EXAMPLE), Plan.uniform(3, replicas=(2, 1, 1)), 8)))
     assert (proof.peak_in_flight, set(proof.staleness)) == ((4, 4, 4, 2), {0})
-    assert lower(Choice.of(schedule).build()) == lower(schedule)
+    assert lower(build(schedule.name, schedule.plan, schedule.microbatches)) == lower(schedule)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -72,8 +73,9 @@ def test_a_file_is_read_again_where_it_has_changed(tmp_path: Path) -> None:
     source = (
         "from pipedream.schedules import Method, method_of\nMETHODS = (Method(method_of('{}').build, name='mine'),)"
     )
-    for name in ("gpipe", "1f1b"):
+    for name in ("gpipe", "1f1b", "naive", "zb_h1", "zb_h2"):  # within a second, and the last two of one length
         file.write_text(source.format(name))
+        assert not (tmp_path / "__pycache__").exists()
         assert [*build(str(file), Plan.uniform(2), 4).ops(0, 4)] == [*build(name, Plan.uniform(2), 4).ops(0, 4)]
 
 
@@ -84,6 +86,13 @@ def test_a_file_is_read_again_where_it_has_changed(tmp_path: Path) -> None:
         ("METHODS = [1]", "must be a tuple of Method, found"),
         ("raise KeyError('there')", "ended with KeyError: 'there'; mend the file"),
         ("import", "ended with SyntaxError"),
+        (HEAD + "METHODS = (Method(lambda plan, m: 3, name='mine'),)", "gave 3, which is no Schedule"),
+        (HEAD + "METHODS = (Method(lambda: 3, name='mine'),)", "ended with TypeError: .* takes 0 positional arguments"),
+        (
+            HEAD + "from pipedream.schedules.pb_lwp import pb_lwp\n"
+            "METHODS = (Method(lambda plan, m: pb_lwp(plan, m, by='magic'), name='mine'),)",
+            "a view is by velocity, difference or average, found 'magic'",
+        ),
     ],
 )
 def test_what_is_no_method_is_refused(tmp_path: Path, text: str, message: str, told: Told) -> None:

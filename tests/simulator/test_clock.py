@@ -243,8 +243,8 @@ def test_receive_before_its_cause_is_a_deadlock() -> None:
     program = once(lower(build("naive", plan)))
     sound = simulate(program, costs(plan), 4)
     assert len(sound.work()) == 2 * 4 * 3
-    receive = f"<{program.channel_id(1, 0, 'gradient')}:2"
-    send = f">{program.channel_id(0, 1, 'activation')}:2"
+    number = {(channel.sender, channel.carries): i for i, channel in enumerate(program.channels)}
+    receive, send = f"<{number[1, 'gradient']}:2", f">{number[0, 'activation']}:2"
     swapped = broken(program, 0, {receive: "x", send: receive, "x": send})
     with pytest.raises(DeadlockError) as caught:
         simulate(swapped, costs(plan), 4)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .op import Kind, Op
+from .op import Kind, Op, ends_backward
 from .program import Program
 from .schedule import Schedule
 
@@ -53,7 +53,7 @@ def _in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
         return schedule.microbatches, 0  # all inputs of a minibatch wait for their backwards
     replicas = schedule.plan.replicas[stage]
     last = max(schedule.microbatches, (schedule.plan.in_flight[stage] + 1) * replicas)
-    ends = Kind.WEIGHT_GRADIENT if schedule.splits_backward else Kind.BACKWARD
+    ends = ends_backward(schedule.kinds)
     now = most = deferred = most_deferred = 0
     for kind, at, index, _ in schedule.order(schedule.placement.ranks[stage][0]):
         if at != stage:
@@ -84,7 +84,7 @@ def most_in_flight(program: Program, total: int | None = None) -> tuple[int, ...
     if len(program.kinds) == 1:
         return program.plan.in_flight
     found = []
-    ends = Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in program.kinds else Kind.BACKWARD
+    ends = ends_backward(program.kinds)
     enough = 2 * program.cycle * (program.microbatches + max(program.plan.in_flight))
     counted = enough if total is None else min(enough, total)
     for stage, (rank, *_) in enumerate(program.placement.ranks):

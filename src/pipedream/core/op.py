@@ -10,12 +10,13 @@ drawing all ask `requires`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 from typing import NamedTuple
 
 from .placement import Placement
 
-__all__ = ["Kind", "Op", "requires"]
+__all__ = ["Kind", "Op", "ends_backward", "gives_back", "requires"]
 
 
 class Kind(StrEnum):
@@ -49,7 +50,17 @@ class Op(NamedTuple):
         return f"{self.stage}{self.kind.value}{self.index}"
 
 
-def requires(op: Op, placement: Placement, splits_backward: bool = False) -> tuple[Op, ...]:
+def ends_backward(kinds: Collection[Kind]) -> Kind:
+    """Returns the op with which a microbatch's backward at a stage has ended, of those that it needs there."""
+    return Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in kinds else Kind.BACKWARD
+
+
+def gives_back(kinds: Collection[Kind]) -> Kind:
+    """Returns the op that makes the gradient which goes back to the stage before."""
+    return Kind.INPUT_GRADIENT if Kind.INPUT_GRADIENT in kinds else Kind.BACKWARD
+
+
+def requires(op: Op, placement: Placement, kinds: Collection[Kind] = ()) -> tuple[Op, ...]:
     """Returns the ops whose results an op reads, by the flow of activations and gradients alone.
 
     What an op needs of the weights (an update made, an update's gradients complete) depends on the weight
@@ -58,10 +69,9 @@ def requires(op: Op, placement: Placement, splits_backward: bool = False) -> tup
     Args:
         op: any op; of an update and of a fetch, whose needs are of weights alone, there is nothing to say.
         placement: tells which replica has a microbatch at the neighbouring stages.
-        splits_backward: the schedule has I and W instead of B.
+        kinds: of op that a microbatch needs at a stage; with I and W among them in the place of B.
     """
     kind, stage, k, replica = op
-    gradient = Kind.INPUT_GRADIENT if splits_backward else Kind.BACKWARD
     if kind is Kind.FORWARD:
         return (Op(kind, stage - 1, k, placement.replica(stage - 1, k)),) if stage else ()
     if kind is Kind.WEIGHT_GRADIENT:
@@ -71,4 +81,4 @@ def requires(op: Op, placement: Placement, splits_backward: bool = False) -> tup
     own = Op(Kind.FORWARD, stage, k, replica)
     if stage == placement.stages - 1:
         return (own,)
-    return (own, Op(gradient, stage + 1, k, placement.replica(stage + 1, k)))
+    return (own, Op(gives_back(kinds), stage + 1, k, placement.replica(stage + 1, k)))

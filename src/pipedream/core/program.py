@@ -60,8 +60,6 @@ class Transfer(NamedTuple):
 
 Instruction = Op | Transfer
 
-_PATIENCE = 1_000_000  # instructions left out in a row, after which a program is given up
-
 
 @dataclass(frozen=True)
 class Channel:
@@ -266,13 +264,6 @@ class Program(Artifact):
         if instruction.kind is Move.RECEIVE:
             return f"stage {channel.target}, receiving {channel.carries} of microbatch {instruction.index}"
         return f"stage {channel.source}, sending {channel.carries} of microbatch {instruction.index}"
-
-    def channel_id(self, sender: int, receiver: int, carries: str) -> int:
-        """Returns the index of the first channel of this kind. Raises KeyError where there is none."""
-        for index, channel in enumerate(self.channels):
-            if (channel.sender, channel.receiver, channel.carries) == (sender, receiver, carries):
-                return index
-        raise KeyError((sender, receiver, carries))
 
     def to_json(self) -> str:
         """Returns the program as JSON text; the instructions of a rank are one line of tokens."""

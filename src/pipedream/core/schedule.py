@@ -15,7 +15,7 @@ from typing import Any
 
 from .compensation import check, compensations
 from .errors import ScheduleError
-from .op import Kind, Op, requires
+from .op import Kind, Op, ends_backward, requires
 from .placement import Placement
 from .plan import Plan
 from .update import UpdateRule
@@ -77,8 +77,9 @@ class Schedule:
         claims: the paper's closed forms.
 
     Raises:
-        ScheduleError: the updates compensate delay in a way that makes no sense here (`compensation.check`), or the
-            backward rule does not go with what the plan's stages recompute.
+        ScheduleError: the updates compensate delay in a way that makes no sense here (`compensation.check`), the
+            backward rule does not go with what the plan's stages recompute, a stage is late although the method
+            flushes, or rounds are averaged that updates do not hold.
     """
 
     name: str
@@ -97,6 +98,17 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.updates.compensation:
             check(self.updates.compensation, self.weights, flushes=self.flushes, reads_one=self._reads_one)
+        late = [self.weights.staleness(stage) for stage in range(len(self.plan.stages))] if self.flushes else []
+        if any(late):
+            raise ScheduleError(
+                f"schedule {self.name!r} says that it flushes, but its weight rule {self.weights.name} makes the "
+                f"gradients of its stages {late} updates late; leave flushes=True out, or take the rule Flush"
+            )
+        if self.updates.mean_of_rounds and self.updates.per_update != self.placement.replicas:
+            raise ScheduleError(
+                f"schedule {self.name!r} averages rounds, a minibatch of each replica, but its updates hold "
+                f"{self.updates.per_update} of {self.placement.replicas} replicas; leave mean_of_rounds=True out"
+            )
         again = [stage.recompute for stage in self.plan.stages]
         rule = self.weights.backward_rule
         if rule == "graph" and any(again):
@@ -206,11 +218,10 @@ def requires_of(
         placement, weights, updates, kinds: of the schedule or the program.
         total: microbatches in the run, None for a run without end.
     """
-    splits_backward = Kind.INPUT_GRADIENT in kinds
-    needs = requires(op, placement, splits_backward)
+    needs = requires(op, placement, kinds)
     kind, stage, index, replica = op
     if kind is Kind.UPDATE:
-        last = Kind.WEIGHT_GRADIENT if splits_backward else Kind.BACKWARD
+        last = ends_backward(kinds)
         needs += tuple(Op(last, stage, k, placement.replica(stage, k)) for k in updates.members(stage, index, total))
         if index > 1:
             needs += (Op(Kind.UPDATE, stage, index - 1, replica),)

@@ -24,11 +24,6 @@ Metric = Callable[[Any, Any], Any]
 
 _CLASS_LOSSES = (F.cross_entropy, F.nll_loss)
 _CLASS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
-_SAMPLE_LOSSES = (F.multi_margin_loss, F.triplet_margin_loss, F.cosine_embedding_loss, F.multilabel_margin_loss)
-_SAMPLE_MODULES = (
-    nn.MultiMarginLoss, nn.TripletMarginLoss, nn.CosineEmbeddingLoss, nn.MultiLabelMarginLoss,
-    nn.MultiLabelSoftMarginLoss,
-)  # fmt: skip
 _ELEMENT_LOSSES = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
     F.poisson_nll_loss, F.gaussian_nll_loss, F.kl_div, F.soft_margin_loss, F.hinge_embedding_loss,

@@ -83,7 +83,6 @@ class Session:
         self.device = device
         self.rank, processes = join(device)
         self._settings = settings
-        self._graph = graph
         stages = program.plan.stages
         self._names = [parameters.stage_names(graph, stage.first, stage.last) for stage in stages]
         named = list(zip([layer.name for layer in graph.layers], layers, strict=True))

@@ -185,7 +185,6 @@ class WireReceiver(Receiver):
 
     def __init__(self, line: Line) -> None:
         self._line = line
-        self._capacity = _Capacity(line.depth)
         self._posted: deque[tuple[dist.Work, torch.Tensor, dist.Work | None, torch.Tensor | None]] = deque()
         self._size_bytes = 0
         for _ in range(line.depth):

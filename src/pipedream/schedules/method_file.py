@@ -16,10 +16,12 @@ from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from ..core.errors import ScheduleError
+from ..core.errors import PipelineError, ScheduleError
+from ..core.plan import Plan
+from ..core.schedule import Schedule
 from .method import Method
 
-__all__ = ["is_method_file", "load_method"]
+__all__ = ["built_by", "is_method_file", "load_method"]
 
 
 def is_method_file(name: str) -> bool:
@@ -28,7 +30,7 @@ def is_method_file(name: str) -> bool:
 
 
 def load_method(name: str) -> Method:
-    """Returns the method that a file declares. A file is run once a process.
+    """Returns the method that a file declares.
 
     Args:
         name: ``FILE.py``, or ``FILE.py:NAME`` where it declares several.
@@ -43,7 +45,7 @@ def load_method(name: str) -> Method:
         raise ScheduleError(
             f"the schedule {path} cannot be read ({error}); give a file that declares METHODS"
         ) from None
-    methods = _methods(path, sha256(text).hexdigest())
+    methods = _methods(path, text)
     found = [method for method in methods if wanted in ("", method.name)]
     if len(found) != 1:
         names = ", ".join(method.name for method in methods) or "none"
@@ -54,23 +56,44 @@ def load_method(name: str) -> Method:
     return found[0]
 
 
+def built_by(method: Method, name: str, plan: Plan, microbatches: int | None) -> Schedule:
+    """Returns the schedule of a method of the user's, whose faults are not the library's.
+
+    Args:
+        method, name: of the file.
+        plan, microbatches: to build it for.
+
+    Raises:
+        ScheduleError: it cannot work with these, or fails, or gives something else.
+    """
+    try:
+        built = method.build(plan, microbatches)
+    except PipelineError:
+        raise
+    except Exception as error:
+        raise ScheduleError(f"the schedule {name} ended with {type(error).__name__}: {error}; mend the file") from error
+    if not isinstance(built, Schedule):
+        raise ScheduleError(f"the schedule {name} gave {built!r}, which is no Schedule; mend the file")
+    return built
+
+
 def _parts(name: str) -> tuple[str, str]:
     path, mark, wanted = name.rpartition(":")
     return (path, wanted) if mark and path.lower().endswith(".py") else (name, "")
 
 
 @cache
-def _methods(path: str, digest: str) -> tuple[Method, ...]:
+def _methods(path: str, text: bytes) -> tuple[Method, ...]:
     """Returns what a file declares; it is run again only where its bytes have changed."""
-    spec = spec_from_file_location(f"pipedream_method_{digest[:16]}", path)
+    name = f"pipedream_method_{sha256(text).hexdigest()[:16]}"
+    spec = spec_from_file_location(name, path)
     assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    module = sys.modules[name] = module_from_spec(spec)  # dataclasses look their module up
     try:
-        spec.loader.exec_module(module)
+        # Not by the loader: its bytecode lies beside the file, and is told from a changed file's by second and size.
+        exec(compile(text, path, "exec"), module.__dict__)
     except Exception as error:
-        del sys.modules[spec.name]
+        del sys.modules[name]
         raise ScheduleError(f"the schedule {path} ended with {type(error).__name__}: {error}; mend the file") from error
     methods = getattr(module, "METHODS", ())
     if not isinstance(methods, tuple) or not all(isinstance(method, Method) for method in methods):

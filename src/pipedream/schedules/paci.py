@@ -28,6 +28,7 @@ def paci(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "g
 
     Raises:
         ScheduleError: too few microbatches for a stage's replicas, or a depth that needs the plan's lag.
+        ValueError: an option that is none.
     """
     refuse_lag("paci", plan)
     plan = recomputing(plan, backward_rule)

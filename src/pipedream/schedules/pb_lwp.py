@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..core.errors import ScheduleError
 from ..core.plan import Plan
 from ..core.schedule import Schedule
 from ..core.views import VELOCITY, View
@@ -36,13 +37,16 @@ def pb_lwp(
         plan: see `pipelined_backprop`.
         microbatches: None or 1.
         by: 'velocity' (SGD with momentum, Adam, AdamW) or 'difference' (any optimizer).
-        scale: horizon over delay; the paper also studies 2.
+        scale: horizon over delay, at least 0; the paper also studies 2.
         backward_rule: 'graph', or 'recompute'.
 
     Raises:
-        ScheduleError: a minibatch is to be split.
+        ScheduleError: a minibatch is to be split, or the prediction would go back.
+        ValueError: an option that is none.
     """
     refuse_split("pb_lwp", microbatches)
+    if not scale >= 0:
+        raise ScheduleError(f"schedule 'pb_lwp' predicts weights that are to come; give a scale from 0 on, not {scale}")
     bare = pipelined_backprop(plan, microbatches, backward_rule=backward_rule)
     horizons = tuple(scale * bare.weights.staleness(stage) for stage in range(len(plan.stages)))
     weights = latest(bare.plan, backward_rule=backward_rule, forward_view=View(by, horizons))

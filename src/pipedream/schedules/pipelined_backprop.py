@@ -33,6 +33,7 @@ def pipelined_backprop(plan: Plan, microbatches: int | None = None, *, backward_
 
     Raises:
         ScheduleError: a minibatch is to be split.
+        ValueError: an option that is none.
     """
     refuse_split("pipelined_backprop", microbatches)
     plan = concurrent(recomputing(plan, backward_rule))

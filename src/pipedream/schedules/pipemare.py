@@ -46,6 +46,7 @@ def pipemare(
 
     Raises:
         ScheduleError: too few microbatches for a stage's replicas, or a depth that needs the plan's lag.
+        ValueError: an option that is none.
     """
     refuse_lag("pipemare", plan)
     plan = concurrent(recomputing(plan, backward_rule))

@@ -32,6 +32,7 @@ def pipeoptim(
 
     Raises:
         ScheduleError: a minibatch is to be split.
+        ValueError: an option that is none.
     """
     refuse_split("pipeoptim", microbatches)
     plan = recomputing(plan, backward_rule)

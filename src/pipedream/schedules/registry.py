@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pkgutil import iter_modules
 
-from ..core.artifact import Artifact
-from ..core.compensation import Compensation
 from ..core.errors import ScheduleError
 from ..core.plan import Plan
 from ..core.schedule import Schedule
 from .layouts import Layout
 from .method import Method
-from .method_file import is_method_file, load_method
+from .method_file import built_by, is_method_file, load_method
 from .torch_csv import is_torch_csv, load_torch_csv
 
 __all__ = [
@@ -23,7 +21,6 @@ __all__ = [
     "LAYOUTS",
     "METHODS",
     "SCHEDULES",
-    "Choice",
     "build",
     "claims_at",
     "layout_of",
@@ -82,8 +79,13 @@ def build(name: str, plan: Plan, microbatches: int | None = None) -> Schedule:
                 "leave the number out, or write the file for as many"
             )
         return read
-    built = method_of(name).build(plan, microbatches)
-    return replace(built, name=name) if is_method_file(name) else built  # by which it can be built again
+    method = method_of(name)
+    if is_method_file(name):
+        return replace(built_by(method, name, plan, microbatches), name=name)  # by which it can be built again
+    try:
+        return method.build(plan, microbatches)
+    except ValueError as error:  # of a noun that it is made of: a view, a rule
+        raise ScheduleError(f"schedule {name!r}: {error}") from None
 
 
 def uniform(
@@ -147,27 +149,6 @@ def method_of(name: str) -> Method:
             "PyTorch's notation, or FILE.py that declares METHODS"
         )
     return found
-
-
-@dataclass(frozen=True)
-class Choice(Artifact):
-    """A Schedule as a file: the method's name, the plan, the split, the compensation; `build` makes the rest again."""
-
-    FORMAT = 1
-
-    name: str
-    plan: Plan
-    microbatches: int
-    compensation: tuple[Compensation, ...] = ()
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> Choice:
-        """Returns what is needed to build a schedule again."""
-        return cls(schedule.name, schedule.plan, schedule.microbatches, schedule.updates.compensation)
-
-    def build(self) -> Schedule:
-        """Returns the schedule."""
-        return build(self.name, self.plan, self.microbatches).compensated(self.compensation)
 
 
 def claims_at(schedule: Schedule, stages: int, microbatches: int) -> dict[str, object]:

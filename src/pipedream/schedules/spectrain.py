@@ -36,6 +36,7 @@ def spectrain(
 
     Raises:
         ScheduleError: a minibatch is to be split.
+        ValueError: an option that is none.
     """
     refuse_split("spectrain", microbatches)
     plan = recomputing(plan, backward_rule)
@@ -65,6 +66,7 @@ def spectrain_v2(plan: Plan, microbatches: int | None = None, *, by: str = VELOC
 
     Raises:
         ScheduleError: a minibatch is to be split.
+        ValueError: an option that is none.
     """
     refuse_split("spectrain_v2", microbatches)
     ahead = View(by, tuple(latest(plan).staleness(s) + 1 for s in range(len(plan.stages))))

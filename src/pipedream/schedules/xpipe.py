@@ -31,6 +31,7 @@ def xpipe(plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY, ba
 
     Raises:
         ScheduleError: too few microbatches for a stage's replicas, or a depth that needs the plan's lag.
+        ValueError: an option that is none.
     """
     refuse_lag("xpipe", plan)
     plan = recomputing(plan, backward_rule)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil, lcm
 
 from ..core.errors import ScheduleError
-from ..core.op import Kind, Op
+from ..core.op import Kind, Op, ends_backward
 from ..core.program import Channel, Program
 from ..core.schedule import fetched_for
 from .rules import check_rules
@@ -172,7 +172,7 @@ def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
     held: list[tuple[int, int]] = []
     alive: list[tuple[int, int]] = []
     peaks: list[tuple[int, int]] = []
-    last = Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in program.kinds else Kind.BACKWARD
+    last = ends_backward(program.kinds)
     for stage, replica in seats:
         lives = list(_lives(run, stage, replica))
         allowed = program.weights.versions(stage)
@@ -227,7 +227,7 @@ def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]
         ops[Op(Kind.UPDATE, stage, n, replica)][1] for n in range(1, program.updates.updates(stage, run.total) + 1)
     ]
     dies = [*made[1:], len(run.streams[program.placement.ranks[stage][replica]])]
-    last = Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in program.kinds else Kind.BACKWARD
+    last = ends_backward(program.kinds)
     until = program.weights.kept_until(stage)
     views: dict[int, tuple[int, int]] = {}
     for k in range(replica, run.total, program.placement.replicas[stage]):

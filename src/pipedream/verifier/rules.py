@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from ..core.op import Kind, Op
+from ..core.op import Kind, Op, ends_backward
 from ..core.schedule import fetched_for
 from .unrolled import Unrolled
 
@@ -40,7 +40,7 @@ def check_rules(run: Unrolled) -> None:
 def _check_order(run: Unrolled, rank: int) -> None:
     """Checks the order of the forwards of each seat, and which gradients its updates find."""
     program = run.program
-    gives = Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in program.kinds else Kind.BACKWARD
+    gives = ends_backward(program.kinds)
     forwarded: dict[int, int] = {}
     found: dict[int, list[int]] = {}
     for position, op in enumerate(run.streams[rank]):

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ..core.errors import ScheduleError
-from ..core.op import Kind, Op
+from ..core.op import Kind, Op, gives_back
 from ..core.program import Instruction, Move, Program, Transfer
 
 __all__ = ["Message", "Unrolled", "unroll"]
@@ -66,20 +66,16 @@ class Unrolled:
         if ends.carries == "weights":
             version = self.program.weights.forward_version(ends.source, k)
             return Op(Kind.UPDATE, ends.source, version) if version else None
-        kind = self._gradient if ends.carries == "gradient" else Kind.FORWARD
+        kind = gives_back(self.program.kinds) if ends.carries == "gradient" else Kind.FORWARD
         return Op(kind, ends.source, k, self.program.placement.replica(ends.source, k))
 
     def consumer(self, message: Message) -> Op:
         """Returns the op that reads a message, after which its place in the ring is free."""
         channel, k = message
         ends = self.program.channels[channel]
-        kind = self._gradient if ends.carries in ("gradient", "kept") else Kind.FORWARD
+        kind = gives_back(self.program.kinds) if ends.carries in ("gradient", "kept") else Kind.FORWARD
         kind = Kind.FETCH if ends.carries == "weights" else kind
         return Op(kind, ends.target, k, self.program.placement.replica(ends.target, k))
-
-    @property
-    def _gradient(self) -> Kind:
-        return Kind.INPUT_GRADIENT if Kind.INPUT_GRADIENT in self.program.kinds else Kind.BACKWARD
 
 
 def unroll(program: Program, total: int) -> Unrolled:
