@@ -53,7 +53,7 @@ def lay_out(
     order = layout.order(p, chunks or layout.chunks or 1)
     count = layout.stages(p, chunks)
     row = Cluster.flat(count, cluster.bandwidth_bytes_per_s, cluster.latency_s)
-    cut = planner.plan(profile, row, versions=lambda in_flight, lag: 1, shape="straight")
+    cut = _cut(profile, row)
     replicas = (layout.replicas,) * count
     stages = tuple(replace(stage, replicas=layout.replicas, recompute=recompute) for stage in cut.stages)
     note = f"fastest straight cut into {count} stages, {len(order) // p} on each of {p} workers: {layout.words}"
@@ -73,3 +73,19 @@ def lay_out(
     refuse_overfull(plan)
     refuse_visitors(replace(built, plan=plan))
     return plan
+
+
+def _cut(profile: Profile, row: Cluster) -> Plan:
+    """Returns the fastest straight cut; between layers that share parameters only where there is none otherwise.
+
+    Methods that are laid out flush, and keep weights equal that several stages hold (`core.coupling`).
+    """
+    graph = profile.graph
+    versions = lambda in_flight, lag: 1  # noqa: E731
+    try:
+        return planner.plan(profile, row, versions=versions, shape="straight")
+    except PlanError:
+        if graph.ties == graph.whole:
+            raise
+    parted = replace(profile, graph=replace(graph, ties=graph.whole))
+    return planner.plan(parted, row, versions=versions, shape="straight")

@@ -100,13 +100,6 @@ def _check_ties(schedule: Schedule, policy: Policy) -> None:
             "gradients of different versions of it. Keep these layers in one stage, or take a flushing schedule (1f1b, "
             "gpipe)"
         )
-    placement = schedule.placement
-    if any(len(placement.seats(rank)) > 1 for rank in range(placement.workers)):
-        raise ScheduleError(
-            f"{begin}, which puts several stages on a worker: one of its stages would wait for another, which stands "
-            "behind it on the same worker, to add up their gradients. Keep these layers in one stage, or take a method "
-            "with one stage a worker (1f1b, gpipe)"
-        )
     if policy.clip_grad_norm is not None and policy.clip == "local":
         raise ScheduleError(
             f"{begin} with each stage clipped by its own norm: the shared weight would be clipped differently at its "

@@ -2,15 +2,15 @@
 
 A stage decides by its own gradients, or by those of all stages. The norm of all is that of the whole model's gradient,
 as `torch.nn.utils.clip_grad_norm_` takes it in one process; it is not finite if any gradient is not. A rank gives one
-number for all its stages, so its first update of a round waits for the gradients of all of them; the schedule has its
-updates together for this (`Schedule.coupled`). Without a flush it is the norm of an earlier update that clips
-(`core.coupling`).
+number for all its stages, and one sum for all of them that hold a weight together; so its first update of a round waits
+for the gradients of all of them, and the schedule has its updates together for this (`Schedule.coupled`). Without a
+flush it is the norm of an earlier update that clips (`core.coupling`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..core.coupling import Policy
 from ..core.program import Program
 from .channel import Group, Pending
 from .seat import Seated
+from .ties import TiedSum
 
 __all__ = ["Coupling"]
 
@@ -31,16 +32,18 @@ class Coupling:
         policy: what was chosen of the run's couplings.
         group: adds a number up over all ranks.
         seats: stage -> what lives here.
+        tied: sums over the stages that hold weights together.
 
     Attributes:
         norm_square: square of the newest global norm that is known and finite; 0 before there is one.
     """
 
-    def __init__(self, policy: Policy, group: Group, seats: Mapping[int, Seated]) -> None:
+    def __init__(self, policy: Policy, group: Group, seats: Mapping[int, Seated], tied: Sequence[TiedSum] = ()) -> None:
         self._limit, self._skips = policy.clip_grad_norm, policy.skips
         self._locally = policy.clip == "local"
         self._group = group
         self._seats = seats
+        self._tied = tuple(tied)
         self._hears_of_all = False
         self._delay = 0
         self._prepared: dict[int, tuple[float, bool]] = {}
@@ -55,23 +58,33 @@ class Coupling:
 
     def prepare(self, stage: int, wish: float) -> Generator[Any, None, tuple[float, bool]]:
         """Prepares the update of a stage as `Optimizer.prepare`, and decides over it; yields where it would wait."""
-        if not self._hears_of_all:
+        if not self._hears_of_all and not self._tied:
             seat = self._seats[stage]
             prepared = yield from seat.optimizer.prepare(seat.gradients, wish)
-            if self._limit is not None or self._skips:
-                square = seat.optimizer.squares
-                self._decide(seat, square, square)
+            self._decide_alone(seat)
             return prepared
         if not self._prepared:
-            for number, seat in self._seats.items():
-                self._prepared[number] = yield from seat.optimizer.prepare(seat.gradients, wish)
-            yield from self._decide_together()
+            for seat in self._seats.values():
+                yield from seat.optimizer.gather(seat.gradients, wish)
+            for one in self._tied:
+                yield from one.add_up({number: seat.optimizer.sums for number, seat in self._seats.items()})
+            self._prepared = {number: seat.optimizer.normalise() for number, seat in self._seats.items()}
+            if self._hears_of_all:
+                yield from self._decide_together()
+            else:
+                for seat in self._seats.values():
+                    self._decide_alone(seat)
         return self._prepared.pop(stage)
 
     def settle(self) -> Generator[Any, None, None]:
         """Hears of all norms that are on their way, at a drain; yields where it would wait."""
         while self._norms:
             yield from self._hear()
+
+    def _decide_alone(self, seat: Seated) -> None:
+        if self._limit is not None or self._skips:
+            square = seat.optimizer.squares
+            self._decide(seat, square, square)
 
     def _decide_together(self) -> Generator[Any, None, None]:
         squares = {stage: seat.optimizer.squares for stage, seat in self._seats.items()}

@@ -92,10 +92,7 @@ def connect(program: Program, device: torch.device, shared: Sequence[Shared] = (
         number: dist.new_group([c.sender, c.receiver], backend="nccl") if on_gpu else everyone
         for number, c in enumerate(program.channels)
     }
-    holders = tuple(
-        dist.new_group(sorted(rank for stage in one.stages for rank in program.placement.ranks[stage]), backend=backend)
-        for one in shared
-    )
+    holders = tuple(dist.new_group(list(one.ranks(program.placement)), backend=backend) for one in shared)
     return Wires(everyone, stages, holders, pairs)
 
 
@@ -125,8 +122,7 @@ def local_crew(
     results = {(owner, rank): LocalChannel() for owner in owners for rank in range(placement.workers) if rank != owner}
     norm = LocalGroup(placement.workers)
     sums = [LocalGroup(count) for count in placement.replicas]
-    holders = [LocalGroup(sum(placement.replicas[stage] for stage in one.stages)) for one in shared]
-    members = [[rank for stage in one.stages for rank in placement.ranks[stage]] for one in shared]
+    holders = [(one, one.ranks(placement), LocalGroup(len(one.ranks(placement)))) for one in shared]
     crew = []
     for rank in range(placement.workers):
         seats = {}
@@ -142,11 +138,7 @@ def local_crew(
                 settings,
                 device,
                 sums[stage].member(replica) if placement.replicas[stage] > 1 else None,
-                [
-                    (one, holders[i].member(members[i].index(rank)))
-                    for i, one in enumerate(shared)
-                    if stage in one.stages
-                ],
+                shared,
                 copies=own_copies(own_handles, stage, shared) if not replica else None,
             )
         crew.append(
@@ -163,6 +155,7 @@ def local_crew(
                 settings,
                 device,
                 norm.member(rank),
+                [(one, group.member(ranks.index(rank))) for one, ranks, group in holders if rank in ranks],
             )
         )
     return crew
@@ -230,11 +223,8 @@ def wire_worker(
             settings,
             device,
             WireGroup(group) if (group := wires.stages[stage]) is not None else None,
-            [
-                (one, WireGroup(group))
-                for one, group in zip(shared, wires.holders, strict=True)
-                if stage in one.stages and group is not None
-            ],
+            shared,
+            copies=own_copies(handles[stage], stage, [one.among(handles) for one in shared]),
         )
         for stage, _ in placement.seats(rank)
     }
@@ -251,6 +241,11 @@ def wire_worker(
         settings,
         device,
         WireGroup(wires.everyone),
+        [
+            (one, WireGroup(group))
+            for one, group in zip(shared, wires.holders, strict=True)
+            if group is not None and rank in one.ranks(placement)
+        ],
     )
 
 
@@ -299,7 +294,7 @@ def _seat(
     settings: Settings,
     device: torch.device,
     replica_group: Group | None,
-    tied: Sequence[tuple[Shared, Group]],
+    shared: Sequence[Shared],
     copies: dict[str, nn.Parameter] | None = None,
 ) -> Seated:
     """Returns a seat; `copies` are trained in the place of the handles, where another seat has some of these too."""
@@ -322,7 +317,7 @@ def _seat(
             replicas=plan.replicas[stage],
             replica_group=replica_group,
             ema=settings.ema,
-            tied=[TiedSum(one, stage, list(handles), group, plan.replicas[stage]) for one, group in tied],
+            spoken_for=[list(handles).index(name) for one in shared if stage in one.stages[1:] for name in one.names],
             loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,
         ),
         saved=Saved() if any(rule.backward_rule == "graph" for rule in moves) else None,
@@ -366,7 +361,14 @@ def _worker(
     settings: Settings,
     device: torch.device,
     everyone: Group,
+    tied: Sequence[tuple[Shared, Group]] = (),
 ) -> Worker:
+    replicas = program.placement.replicas
+    trained = {stage: seat.optimizer.named for stage, seat in seats.items()}
+    sums = [
+        TiedSum(one, {stage: trained[stage] for stage in one.among(seats).stages}, replicas, group)
+        for one, group in tied
+    ]
     results = Results(rank, program.placement.ranks[-1], result_senders, result_receivers, list(settings.metrics))
     return Worker(
         rank,
@@ -386,5 +388,5 @@ def _worker(
         results=results,
         scorer=Scorer(settings.loss, settings.metrics, results, settings.policy.on_nan),
         device=device,
-        coupling=Coupling(settings.policy, everyone, seats),
+        coupling=Coupling(settings.policy, everyone, seats, sums),
     )

@@ -138,8 +138,9 @@ class Keeper:
         same = self._counts_alike(page)
         for stage, seat in self._seats():
             seat.versions.reload()
-            # Replicas in one process shall not share their optimizers' tensors.
-            own = {name: tensor.clone() for name, tensor in found.items()} if len(self._workers) > 1 else found
+            # Seats of one process that train the same weights shall not share their optimizers' tensors.
+            alone = len(self._workers) == 1 and not _copies_of(seat)
+            own = found if alone else {name: tensor.clone() for name, tensor in found.items()}
             if seat.views is not None:
                 seat.views.restore(own)
             try:
@@ -212,9 +213,13 @@ def share_with_replicas(workers: Sequence[Worker]) -> None:
                 with torch.no_grad():
                     for here, there in zip(_tensors(seat), _tensors(source), strict=True):
                         here.copy_(there)
-            for name, handle in seat.versions.handles.items():
-                if handle is not seat.module.handles[name]:
-                    handle.data.copy_(seat.module.handles[name].detach())
+            for name in _copies_of(seat):
+                seat.versions.handles[name].data.copy_(seat.module.handles[name].detach())
+
+
+def _copies_of(seat: Seated) -> list[str]:
+    """Returns the names of the weights of which another seat trains the user's own."""
+    return [name for name, handle in seat.versions.handles.items() if handle is not seat.module.handles[name]]
 
 
 def _tensors(seat: Seated) -> list[torch.Tensor]:

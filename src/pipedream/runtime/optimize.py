@@ -9,7 +9,7 @@ one clock for all stages: the rounds of the input stage.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
@@ -22,7 +22,6 @@ from .channel import Group, Pending
 from .compensation import Compensator
 from .reduction import Reduction
 from .scaling import LossScale
-from .ties import TiedSum
 
 __all__ = ["Gradients", "Optimizer"]
 
@@ -94,11 +93,12 @@ class Optimizer:
         replicas: r_s.
         replica_group: adds up gradients over the stage's replicas; None where there is one.
         ema: decay of the exponential moving average of the weights; None keeps none.
-        tied: sums over the stages that hold some of these weights too.
+        spoken_for: numbers of the handles that another stage, which holds them too, speaks for.
         loss_scale: of the loss that the gradients are of; None where it is not scaled.
 
     Attributes:
-        spoken_for: numbers of the handles that another stage speaks for.
+        sums: gradients of the coming update, in the order of the handles, between `gather` and `normalise`.
+        spoken_for: as given.
         finite: the gradients of the coming update are, or it is made whatever they are; otherwise it is skipped.
         skipped: updates that were left out.
 
@@ -114,7 +114,7 @@ class Optimizer:
         replicas: int = 1,
         replica_group: Group | None = None,
         ema: float | None = None,
-        tied: Sequence[TiedSum] = (),
+        spoken_for: Collection[int] = (),
         loss_scale: LossScale | None = None,
     ) -> None:
         self.named = dict(handles)
@@ -136,8 +136,9 @@ class Optimizer:
         self.skipped = 0
         self._has_stepped = False
         self.loss_scale = loss_scale
-        self._tied = tuple(tied)
-        self.spoken_for = frozenset().union(*(one.spoken_for for one in tied))
+        self.spoken_for = frozenset(spoken_for)
+        self.sums: list[torch.Tensor | None] = []
+        self._gathered = (0.0, 0, 0.0)
         self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
         self.scheduled = 0
         self.updates = 0
@@ -197,21 +198,31 @@ class Optimizer:
             self.reduction.close(*gradients.take(), wish)
 
     def prepare(self, gradients: Gradients, wish: float = 0.0) -> Generator[Pending[Any], None, tuple[float, bool]]:
-        """Puts the update's gradients into the handles' ``.grad``; yields where it would wait.
+        """Puts the update's gradients into the handles' ``.grad``: `gather`, `normalise`."""
+        yield from self.gather(gradients, wish)
+        return self.normalise()
+
+    def gather(self, gradients: Gradients, wish: float = 0.0) -> Generator[Pending[Any], None, None]:
+        """Takes the update's gradients, added up over the replicas; yields where it would wait.
 
         Args:
             gradients, wish: see `close`.
+        """
+        if self.reduction is None:
+            self.sums, weight, count = gradients.take()
+        else:
+            self.close(gradients, wish)
+            self.sums, weight, count, wish = yield from self.reduction.take()
+        self._gathered = (weight, count, wish)
+
+    def normalise(self) -> tuple[float, bool]:
+        """Divides what was gathered, and puts it into the handles' ``.grad``.
 
         Returns the share of the round's replicas that are present, which scales the learning rate, and
         whether a replica wishes to stop.
         """
-        if self.reduction is None:
-            sums, weight, count = gradients.take()
-        else:
-            self.close(gradients, wish)
-            sums, weight, count, wish = yield from self.reduction.take()
-        for one in self._tied:
-            yield from one.add_up(sums, self._handles)
+        (weight, count, wish), sums = self._gathered, self.sums
+        self.sums = []
         divisor = (float(count) if self._mean_of_rounds else weight) * self.scale
         present = [s for s in sums if s is not None]
         if present and divisor != 1.0 and divisor > 0.0:

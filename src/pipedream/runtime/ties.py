@@ -8,7 +8,7 @@ updates at different times, from gradients of different versions, and no moment 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,14 @@ class Shared:
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
+
+    def among(self, stages: Collection[int]) -> Shared:
+        """Returns the same weights with the holders that are among some stages."""
+        return Shared(self.names, tuple(stage for stage in self.stages if stage in stages))
+
+    def ranks(self, placement: Placement) -> tuple[int, ...]:
+        """Returns the ranks with a holder, in order."""
+        return tuple(sorted({rank for stage in self.stages for rank in placement.ranks[stage]}))
 
 
 def shared_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> tuple[Shared, ...]:
@@ -85,7 +93,13 @@ def shared_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> t
 
 
 def own_copies(handles: Mapping[str, nn.Parameter], stage: int, shared: Sequence[Shared]) -> dict[str, nn.Parameter]:
-    """Returns a stage's handles for a process that has all stages: copies of what a stage before it holds too."""
+    """Returns a stage's handles for a process with several stages: copies of what one of these before it holds too.
+
+    Args:
+        handles: of the user's model.
+        stage: whose.
+        shared: with the holders in this process.
+    """
     foreign = {name for one in shared if stage in one.stages[1:] for name in one.names}
     return {
         name: nn.Parameter(handle.detach().clone()) if name in foreign else handle for name, handle in handles.items()
@@ -112,32 +126,45 @@ def spread(
 
 
 class TiedSum:
-    """One holder's part in the sums over the holders.
+    """One rank's part in the sums over all holders of the same weights.
 
     Args:
         shared: the weights.
-        stage: the holder.
-        handles: names of all weights of the stage, in order.
-        group: of all replicas of all holders.
-        replicas: of this stage; they hold the same sums, of which each gives its share.
+        handles: holder on this rank -> its weights by name, in order.
+        replicas: of each stage; those of a holder hold the same sums, of which each gives its share.
+        group: of all ranks with a holder.
     """
 
-    def __init__(self, shared: Shared, stage: int, handles: Sequence[str], group: Group, replicas: int) -> None:
-        self._indices = [handles.index(name) for name in shared.names]
-        self._group = group
+    def __init__(
+        self,
+        shared: Shared,
+        handles: Mapping[int, Mapping[str, torch.Tensor]],
+        replicas: Sequence[int],
+        group: Group,
+    ) -> None:
+        self._places = {stage: [list(own).index(name) for name in shared.names] for stage, own in handles.items()}
+        some = next(iter(handles.values()))
+        self._like = [some[name] for name in shared.names]
         self._replicas = replicas
-        self.spoken_for = frozenset(self._indices) if stage != shared.stages[0] else frozenset()
+        self._group = group
 
-    def add_up(
-        self, sums: list[torch.Tensor | None], handles: Sequence[torch.Tensor]
-    ) -> Generator[Pending[Any], None, None]:
-        """Puts the sums over the holders in the place of this holder's own; yields where it would wait.
+    def add_up(self, sums: Mapping[int, list[torch.Tensor | None]]) -> Generator[Pending[Any], None, None]:
+        """Puts the sums over all holders in the place of those of this rank's; yields where it would wait.
 
         A weight that no holder has a gradient for has none, as in one process.
+
+        Args:
+            sums: stage -> its gradients, for the stages of this rank.
         """
-        own = [torch.zeros_like(handles[i]) if (held := sums[i]) is None else held for i in self._indices]
-        there = torch.tensor([float(sums[i] is not None) for i in self._indices], dtype=torch.float64)
-        parts = [part / self._replicas if self._replicas > 1 else part for part in own]
-        *whole, counts = yield from add_up_all(self._group, [*parts, there.to(own[0].device)])
-        for i, total, count in zip(self._indices, whole, counts.tolist(), strict=True):
-            sums[i] = total if count else None
+        mine = [torch.zeros_like(handle) for handle in self._like]
+        there = torch.zeros(len(mine), dtype=torch.float64)
+        for stage, places in self._places.items():
+            share = self._replicas[stage]
+            for n, place in enumerate(places):
+                if (held := sums[stage][place]) is not None:
+                    mine[n] += held / share if share > 1 else held
+                    there[n] += 1
+        *whole, counts = yield from add_up_all(self._group, [*mine, there.to(mine[0].device)])
+        for stage, places in self._places.items():
+            for place, total, count in zip(places, whole, counts.tolist(), strict=True):
+                sums[stage][place] = total.clone() if count else None  # each is divided and clipped in its place
