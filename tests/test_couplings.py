@@ -294,9 +294,11 @@ def test_the_two_gradients_of_a_tied_weight_matter() -> None:
     "run",
     [
         replace(TIED[2], epochs=4),
+        pytest.param(TIED[3], marks=pytest.mark.slow),
         *(
-            pytest.param(run, marks=pytest.mark.slow)
-            for run in (TIED[3], *(replace(run, epochs=4) for run in TIED if run.workers == 2))
+            pytest.param(replace(run, epochs=4), marks=pytest.mark.slow if run.clip else pytest.mark.long)
+            for run in TIED
+            if run.workers == 2
         ),
     ],
     ids=str,

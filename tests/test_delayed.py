@@ -110,6 +110,7 @@ def test_every_method_trains_as_its_paper_says(case: Case) -> None:
 @pytest.mark.parametrize(
     ("name", "compensation"),
     [
+        ("spectrain", "spike"),
         ("spectrain_v2", "spike"),
         ("spectrain_v2", "error_feedback:1"),
         ("pb_lwp", "nesterov"),

@@ -38,6 +38,16 @@ def test_every_layout_is_planned_proved_and_simulated(name: str, workers: int, c
     assert check_plan(plan, profile=profile).differences == ()
 
 
+@pytest.mark.parametrize("name", sorted(set(schedules.METHODS) - set(schedules.LAYOUTS)))
+def test_a_method_with_one_stage_a_worker_refuses_a_plan_that_lays_out_several(name: str) -> None:
+    for layout in ("zbv", "chimera", "roundpipe"):
+        plan = pd.plan(EVEN, Cluster.flat(2), schedule=layout)
+        with pytest.raises(ScheduleError):  # some refuse replicas, or a depth, first
+            schedules.build(name, plan)
+    with pytest.raises(ScheduleError, match="in this plan worker 0 has the stages 0, 3; plan for the method"):
+        schedules.build(name, pd.plan(EVEN, Cluster.flat(2), schedule="zbv"))
+
+
 def test_equal_layers_give_the_papers_bubbles() -> None:
     looped = pd.plan(EVEN, Cluster.flat(4, 1e30), schedule="interleaved_1f1b", microbatches=8)
     assert [stage.last - stage.first for stage in looped.stages] == [1] * 8

@@ -93,7 +93,8 @@ class Compensation(ABC):
             return kind(*given)
         except (TypeError, ValueError) as error:
             wanted = ", ".join(f.name for f in fields(kind)) or "no number"
-            raise ScheduleError(f"compensation {text!r} takes {wanted}, as in NAME:NUMBER: {error}") from None
+            found = error if isinstance(error, ValueError) else f"found {number or 'none'}"
+            raise ScheduleError(f"compensation {text!r} takes {wanted}, as in NAME:NUMBER: {found}") from None
 
     def encoded(self) -> dict[str, Any]:
         """Returns it as JSON values."""
@@ -350,7 +351,8 @@ def check(chosen: tuple[Compensation, ...], weights: WeightRule, *, flushes: boo
         )
     ahead = weights.forward_view is not None
     spikes = all(isinstance(one, SpikeCompensation) for one in chosen if one.moves_weights)
-    if moving and ahead and (weights.backward_rule == "stash" or not spikes):
+    forward_alone = weights.backward_rule != "stash" and weights.backward_view is None
+    if moving and ahead and not (forward_alone and spikes):
         raise ScheduleError(
             f"compensation {moving[0]} was asked of a method whose forwards read predicted weights: both make up for "
             "the same delay; leave it out, or take a method that reads the weights that there are. (Spike compensation "

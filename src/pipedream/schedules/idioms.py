@@ -109,7 +109,18 @@ class Turns:
 
 
 def at_one_seat(placement: Placement, ops: Callable[[Seat], Iterator[Op]]) -> Order:
-    """Returns the order of a placement with one seat a rank, from what a seat does."""
+    """Returns the order of a placement with one seat a rank, from what a seat does.
+
+    Raises:
+        ScheduleError: a rank has several seats.
+    """
+    for rank in range(placement.workers):
+        if len(seats := placement.seats(rank)) > 1:
+            raise ScheduleError(
+                "a method with one stage a worker was asked for, but in this plan worker "
+                f"{rank} has the stages {', '.join(str(stage) for stage, _ in seats)}; plan for the method that is "
+                "wanted, or take one with several stages a worker, as the plan's own"
+            )
 
     def order(rank: int) -> Iterator[Op]:
         (seat,) = placement.seats(rank)
@@ -239,7 +250,7 @@ def unflushed(plan: Plan, per_update: int | None = None) -> Order:
     """Returns 1F1B without a flush at the plan's depth.
 
     Args:
-        plan: one seat a rank.
+        plan: one seat a rank; ScheduleError otherwise.
         per_update: microbatches in an update of every stage, over its replicas, without a lag; None: a round of the
             stage's replicas, with the plan's lag.
     """
