@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipedream.core.compensation import ErrorFeedback
+from pipedream.core.errors import ScheduleError
 from pipedream.core.update import UpdateRule
 from pipedream.runtime.channel import LocalGroup
 from pipedream.runtime.optimize import Gradients, Optimizer
@@ -73,6 +74,11 @@ def test_a_sum_is_divided_once_by_the_weight_or_by_the_round(rounds: bool, divis
     assert handles["a"].grad is None
     assert torch.allclose(handles["a"], torch.full((3,), 1 - 0.1 * 7.0 / divisor))
     assert torch.equal(handles["b"], torch.ones(2, 2))
+
+
+def test_an_optimizer_that_computes_the_loss_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="LBFGS computes the loss several times"):
+        Optimizer(_handles(), lambda named: torch.optim.LBFGS([handle for _, handle in named]))
 
 
 @pytest.mark.parametrize("limit", [0.5, 100.0])

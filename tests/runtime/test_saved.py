@@ -279,15 +279,31 @@ class Keeps(torch.autograd.Function):
         return slopes[0] * ctx.kept[0], None
 
 
+class KeepsCopy(Keeps):
+    """Puts a copy there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.kept = [weight.clone()]
+        return x * weight
+
+
 class OwnContext(nn.Module):
     """Uses a function that does not save its weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: type[Keeps] = Keeps) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8))
+        self._function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        return Keeps.apply(x, self.weight).tanh()
+        return self._function.apply(x, self.weight).tanh()
+
+
+@pytest.mark.parametrize("led", [False, True])
+def test_a_copy_of_a_weight_on_a_context_is_refused(led: bool) -> None:
+    with pytest.raises(ScheduleError, match=r"KeepsCopyBackward keeps what was computed from 'layer\.weight' on its"):
+        _graph_rule(OwnContext(KeepsCopy), torch.randn(5, 8), 1.5, led=led)
 
 
 def test_a_weight_on_a_context_is_refused_where_it_would_be_an_old_one() -> None:

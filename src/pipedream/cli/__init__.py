@@ -23,6 +23,8 @@ from .work import compare, profile, report, train
 
 __all__ = ["app", "main", "script"]
 
+_BAD_CALL = 2
+
 app = typer.Typer(
     name="pipedream",
     no_args_is_help=True,
@@ -52,13 +54,13 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if hasattr(error, "format_message"):  # click's own: a wrong call
             error.show()  # type: ignore[attr-defined]
-            return 2
+            return _BAD_CALL
         raise
 
 
 def _failed(error: PipelineError) -> int:
     """Says what went wrong, once for all workers, and returns the exit status."""
-    status = 1 if isinstance(error, WorkerError) else 2
+    status = 1 if isinstance(error, WorkerError) else _BAD_CALL
     if isinstance(error, PeerError):
         return status  # the worker that failed says it
     text = f"pipedream: {error}"
@@ -76,9 +78,9 @@ def _failed(error: PipelineError) -> int:
 def script() -> None:
     """Runs the command and exits with its status: the entry point of ``pipedream``."""
     status = main()
-    if status and "TORCHELASTIC_ERROR_FILE" in os.environ:
-        # A worker that failed has process groups that nobody could end: their threads may abort an interpreter that is
-        # taken down, and the signal would stand for the status.
+    if status == _BAD_CALL and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        # The process groups that this worker has joined are not ended then, and their threads may abort an interpreter
+        # that is taken down: the signal would stand for the status. (Others' failures leave it time to be heard of.)
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

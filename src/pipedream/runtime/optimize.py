@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..core.errors import ScheduleError
 from ..core.update import UpdateRule
 from .channel import Group, Pending
 from .compensation import Compensator
@@ -102,6 +103,9 @@ class Optimizer:
         finite: the gradients of the coming update are, or it is made whatever they are; otherwise it is skipped.
         skipped: updates that were left out.
 
+    Raises:
+        ScheduleError: the optimizer wants to compute the loss itself.
+
     What belongs to the method comes, and changes, with `follow`.
     """
 
@@ -123,6 +127,11 @@ class Optimizer:
         # A stage may have no weights at all (an activation alone); it still has the common clock and rate.
         named = list(handles.items()) or [("nothing", torch.nn.Parameter(torch.zeros(())))]
         self.optimizer = optimizer(named)
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise ScheduleError(
+                "the optimizer LBFGS computes the loss several times an update, which a pipeline does once; take one "
+                "that steps by gradients, as SGD, AdamW or Muon"
+            )
         self.compensator = Compensator((), 0, self.optimizer, handles)
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
         self._clock_rate = Fraction(1)

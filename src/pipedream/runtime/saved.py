@@ -10,7 +10,8 @@ as it was.
 Where there are several versions, the storage that a graph has read is not the one of its backward. Then autograd keeps,
 of what it saves of a weight, the place alone: whose it is and where in it; and a backward finds what stands there in
 the set that it is led to. No old version is kept for a graph. What a function written in Python keeps on its context
-beside `save_for_backward` cannot be led, so it must not be a weight.
+beside `save_for_backward` cannot be led, so it must not be a weight; nor computed from weights alone, wherever the
+backward is.
 """
 
 from __future__ import annotations
@@ -63,23 +64,23 @@ class Saved:
                 offloading); or graphs are led, and a function keeps a weight that cannot be.
         """
         known = self._checked and (self._led or not self.leads)
-        with self.watching(value, read):
+        with self.watching(value, read) as flow:
             output = layers()
         if not known:
             self._led = self.leads
-            self._check_graph(flatten(output)[1], _Parts(read.leaves if self.leads else {}))
+            self._check_graph(flatten(output)[1], _Parts(read.leaves if self.leads else {}), flow)
         return output
 
     @contextmanager
-    def watching(self, value: Any, read: WeightSet) -> Iterator[None]:
-        """Watches the layers run on a value at weights.
+    def watching(self, value: Any, read: WeightSet) -> Iterator[_Flow | None]:
+        """Watches the layers run on a value at weights; gives what tells where tensors come from, the first time.
 
         Raises:
             ScheduleError: autograd has saved what was computed from weights alone, or, where graphs are led, a part of
                 a weight that cannot be found again in another version; names the parameters.
         """
         if self._checked and not self.leads:
-            yield
+            yield None
             return
         flow = None if self._checked else _Flow(read.leaves, flatten(value)[1])
         parts = _Parts(read.leaves if self.leads else {})
@@ -90,7 +91,7 @@ class Saved:
             return parts.of(tensor) or _Kept(tensor, tensor._version)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack), flow or nullcontext():
-            yield
+            yield flow
         self._checked = True
         if flow is not None and flow.refused:
             told = "; ".join(f"{name!r} (by {operation})" for name, operation in sorted(flow.refused.items()))
@@ -113,11 +114,12 @@ class Saved:
     def _unpack(self, saved: _Kept | _Part) -> torch.Tensor:
         return saved.look_up(self._goal) if isinstance(saved, _Part) else saved.unchanged()
 
-    def _check_graph(self, outputs: Iterable[torch.Tensor], parts: _Parts) -> None:
+    def _check_graph(self, outputs: Iterable[torch.Tensor], parts: _Parts, flow: _Flow | None) -> None:
         """Checks that all that a graph needs is where the rule says.
 
         Args:
             parts: of the weights, where graphs are led.
+            flow: of the forward, where it was watched.
 
         Raises:
             ScheduleError: it is not; names the operation.
@@ -130,11 +132,14 @@ class Saved:
                     "elsewhere (checkpoint, save_on_cpu); take backward_rule='recompute', or leave that out"
                 )
             kept: list[Any] = tree_leaves(vars(node)) if isinstance(node, BackwardCFunction) else []
-            for owners in (parts.owners(item) for item in kept if isinstance(item, torch.Tensor)):
-                if owners:
+            for item in (item for item in kept if isinstance(item, torch.Tensor)):
+                told = _told(parts.owners(item))
+                made = {} if flow is None else flow.made_of(item)
+                if told or made:
+                    told = told or "what was computed from " + _told(sorted(made.items()))
                     raise ScheduleError(
-                        f"{asked} the newest weights, but {node.name()} keeps {_told(owners)} on its context, where "
-                        "they cannot be exchanged; let its forward call save_for_backward, or take "
+                        f"{asked} the newest weights, but {node.name()} keeps {told} on its context, where it cannot "
+                        "be exchanged; let its forward call save_for_backward with the weight itself, or take "
                         "backward_rule='recompute'"
                     )
 
@@ -216,7 +221,7 @@ class _Parts:
         return self._owners.get(_place(tensor), [])
 
 
-def _told(owners: Iterable[tuple[str, torch.Tensor]]) -> str:
+def _told(owners: Iterable[tuple[str, Any]]) -> str:
     return " or ".join(repr(name) for name, _ in owners)
 
 
@@ -281,7 +286,11 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note(self, tensor: torch.Tensor) -> None:
         """Takes what autograd saves."""
-        self.refused |= self._made.get(_place(tensor), {})
+        self.refused |= self.made_of(tensor)
+
+    def made_of(self, tensor: torch.Tensor) -> dict[str, str]:
+        """Returns, where a tensor was computed from weights alone: parameter -> operation."""
+        return self._made.get(_place(tensor), {})
 
 
 def _place(tensor: torch.Tensor) -> int:
