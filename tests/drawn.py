@@ -19,12 +19,15 @@ from pipedream.simulator import Costs
 WHOLE = (  # methods that do not split a minibatch
     "pipedream", "pipedream_vertical_sync", "pipelined_backprop", "pb_lwp", "spectrain", "spectrain_v2", "pipeoptim",
 )  # fmt: skip
-NO_LAG = ("pipedream_2bw", "pipemare", "xpipe", "paci", "timeprest", "v_timeprest", "timeprest_interpolated")
+ACCUMULATED = "paci[backward_rule=stash]"
+NO_LAG = (
+    "pipedream_2bw", "pipemare", "xpipe", "paci", ACCUMULATED, "timeprest", "v_timeprest", "timeprest_interpolated",
+)  # fmt: skip
 
 SECONDS = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.1, 5.0))
 
 
-STRAIGHT = sorted(set(SCHEDULES) - set(LAYOUTS))
+STRAIGHT = sorted({*SCHEDULES, ACCUMULATED} - set(LAYOUTS))
 """The methods of one stage a worker."""
 
 

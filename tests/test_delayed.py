@@ -22,7 +22,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.plan import Plan
 from pipedream.core.schedule import Schedule
 from pipedream.runtime.versions import Versions
-from pipedream.schedules import SCHEDULES, build
+from pipedream.schedules import build
 from pipedream.schedules.pb_lwp import pb_lwp
 from pipedream.schedules.spectrain import spectrain_v2
 
@@ -63,12 +63,17 @@ def _matrix() -> list[Any]:
         _case("mlp", "pb_lwp_sc", 4),
         _case("mlp", "timeprest", optimizer="adamw", options=_options(backward_rule="recompute")),
         _case("mlp", "timeprest_interpolated", options=_options(backward_rule="recompute", share=0.6)),
+        Case("mlp", "paci", 4, microbatches=2, options=_options(backward_rule="stash")),
     ]
     slow = [
         _case("cnn", "pipemare", options=_options(backward_rule="recompute")),
         _case("cnn", "paci", optimizer="adamw", options=_options(backward_rule="recompute")),
         _case("lstm", "spectrain", options=_options(backward_rule="recompute")),
         _case("transformer", "paci", options=_options(backward_rule="recompute")),
+        Case("cnn", "paci", 4, microbatches=3, optimizer="adamw", options=_options(backward_rule="stash")),
+        Case("lstm", "paci", 3, microbatches=1, options=_options(backward_rule="stash")),
+        Case("transformer", "paci", 3, microbatches=2, recompute=True, options=_options(backward_rule="stash")),
+        Case("mlp", "paci", 3, replicas=(3, 2, 1), microbatches=4, options=_options(backward_rule="stash")),
         _case("mlp", "xpipe", 4, options=_options(by="difference", backward_rule="recompute")),
         _case("mlp", "spectrain_v2", 4, optimizer="adamw", options=_options(by="difference")),
         _case("mlp", "pb_lwp", 4, options=_options(scale=2.0)),
@@ -99,8 +104,12 @@ def test_every_method_trains_as_its_paper_says(case: Case) -> None:
     p, m = case.stages, outcome.split
     for stage in range(p):
         kept = VERSIONS.get(case.schedule, lambda p, s, m: 1)(p, stage, m)
-        if case.replicas and case.schedule in NF1B:  # each depth is rounded up to its replicas
-            kept = build(case.schedule, case.plan(), m).weights.versions(stage)
+        if case.options == _options(backward_rule="stash"):
+            kept = -(-(p - 1 - stage) // m) + 1
+        if case.replicas and (case.schedule in NF1B or case.options):  # each depth is rounded up to its replicas
+            kept = build(case.schedule + "[backward_rule=stash]" * bool(case.options), case.plan(), m).weights.versions(
+                stage
+            )
         assert outcome.storages[stage] <= outcome.versions[stage] == kept  # a stage may have no weights
         if not case.replicas:
             late = LATE.get(case.schedule.removesuffix("_sc"), 1) * (p - 1 - stage * (case.schedule != "timeprest"))
@@ -137,6 +146,27 @@ def test_the_comparison_can_fail() -> None:
     for change in wrong:
         with pytest.raises(AssertionError):
             check(replace(case, **change), outcome, BOUND)
+
+
+def test_stashing_with_accumulation_gives_true_gradients() -> None:
+    """Not those of the other rules, nor those of another accumulation."""
+    case = Case("mlp", "paci", 4, microbatches=2, epochs=2, drain_at=-1, options=_options(backward_rule="stash"))
+    outcome = run(case)
+    check(case, outcome, BOUND)
+    for rule in ("graph", "recompute"):
+        with pytest.raises(AssertionError):
+            check(replace(case, options=_options(backward_rule=rule)), outcome, BOUND)
+    bare = replace(case, options=())
+    with pytest.raises(AssertionError):
+        check(case, run(bare), BOUND)
+
+
+def test_stashing_without_accumulation_is_pipedream() -> None:
+    case = Case("cnn", "paci", 3, microbatches=1, epochs=2, drain_at=-1, options=_options(backward_rule="stash"))
+    one, other = run(case), run(replace(case, schedule="pipedream", microbatches=None, options=()))
+    cases.assert_near(one.state, other.state, BOUND)
+    assert one.versions == other.versions == {0: 3, 1: 2, 2: 1}
+    assert one.late == other.late
 
 
 def test_a_tag_is_not_what_is_newest() -> None:
@@ -176,6 +206,7 @@ IN_PROCESSES = {
     2: [
         _case("mlp", "pipelined_backprop", 2),
         _case("cnn", "paci", 2, options=_options(backward_rule="recompute")),
+        Case("cnn", "paci", 2, microbatches=2, options=_options(backward_rule="stash")),
         _case("mlp", "spectrain_v2", 2),
         _case("mlp", "xpipe", 2),
         _case("lstm", "pipemare", 2),
@@ -186,6 +217,7 @@ IN_PROCESSES = {
         _case("mlp", "pb_lwp", 3, options=_options(by="difference")),
         _case("mlp", "pipeoptim", 2, replicas=(2, 1)),
         _case("mlp", "paci", 2, replicas=(1, 2)),
+        Case("mlp", "paci", 2, replicas=(2, 1), microbatches=2, options=_options(backward_rule="stash")),
         _case("mlp", "timeprest", 2, replicas=(2, 1)),
         _case("mlp", "timeprest_interpolated", 3, options=_options(backward_rule="recompute")),
     ],
@@ -287,7 +319,7 @@ def _train(schedule: str | Schedule, optimizer: Any, animal: str = "mlp", **more
         (partial(torch.optim.Adam, amsgrad=True), "amsgrad=False"),
         (partial(torch.optim.AdamW, maximize=True), "maximize=False"),
         (torch.optim.RMSprop, "RMSprop: it is known of SGD with momentum, Adam and AdamW"),
-        (torch.optim.NAdam, r"NAdam: it is known .*by='difference'\), which any optimizer has"),
+        (torch.optim.NAdam, r"NAdam: it is known .*pb_lwp\[by=difference\]\), which any optimizer has"),
     ],
 )
 @pytest.mark.parametrize("name", ["pb_lwp", "spectrain_v2"])
@@ -301,7 +333,7 @@ def test_activations_that_are_not_kept_are_refused() -> None:
     again = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
     with pytest.raises(ScheduleError, match="stage 0 of the plan recomputes and does not keep them"):
         build("paci", again)
-    exact = SCHEDULES["paci"](again, None, backward_rule="recompute")  # type: ignore[call-arg]
+    exact = build("paci[backward_rule=recompute]", again)
     with pytest.raises(ScheduleError, match="stage 0 of its plan does not recompute"):
         replace(exact, plan=plan)
 
@@ -316,10 +348,10 @@ def test_weights_that_autocast_casts_are_refused_by_name(name: str, animal: str,
     made = zoo.make(animal, torch.float32)
     # At the last stage, whose weights do not move between forward and backward, nothing is lost.
     plan = zoo.plan_of(made, 4 if animal == "lstm" else 2)
-    with pytest.raises(ScheduleError, match=rf"rule 'graph' .*'{parameter}' \(by _to_copy\)"):
+    refused = rf"rule 'graph' .*'{parameter}' \(by _to_copy\).* Take the method's option backward_rule=recompute"
+    with pytest.raises(ScheduleError, match=refused):
         _train(name, optimizer, animal, plan=plan, **more)
-    exact = SCHEDULES[name](plan, None, backward_rule="recompute")  # type: ignore[call-arg]
-    _train(exact, optimizer, animal, plan=plan, **more)
+    _train(f"{name}[backward_rule=recompute]", optimizer, animal, plan=plan, **more)
 
 
 class _OwnSgd(torch.optim.Optimizer):

@@ -24,7 +24,7 @@ from .core.program import Program
 from .core.schedule import Schedule
 from .core.timeline import Timeline
 from .lowering import lower
-from .methods import for_method, holds_of, methods_of, plan_of_file, score, versions_of
+from .methods import asked_of, for_method, holds_of, methods_of, plan_of_file, recomputes, score, versions_of
 from .runtime import talk
 from .runtime.batches import to_device
 from .verifier import verify
@@ -221,8 +221,8 @@ def plan(
         return plan_of_file(profile, cluster, schedule, microbatches, cuts, depth=in_flight, recompute=recompute)
 
     def search(parts: int) -> Plan:
-        rule = holds_of(schedule, parts)
-        how: dict[str, Any] = {"microbatches": parts, "depth": in_flight, "lag": lag, "recompute": recompute}
+        rule, again = holds_of(schedule, parts), "always" if recomputes(schedule) else recompute
+        how: dict[str, Any] = {"microbatches": parts, "depth": in_flight, "lag": lag, "recompute": again}
         if cuts is not None:
             how["part_ties"] = schedules.build(schedule, Plan.uniform(1)).flushes
             return planner.by_hand(profile, cluster, cuts, counts, holds=rule, **how)
@@ -329,7 +329,7 @@ def simulate(
     if isinstance(schedule, Schedule):
         built = schedule
     else:
-        name, parts = plan.method(schedule)
+        name, parts = asked_of(plan, schedule)
         built = schedules.build(name, plan, parts)
         if schedules.is_torch_csv(name):
             microbatches = microbatches or built.microbatches

@@ -14,7 +14,7 @@ from .core.profile import Profile
 from .core.schedule import Schedule
 from .core.units import format_bytes, format_seconds
 from .lowering import lower
-from .methods import holds_of, refuse_visitors, score
+from .methods import asked_of, holds_of, refuse_visitors, score
 from .planner import Score, Space
 from .verifier import Proof, verify
 
@@ -83,7 +83,7 @@ def check_plan(
             tells too little to be checked without a profile.
         ScheduleError: the method does not work with it, or its program does not.
     """
-    name, parts = plan.method(schedule, microbatches)
+    name, parts = asked_of(plan, schedule, microbatches)
     built = schedules.build(name, plan, parts)
     if profile is None:
         _check_figures(plan)
@@ -104,7 +104,9 @@ def check_memory(plan: Plan, built: Schedule, profile: Profile | None) -> tuple[
     Raises:
         PlanError: it does not fit, or the layers are not the profile's.
     """
-    plan = replace(plan, schedule=built.name, microbatches=built.microbatches)
+    marked = zip(plan.stages, built.plan.stages, strict=True)  # a method may let stages recompute
+    stages = tuple(replace(stage, recompute=own.recompute) for stage, own in marked)
+    plan = replace(plan, stages=stages, schedule=built.name, microbatches=built.microbatches)
     differences: tuple[str, ...] = ()
     if profile is None:
         plan = _with_bytes(replace(plan, bound_s=0.0), built)  # nothing is proved of a plan that was edited

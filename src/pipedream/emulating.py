@@ -15,6 +15,7 @@ from .core.artifact import write_text
 from .core.errors import PlanError
 from .core.plan import Plan, Stage
 from .core.units import check_factor
+from .methods import asked_of
 from .pipeline import Pipeline
 from .runfolder import last_segment, software_versions, summarise, write_run
 from .runtime import talk
@@ -68,7 +69,7 @@ def emulate(
     set_threads(processes)
     named = f"runs/emulated-{plan.config}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(talk.from_rank_0(lambda: str(out or named), rank))
-    name, parts = scaled.method(schedule, microbatches)
+    name, parts = asked_of(scaled, schedule, microbatches)
     with emulated_pipeline(scaled, schedule=name, microbatches=parts) as pipeline:
         if rank == 0 and not quiet:
             print(f"{scaled}\n\n{pipeline.proof}\n", flush=True)

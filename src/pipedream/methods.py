@@ -22,10 +22,12 @@ from .core.units import format_bytes
 from .lowering import lower
 
 __all__ = [
+    "asked_of",
     "for_method",
     "holds_of",
     "methods_of",
     "plan_of_file",
+    "recomputes",
     "refuse_overfull",
     "refuse_visitors",
     "score",
@@ -180,6 +182,15 @@ def _method(name: str) -> planner.Method:
     )
 
 
+def asked_of(plan: Plan, schedule: str | None, microbatches: int | None = None) -> tuple[str, int | None]:
+    """Returns the method to use and its split, see `Plan.method`; what names the plan's own otherwise is that one.
+
+    Raises:
+        ScheduleError: no such method.
+    """
+    return plan.method(schedules.canonical(schedule) if schedule else None, microbatches)
+
+
 def for_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | None) -> Plan:
     """Returns a plan that names its method and its split, the method's own one where none is given.
 
@@ -197,6 +208,11 @@ def for_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | 
     # The search's seconds have an update each round of the replicas; these update once a minibatch.
     note = f"{plan.note}; by its fullest pipeline, without {built.name}'s own updates, see schedule auto"
     return replace(plan, schedule=built.name, microbatches=built.microbatches, bound_s=0.0, note=note)
+
+
+def recomputes(schedule: str) -> bool:
+    """Tells whether a method, one stage a worker, does the forwards of all stages again, whatever the plan says."""
+    return schedules.build(schedule, Plan.uniform(1)).plan.stages[0].recompute
 
 
 def plan_of_file(

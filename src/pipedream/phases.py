@@ -17,6 +17,7 @@ from .core.profile import Profile
 from .core.program import Program
 from .core.schedule import Schedule
 from .lowering import lower, with_common_channels
+from .methods import asked_of
 from .verifier import Proof, verify
 
 __all__ = [
@@ -152,6 +153,6 @@ def planned_for(phases: Sequence[Phase]) -> Phase:
 def _built(plan: Plan, phase: Phase) -> Schedule:
     built = phase.schedule
     if not isinstance(built, Schedule):
-        name, parts = plan.method(built or None, phase.microbatches)
+        name, parts = asked_of(plan, built, phase.microbatches)
         built = schedules.build(name, plan, parts)
     return built if phase.compensation is None else built.compensated(phase.compensation)

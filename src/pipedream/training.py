@@ -32,6 +32,7 @@ from .runtime.launch import set_threads
 from .runtime.loggers import loggers_of
 from .runtime.losses import Loss, is_torch_loss
 from .runtime.taking import Take
+from .schedules import canonical
 
 __all__ = ["profile_recipe", "run", "train_recipe"]
 
@@ -118,8 +119,10 @@ def train_recipe(
     place = talk.device_of(device)
     rank, processes = talk.join(place)
     set_threads(processes)
-    console = Console(quiet=quiet or rank != 0, highlight=False, soft_wrap=True)
+    console = Console(quiet=quiet or rank != 0, highlight=False, markup=False, soft_wrap=True)
     start = resuming.find(resume, out, rank)
+    if schedule and schedule != "auto":
+        schedule = canonical(schedule)
     asked = schedule, microbatches
     if start is not None and weights is not None:
         raise RecipeError("weights and a checkpoint to resume were both given; a checkpoint has its own weights")

@@ -328,7 +328,11 @@ class TestLatest:
         ("changes", "message"),
         [
             ({"backward_rule": "mixed"}, "a backward rule is stash, recompute, graph"),
-            ({"backward_rule": "stash"}, "with the rule 'stash' a forward has a view"),
+            (
+                {"backward_rule": "stash", "backward_view": View("average", (-1.0, 0.0))},
+                "with the rule 'stash' each backward reads what its own forward has read",
+            ),
+            ({"backward_rule": "stash", "per_update": (2, 2), "shares_view": 2}, "rule 'stash'"),
             ({"warmup": (1,)}, "one number a stage is wanted everywhere"),
             ({"forward_view": View("velocity", (1.0,))}, "one number a stage is wanted everywhere"),
             ({"per_update": (1, 0)}, "an update holds a microbatch of each replica"),

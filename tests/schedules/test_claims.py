@@ -20,6 +20,7 @@ from pipedream.simulator import costs, simulate
 
 STAGES = range(1, 7)
 MICROBATCHES = (1, 2, 3, 4, 6, 7, 12, 16)
+NAMES = (*SCHEDULES, "paci[backward_rule=stash]")
 TIMES = ((1.0, 1.0), (1.0, 2.0), (3.0, 1.25))
 
 
@@ -38,7 +39,7 @@ def run(schedule: Schedule, total: int) -> Timeline:
 
 def cases(flushing: bool) -> list[tuple[str, int, int]]:
     found = []
-    for name in SCHEDULES:
+    for name in NAMES:
         for p in STAGES:
             for m in MICROBATCHES:
                 schedule = made(name, p, m)
@@ -48,7 +49,7 @@ def cases(flushing: bool) -> list[tuple[str, int, int]]:
 
 
 def test_every_method_is_tried() -> None:
-    assert {name for name, _, _ in cases(True) + cases(False)} == set(SCHEDULES)
+    assert {name for name, _, _ in cases(True) + cases(False)} == set(NAMES)
 
 
 def claimed_bubbles() -> list[tuple[str, int, int, tuple[float, float]]]:

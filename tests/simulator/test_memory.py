@@ -160,7 +160,13 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
 
 
 @pytest.mark.parametrize(
-    ("name", "versions"), [("pipedream", (3, 2, 1)), ("1f1b", (1, 1, 1)), ("pipedream_2bw", (2,) * 3)]
+    ("name", "versions"),
+    [
+        ("pipedream", (3, 2, 1)),
+        ("1f1b", (1, 1, 1)),
+        ("pipedream_2bw", (2,) * 3),
+        ("paci[backward_rule=stash]", (2, 2, 1)),
+    ],
 )
 def test_peak_is_that_of_the_memory_model(name: str, versions: tuple[int, ...]) -> None:
     plan = replace(PLAN, unit="microbatch")

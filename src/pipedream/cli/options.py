@@ -69,14 +69,16 @@ PlanSchedule = Annotated[
     str | None,
     typer.Option(
         "--schedule",
-        help="A method: see 'pipedream schedules'; FILE.csv, FILE.py; auto: the fastest by simulation; pipedream.",
+        help="A method: see 'pipedream schedules', with options as in pb_lwp[by=difference]; FILE.csv, FILE.py; "
+        "auto: the fastest by simulation; pipedream.",
     ),
 ]
 PlansSchedule = Annotated[
     str | None,
     typer.Option(
         "--schedule",
-        help="A method: see 'pipedream schedules'; FILE.csv, FILE.py; the plan's, or pipedream.",
+        help="A method: see 'pipedream schedules', with options as in pb_lwp[by=difference]; FILE.csv, FILE.py; the "
+        "plan's, or pipedream.",
     ),
 ]
 AllowAsynchronous = Annotated[

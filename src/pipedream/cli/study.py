@@ -132,7 +132,8 @@ def show(
         str,
         typer.Argument(
             metavar="NAME",
-            help="A method: see 'pipedream schedules'; FILE.csv in PyTorch's notation; FILE.py that declares one.",
+            help="A method: see 'pipedream schedules', with options as in roundpipe[forwards=3]; FILE.csv in PyTorch's "
+            "notation; FILE.py that declares one.",
         ),
     ],
     stages: Annotated[

@@ -9,6 +9,7 @@ from ..core import units
 from ..core.artifact import encode, write_text
 from ..core.cluster import Cluster, Level
 from ..core.errors import PlanError
+from ..core.method_text import listed
 from ..core.profile import Profile
 from ..report.sweep import sweep_page, sweep_svg
 from .options import print_json
@@ -63,4 +64,4 @@ def sweep(
 
 
 def _values(texts: list[str]) -> list[str]:
-    return [word for text in texts for word in text.split(",") if word]
+    return [word for text in texts for word in listed(text) if word]

@@ -43,7 +43,8 @@ def train(
     schedule: Annotated[
         str | None,
         typer.Option(
-            help="A method: see 'pipedream schedules'; FILE.csv, FILE.py; auto: the fastest; the plan's; pipedream."
+            help="A method: see 'pipedream schedules', with options as in pb_lwp[by=difference]; FILE.csv, FILE.py; "
+            "auto: the fastest; the plan's; pipedream."
         ),
     ] = None,
     compensation: Annotated[

@@ -7,7 +7,8 @@ same seats, optimizers, averages and data go on under another program of the sam
 In text a run's phases are ``1f1b/4:200,pipedream+spike:3e,1f1b/4``: the method, behind a stroke how many microbatches
 it splits a minibatch into, behind a plus what makes up for late gradients (``+t1=500``, several one behind the other,
 ``+none``), behind a colon where it ends: at a count of minibatches, or of epochs (e), since the start of training. The
-method may be a file, ``FILE.csv``, ``FILE.py`` or ``FILE.py:NAME``. One that is a Schedule object stands as ``<NAME>``,
+method may be a file, ``FILE.csv``, ``FILE.py`` or ``FILE.py:NAME``, and have options behind its name,
+``paci[backward_rule=recompute]/4:200``. One that is a Schedule object stands as ``<NAME>``,
 which cannot be read back.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 from .compensation import compensations
 from .errors import ScheduleError
+from .method_text import OPTIONS, listed
 from .schedule import Schedule
 
 __all__ = [
@@ -36,7 +38,7 @@ __all__ = [
 ]
 
 _METHOD = r"[A-Za-z0-9_-]+|.+?\.(?i:csv|py)(?::[A-Za-z_][A-Za-z0-9_-]*)?"
-_FORM = re.compile(rf"({_METHOD})(?:/(\d+))?((?:\+[A-Za-z0-9_.=-]+)*)(?::(\d+)(e?))?")
+_FORM = re.compile(rf"((?:{_METHOD}){OPTIONS})(?:/(\d+))?((?:\+[A-Za-z0-9_.=-]+)*)(?::(\d+)(e?))?")
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def read_phases(text: str) -> tuple[Phase, ...]:
         ScheduleError: it is not of this form, or not in order (see `check_phases`).
     """
     found = []
-    for part in text.split(","):
+    for part in listed(text):
         read = _FORM.fullmatch(part.strip())
         if part.strip().startswith("<"):
             raise ScheduleError(
@@ -124,8 +126,8 @@ def read_phases(text: str) -> tuple[Phase, ...]:
         if read is None:
             raise ScheduleError(
                 f"phase {part.strip()!r} is not known; write METHOD[/MICROBATCHES][+COMPENSATION[=NUMBER]][:END], "
-                "where END is a count of minibatches or, with an e behind it, of epochs: "
-                "1f1b/4:200,pipedream+spike:3e,1f1b/4"
+                "where END is a count of minibatches or, with an e behind it, of epochs, and METHOD may have options: "
+                "1f1b/4:200,paci[backward_rule=recompute]/4+spike:3e,1f1b/4"
             )
         name, split, made_up, end, of_epochs = read.groups()
         asked = [one.replace("=", ":", 1) for one in made_up.split("+")[1:]]

@@ -15,6 +15,7 @@ from typing import Any
 
 from .compensation import check, compensations
 from .errors import ScheduleError
+from .method_text import with_option
 from .op import Kind, Op, ends_backward, requires
 from .placement import Placement
 from .plan import Plan
@@ -115,7 +116,7 @@ class Schedule:
             raise ScheduleError(
                 f"schedule {self.name!r}: its backward rule 'graph' goes back through the activations of the forward, "
                 f"but stage {again.index(True)} of the plan recomputes and does not keep them; plan without "
-                "recomputation, or take backward_rule='recompute'"
+                f"recomputation, or take {with_option(self.name, 'backward_rule=recompute')}"
             )
         if rule == "recompute" and not all(again):
             raise ScheduleError(

@@ -254,7 +254,8 @@ class Latest(WeightRule):
 
     One set of weights, which the optimizer writes while microbatches are in flight: update n of a stage comes behind
     the last backward of its microbatches (or, with a lag, behind the forward after that), so what is newest at an op is
-    arithmetic. With the rule 'stash' the forward's view is kept, and the backward reads it too.
+    arithmetic. With the rule 'stash' what a forward has read, its view or the version itself, is kept, and the backward
+    reads it too.
 
     Attributes:
         warmup, replicas, lag: of each stage.
@@ -291,8 +292,10 @@ class Latest(WeightRule):
             )
         if self.backward_rule not in BACKWARD_RULES:
             raise ValueError(f"a backward rule is {', '.join(BACKWARD_RULES)}, found {self.backward_rule!r}")
-        if self.backward_rule == "stash" and (ahead is None or back is not None or self.shares_view > 1):
-            raise ValueError("with the rule 'stash' a forward has a view, and the backward reads the same and no other")
+        if self.backward_rule == "stash" and (back is not None or self.shares_view > 1):
+            raise ValueError(
+                "with the rule 'stash' each backward reads what its own forward has read, and has no view of its own"
+            )
         if self.shares_view != 1 and {self.shares_view} != set(self.per_update):
             raise ValueError(
                 f"a view is shared by the {self.per_update} microbatches of an update, not {self.shares_view}"

@@ -37,6 +37,8 @@ __all__ = ["Saved"]
 _PACKING = {"aten::_cudnn_rnn": -1}
 """Operations that copy their weights inside, by their name, and which output is the copy."""
 
+_RECOMPUTE = "the method's option backward_rule=recompute, as in paci[backward_rule=recompute]"
+
 _CHECKPOINT = CheckpointFunction._backward_cls
 """A node that does its forward again in its backward."""
 
@@ -98,7 +100,7 @@ class Saved:
             raise ScheduleError(
                 "the backward rule 'graph' needs layers of which autograd saves the weights themselves; here it saves "
                 f"what was computed from {told}, and would go on with the old weights there. Take "
-                "backward_rule='recompute', or a layer that uses the parameter as it is (no autocast of it, no "
+                f"{_RECOMPUTE}, or a layer that uses the parameter as it is (no autocast of it, no "
                 "weight_norm, no mask)"
             )
 
@@ -129,7 +131,7 @@ class Saved:
             if isinstance(node, _CHECKPOINT) or any(s.unpack_hook not in (None, self._unpack) for s in saved_by(node)):
                 raise ScheduleError(
                     f"{asked} the newest weights, but {node.name()} makes what it has saved again, or takes it from "
-                    "elsewhere (checkpoint, save_on_cpu); take backward_rule='recompute', or leave that out"
+                    f"elsewhere (checkpoint, save_on_cpu); take {_RECOMPUTE}, or leave that out"
                 )
             kept: list[Any] = tree_leaves(vars(node)) if isinstance(node, BackwardCFunction) else []
             for item in (item for item in kept if isinstance(item, torch.Tensor)):
@@ -139,8 +141,7 @@ class Saved:
                     told = told or "what was computed from " + _told(sorted(made.items()))
                     raise ScheduleError(
                         f"{asked} the newest weights, but {node.name()} keeps {told} on its context, where it cannot "
-                        "be exchanged; let its forward call save_for_backward with the weight itself, or take "
-                        "backward_rule='recompute'"
+                        f"be exchanged; let its forward save_for_backward the weight itself, or take {_RECOMPUTE}"
                     )
 
 
@@ -213,7 +214,7 @@ class _Parts:
         raise ScheduleError(
             "the backward rule 'graph' looks up what autograd saves of a weight in another version of it; here it "
             f"saves a part of {_told(owners)} that lies across parameters, in one with holes, or is of another type; "
-            "take backward_rule='recompute', or a parameter with a storage of its own"
+            f"take {_RECOMPUTE}, or a parameter with a storage of its own"
         )
 
     def owners(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

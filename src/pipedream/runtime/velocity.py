@@ -70,7 +70,7 @@ def check_velocity(optimizer: torch.optim.Optimizer) -> None:
         raise ScheduleError(
             "weights are to be predicted by the velocity of the optimizer, here "
             f"{kind.__module__}.{kind.__qualname__}: {reason}; take such a one, or predict by the last difference "
-            "(by='difference'), which any optimizer has"
+            "(NAME[by=difference], as in pb_lwp[by=difference]), which any optimizer has"
         )
 
 

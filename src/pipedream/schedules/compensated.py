@@ -6,10 +6,7 @@ Their grids, versions and staleness are those of the method that they stand on; 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..core.compensation import (
-    Compensation,
     ErrorFeedback,
     GapAware,
     LearningRateRescheduling,
@@ -18,10 +15,11 @@ from ..core.compensation import (
 )
 from ..core.plan import Plan
 from ..core.schedule import Schedule
+from ..core.views import VELOCITY
 from .method import Method
-from .pb_lwp import pb_lwp
-from .pipedream import pipedream
-from .two_bw import pipedream_2bw
+from .pb_lwp import predicting
+from .pipedream import stashing
+from .two_bw import double_buffered
 
 __all__ = ["METHODS", "ftpipe_ga", "ftpipe_msnag", "nesterov_async", "one_step_ef", "pb_lwp_sc", "pipedream_lr"]
 
@@ -37,7 +35,7 @@ def nesterov_async(plan: Plan, microbatches: int | None = None) -> Schedule:
     betas=(0.99, 0.999), weight_decay=0.01, decoupled_weight_decay=True)``; long momentum is what makes late gradients
     useful there.
     """
-    return _with("nesterov_async", pipedream(plan, microbatches), Nesterov())
+    return stashing("nesterov_async", plan, microbatches).compensated(Nesterov())
 
 
 def ftpipe_msnag(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -46,7 +44,7 @@ def ftpipe_msnag(plan: Plan, microbatches: int | None = None) -> Schedule:
     FTPipe (Eliad et al., ATC 2021), weight prediction ``msnag`` with weight stashing, at each stage's own delay; the
     same as spike compensation (Kosson et al., MLSys 2021) of the stored weights.
     """
-    return _with("ftpipe_msnag", pipedream(plan, microbatches), SpikeCompensation())
+    return stashing("ftpipe_msnag", plan, microbatches).compensated(SpikeCompensation())
 
 
 def ftpipe_ga(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -54,7 +52,7 @@ def ftpipe_ga(plan: Plan, microbatches: int | None = None) -> Schedule:
 
     Barkai et al., ICLR 2020, as FTPipe (ATC 2021) uses it with weight stashing.
     """
-    return _with("ftpipe_ga", pipedream(plan, microbatches), GapAware())
+    return stashing("ftpipe_ga", plan, microbatches).compensated(GapAware())
 
 
 def pipedream_lr(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -63,7 +61,7 @@ def pipedream_lr(plan: Plan, microbatches: int | None = None) -> Schedule:
     Yang et al., PipeMare, MLSys 2021; by this name in later comparisons. K is 7,000 updates; another one is asked for
     as ``compensation="t1:K"``.
     """
-    return _with("pipedream_lr", pipedream(plan, microbatches), LearningRateRescheduling(RESCHEDULED_FOR))
+    return stashing("pipedream_lr", plan, microbatches).compensated(LearningRateRescheduling(RESCHEDULED_FOR))
 
 
 def one_step_ef(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -71,21 +69,24 @@ def one_step_ef(plan: Plan, microbatches: int | None = None) -> Schedule:
 
     One-Step Gradient Delay, arXiv 2606.30634, ICML 2026.
     """
-    return _with("one_step_ef", pipedream_2bw(plan, microbatches), ErrorFeedback(1.0))
+    return double_buffered("one_step_ef", plan, microbatches).compensated(ErrorFeedback(1.0))
 
 
-def pb_lwp_sc(plan: Plan, microbatches: int | None = None) -> Schedule:
+def pb_lwp_sc(
+    plan: Plan,
+    microbatches: int | None = None,
+    *,
+    by: str = VELOCITY,
+    scale: float = 1.0,
+    backward_rule: str = "graph",
+) -> Schedule:
     """Returns pipelined backpropagation with linear weight prediction and spike compensation, for SGD.
 
     Kosson et al., Pipelined Backpropagation at Scale, MLSys 2021, section 3.3: LWP^v_D + SC_D, the best of the paper's.
     Where the prediction is kept for the backward the two are one and the same; here the backward reads the weights that
-    there are, and what it says too late is made up for at once.
+    there are, and what it says too late is made up for at once. Its options are those of `pb_lwp`.
     """
-    return _with("pb_lwp_sc", pb_lwp(plan, microbatches), SpikeCompensation())
-
-
-def _with(name: str, schedule: Schedule, compensation: Compensation) -> Schedule:
-    return replace(schedule, name=name).compensated(compensation)
+    return predicting("pb_lwp_sc", plan, microbatches, by, scale, backward_rule).compensated(SpikeCompensation())
 
 
 METHODS = (

@@ -287,8 +287,14 @@ def latest(
     )
 
 
-def recomputing(plan: Plan, backward_rule: str) -> Plan:
-    """Returns the plan, all of whose stages recompute where the backward rule says so."""
+def recomputing(plan: Plan, backward_rule: str, rules: tuple[str, ...] = ("graph", "recompute")) -> Plan:
+    """Returns the plan, all of whose stages recompute where the backward rule says so.
+
+    Raises:
+        ValueError: the rule is none of those that the method has.
+    """
+    if backward_rule not in rules:
+        raise ValueError(f"its backward rule is {' or '.join(rules)}, found {backward_rule!r}")
     if backward_rule != "recompute":
         return plan
     return replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))

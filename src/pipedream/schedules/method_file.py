@@ -11,10 +11,12 @@ that declares several is asked for one by ``FILE.py:NAME``.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from functools import cache
 from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 from ..core.errors import PipelineError, ScheduleError
 from ..core.plan import Plan
@@ -56,18 +58,20 @@ def load_method(name: str) -> Method:
     return found[0]
 
 
-def built_by(method: Method, name: str, plan: Plan, microbatches: int | None) -> Schedule:
+def built_by(method: Method, name: str, plan: Plan, microbatches: int | None, options: Mapping[str, Any]) -> Schedule:
     """Returns the schedule of a method of the user's, whose faults are not the library's.
 
     Args:
         method, name: of the file.
         plan, microbatches: to build it for.
+        options: keyword arguments of its builder.
 
     Raises:
         ScheduleError: it cannot work with these, or fails, or gives something else.
     """
     try:
-        built = method.build(plan, microbatches)
+        make: Callable[..., Any] = method.build
+        built = make(plan, microbatches, **options)
     except PipelineError:
         raise
     except Exception as error:
@@ -91,7 +95,8 @@ def _methods(path: str, text: bytes) -> tuple[Method, ...]:
     module = sys.modules[name] = module_from_spec(spec)  # dataclasses look their module up
     try:
         # Not by the loader: its bytecode lies beside the file, and is told from a changed file's by second and size.
-        exec(compile(text, path, "exec"), module.__dict__)
+        # Nor by this module's own __future__.
+        exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
     except Exception as error:
         del sys.modules[name]
         raise ScheduleError(f"the schedule {path} ended with {type(error).__name__}: {error}; mend the file") from error

@@ -51,7 +51,7 @@ METHODS = (
         one_f_one_b,
         name="1f1b",
         since=2021,
-        aliases=("pipedream_flush",),
+        aliases=("pipedream_flush", "dapple"),
         picture=Picture("1F1B with a flush, m = 4", 4, 8),
         choose="The first choice where the result must be that of one process: GPipe's bubble, and a stage holds at "
         "most p microbatches instead of m. Split the minibatch as finely as the workers stay efficient.",

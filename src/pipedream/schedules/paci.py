@@ -5,6 +5,10 @@ activations at the newest (the rule 'graph'). Stage s is (p-1-s)/m updates late 
 
     rank 0 | F0  F1  .   B0  F2  B1' F3  B2  F4  B3'
     rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4
+
+As ``paci[backward_rule=stash]`` it is PipeDream with accumulation, the macrobatch of the original's code and
+``step_every`` of FTPipe (Eliad et al., ATC 2021): a backward reads what its forward has read. It is as late, its
+gradients are true ones, and stage s keeps ceil((p-1-s)/m) + 1 sets of weights.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 from ..core.plan import Plan
 from ..core.schedule import Claims, Schedule
 from ..core.update import UpdateRule
+from ..core.weights import BACKWARD_RULES
 from .idioms import admitted, check_handing, latest, recomputing, refuse_lag, share_out, unflushed
 from .method import Method, Picture
 
@@ -24,14 +29,14 @@ def paci(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "g
     Args:
         plan: of any depth.
         microbatches: m, in an update.
-        backward_rule: 'graph', or 'recompute'.
+        backward_rule: 'graph', 'recompute', or 'stash'.
 
     Raises:
         ScheduleError: too few microbatches for a stage's replicas, or a depth that needs the plan's lag.
         ValueError: an option that is none.
     """
     refuse_lag("paci", plan)
-    plan = recomputing(plan, backward_rule)
+    plan = recomputing(plan, backward_rule, BACKWARD_RULES)
     m = share_out("paci", plan, microbatches, admitted(plan))
     check_handing("paci", plan, m)
     return Schedule(
@@ -45,7 +50,7 @@ def paci(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "g
         claims=Claims(
             in_flight=lambda p, total, s: min(p - s, total),
             staleness=lambda p, total, s: -(-(p - 1 - s) // m),
-            versions=lambda p, total, s: 1,
+            versions=lambda p, total, s: -(-(p - 1 - s) // m) + 1 if backward_rule == "stash" else 1,
         ),
     )
 
@@ -56,6 +61,7 @@ METHODS = (
         since=2026,
         picture=Picture("PACI: each op reads the newest version (v); m = 4", 4, 12),
         choose="When the weights are large and a little delay does no harm: no bubble, one set of weights, and, with "
-        "m >= p - 1 microbatches, a staleness of one update at most.",
+        "m >= p - 1 microbatches, a staleness of one update at most. `paci[backward_rule=stash]`, PipeDream with "
+        "accumulation, keeps sets of weights for true gradients: two at most where m >= p - 1, one at the last stage.",
     ),
 )

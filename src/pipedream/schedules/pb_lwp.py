@@ -16,11 +16,11 @@ from ..core.errors import ScheduleError
 from ..core.plan import Plan
 from ..core.schedule import Schedule
 from ..core.views import VELOCITY, View
-from .idioms import latest, refuse_split
+from .idioms import latest
 from .method import Method, Picture
-from .pipelined_backprop import pipelined_backprop
+from .pipelined_backprop import one_set
 
-__all__ = ["METHODS", "pb_lwp"]
+__all__ = ["METHODS", "pb_lwp", "predicting"]
 
 
 def pb_lwp(
@@ -44,13 +44,21 @@ def pb_lwp(
         ScheduleError: a minibatch is to be split, or the prediction would go back.
         ValueError: an option that is none.
     """
-    refuse_split("pb_lwp", microbatches)
+    return predicting("pb_lwp", plan, microbatches, by, scale, backward_rule)
+
+
+def predicting(name: str, plan: Plan, microbatches: int | None, by: str, scale: float, backward_rule: str) -> Schedule:
+    """Returns pipelined backpropagation whose forwards are predicted, or a method of these weights, by its name.
+
+    Raises:
+        ScheduleError, ValueError: see `pb_lwp`.
+    """
     if not scale >= 0:
-        raise ScheduleError(f"schedule 'pb_lwp' predicts weights that are to come; give a scale from 0 on, not {scale}")
-    bare = pipelined_backprop(plan, microbatches, backward_rule=backward_rule)
+        raise ScheduleError(f"schedule {name!r} predicts weights that are to come; give a scale from 0 on, not {scale}")
+    bare = one_set(name, plan, microbatches, backward_rule)
     horizons = tuple(scale * bare.weights.staleness(stage) for stage in range(len(plan.stages)))
     weights = latest(bare.plan, backward_rule=backward_rule, forward_view=View(by, horizons))
-    return replace(bare, name="pb_lwp", weights=weights)
+    return replace(bare, weights=weights)
 
 
 METHODS = (

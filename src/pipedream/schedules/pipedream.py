@@ -18,7 +18,7 @@ from ..core.weights import Stash, VerticalSync
 from .idioms import refuse_split, unflushed
 from .method import Method, Picture
 
-__all__ = ["METHODS", "pipedream", "pipedream_vertical_sync"]
+__all__ = ["METHODS", "pipedream", "pipedream_vertical_sync", "stashing"]
 
 
 def pipedream(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -27,9 +27,18 @@ def pipedream(plan: Plan, microbatches: int | None = None) -> Schedule:
     Raises:
         ScheduleError: a minibatch is to be split; here the minibatch itself travels.
     """
-    refuse_split("pipedream", microbatches)
+    return stashing("pipedream", plan, microbatches)
+
+
+def stashing(name: str, plan: Plan, microbatches: int | None) -> Schedule:
+    """Returns PipeDream with weight stashing, or a method of that order and those weights, by its name.
+
+    Raises:
+        ScheduleError: a minibatch is to be split.
+    """
+    refuse_split(name, microbatches)
     return Schedule(
-        name="pipedream",
+        name=name,
         plan=plan,
         placement=plan.placement,
         order=unflushed(plan),

@@ -20,7 +20,7 @@ from ..core.update import UpdateRule
 from .idioms import latest, recomputing, refuse_split, unflushed
 from .method import Method, Picture
 
-__all__ = ["METHODS", "concurrent", "pipelined_backprop"]
+__all__ = ["METHODS", "concurrent", "one_set", "pipelined_backprop"]
 
 
 def pipelined_backprop(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
@@ -35,10 +35,19 @@ def pipelined_backprop(plan: Plan, microbatches: int | None = None, *, backward_
         ScheduleError: a minibatch is to be split.
         ValueError: an option that is none.
     """
-    refuse_split("pipelined_backprop", microbatches)
+    return one_set("pipelined_backprop", plan, microbatches, backward_rule)
+
+
+def one_set(name: str, plan: Plan, microbatches: int | None, backward_rule: str) -> Schedule:
+    """Returns pipelined backpropagation, or a method of that order, by its name.
+
+    Raises:
+        ScheduleError, ValueError: see `pipelined_backprop`.
+    """
+    refuse_split(name, microbatches)
     plan = concurrent(recomputing(plan, backward_rule))
     return Schedule(
-        name="pipelined_backprop",
+        name=name,
         plan=plan,
         placement=plan.placement,
         order=unflushed(plan),

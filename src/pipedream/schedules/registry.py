@@ -6,13 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
 from ..core.errors import ScheduleError
+from ..core.method_text import name_and_options
 from ..core.plan import Plan
 from ..core.schedule import Schedule
 from .layouts import Layout
 from .method import Method
 from .method_file import built_by, is_method_file, load_method
+from .options import options_text, read_options
 from .torch_csv import is_torch_csv, load_torch_csv
 
 __all__ = [
@@ -22,6 +25,7 @@ __all__ = [
     "METHODS",
     "SCHEDULES",
     "build",
+    "canonical",
     "claims_at",
     "layout_of",
     "method_of",
@@ -63,11 +67,14 @@ def build(name: str, plan: Plan, microbatches: int | None = None) -> Schedule:
     Args:
         name: of the method; case and the difference of ``-`` and ``_`` do not matter. Or the path of a file: in
             PyTorch's notation, which ends in ``.csv`` (`torch_csv`), or of Python with a method in it (`method_file`).
+            Options of the method stand behind it (`options`): ``pb_lwp[by=difference,scale=2]``.
         plan: stages, replicas, depth.
         microbatches: m, how many a minibatch is split into; None takes the method's own choice.
 
     Raises:
-        ScheduleError: no such method, or it cannot work with this plan or number.
+        ScheduleError: no such method or option, or it cannot work with this plan or number.
+
+    The schedule's name is `canonical`, by which it can be built again.
     """
     if microbatches is not None and microbatches < 1:
         raise ScheduleError(f"a minibatch is split into at least 1 microbatch, found {microbatches}")
@@ -79,13 +86,29 @@ def build(name: str, plan: Plan, microbatches: int | None = None) -> Schedule:
                 "leave the number out, or write the file for as many"
             )
         return read
-    method = method_of(name)
-    if is_method_file(name):
-        return replace(built_by(method, name, plan, microbatches), name=name)  # by which it can be built again
+    bare, method, options = _asked(name)
+    full = bare + options_text(options)
+    if is_method_file(bare):
+        return replace(built_by(method, full, plan, microbatches, options), name=full)
+    make: Callable[..., Schedule] = method.build
     try:
-        return method.build(plan, microbatches)
+        built = make(plan, microbatches, **options)
     except ValueError as error:  # of a noun that it is made of: a view, a rule
         raise ScheduleError(f"schedule {name!r}: {error}") from None
+    return replace(built, name=full) if options else built
+
+
+def canonical(name: str) -> str:
+    """Returns the one name of what a name asks for: the method's own, not an alias, with the options that differ from
+    what it takes anyway, in its own order.
+
+    Raises:
+        ScheduleError: no such method, or no such option of it.
+    """
+    if is_torch_csv(name):
+        return name
+    bare, _, options = _asked(name)
+    return bare + options_text(options)
 
 
 def uniform(
@@ -134,14 +157,17 @@ def layout_of(name: str) -> Layout | None:
 
 
 def method_of(name: str) -> Method:
-    """Returns the method of a name, or of a file of Python.
+    """Returns the method of a name, or of a file of Python, whatever options stand behind it.
 
     Raises:
         ScheduleError: there is none.
     """
-    if is_method_file(name):
-        return load_method(name)
-    key = name.lower().replace("-", "_")
+    bare, given = name_and_options(name)
+    if given and is_torch_csv(bare):
+        raise ScheduleError(f"schedule {name!r}: a file in PyTorch's notation has no options; leave the brackets out")
+    if is_method_file(bare):
+        return load_method(bare)
+    key = bare.lower().replace("-", "_")
     found = METHODS.get(ALIASES.get(key, key))
     if found is None:
         raise ScheduleError(
@@ -149,6 +175,12 @@ def method_of(name: str) -> Method:
             "PyTorch's notation, or FILE.py that declares METHODS"
         )
     return found
+
+
+def _asked(name: str) -> tuple[str, Method, dict[str, Any]]:
+    """Returns the method's own name, or the file's, the method, and the options that are said."""
+    method, (bare, given) = method_of(name), name_and_options(name)
+    return bare if is_method_file(bare) else method.name, method, read_options(name, method, given)
 
 
 def claims_at(schedule: Schedule, stages: int, microbatches: int) -> dict[str, object]:

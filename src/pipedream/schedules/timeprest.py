@@ -168,8 +168,9 @@ METHODS = (
         since=2024,
         picture=Picture("TiMePReSt: forwards read the version (v) of their tag, backwards the newest; m = 3", 3, 15),
         choose="To study backwards at the newest weights with forwards of one version of the whole model. The last "
-        "stage keeps the most versions, and all stages are as late as the first. Take backward_rule='recompute' at "
-        "high rates: old activations with newer weights diverged first where this was tried.",
+        "stage keeps the most versions, and all stages are as late as the first. Take "
+        "`timeprest[backward_rule=recompute]` at high rates: old activations with newer weights diverged first where "
+        "this was tried.",
     ),
     Method(
         v_timeprest,

@@ -55,6 +55,7 @@ METHODS = (
     Method(
         timeprest_interpolated,
         since=2025,
+        aliases=("i_timeprest",),
         picture=Picture("nF1B, backwards between the version of the forward and the newest (v); m = 3", 3, 15),
         choose="To study backwards between the weights of the forward and the newest: one number, share, leads from "
         "v_timeprest (0) to stashing (1).",

@@ -16,7 +16,7 @@ from ..core.weights import DoubleBuffer
 from .idioms import admitted, refuse_lag, unflushed
 from .method import Method, Picture
 
-__all__ = ["METHODS", "pipedream_2bw"]
+__all__ = ["METHODS", "double_buffered", "pipedream_2bw"]
 
 
 def pipedream_2bw(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -27,19 +27,28 @@ def pipedream_2bw(plan: Plan, microbatches: int | None = None) -> Schedule:
             paper asks m >= p; m = p - 1 works too and leaves the update no slack.) Or a depth that is legal only
             with the plan's lag, which this method has no use for.
     """
-    refuse_lag("pipedream_2bw", plan)
+    return double_buffered("pipedream_2bw", plan, microbatches)
+
+
+def double_buffered(name: str, plan: Plan, microbatches: int | None) -> Schedule:
+    """Returns PipeDream-2BW, or a method of that order and those weights, by its name.
+
+    Raises:
+        ScheduleError: see `pipedream_2bw`.
+    """
+    refuse_lag(name, plan)
     warmup = tuple(count - 1 for count in plan.in_flight)
     m = microbatches or admitted(plan)
     for stage, (wait, replicas) in enumerate(zip(warmup, plan.replicas, strict=True)):
         if m // replicas < max(wait, 1):
             raise ScheduleError(
-                f"schedule 'pipedream_2bw' with {m} microbatches a minibatch: stage {stage} has {wait} warm-up "
+                f"schedule {name!r} with {m} microbatches a minibatch: stage {stage} has {wait} warm-up "
                 f"forwards and {replicas} replicas, so it needs at least {max(wait, 1) * replicas}; split the "
                 "minibatch further or take a smaller depth"
             )
 
     return Schedule(
-        name="pipedream_2bw",
+        name=name,
         plan=plan,
         placement=plan.placement,
         order=unflushed(plan, m),

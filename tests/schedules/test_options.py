@@ -1,0 +1,277 @@
+"""Options of a method in its name, wherever a name stands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from commands import run as command
+
+import pipedream as pd
+from pipedream.cli.sweeping import _values
+from pipedream.core.errors import ScheduleError
+from pipedream.core.phase import Phase, phases_text, read_phases
+from pipedream.core.plan import Plan
+from pipedream.core.program import Program
+from pipedream.lowering import lower
+from pipedream.methods import asked_of
+from pipedream.runtime.checkpoints import contents
+from pipedream.schedules import METHODS, build, canonical, layout_of, method_of, uniform
+from pipedream.schedules.compensated import pb_lwp_sc
+from pipedream.schedules.options import options_of
+from pipedream.schedules.paci import paci
+from pipedream.schedules.pb_lwp import pb_lwp
+from pipedream.schedules.pipemare import pipemare
+from pipedream.schedules.roundpipe import roundpipe
+from pipedream.schedules.timeprest_interpolated import timeprest_interpolated
+
+from ..test_schedule_files import profile
+
+ROOT = Path(__file__).parents[2]
+Told = Callable[..., tuple[int, str, str]]
+
+MINE = """
+from pipedream.schedules import Method, build
+
+def mine(
+    plan, microbatches=None, *, twice: bool, names: tuple[str, ...] = (), depth: "int | None" = 3, odd: object = 0
+):
+    if names:
+        raise ValueError(f"{names} {depth} {twice}")
+    return build("gpipe" if twice else "1f1b", plan, microbatches)
+
+METHODS = (Method(mine), Method(mine, name="other"))
+"""
+
+
+def unnamed(program: Program) -> Program:
+    return replace(program, schedule="")
+
+
+@pytest.mark.parametrize(
+    ("name", "named", "made"),
+    [
+        ("pb_lwp[by=difference]", "pb_lwp[by=difference]", lambda plan: pb_lwp(plan, by="difference")),
+        (
+            "PB-LWP[ scale = 2.0, by=difference ]",
+            "pb_lwp[by=difference,scale=2]",
+            lambda plan: pb_lwp(plan, by="difference", scale=2.0),
+        ),
+        ("pb_lwp[by=velocity,scale=1]", "pb_lwp", pb_lwp),
+        (
+            "pb_lwp_sc[scale=0.5,backward-rule=recompute]",
+            "pb_lwp_sc[scale=0.5,backward_rule=recompute]",
+            lambda plan: pb_lwp_sc(plan, scale=0.5, backward_rule="recompute"),
+        ),
+        (
+            "pipemare[horizons=3/2.5/0,decay=0.25]",
+            "pipemare[decay=0.25,horizons=3/2.5/0]",
+            lambda plan: pipemare(plan, decay=0.25, horizons=(3.0, 2.5, 0.0)),
+        ),
+        (f"pipemare[horizons=none,decay={exp(-2)}]", "pipemare", pipemare),
+        (
+            "i_timeprest[share=0.1]",
+            "timeprest_interpolated[share=0.1]",
+            lambda plan: timeprest_interpolated(plan, share=0.1),
+        ),
+        ("roundpipe[forwards=3]", "roundpipe[forwards=3]", lambda plan: roundpipe(plan, forwards=3)),
+    ],
+)
+def test_a_name_with_options_is_the_builder_with_them(name: str, named: str, made: Any) -> None:
+    plan = uniform(name, 3)
+    built = build(name, plan)
+    assert (built.name, canonical(name)) == (named, named)
+    assert unnamed(lower(built)) == unnamed(lower(made(plan)))
+    assert lower(build(built.name, built.plan, built.microbatches)) == lower(built)
+
+
+def test_options_make_a_difference() -> None:
+    for name in ("pb_lwp[by=difference]", "pb_lwp[scale=2]", "pb_lwp_sc[scale=2]", "paci[backward_rule=recompute]"):
+        bare, _, _ = name.partition("[")
+        assert unnamed(lower(build(name, Plan.uniform(3)))) != unnamed(lower(build(bare, Plan.uniform(3))))
+
+
+def test_every_option_of_a_method_can_be_said() -> None:
+    said = {"str": "a", "float": "2", "int": "2", "tuple[float, ...] | None": "1/2"}
+    found = 0
+    for name, method in METHODS.items():
+        for option, parameter in options_of(method).items():
+            assert canonical(f"{name}[{option}={said[parameter.annotation]}]") == (
+                f"{name}[{option}={said[parameter.annotation]}]"
+            )
+            found += 1
+    assert found > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("paci[rule=graph]", "schedule 'paci[rule=graph]': method 'paci' has no option 'rule'; it has backward_rule"),
+        ("2bw[by=velocity]", "method 'pipedream_2bw' has no option 'by'; it has none"),
+        ("roundpipe[forwards=many]", "option forwards is of type int, found 'many'; give a whole number"),
+        ("pb_lwp[scale=]", "is not of the form NAME[OPTION=VALUE,OPTION=VALUE]"),
+        ("pb_lwp[scale=x]", "option scale is of type float, found 'x'; give a number"),
+        ("pipemare[horizons=1/x]", "found '1/x'; give numbers with / between or none"),
+        ("pb_lwp[scale=2,scale=3]", "says its option scale twice; leave one out"),
+        ("pb_lwp[by=magic]", "a view is by velocity, difference or average, found 'magic'"),
+        ("pb_lwp[scale=-1]", "give a scale from 0 on, not -1.0"),
+        ("pb_lwp[backward_rule=stash]", "its backward rule is graph or recompute, found 'stash'"),
+        ("plan.csv[a=1]", "a file in PyTorch's notation has no options; leave the brackets out"),
+        ("nowhere[a=1]", "is not known; choose one of"),
+        *(
+            (name, "is not of the form NAME[OPTION=VALUE,OPTION=VALUE]; write it as in paci[backward_rule=recompute]")
+            for name in (
+                "pb_lwp[", "pb_lwp]", "pb_lwp[]", "[by=velocity]", "pb_lwp[by]", "pb_lwp[scale=2,]", "pb_lwp[scale=2]x",
+                "pb_lwp[scale=2][by=difference]", "pb_lwp[[scale=2]]",
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_no_option_is_refused(name: str, message: str) -> None:
+    for asked in (lambda: build(name, Plan.uniform(3)), lambda: build(name, uniform(name, 3))):
+        with pytest.raises(ScheduleError) as refused:
+            asked()
+        assert message in str(refused.value)
+
+
+def test_options_of_a_file(tmp_path: Path, told: Told) -> None:
+    folder = tmp_path / "runs[1]"
+    folder.mkdir()
+    file = folder / "mine.py"
+    file.write_text(MINE)
+    assert canonical(f"{file}:other[depth=none,twice=True]") == f"{file}:other[twice=true,depth=none]"
+    built = build(f"{file}:mine[twice=true]", Plan.uniform(2), 4)
+    assert built.name == f"{file}:mine[twice=true]"
+    assert unnamed(lower(built)) == unnamed(lower(build("gpipe", Plan.uniform(2), 4)))
+    assert unnamed(lower(build(f"{file}:mine[twice=false]", Plan.uniform(2), 4))) != unnamed(lower(built))
+    assert method_of(f"{file}:mine[depth=5]").name == "mine"
+    with pytest.raises(ScheduleError, match=r"ended with ValueError: \('a', 'b'\) 7 True; mend the file"):
+        build(f"{file}:mine[twice=true,names=a/b,depth=7]", Plan.uniform(2))
+    for text, message in (
+        ("twice=perhaps", "found 'perhaps'; give true or false"),
+        ("odd=1", "option odd is of type object, found '1'; give it in Python, for a text cannot say it"),
+        ("names=", "is not of the form"),
+    ):
+        with pytest.raises(ScheduleError, match=message):
+            build(f"{file}:mine[{text}]", Plan.uniform(2))
+    status, out, _ = told("show", f"{file}:mine[twice=true]", "--verify")
+    assert (status, f"Proof of {file}:mine[twice=true], plan" in out) == (0, True)
+
+
+# -- where names stand -----------------------------------------------------------------------------
+
+
+def test_phases() -> None:
+    text = (
+        "1f1b/4:200,pb_lwp[by=difference,scale=2]+spike:3e,lib/x.py:one[a=1/2,b=c]/2:500,"
+        "paci[backward_rule=recompute]/4"
+    )
+    found = read_phases(text)
+    assert [phase.name for phase in found] == [
+        "1f1b", "pb_lwp[by=difference,scale=2]", "lib/x.py:one[a=1/2,b=c]", "paci[backward_rule=recompute]",
+    ]  # fmt: skip
+    assert [phase.microbatches for phase in found] == [4, None, 2, 4]
+    assert [(phase.until, phase.until_epoch) for phase in found] == [(200, None), (None, 3), (500, None), (None, None)]
+    assert phases_text(found) == text
+    for wrong in ("1f1b:3,pb_lwp[by=difference", "1f1b:3,pb_lwp[by=a]b", "1f1b:3,pb_lwp[a[b]]"):
+        with pytest.raises(ScheduleError, match=r"METHOD may have options"):
+            read_phases(wrong)
+    assert _values(["pipedream,pb_lwp[by=difference,scale=2]", "gpipe"]) == [
+        "pipedream", "pb_lwp[by=difference,scale=2]", "gpipe",
+    ]  # fmt: skip
+
+
+def test_a_plan_knows_its_method_by_its_other_names() -> None:
+    plan = replace(Plan.uniform(3), schedule="paci[backward_rule=recompute]", microbatches=8)
+    assert asked_of(plan, None) == asked_of(plan, "PACI[backward-rule = recompute]")
+    assert asked_of(plan, "paci[backward_rule=recompute]") == ("paci[backward_rule=recompute]", 8)
+    assert asked_of(plan, "paci") == ("paci", None)
+    assert asked_of(replace(plan, schedule="pipedream_2bw"), "2bw") == ("pipedream_2bw", 8)
+
+
+def test_the_commands(told: Told, tmp_path: Path) -> None:
+    saved, out = profile(8).save(tmp_path / "profile.json"), tmp_path / "plan.json"
+    name = "paci[backward_rule=recompute]"
+    assert told("plan", saved, "--workers", 2, "--microbatches", 4, "--schedule", name, "-o", out)[0] == 0
+    plan = Plan.load(out)
+    assert (plan.schedule, plan.microbatches) == (name, 4)
+    status, text, _ = told("plan", "--check", out)
+    assert (status, f"holds: {name} with 4 microbatches" in text) == (0, True)
+    assert told("simulate", out)[0] == 0
+    again = json.loads(told("simulate", out, "--schedule", "paci[backward_rule = recompute]", "--json")[1])
+    assert again == json.loads(told("simulate", out, "--json")[1])
+    assert told("plan", saved, "--workers", 2, "--schedule", "roundpipe[forwards=2]", "-o", out)[0] == 0
+    assert (Plan.load(out).schedule, layout_of("roundpipe[forwards=2]")) == (
+        "roundpipe[forwards=2]",
+        layout_of("roundpipe"),
+    )
+    status, _, error = told("show", "paci[rule=graph]")
+    assert (status, "has no option 'rule'" in error) == (2, True)
+    status, text, _ = told("plan", saved, "--sweep", "--workers", 2, "--schedule", f"1f1b,{name}", "--json")
+    assert status == 0
+    assert {row["schedule"] for row in json.loads(text)["rows"]} == {"data parallel", "1f1b", name}
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["pb_lwp", "pb_lwp_sc", "paci", "pb_lwp[by=difference]"])
+def test_a_refusal_names_what_was_asked_and_advises_an_option(name: str) -> None:
+    again = replace(Plan.uniform(2), stages=tuple(replace(s, recompute=True) for s in Plan.uniform(2).stages))
+    bare = name.partition("[")[0]
+    with pytest.raises(ScheduleError, match=rf"schedule '{bare}': .* take {bare}\[backward_rule=recompute\]$"):
+        build(name, again)
+    build(f"{bare}[backward_rule=recompute]", again)
+
+
+def test_presets_are_refused_by_their_own_names() -> None:
+    for name in ("nesterov_async", "ftpipe_msnag", "ftpipe_ga", "pipedream_lr", "pb_lwp", "pb_lwp_sc"):
+        with pytest.raises(ScheduleError, match=f"schedule '{name}' updates after every minibatch"):
+            build(name, Plan.uniform(3), 4)
+    with pytest.raises(ScheduleError, match="schedule 'one_step_ef' with 1 microbatches"):
+        build("one_step_ef", Plan.uniform(3), 1)
+    with pytest.raises(ScheduleError, match="schedule 'pb_lwp_sc' predicts weights that are to come"):
+        build("pb_lwp_sc[scale=-1]", Plan.uniform(3))
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_and_its_checkpoint(tmp_path: Path) -> None:
+    animal = zoo.make("mlp")
+    plan = zoo.plan_of(animal, 3)
+    how: dict[str, Any] = {"loss": animal.loss, "optimizer": partial(torch.optim.SGD, lr=0.05)}
+    with pd.Pipeline(animal.model, plan, schedule="pb_lwp[by=difference]", **how) as pipeline:
+        assert unnamed(pipeline.program) == unnamed(lower(pb_lwp(plan, by="difference")))
+        for done in pipeline.train(animal.batches):
+            if done.number == 2:
+                saved = pipeline.save(tmp_path)
+    assert contents(saved).schedule == "pb_lwp[by=difference]"
+    with pd.Pipeline(animal.model, plan, phases=[Phase(contents(saved).schedule)], **how) as again:
+        again.load(tmp_path)
+        assert again.program == pipeline.program
+
+
+@pytest.mark.processes
+def test_train(tmp_path: Path) -> None:
+    name = "paci[backward_rule=recompute]"
+    head = ("-m", "pipedream.cli", "train", str(ROOT / "examples" / "digits.py"), "--workers", "2", "--out", "run")
+    ended = command(*head, "--schedule", name, "--minibatches", "6", "--epochs", "1", folder=tmp_path)
+    assert ended.status == 0, ended.err
+    assert f"Proof of {name}, plan 1-1" in ended.out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["configuration"]["schedule"] == name
+    assert summary["configuration"]["recompute"] == [True, True]
+    assert contents(next((tmp_path / "run" / "checkpoints").glob("minibatch-*"))).schedule == name
+
+
+def test_the_default_of_paci_is_in_no_name() -> None:
+    assert build("paci[backward_rule=graph]", Plan.uniform(2)).name == paci(Plan.uniform(2)).name == "paci"
