@@ -9,10 +9,13 @@ from .registry import (
     LAYOUTS,
     METHODS,
     SCHEDULES,
+    Run,
     build,
+    check_chunks,
     claims_at,
     layout_of,
     method_of,
+    run_of,
     uniform,
 )
 from .torch_csv import from_torch_csv, is_torch_csv, load_torch_csv, to_torch_csv
@@ -26,7 +29,9 @@ __all__ = [
     "Layout",
     "Method",
     "Picture",
+    "Run",
     "build",
+    "check_chunks",
     "claims_at",
     "evaluation",
     "from_torch_csv",
@@ -34,6 +39,7 @@ __all__ = [
     "layout_of",
     "load_torch_csv",
     "method_of",
+    "run_of",
     "to_torch_csv",
     "uniform",
 ]
