@@ -16,7 +16,7 @@ from pipedream.core.timeline import Timeline
 from pipedream.lowering import lower
 from pipedream.report.gallery import Entry, gallery, prose
 from pipedream.report.svg import timeline_svg
-from pipedream.schedules import COMPENSATED, METHODS, SCHEDULES, Picture, uniform
+from pipedream.schedules import COMPENSATED, METHODS, SCHEDULES, Picture, run_of, uniform
 from pipedream.simulator import costs, simulate
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -48,7 +48,7 @@ def compensated() -> list[tuple[Schedule, str, str]]:
     found = []
     for name, factory in COMPENSATED.items():
         text = (inspect.getdoc(factory) or "").removeprefix("Returns ")
-        found.append((factory(uniform(name, STAGES), None), text, METHODS[name].choose))
+        found.append((run_of(name, uniform(name, STAGES), MICROBATCHES).schedule, text, METHODS[name].choose))
     return found
 
 

@@ -13,6 +13,7 @@ import delayed
 import reference
 import torch
 import zoo
+from tagged_runs import check_tags
 from torch import Tensor
 
 import pipedream as pd
@@ -132,7 +133,7 @@ class Outcome:
 
 
 def run(case: Case) -> Outcome:
-    """Trains through a pipeline: in this process alone, or as one rank of a process group."""
+    """Trains through a pipeline: in this process alone, or as one rank of a process group. Checks the run's tags."""
     animal, outcome = zoo.make(case.animal, case.dtype), Outcome()
     plan = case.plan()
     schedule = (
@@ -169,6 +170,7 @@ def run(case: Case) -> Outcome:
         timeline = pipeline.timeline()
         outcome.state, outcome.ema = pipeline.state_dict(), pipeline.state_dict(ema=True) if case.ema else {}
         outcome.drains, outcome.position = pipeline.drains, pipeline.position
+        check_tags(timeline.tags, pipeline.program, outcome.drains, animal.batches)
         for tag in timeline.tags:
             outcome.late.setdefault(tag.stage, set()).add(tag.staleness)
         for worker in pipeline._session.workers:

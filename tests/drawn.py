@@ -33,7 +33,7 @@ STRAIGHT = sorted({*SCHEDULES, ACCUMULATED} - set(LAYOUTS))
 
 @st.composite
 def laid_out(draw: st.DrawFn, most: int = 4) -> Schedule:
-    """Draws a registered method whose workers have several stages, on up to `most` workers."""
+    """Draws a registered method whose workers have several stages, on up to `most` workers, of any m that it takes."""
     name = draw(st.sampled_from(sorted(LAYOUTS)))
     step = 2 if LAYOUTS[name].replicas > 1 else 1
     workers = step * draw(st.integers(1, most // step))
@@ -41,8 +41,13 @@ def laid_out(draw: st.DrawFn, most: int = 4) -> Schedule:
     if name == "roundpipe":  # of any number of stages
         plan = Plan.uniform(stages := draw(st.integers(workers, 3 * workers)), order=homes(workers, stages))
         return roundpipe(plan, draw(st.integers(1, 3 * workers)))
-    step = 2 if name in ("chimera_doubled", "dualpipev") else 1
-    return build(name, uniform(name, workers, chunks=chunks), step * workers * draw(st.integers(1, 3)))
+    plan = uniform(name, workers, chunks=chunks)
+    unit = workers * (2 if name in ("chimera_doubled", "dualpipev") else 1)
+    m = draw(st.integers(1, 3 * unit))
+    try:
+        return build(name, plan, m)
+    except ScheduleError:  # it takes them in such units, or needs one at least
+        return build(name, plan, max(m - m % unit, unit))
 
 
 def schedules() -> st.SearchStrategy[Schedule]:

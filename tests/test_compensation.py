@@ -11,11 +11,11 @@ from typing import Any
 
 import cases
 import compensated
-import processes
 import pytest
 import torch
 import zoo
-from cases import OPTIMIZERS, Case, check, check_same, per_worker, run
+from cases import OPTIMIZERS, Case, check, run
+from in_processes import check_processes
 from reference import Rule
 
 import pipedream as pd
@@ -213,31 +213,28 @@ def test_to_climb_the_negative_is_to_go_down(compensation: str | None) -> None:
     cases.assert_near(trained(-1.0), trained(1.0), 1e-12)
 
 
-def _check_processes(workers: int, chosen: list[Case]) -> None:
-    chosen = [per_worker(case) for case in chosen]
-    of_ranks = processes.results(cases.run_all, workers, chosen)
-    for number, case in enumerate(chosen):
-        alone = run(case)
-        for rank, outcomes in enumerate(of_ranks):
-            check_same(outcomes[number], alone, rank)
+PRESETS = ("ftpipe_ga", "ftpipe_msnag", "nesterov_async", "pipedream_lr")
+IN_PROCESSES = {
+    2: [
+        Case("mlp", "pipedream", 2, compensation=["spike", "t1:7"]),
+        Case("mlp", "pipedream_2bw", 2, microbatches=3, optimizer="adamw", compensation="error_feedback"),
+        Case("mlp", "pipedream", 2, compensation="gap_aware"),
+        *(Case("mlp", name, 2) for name in PRESETS),
+        Case("mlp", "one_step_ef", 2, microbatches=3, optimizer="adamw"),
+    ],
+}
 
 
 @pytest.mark.processes
-def test_two_processes_give_to_the_bit_what_one_gives() -> None:
-    _check_processes(
-        2,
-        [
-            Case("mlp", "pipedream", 2, compensation=["spike", "t1:7"]),
-            Case("mlp", "pipedream_2bw", 2, microbatches=3, optimizer="adamw", compensation="error_feedback"),
-            Case("mlp", "pipedream", 2, compensation="gap_aware"),
-        ],
-    )
+@pytest.mark.parametrize("workers", IN_PROCESSES)
+def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
+    check_processes(workers, IN_PROCESSES[workers])
 
 
 @pytest.mark.processes
 @pytest.mark.long
 def test_more_processes_and_replicas_give_to_the_bit_what_one_gives() -> None:
-    _check_processes(
+    check_processes(
         2,
         [
             Case("mlp", "pipedream", 1, replicas=(2,), compensation="nesterov"),
@@ -246,7 +243,7 @@ def test_more_processes_and_replicas_give_to_the_bit_what_one_gives() -> None:
         ],
     )
     asked: tuple[Any, ...] = ("gap_aware", "error_feedback", ["spike", "t1:7"])
-    _check_processes(3, [Case("mlp", "pipedream", 2, replicas=(2, 1), compensation=one) for one in asked])
+    check_processes(3, [Case("mlp", "pipedream", 2, replicas=(2, 1), compensation=one) for one in asked])
 
 
 def test_weights_behind_the_prediction() -> None:

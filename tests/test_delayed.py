@@ -10,11 +10,11 @@ from typing import Any
 
 import cases
 import delayed
-import processes
 import pytest
 import torch
 import zoo
-from cases import Case, check, check_same, per_worker, run
+from cases import Case, check, run
+from in_processes import check_processes
 from torch import nn
 
 import pipedream as pd
@@ -211,6 +211,8 @@ IN_PROCESSES = {
         _case("mlp", "xpipe", 2),
         _case("lstm", "pipemare", 2),
         _case("cnn", "timeprest", 2),
+        *(_case("mlp", name, 2) for name in ("pb_lwp", "pb_lwp_sc", "pipeoptim", "spectrain", "v_timeprest")),
+        _case("mlp", "timeprest_interpolated", 2, options=_options(backward_rule="recompute")),
     ],
     3: [
         _case("cnn", "spectrain", 3),
@@ -227,12 +229,7 @@ IN_PROCESSES = {
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
-    chosen = [per_worker(case) for case in IN_PROCESSES[workers]]
-    of_ranks = processes.results(cases.run_all, workers, chosen)
-    for number, case in enumerate(chosen):
-        alone = run(case)
-        for rank, outcomes in enumerate(of_ranks):
-            check_same(outcomes[number], alone, rank)
+    check_processes(workers, IN_PROCESSES[workers])
 
 
 # -- tags ------------------------------------------------------------------------------------------
@@ -275,6 +272,8 @@ def test_tags_tell_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
             t for t in pipeline.timeline().tags if t.forward_version != rule.forward_version(t.stage, t.microbatch)
         ]
     assert {tag.stage for tag in wrong} == {1, 2}
+    with pytest.raises(AssertionError, match="forward_version"):
+        run(_case("mlp", "timeprest", epochs=3, drain_at=-1))
 
 
 @pytest.mark.parametrize(

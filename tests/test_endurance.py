@@ -19,7 +19,8 @@ from pipedream.core.plan import Plan
 from pipedream.core.schedule import Schedule
 from pipedream.core.timeline import Span, Timeline
 from pipedream.lowering import lower
-from pipedream.schedules import SCHEDULES, build, from_torch_csv, to_torch_csv, uniform
+from pipedream.schedules import LAYOUTS, SCHEDULES, build, from_torch_csv, to_torch_csv, uniform
+from pipedream.schedules.layouts import dispatched, looped, mirrored
 from pipedream.simulator import Costs, Stragglers, simulate
 from pipedream.verifier import verify
 
@@ -29,9 +30,10 @@ _TINY = 1e-9
 
 def drawn_plan(rng: random.Random, name: str) -> Plan:
     """Returns a plan of any size for a method: stages that share workers where it has such, else replicas and lags."""
-    usual = uniform(name, 2)
-    if usual.order:
-        return uniform(name, 2 * rng.randint(1, 3), chunks=rng.randint(1, 3))
+    layout = LAYOUTS.get(name)
+    if layout is not None:
+        workers = rng.choice([2, 4, 6] if layout is mirrored else range(1, 6))
+        return uniform(name, workers, chunks=rng.randint(1, 3) if layout in (looped, dispatched) else None)
     replicas = tuple(rng.randint(1, 3) if rng.random() < 0.5 else 1 for _ in range(rng.randint(1, 4)))
     lag = tuple(rng.randint(0, 1) if count > 1 and len(replicas) > 1 else 0 for count in replicas)
     lag = (0,) * len(replicas) if name == "pipedream_2bw" else lag
@@ -44,9 +46,11 @@ def drawn_plan(rng: random.Random, name: str) -> Plan:
 def drawn_schedule(rng: random.Random, name: str) -> Schedule:
     """Returns a method's schedule; now and then as it comes back from a file in PyTorch's notation."""
     while True:
+        plan = drawn_plan(rng, name)
+        # Of several stages a worker some methods fill both directions first, and take m in units of the workers.
+        most = 2 * plan.workers + 1 if name in LAYOUTS else 8
         try:
-            plan = drawn_plan(rng, name)
-            found = build(name, plan, rng.choice([None, *range(1, 9)]))
+            found = build(name, plan, rng.choice([None, *range(1, most + 1)]))
         except ScheduleError:
             continue
         stays = not any(map(found.placement.is_fetched, range(len(plan.stages))))

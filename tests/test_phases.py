@@ -21,6 +21,7 @@ import pytest
 import torch
 import zoo
 from cases import FLUSHING, OPTIMIZERS, Fresh, assert_near
+from tagged_runs import check_tags
 from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
 
@@ -91,6 +92,7 @@ def go(run: Run, folder: Path | None = None, resume: Path | None = None, save_at
     ) as pipeline:  # fmt: skip
         if resume is not None:
             pipeline.load(resume)
+        first = pipeline.position[0] * len(animal.batches) + pipeline.position[1]
         for _ in range(1 if run.leave_at < 0 else 2):
             for done in pipeline.train(Fresh(animal.batches), epochs=run.epochs - pipeline.position[0]):
                 losses[done.number], rates[done.number] = done.loss, done.rate
@@ -100,6 +102,10 @@ def go(run: Run, folder: Path | None = None, resume: Path | None = None, save_at
                     pipeline.save(folder)
                 if done.number == run.leave_at:
                     break
+        for phase, (begin, end) in pipeline.trained.items():
+            if end > first:
+                tags, program = pipeline.timeline(phase).tags, pipeline._session._programs[phase]
+                check_tags(tags, program, pipeline.drains, animal.batches, max(begin, first), end)
         late = {
             phase: {
                 stage: max((tag.staleness for tag in pipeline.timeline(phase).tags if tag.stage == stage), default=-1)

@@ -45,12 +45,14 @@ def test_show_writes_and_reads(told: Told, tmp_path: Path) -> None:
     assert again.startswith(drawn.rstrip("\n"))
     assert f"Proof of {file}, plan 1-1-1" in again
     assert "3 stages" in svg.read_text()
-    rows = json.loads(told("show", file, "--json", "--microbatches", 8)[1])
+    rows = json.loads(told("show", file, "--json", "--minibatches", 2)[1])
     assert rows["proof"]["peak_in_flight"] == [3, 2, 1]
     assert "F7" in rows["grid"][1], "a second minibatch"
     status, _, error = told("show", "pipedream", "--csv", file)
     assert (status, "updates without a flush" in error) == (2, True)
     assert told("show", file, "--stages", 2)[0] == 2
+    status, _, error = told("show", file, "--chunks", 2)
+    assert (status, "the file says the stages of each worker itself" in error) == (2, True)
     file.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
     status, _, error = told("show", file)
     assert (status, "wait for each other for ever" in error) == (2, True)
@@ -61,7 +63,9 @@ def test_simulate(told: Told, looped: Path, tmp_path: Path) -> None:
         told("simulate", "--uniform", 2, "--schedule", "interleaved_1f1b", "--microbatches", 4, "--json")[1]
     )
     assert json.loads(told("simulate", "--uniform", 2, "--schedule", looped, "--json")[1]) == by_name
-    twice = json.loads(told("simulate", "--uniform", 2, "--schedule", looped, "--microbatches", 8, "--json")[1])
+    twice = json.loads(told("simulate", "--uniform", 2, "--schedule", looped, "--minibatches", 2, "--json")[1])
+    status, _, error = told("simulate", "--uniform", 2, "--schedule", looped, "--microbatches", 8)
+    assert (status, "the file has 4" in error) == (2, True)
     assert twice["makespan_s"] == 2 * by_name["makespan_s"]
     plan = uniform("interleaved_1f1b", 2).save(tmp_path / "plan.json")
     assert json.loads(told("simulate", plan, "--schedule", looped, "--json")[1]) == by_name

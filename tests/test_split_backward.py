@@ -6,11 +6,11 @@ from dataclasses import replace
 from functools import partial
 
 import cases
-import processes
 import pytest
 import torch
 import zoo
-from cases import Case, check, check_same, per_worker, run
+from cases import Case, check, run
+from in_processes import check_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -52,18 +52,11 @@ def test_autocast_equals_autocast_in_one_process() -> None:
 @pytest.mark.long
 def test_several_processes_give_to_the_bit_what_one_gives() -> None:
     chosen = [
-        per_worker(case)
-        for case in (
-            Case("transformer", "zb_h1", 3, microbatches=4, optimizer="adamw"),
-            Case("cnn", "zb_h2", 3, microbatches=5),
-            Case("mlp", "zb_h1", 2, replicas=(2, 1), microbatches=4),
-        )
+        Case("transformer", "zb_h1", 3, microbatches=4, optimizer="adamw"),
+        Case("cnn", "zb_h2", 3, microbatches=5),
+        Case("mlp", "zb_h1", 2, replicas=(2, 1), microbatches=4),
     ]
-    of_ranks = processes.results(cases.run_all, 3, chosen)
-    for number, case in enumerate(chosen):
-        alone = run(case)
-        for rank, outcomes in enumerate(of_ranks):
-            check_same(outcomes[number], alone, rank)
+    check_processes(3, chosen)
 
 
 @pytest.mark.parametrize("animal", ["mlp", "cnn", *(pytest.param(a, marks=pytest.mark.long) for a in zoo.NAMES[2:])])

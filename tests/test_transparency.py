@@ -8,13 +8,15 @@ workers gives.
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
-import cases
-import processes
 import pytest
 import torch
 import zoo
-from cases import ASYNCHRONOUS, FLUSHING, LAYOUTS, Case, check, check_same, per_worker, run
+from cases import ASYNCHRONOUS, FLUSHING, LAYOUTS, Case, check, run
+from in_processes import check_processes
+
+from pipedream.schedules import METHODS
 
 KINDS = {"mlp": "sgd", "cnn": "adamw", "lstm": "sgd", "transformer": "adamw"}
 PARTS = {"naive": 2, "gpipe": 3, "1f1b": 4, "pipedream_2bw": 3, "breadth_first": 3}  # the last minibatch has 2 samples
@@ -163,6 +165,8 @@ IN_PROCESSES = {
         Case("mlp", "pipedream", 2, drain_at=-1, leave_at=7),
         Case("mlp", "interleaved_1f1b", 4, microbatches=4, clip_grad_norm=0.1),
         Case("cnn", "breadth_first", 4, microbatches=3),
+        *(_case("mlp", schedule, 4) for schedule in ("zbv", "dualpipev")),
+        _case("mlp", "chimera_doubled", 2),
     ],
     3: [
         *(_case("lstm", schedule, 3) for schedule in ("1f1b", "pipedream_vertical_sync", "pipedream_2bw")),
@@ -186,9 +190,11 @@ IN_PROCESSES = {
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
-    chosen = [per_worker(case) for case in IN_PROCESSES[workers]]
-    of_ranks = processes.results(cases.run_all, workers, chosen)
-    for number, case in enumerate(chosen):
-        alone = run(case)
-        for rank, outcomes in enumerate(of_ranks):
-            check_same(outcomes[number], alone, rank)
+    check_processes(workers, IN_PROCESSES[workers])
+
+
+def test_every_method_runs_in_several_processes() -> None:
+    """In the default or the slow run, so that a new method is not forgotten."""
+    delayed, compensated = (import_module(name) for name in ("test_delayed", "test_compensation"))
+    lists = [*IN_PROCESSES.values(), delayed.IN_PROCESSES[2], compensated.IN_PROCESSES[2]]
+    assert {case.schedule for chosen in lists for case in chosen} == set(METHODS)

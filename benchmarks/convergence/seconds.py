@@ -47,7 +47,7 @@ def _paces(method: Method, p: int) -> tuple[float, float]:
         plan = replace(plan, in_flight=tuple(count + 1 for count in late), depth="hand")
     schedule = schedules.build(name, plan, m if m > 1 else None)
     if method.flushes:
-        return pd.simulate(plan, schedule=schedule, microbatches=m).makespan_s, 0.0
-    some, more = (pd.simulate(plan, schedule=schedule, microbatches=n * m).makespan_s for n in (SETTLED, 2 * SETTLED))
+        return pd.simulate(plan, schedule=schedule).makespan_s, 0.0
+    some, more = (pd.simulate(plan, schedule=schedule, minibatches=n).makespan_s for n in (SETTLED, 2 * SETTLED))
     period = (more - some) / SETTLED
     return period, some - SETTLED * period

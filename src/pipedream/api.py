@@ -301,6 +301,7 @@ def simulate(
     *,
     schedule: str | Schedule | None = None,
     microbatches: int | None = None,
+    minibatches: int | None = None,
     weight_s: float | None = None,
     jitter: float | Mapping[str, float] = 0.0,
     slow: Mapping[int, float] | None = None,
@@ -312,8 +313,8 @@ def simulate(
     Args:
         plan: with its predicted seconds and bytes.
         schedule: a method's name, a CSV file of PyTorch's, or a schedule; the plan's, or PipeDream's own, unless said.
-        microbatches: of the run; 16 unless said. A method that flushes runs one minibatch of so many, the plan's split
-            unless said; any other runs on, and a file does whole minibatches of its own, one unless said.
+        microbatches, minibatches: m, and the length of the run, see `schedules.run_of`; m is the plan's split unless
+            said, and for methods that do not split a minibatch `microbatches` is the length of the run.
         weight_s: seconds of the weight gradient, where the backward is split.
         jitter: coefficient of variation of an op's seconds, which are then drawn from a lognormal distribution of the
             same mean; one for all ops, or by letter, as {"F": 0.1, "B": 0.2}.
@@ -326,28 +327,16 @@ def simulate(
         ScheduleError: the method does not work with this plan.
         PlanError: a jitter or a factor that makes no sense, or a slow rank that there is not.
     """
-    if isinstance(schedule, Schedule):
-        built = schedule
-    else:
-        name, parts = asked_of(plan, schedule)
-        built = schedules.build(name, plan, parts)
-        if schedules.is_torch_csv(name):
-            microbatches = microbatches or built.microbatches
-        elif built.flushes:
-            microbatches = microbatches or parts or 16
-            built = schedules.build(name, plan, microbatches)
-    microbatches = microbatches or 16
+    name, split = (schedule, None) if isinstance(schedule, Schedule) else asked_of(plan, schedule)
+    run = schedules.run_of(name, plan, microbatches, minibatches, split=split)
     try:
         stragglers = clock.Stragglers(jitter, slow or {}, seed)
-        stragglers.check_ranks(built.placement.workers)
+        stragglers.check_ranks(run.schedule.placement.workers)
     except ValueError as error:
         raise PlanError(str(error)) from None
-    program = lower(built)
+    program = lower(run.schedule)
     verify(program)
-    m = program.microbatches
-    return simulate_program(
-        program, -(-microbatches // m) * m, weight_s=weight_s, stragglers=stragglers, overlap=overlap
-    )
+    return simulate_program(program, run.microbatches, weight_s=weight_s, stragglers=stragglers, overlap=overlap)
 
 
 def simulate_program(

@@ -40,8 +40,9 @@ def lay_out(
 
     Raises:
         PlanError: the model cannot be cut so finely, workers are unlike, or a worker's stages do not fit its memory.
-        ScheduleError: the method does not work with so many workers or microbatches.
+        ScheduleError: the method does not work with so many workers or microbatches, or leaves no choice of `chunks`.
     """
+    schedules.check_chunks(schedule, chunks)
     layout = schedules.layout_of(schedule)
     assert layout is not None, f"{schedule} has one stage a worker"
     if len(set(cluster.speeds)) > 1:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from delayed import nf1b
+from drawn import straight
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.op import Kind, Op, requires
 from pipedream.core.placement import Placement
 from pipedream.core.plan import Plan
+from pipedream.core.schedule import Schedule
 from pipedream.core.update import UpdateRule
 from pipedream.core.views import View
 from pipedream.core.weights import DoubleBuffer, Flush, Latest, Stash, VerticalSync
@@ -304,6 +306,18 @@ class TestLatest:
             assert max(late) == ceil(Fraction(p - 1 - s, a)) == rule.staleness(s)
             assert isinstance(rule, Latest)
             assert rule.mean_staleness(s) == pytest.approx((p - 1 - s) / a)
+
+    @given(straight())
+    def test_the_mean_delay_is_that_of_the_settled_microbatches(self, schedule: Schedule) -> None:
+        """Of any method: what T1 divides a rate by, and what the proof prints."""
+        rule, updates, plan = schedule.weights, schedule.updates, schedule.plan
+        cycle = schedule.cycle
+        warm = max((n + lag) * count for n, lag, count in zip(plan.in_flight, plan.lag, plan.replicas, strict=True))
+        first = -(-4 * warm // cycle) * cycle
+        for s in range(len(plan.stages)):
+            late = [updates.update_of(s, k) - 1 - rule.forward_version(s, k) for k in range(first, first + cycle)]
+            assert rule.mean_staleness(s) == pytest.approx(sum(late) / cycle)
+            assert rule.staleness(s) == max(late)
 
     @pytest.mark.parametrize(
         ("p", "m", "lags"),

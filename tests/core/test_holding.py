@@ -81,9 +81,8 @@ LAYER = LayerProfile(1.0, 2.0, output_bytes=960, parameter_bytes=70, activation_
 def test_the_planned_peak_is_the_simulated_one(name: str, shape: str) -> None:
     profile = Profile.of_chain((LAYER,) * 4, batch=8)
     plan = pd.plan(profile, Cluster.flat(3), schedule=name, shape=shape)
-    m = plan.microbatches
     flushes = schedules.build(name, plan).flushes
-    timeline = pd.simulate(plan, schedule=name, microbatches=m if flushes else 24)
+    timeline = pd.simulate(plan, schedule=name, minibatches=1 if flushes else -(-24 // plan.microbatches))
     assert timeline.peak_bytes
     for s, stage in enumerate(plan.stages):
         simulated = max(timeline.peak_bytes[rank] for rank in plan.placement.ranks[s])

@@ -30,6 +30,8 @@ __all__ = [
     "PlanSchedule",
     "PlansSchedule",
     "RecipeFile",
+    "RunMicrobatches",
+    "RunMinibatches",
     "ScheduleName",
     "SeveralValues",
     "Straight",
@@ -86,6 +88,22 @@ AllowAsynchronous = Annotated[
 ]
 Microbatches = Annotated[
     int | None, typer.Option("--microbatches", min=1, help="Parts of a minibatch, for methods that split it.")
+]
+RunMicrobatches = Annotated[
+    int | None,
+    typer.Option(
+        "--microbatches",
+        min=1,
+        help="Parts of a minibatch; for methods that do not split it, minibatches of the run.",
+    ),
+]
+RunMinibatches = Annotated[
+    int | None,
+    typer.Option(
+        "--minibatches",
+        min=1,
+        help="Of the run, from an empty pipeline to an empty one; 1 with a flush, else enough for a steady state.",
+    ),
 ]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 RecipeFile = Annotated[str, typer.Argument(metavar="RECIPE", help="A Python file with a function recipe().")]

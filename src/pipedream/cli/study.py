@@ -25,6 +25,8 @@ from .options import (
     Depth,
     Json,
     PlansSchedule,
+    RunMicrobatches,
+    RunMinibatches,
     cluster_of,
     depth_of,
     print_json,
@@ -33,7 +35,7 @@ from .options import (
 __all__ = ["list_schedules", "show", "simulate"]
 
 
-_USUAL_RUN = 8  # microbatches of a picture
+_USUAL_RUN = 8  # microbatches of a picture, and of a minibatch in the list
 
 
 def simulate(
@@ -47,10 +49,8 @@ def simulate(
     chunks: Chunks = None,
     weight_s: Annotated[float | None, typer.Option(min=0.0, help="Seconds of the weight gradient.")] = None,
     schedule: PlansSchedule = None,
-    microbatches: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of the run, from an empty pipeline to an empty one; the plan's, or 16."),
-    ] = None,
+    microbatches: RunMicrobatches = None,
+    minibatches: RunMinibatches = None,
     in_flight: Depth = "noam",
     jitter: Annotated[
         float, typer.Option(min=0.0, metavar="CV", help="Coefficient of variation of the seconds of ops.")
@@ -72,6 +72,8 @@ def simulate(
         raise PlanError("give either a plan's file or --uniform P")
     if cluster is not None and plan is None:
         raise PlanError("--cluster puts a plan on other machines; give a plan's file with it, not --uniform")
+    if chunks is not None and plan is not None:
+        raise PlanError("--chunks lays out equal stages, and a plan has its own; give it with --uniform")
     if plan is not None:
         chosen = Plan.load(plan)
         chosen = chosen if cluster is None else chosen.on(cluster_of(cluster, [], [], 0.0, None))
@@ -80,10 +82,12 @@ def simulate(
         name = schedule or "pipedream"
         chosen = schedules.uniform(name, uniform or 1, forward_s, backward_s, transfer_s, chunks=chunks)
         chosen = chosen.with_depth(depth_of(in_flight))
+    name, split = chosen.method(schedule)
+    run = schedules.run_of(name, chosen, microbatches, minibatches, split=split)
     timeline = api.simulate(
         chosen,
-        schedule=schedule,
-        microbatches=microbatches,
+        schedule=run.schedule,
+        minibatches=run.minibatches,
         weight_s=weight_s,
         jitter=jitter,
         slow=dict(_slow(text) for text in slow or ()),
@@ -112,6 +116,7 @@ def simulate(
         )
         return
     print(found)
+    _tell(run, microbatches)
     if picture:
         Console(highlight=False).print(grid_rich(timeline, width=_width()))
 
@@ -119,12 +124,13 @@ def simulate(
 def list_schedules(as_json: Json = False) -> None:
     """List the methods, with the claims of their papers."""
     names = [*schedules.SCHEDULES, *schedules.COMPENSATED]
-    built = {name: schedules.build(name, schedules.uniform(name, 4)) for name in names}
-    built = dict(sorted(built.items(), key=lambda item: not item[1].flushes))
+    runs = [schedules.run_of(name, schedules.uniform(name, 4), _USUAL_RUN) for name in names]
+    runs.sort(key=lambda run: not run.schedule.flushes)
+    claimed = {run.schedule.name: schedules.claims_at(run.schedule, 4, run.microbatches) for run in runs}
     if as_json:
-        print_json({name: schedules.claims_at(schedule, 4, 8) for name, schedule in built.items()})
+        print_json(claimed)
     else:
-        print(schedule_table(built, stages=4, microbatches=8))
+        print(schedule_table(claimed, stages=4))
 
 
 def show(
@@ -140,7 +146,8 @@ def show(
         int | None, typer.Option(min=1, help="Stages; workers, where each has several stages; 4, or the file's.")
     ] = None,
     chunks: Chunks = None,
-    microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches of the run; 8, or the file's.")] = None,
+    microbatches: RunMicrobatches = None,
+    minibatches: RunMinibatches = None,
     in_flight: Depth = "noam",
     forward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a forward.")] = 1.0,
     backward_s: Annotated[
@@ -154,17 +161,16 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Draw a method's grid; with --verify print the proof: in flight, versions, staleness."""
+    for option, path in (("--csv", csv), ("--svg", svg)):
+        if path is not None and not path.parent.is_dir():
+            raise PlanError(f"{option} {path} was asked for, but there is no folder {path.parent}; make it first")
     chosen = schedules.uniform(name, stages, forward_s, chunks=chunks).with_depth(depth_of(in_flight))
-    built = schedules.build(name, chosen)
-    seconds = (2.0 if built.splits_backward else 1.0) if backward_s is None else backward_s
+    run = schedules.run_of(name, chosen, microbatches, minibatches, usual=_USUAL_RUN)
+    seconds = (2.0 if run.schedule.splits_backward else 1.0) if backward_s is None else backward_s
     chosen = replace(chosen, stages=tuple(replace(stage, backward_s=seconds) for stage in chosen.stages))
-    if schedules.is_torch_csv(name):
-        microbatches, built = microbatches or built.microbatches, schedules.build(name, chosen)
-    else:
-        microbatches = microbatches or _USUAL_RUN
-        built = schedules.build(name, chosen, microbatches if built.flushes else None)
+    built = schedules.build(name, chosen, run.schedule.microbatches)
     proof = verify(lower(built))
-    timeline = api.simulate(chosen, schedule=built, microbatches=microbatches)
+    timeline = api.simulate(chosen, schedule=built, minibatches=run.minibatches)
     if csv is not None:
         write_text(csv, schedules.to_torch_csv(built))
     if svg is not None:
@@ -175,8 +181,15 @@ def show(
     Console(highlight=False, width=10_000 if not sys.stdout.isatty() else None).print(
         grid_rich(timeline, width=_width()), soft_wrap=True
     )
+    _tell(run, microbatches)
     if verify_it:
         print(f"\n{proof}")
+
+
+def _tell(run: schedules.Run, asked: int | None) -> None:
+    """Prints how long a run is, where it is not as many microbatches as were asked for."""
+    if run.microbatches != asked:
+        print(run)
 
 
 def _slow(text: str) -> tuple[int, float]:

@@ -80,6 +80,9 @@ class Tagged(_Newer):
     def staleness(self, stage: int) -> int:
         return -(-self._late(0) // self.per_update)
 
+    def mean_staleness(self, stage: int) -> float:
+        return self._late(0) / self.per_update
+
     @property
     def held_until(self) -> Kind:
         return Kind.FORWARD
@@ -107,6 +110,9 @@ class Interpolated(_Newer):
 
     def staleness(self, stage: int) -> int:
         return -(-self._late(stage) // self.per_update)
+
+    def mean_staleness(self, stage: int) -> float:
+        return self._late(stage) / self.per_update
 
     def buffers(self, stage: int) -> int:
         return int(self.staleness(stage) > 0)  # the weights of a backward

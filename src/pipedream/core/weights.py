@@ -211,6 +211,11 @@ class VerticalSync(WeightRule):
             newest - self.forward_version(stage, newest * self.replicas[stage]) for newest in self._settled(stage)
         )
 
+    def mean_staleness(self, stage: int) -> float:
+        newest, count = self._settled(stage), self.replicas[stage]
+        members = range(newest.start * count, newest.stop * count)
+        return sum(k // count - self.forward_version(stage, k) for k in members) / len(members)
+
     @property
     def _rounds_late(self) -> int:
         """Rounds of the input stage: r_0 times as many microbatches must cover (W_s + lag_s) r_s of each."""
@@ -326,8 +331,10 @@ class Latest(WeightRule):
         return -(-self._late(stage) // self.per_update[stage])
 
     def mean_staleness(self, stage: int) -> float:
-        # Behind the warm-up, each with weights of its own.
-        return self._late(stage) / self.per_update[stage]
+        late, count = self._late(stage), self.per_update[stage]
+        if self.shares_view == 1:  # behind the warm-up, each with weights of its own
+            return late / count
+        return sum(-((i % self.replicas[stage] - late) // count) for i in range(count)) / count
 
     def kept_until(self, stage: int) -> Kind | None:
         if self.forward_view is None or not self.forward_view.horizons[stage]:

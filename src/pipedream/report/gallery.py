@@ -57,13 +57,14 @@ def gallery(entries: Iterable[Entry], compensated: Iterable[tuple[Schedule, str,
         "backward is `I3`, the gradients of what arrived, and `W3`, those of the weights. In the pictures `v` is the",
         "version of the weights that an op reads.",
         "",
-        "| schedule | bubble | staleness | weight sets | microbatches in flight |",
-        "| --- | --- | --- | --- | --- |",
+        "| schedule | m | bubble | staleness | weight sets | microbatches in flight |",
+        "| --- | --- | --- | --- | --- | --- |",
         *(_overview(entry) for entry in entries),
         "",
         "Several numbers are those of the workers, from first to last; a worker that has several stages is named with",
-        "what they come to together, and the letters of its ops with the stage, as in `2F3`. The bubble is that of one",
-        "minibatch where the schedule flushes, and that of the steady state where it does not.",
+        "what they come to together, and the letters of its ops with the stage, as in `2F3`. A minibatch is split into",
+        "m microbatches. The bubble is that of one minibatch where the schedule flushes, and that of the steady state",
+        "where it does not.",
     ]
     return "\n".join([*head, *(_section(entry) for entry in entries), *_compensated(compensated)]).rstrip() + "\n"
 
@@ -92,6 +93,7 @@ def _overview(entry: Entry) -> str:
     name = entry.schedule.name
     cells = (
         f"[{name}](#{name})",
+        str(entry.schedule.microbatches),
         f"{100 * _bubble(entry):.0f}%",
         _together(rank.staleness for rank in ranks),
         _together(rank.peak_versions for rank in ranks),
@@ -126,14 +128,15 @@ def _compensated(methods: Iterable[tuple[Schedule, str, str]]) -> list[str]:
         "weight where it is told; an update makes another use of its late gradients. Others are made with",
         "`Pipeline(schedule=..., compensation=...)` and `pipedream train --compensation NAME[:NUMBER]`.",
         "",
-        "| schedule | compensation | staleness | weight sets |",
-        "| --- | --- | --- | --- |",
+        "| schedule | compensation | m | staleness | weight sets |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for schedule, _, _ in methods:
         stages = range(len(schedule.plan.stages))
         cells = (
             f"[{schedule.name}](#{schedule.name})",
             ", ".join(f"`{one}`" for one in schedule.updates.compensation),
+            str(schedule.microbatches),
             _together(schedule.weights.staleness(s) for s in stages),
             _together(schedule.weights.versions(s) for s in stages),
         )
@@ -145,7 +148,7 @@ def _compensated(methods: Iterable[tuple[Schedule, str, str]]) -> list[str]:
 
 def _claims(entry: Entry) -> list[str]:
     schedule, claims = entry.schedule, entry.schedule.claims
-    p, m = schedule.placement.workers, entry.shown.microbatches
+    p, m = schedule.placement.workers, schedule.microbatches
     ranks = measure(entry.run).per_rank
     where = "over one minibatch" if schedule.flushes else "in steady state"
 

@@ -4,37 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from typing import Any
 
 from ..core.plan import Plan
-from ..core.schedule import Schedule
 from ..core.units import format_bytes
 
 __all__ = ["schedule_table", "stage_memory_table"]
 
 
-def schedule_table(built: Mapping[str, Schedule], *, stages: int, microbatches: int) -> str:
-    """Returns a row a method: flush or not, bubble, and for each stage in flight, staleness and versions.
+def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> str:
+    """Returns a row a method: flush or not, m, bubble, and for each stage in flight, staleness and versions.
 
     Args:
-        built: name -> schedule.
-        stages, microbatches: p and m that the claims are shown for.
+        claimed: name -> what its paper promises (`schedules.claims_at`).
+        stages: p that it is for.
     """
-    width = max(len(name) for name in built)
+    width = max(len(name) for name in claimed)
     lines = [
-        f"claims at p = {stages} stages and m = {microbatches} microbatches (per minibatch; in the run if not flushed)",
-        f"{'method':<{width}}  {'flush':<5}  {'bubble':>6}  {'in flight':<14}  {'staleness':<12}  versions",
+        f"claims at p = {stages} stages and minibatches of m microbatches; without a flush, of a long run",
+        f"{'method':<{width}}  {'flush':<5}  {'m':>2}  {'bubble':>6}  {'in flight':<14}  {'staleness':<12}  versions",
     ]
-    for name, schedule in built.items():
-        claims = schedule.claims
-
-        def row(form: object, p: int = stages, m: int = microbatches) -> str:
-            return " ".join(str(form(p, m, s)) for s in range(p)) if callable(form) else "-"
-
-        holds = claims.bubble is not None and microbatches >= claims.least(stages)
-        bubble = f"{claims.bubble(stages, microbatches):.3f}" if claims.bubble is not None and holds else "-"
+    for name, claims in claimed.items():
+        held, late, versions = (
+            "-" if claims[key] is None else " ".join(map(str, claims[key]))
+            for key in ("in_flight", "staleness", "versions")
+        )
+        bubble = "-" if claims["bubble"] is None else f"{claims['bubble']:.3f}"
         lines.append(
-            f"{name:<{width}}  {'yes' if schedule.flushes else 'no':<5}  {bubble:>6}  {row(claims.in_flight):<14}  "
-            f"{row(claims.staleness):<12}  {row(claims.versions)}"
+            f"{name:<{width}}  {'yes' if claims['flushes'] else 'no':<5}  {claims['microbatches']:>2}  {bubble:>6}  "
+            f"{held:<14}  {late:<12}  {versions}"
         )
     return "\n".join(lines)
 

@@ -9,11 +9,14 @@ from .registry import (
     LAYOUTS,
     METHODS,
     SCHEDULES,
+    Run,
     build,
     canonical,
+    check_chunks,
     claims_at,
     layout_of,
     method_of,
+    run_of,
     uniform,
 )
 from .torch_csv import from_torch_csv, is_torch_csv, load_torch_csv, to_torch_csv
@@ -27,8 +30,10 @@ __all__ = [
     "Layout",
     "Method",
     "Picture",
+    "Run",
     "build",
     "canonical",
+    "check_chunks",
     "claims_at",
     "evaluation",
     "from_torch_csv",
@@ -36,6 +41,7 @@ __all__ = [
     "layout_of",
     "load_torch_csv",
     "method_of",
+    "run_of",
     "to_torch_csv",
     "uniform",
 ]

@@ -1,9 +1,13 @@
-"""From a name to a schedule: the methods that the files of this folder declare, and those of files of the user's."""
+"""From a name to a schedule: the methods that the files of this folder declare, and those of files of the user's.
+
+And how long it runs where it is drawn or simulated, in how many microbatches a minibatch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
@@ -12,6 +16,7 @@ from ..core.errors import ScheduleError
 from ..core.method_text import name_and_options
 from ..core.plan import Plan
 from ..core.schedule import Schedule
+from .idioms import admitted
 from .layouts import Layout
 from .method import Method
 from .method_file import built_by, is_method_file, load_method
@@ -24,11 +29,14 @@ __all__ = [
     "LAYOUTS",
     "METHODS",
     "SCHEDULES",
+    "Run",
     "build",
     "canonical",
+    "check_chunks",
     "claims_at",
     "layout_of",
     "method_of",
+    "run_of",
     "uniform",
 ]
 
@@ -126,12 +134,12 @@ def uniform(
         name: of a method, or of a file.
         workers: None takes those of the file; 4 for a method.
         forward_s, backward_s: of one microbatch at one stage.
-        chunks: stages of each worker, where the method has several and leaves the choice; its usual number unless said;
-            a file says that itself.
+        chunks: stages of each worker, where the method has several and leaves the choice; its usual number unless said.
 
     Raises:
-        ScheduleError: no such method, or a file for another number of workers.
+        ScheduleError: no such method, a file for another number of workers, or `chunks` where there is no choice.
     """
+    check_chunks(name, chunks)
     if is_torch_csv(name):
         read = load_torch_csv(name).plan
         if workers not in (None, read.workers):
@@ -143,6 +151,20 @@ def uniform(
     order, stages = layout.order(workers, chunks or layout.chunks or 1), layout.stages(workers, chunks)
     replicas = (layout.replicas,) * stages
     return Plan.uniform(stages, forward_s, backward_s, transfer_s, replicas=replicas, order=order)
+
+
+def check_chunks(name: str, chunks: int | None) -> None:
+    """Checks that a method leaves the choice how many stages a worker has, if a number is asked for.
+
+    Raises:
+        ScheduleError: it does not, or there is no such method.
+    """
+    layout = layout_of(name)
+    if chunks is None or (layout is not None and layout.chunks is not None):
+        return
+    found = "its workers have one stage each" if layout is None else f"it lays out {layout.words}"
+    found = "the file says the stages of each worker itself" if is_torch_csv(name) else found
+    raise ScheduleError(f"{chunks} chunks a worker were asked of schedule {name!r}: {found}; leave the number out")
 
 
 def layout_of(name: str) -> Layout | None:
@@ -183,17 +205,126 @@ def _asked(name: str) -> tuple[str, Method, dict[str, Any]]:
     return bare if is_method_file(bare) else method.name, method, read_options(name, method, given)
 
 
-def claims_at(schedule: Schedule, stages: int, microbatches: int) -> dict[str, object]:
-    """Returns what a method's paper promises for p workers and m microbatches, as JSON values."""
-    claims = schedule.claims
+def claims_at(schedule: Schedule, stages: int, run: int) -> dict[str, object]:
+    """Returns what a method's paper promises for p workers, as JSON values.
+
+    Args:
+        schedule: of the method, for its m.
+        stages: p.
+        run: microbatches of a run without a flush; where the schedule flushes, the claims are for a minibatch.
+    """
+    claims, m = schedule.claims, schedule.microbatches
+    counted = m if schedule.flushes else run
     lists = {
-        name: None if form is None else [form(stages, microbatches, s) for s in range(stages)]
+        name: None if form is None else [form(stages, counted, s) for s in range(stages)]
         for name, form in (
             ("in_flight", claims.in_flight),
             ("staleness", claims.staleness),
             ("versions", claims.versions),
         )
     }
-    holds = microbatches >= claims.least(stages)
-    bubble = claims.bubble(stages, microbatches) if claims.bubble is not None and holds else None
-    return {"flushes": schedule.flushes, "assumption": claims.assumption, "bubble": bubble, **lists}
+    holds = m >= claims.least(stages)
+    bubble = claims.bubble(stages, m) if claims.bubble is not None and holds else None
+    return {
+        "flushes": schedule.flushes,
+        "microbatches": m,
+        "assumption": claims.assumption,
+        "bubble": bubble,
+        **lists,
+    }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A schedule, and how long it runs from an empty pipeline to an empty one.
+
+    Attributes:
+        schedule: built for its m.
+        minibatches: of the run.
+    """
+
+    schedule: Schedule
+    minibatches: int
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of the whole run."""
+        return self.minibatches * self.schedule.microbatches
+
+    def __str__(self) -> str:
+        count, m = self.minibatches, self.schedule.microbatches
+        words = f"a run of {count} minibatch{'es' if count > 1 else ''}"
+        return words if _is_whole(self.schedule) else f"{words} of m = {m} microbatch{'es' if m > 1 else ''}"
+
+
+def run_of(
+    schedule: str | Schedule,
+    plan: Plan,
+    microbatches: int | None = None,
+    minibatches: int | None = None,
+    *,
+    split: int | None = None,
+    usual: int = 16,
+) -> Run:
+    """Returns a method's schedule for a plan, and the length of its run.
+
+    Args:
+        schedule: a method's name, a file (`build`), or a schedule that is built already.
+        plan: to build it for.
+        microbatches: m, parts of a minibatch, where the method splits one; minibatches of the run where it does not.
+        minibatches: of the run; unless said one where the method flushes, else at least two, as many as show the steady
+            state, and `usual` microbatches at least.
+        split: m unless `microbatches` is said.
+        usual: m unless said, where the method flushes and takes so many; its own number if not. And see `minibatches`.
+
+    Raises:
+        ScheduleError: the method does not work with the plan or with m, or two lengths are said.
+    """
+    built = _built(schedule, plan, microbatches, split, usual) if isinstance(schedule, str) else schedule
+    if _is_whole(built):
+        if microbatches is not None and minibatches is not None:
+            raise ScheduleError(
+                f"schedule {built.name!r} does not split a minibatch, so that {microbatches} microbatches and "
+                f"{minibatches} minibatches are two lengths of one run; give one of them"
+            )
+        length = microbatches or minibatches
+    else:
+        if microbatches not in (None, built.microbatches):
+            raise ScheduleError(
+                f"schedule {built.name!r} with {microbatches} microbatches a minibatch: it is built for "
+                f"{built.microbatches}; leave the number out, and say how many minibatches the run has"
+            )
+        length = minibatches
+    if length is not None and length < 1:
+        raise ScheduleError(f"a run has at least 1 minibatch, found {length}")
+    return Run(built, length or _usual(built, usual))
+
+
+def _built(name: str, plan: Plan, microbatches: int | None, split: int | None, usual: int) -> Schedule:
+    """Returns a schedule by name: built for m where the method splits a minibatch."""
+    if is_torch_csv(name):
+        return build(name, plan, microbatches or split)
+    if microbatches is not None:
+        try:
+            return build(name, plan, microbatches)
+        except ScheduleError:
+            if not _is_whole(own := build(name, plan)):
+                raise
+            return own
+    own = build(name, plan, split)
+    if split is None and own.flushes:
+        with suppress(ScheduleError):  # it does not work with this number
+            return build(name, plan, usual)
+    return own
+
+
+def _is_whole(schedule: Schedule) -> bool:
+    """Whether it updates after every minibatch, or round of them: its microbatches are whole minibatches."""
+    return schedule.updates.mean_of_rounds
+
+
+def _usual(schedule: Schedule, usual: int) -> int:
+    if schedule.flushes:
+        return 1
+    m, held = schedule.microbatches, admitted(schedule.plan)
+    return max(-(-usual // m), -(-held // m) + 1)

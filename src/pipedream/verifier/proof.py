@@ -29,6 +29,7 @@ class Proof:
 
     Attributes:
         schedule, config: of which program.
+        microbatches: m, of a minibatch.
         totals: microbatches of the runs that were checked.
         residues: at how many residues of the period a drain may begin; more than were checked where
             replica counts have a large common multiple.
@@ -40,11 +41,13 @@ class Proof:
         seat_in_flight, seat_versions: the same of each of a rank's seats by itself. Where they are several, what the
             rank holds at its worst moment may be less than their sum, for they are not at their most together.
         staleness: of each stage, the most updates that a gradient is late.
+        mean_staleness: of each stage, how many they are on the mean (`WeightRule.mean_staleness`).
         guests: of each rank, the stages whose forwards it runs on weights that it fetches; they count in its peaks.
     """
 
     schedule: str
     config: str
+    microbatches: int
     totals: tuple[int, ...]
     residues: int
     seats: tuple[tuple[tuple[int, int], ...], ...]
@@ -53,28 +56,39 @@ class Proof:
     seat_in_flight: tuple[tuple[int, ...], ...]
     seat_versions: tuple[tuple[int, ...], ...]
     staleness: tuple[int, ...]
+    mean_staleness: tuple[float, ...]
     guests: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.totals[:6])) + (", ..." if len(self.totals) > 6 else "")
+        split = f", m = {self.microbatches}" if self.microbatches > 1 else ""
+        # Updates that hold several microbatches divide the delay: then the most and the mean are two numbers.
+        differ = any(abs(mean - late) > 1e-9 for mean, late in zip(self.mean_staleness, self.staleness, strict=True))
         rows = [
-            f"Proof of {self.schedule}, plan {self.config}: each op once and in order, no deadlock, versions kept",
+            f"Proof of {self.schedule}, plan {self.config}{split}: "
+            "each op once and in order, no deadlock, versions kept",
             f"runs of {shown} microbatches, a drain from {len(self.totals) - 1} of {self.residues} residues",
-            f"{'rank':>4}  {'stages':<8}  {'in flight':>9}  {'versions':>8}  {'staleness':>9}",
+            self._row("rank", "stages", "in flight", "versions", "staleness", "mean" if differ else ""),
         ]
         for rank, seats in enumerate(self.seats):
             late = [self.staleness[stage] for stage, _ in seats]
+            means = [f"{self.mean_staleness[stage]:.3g}" if differ else "" for stage, _ in seats]
             names = [str(stage) for stage, _ in seats]
-            rows.append(
-                f"{rank:>4}  {','.join(names):<8}  {self.peak_in_flight[rank]:>9}  {self.peak_versions[rank]:>8}  "
-                f"{max(late):>9}"
-            )
-            if len(seats) > 1:  # each stage by itself below
-                each = zip(names, self.seat_in_flight[rank], self.seat_versions[rank], late, strict=True)
-                rows += [f"{'':>4}  {'. ' + name:<8}  {held:>9}  {count:>8}  {by:>9}" for name, held, count, by in each]
+            several = len(seats) > 1  # each stage by itself below
+            held = self.peak_in_flight[rank], self.peak_versions[rank]
+            rows.append(self._row(rank, ",".join(names), *held, max(late), "" if several else means[0]))
+            if several:
+                each = zip(self.seat_in_flight[rank], self.seat_versions[rank], late, strict=True)
+                lines = zip(names, each, means, strict=True)
+                rows += [self._row("", f". {name}", *counts, mean) for name, counts, mean in lines]
             if self.guests and self.guests[rank]:
                 rows.append(f"{'':>4}  + forwards of {', '.join(map(str, self.guests[rank]))} on fetched weights")
         return "\n".join(rows)
+
+    @staticmethod
+    def _row(rank: object, stages: str, held: object, versions: object, late: object, mean: str) -> str:
+        row = f"{rank:>4}  {stages:<8}  {held:>9}  {versions:>8}  {late:>9}"
+        return f"{row}  {mean:>5}" if mean else row
 
 
 def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = None) -> Proof:
@@ -107,6 +121,7 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
     return Proof(
         schedule=program.schedule,
         config=program.plan.config,
+        microbatches=program.microbatches,
         totals=totals,
         residues=residues,
         seats=tuple(program.placement.seats(rank) for rank in range(program.placement.workers)),
@@ -115,6 +130,7 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
         seat_in_flight=tuple(tuple(held for held, _ in rank[1:]) for rank in most),
         seat_versions=tuple(tuple(count for _, count in rank[1:]) for rank in most),
         staleness=tuple(_staleness(program, stage, totals[-1]) for stage in range(program.placement.stages)),
+        mean_staleness=tuple(_mean_staleness(program, stage) for stage in range(program.placement.stages)),
         guests=tuple(tuple(stage for stage, _ in program.placement.visits(rank)) for rank in ranks),
     )
 
@@ -261,3 +277,7 @@ def _staleness(program: Program, stage: int, total: int) -> int:
         return 0
     updates, weights = program.updates, program.weights
     return max(updates.update_of(stage, k) - 1 - weights.forward_version(stage, k) for k in range(total))
+
+
+def _mean_staleness(program: Program, stage: int) -> float:
+    return 0.0 if len(program.kinds) == 1 else program.weights.mean_staleness(stage)

@@ -1,0 +1,141 @@
+"""The command `pipedream show`, and what it shares with `simulate`: what m is, and how long a run is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipedream import cli
+from pipedream.core.errors import ScheduleError
+from pipedream.core.plan import Plan
+from pipedream.schedules import METHODS, build, run_of, uniform
+
+Told = Callable[..., tuple[int, str, str]]
+GALLERY = Path(__file__).parents[1] / "docs" / "gallery.md"
+
+
+@pytest.fixture
+def told(capfd: pytest.CaptureFixture[str]) -> Told:
+    def tell(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        status = cli.main([str(argument) for argument in arguments])
+        return (status, *capfd.readouterr())
+
+    return tell
+
+
+def test_microbatches_are_those_of_a_minibatch_or_of_the_run(told: Told) -> None:
+    for name in METHODS:
+        found = json.loads(told("show", name, "--microbatches", 8, "--json")[1])
+        m = found["proof"]["microbatches"]
+        assert m == (1 if build(name, uniform(name, 4)).updates.mean_of_rounds else 8), name
+        numbers = {int(number) for number in re.findall(r"F(\d+)", "\n".join(found["grid"]))}
+        assert len(numbers) % m == 0
+        if m == 1 or build(name, uniform(name, 4)).flushes:
+            assert numbers == set(range(8))
+        else:
+            assert len(numbers) > max(found["proof"]["peak_in_flight"]), "a steady state"
+        more = json.loads(
+            told("show", name, "--microbatches", *([8, "--minibatches", 3] if m > 1 else [3]), "--json")[1]
+        )
+        assert {int(number) for number in re.findall(r"F(\d+)", "\n".join(more["grid"]))} == set(range(3 * m))
+
+
+def test_a_number_that_training_refuses_is_refused(told: Told) -> None:
+    for command in (("show", "pipedream_2bw"), ("simulate", "--uniform", 4, "--schedule", "one_step_ef")):
+        status, _, error = told(*command, "--microbatches", 2)
+        assert (status, "needs at least 3" in error) == (2, True)
+        status, _, error = told(*command[:-1], "pipedream", "--microbatches", 2, "--minibatches", 4)
+        assert (status, "two lengths of one run; give one of them" in error) == (2, True)
+
+
+def test_the_proof_tells_m_and_both_delays(told: Told) -> None:
+    drawn = told("show", "paci", "--stages", 4, "--microbatches", 2, "--verify")[1]
+    grid, proof = drawn.split("\n\n")
+    assert grid.splitlines()[-1] == "a run of 4 minibatches of m = 2 microbatches"
+    assert "Proof of paci, plan 1-1-1-1, m = 2: each op once" in proof
+    rows = [line.split() for line in proof.splitlines()[2:]]
+    assert rows[0][-2:] == ["staleness", "mean"]
+    assert [row[-2:] for row in rows[1:]] == [["2", "1.5"], ["1", "1"], ["1", "0.5"], ["0", "0"]]
+    assert "mean" not in told("show", "pipedream", "--verify")[1]
+    assert told("show", "1f1b", "--microbatches", 4)[1].splitlines()[-1].startswith("rank 3"), "what was asked"
+    assert "a run of 1 minibatch of m = 8 microbatches" in told("show", "1f1b")[1]
+
+
+def test_simulate_means_the_same(told: Told) -> None:
+    run = ("simulate", "--uniform", 4, "--schedule", "paci")
+    told_it = told(*run, "--microbatches", 6)[1]
+    assert "a run of 3 minibatches of m = 6 microbatches" in told_it
+    assert told(*run, "--microbatches", 6, "--minibatches", 3)[1] == told_it
+    # m + p - 1 slots of 3 s, of which the second minibatch and the third have no warm-up.
+    assert json.loads(told(*run, "--microbatches", 6, "--json")[1])["makespan_s"] == (18 + 3) * 3
+    assert "a run" not in told("simulate", "--uniform", 4, "--microbatches", 7)[1]
+
+
+def test_the_length_of_a_run() -> None:
+    plan = Plan.uniform(4)
+    assert run_of("1f1b", plan, usual=8).microbatches == 8
+    assert run_of("1f1b", plan, 6, 2).microbatches == 12
+    assert run_of("1f1b", plan, split=3).microbatches == 3
+    # It does not take 8, and was not asked to: its own number.
+    assert run_of("interleaved_1f1b", uniform("interleaved_1f1b", 3), usual=8).schedule.microbatches == 12
+    late = run_of("pipelined_backprop", Plan.uniform(8), usual=8)
+    assert (late.minibatches, str(late)) == (16, "a run of 16 minibatches")
+    built = build("paci", plan, 5)
+    assert run_of(built, plan, minibatches=2).microbatches == 10
+    with pytest.raises(
+        ScheduleError, match=r"with 4 microbatches a minibatch: it is built for 5; leave the number out"
+    ):
+        run_of(built, plan, 4)
+    with pytest.raises(ScheduleError, match="at least 1 minibatch, found 0"):
+        run_of("1f1b", plan, minibatches=0)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream", "chimera"])
+def test_stages_a_worker_without_a_choice_are_refused(told: Told, name: str) -> None:
+    for command in (("show", name), ("simulate", "--uniform", 4, "--schedule", name)):
+        status, _, error = told(*command, "--chunks", 3)
+        assert (status, f"3 chunks a worker were asked of schedule '{name}'" in error) == (2, True)
+
+
+def test_chunks_are_not_for_a_plan(told: Told, tmp_path: Path) -> None:
+    plan = Plan.uniform(2).save(tmp_path / "plan.json")
+    status, _, error = told("simulate", plan, "--chunks", 2)
+    assert (status, "give it with --uniform" in error) == (2, True)
+
+
+@pytest.mark.parametrize("option", ["--csv", "--svg"])
+def test_a_folder_that_is_missing_is_not_made(told: Told, tmp_path: Path, option: str) -> None:
+    status, drawn, error = told("show", "1f1b", option, tmp_path / "no" / "such" / "file")
+    assert (status, drawn, f"there is no folder {tmp_path / 'no' / 'such'}; make it first" in error) == (2, "", True)
+    assert not (tmp_path / "no").exists()
+
+
+def test_the_list_and_the_gallery_have_the_same_numbers(told: Told) -> None:
+    """Staleness, weight sets and microbatches in flight, at the m that both tell."""
+    gallery = {}
+    for row in re.findall(r"^\| \[(\w+)\]\(#\w+\) \| (.+) \|$", GALLERY.read_text(encoding="utf-8"), re.M):
+        gallery.setdefault(row[0], row[1].split(" | "))
+    listed = json.loads(told("schedules", "--json")[1])
+    assert list(gallery) == list(listed) == [line.split()[0] for line in told("schedules")[1].splitlines()[2:]]
+    for name, claims in listed.items():
+        cells = gallery[name]
+        m, late, versions = cells[1:] if name not in GRID else (cells[0], *cells[2:4])
+        assert m == str(claims["microbatches"]), name
+        for found, wanted in ((late, "staleness"), (versions, "versions")):
+            assert spread(found) == claims[wanted], name
+        if name in GRID and claims["in_flight"] is not None:
+            assert spread(cells[4]) == claims["in_flight"], name
+
+
+GRID = {name for name, method in METHODS.items() if not method.compensates}
+
+
+def spread(cell: str) -> list[int]:
+    """Returns a number for each of four workers."""
+    found = [int(number) for number in cell.split(", ")]
+    return found * 4 if len(found) == 1 else found
