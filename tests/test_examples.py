@@ -325,7 +325,7 @@ def test_json_of_profile_plan_and_simulate(tmp_path: Path, capfd: pytest.Capture
     assert all({"layers", "replicas", "compute_s", "peak_bytes"} <= set(stage) for stage in found["stages"])
     assert 0 < found["speedup_over_one_worker"] <= 2
     found = asked(capfd, "simulate", plan, "--schedule", "1f1b", "--microbatches", "8")
-    assert set(found) == {"makespan_s", "bubble", "throughput_per_s", "per_rank"}
+    assert set(found) == {"microbatches", "minibatches", "makespan_s", "bubble", "throughput_per_s", "per_rank"}
     columns = {"busy_s", "peak_in_flight", "peak_versions", "peak_bytes", "staleness"}
     assert [set(row) for row in found["per_rank"]] == [columns] * 2
 

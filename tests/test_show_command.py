@@ -102,10 +102,11 @@ def test_stages_a_worker_without_a_choice_are_refused(told: Told, name: str) -> 
         assert (status, f"3 chunks a worker were asked of schedule '{name}'" in error) == (2, True)
 
 
-def test_chunks_are_not_for_a_plan(told: Told, tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--chunks", "--forward-s", "--backward-s", "--transfer-s"])
+def test_what_is_of_equal_stages_is_not_for_a_plan(told: Told, tmp_path: Path, option: str) -> None:
     plan = Plan.uniform(2).save(tmp_path / "plan.json")
-    status, _, error = told("simulate", plan, "--chunks", 2)
-    assert (status, "give it with --uniform" in error) == (2, True)
+    status, _, error = told("simulate", plan, option, 2)
+    assert (status, f"{option} is of equal stages" in error) == (2, True)
 
 
 @pytest.mark.parametrize("option", ["--csv", "--svg"])

@@ -15,6 +15,7 @@ from ..core.artifact import encode, write_text
 from ..core.errors import PlanError
 from ..core.plan import Plan
 from ..lowering import lower
+from ..methods import asked_of
 from ..report.listing import schedule_table
 from ..report.svg import timeline_svg
 from ..report.text import grid, grid_rich
@@ -43,9 +44,11 @@ def simulate(
     uniform: Annotated[
         int | None, typer.Option(min=1, metavar="P", help="P workers with equal stages instead of a plan.")
     ] = None,
-    forward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a forward, with --uniform.")] = 1.0,
-    backward_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a backward, with --uniform.")] = 2.0,
-    transfer_s: Annotated[float, typer.Option(min=0.0, help="Seconds of a message one way, with --uniform.")] = 0.0,
+    forward_s: Annotated[float | None, typer.Option(min=0.0, help="Seconds of a forward, with --uniform; 1.")] = None,
+    backward_s: Annotated[float | None, typer.Option(min=0.0, help="Seconds of a backward, with --uniform; 2.")] = None,
+    transfer_s: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds of a message one way, with --uniform; 0.")
+    ] = None,
     chunks: Chunks = None,
     weight_s: Annotated[float | None, typer.Option(min=0.0, help="Seconds of the weight gradient.")] = None,
     schedule: PlansSchedule = None,
@@ -72,17 +75,23 @@ def simulate(
         raise PlanError("give either a plan's file or --uniform P")
     if cluster is not None and plan is None:
         raise PlanError("--cluster puts a plan on other machines; give a plan's file with it, not --uniform")
-    if chunks is not None and plan is not None:
-        raise PlanError("--chunks lays out equal stages, and a plan has its own; give it with --uniform")
+    said = {"--chunks": chunks, "--forward-s": forward_s, "--backward-s": backward_s, "--transfer-s": transfer_s}
+    for option, value in said.items():
+        if value is not None and plan is not None:
+            raise PlanError(f"{option} is of equal stages, and a plan has its own; give it with --uniform")
     if plan is not None:
         chosen = Plan.load(plan)
         chosen = chosen if cluster is None else chosen.on(cluster_of(cluster, [], [], 0.0, None))
         chosen = chosen if in_flight == "noam" and chosen.depth != "noam" else chosen.with_depth(depth_of(in_flight))
     else:
         name = schedule or "pipedream"
-        chosen = schedules.uniform(name, uniform or 1, forward_s, backward_s, transfer_s, chunks=chunks)
-        chosen = chosen.with_depth(depth_of(in_flight))
-    name, split = chosen.method(schedule)
+        seconds = (
+            1.0 if forward_s is None else forward_s,
+            2.0 if backward_s is None else backward_s,
+            transfer_s or 0.0,
+        )
+        chosen = schedules.uniform(name, uniform or 1, *seconds, chunks=chunks).with_depth(depth_of(in_flight))
+    name, split = asked_of(chosen, schedule)
     run = schedules.run_of(name, chosen, microbatches, minibatches, split=split)
     timeline = api.simulate(
         chosen,
@@ -108,6 +117,8 @@ def simulate(
         ]
         print_json(
             {
+                "microbatches": run.schedule.microbatches,
+                "minibatches": run.minibatches,
                 "makespan_s": found.makespan_s,
                 "bubble": found.bubble,
                 "throughput_per_s": found.throughput_per_s,
