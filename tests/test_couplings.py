@@ -898,7 +898,6 @@ def test_loss_scales_and_policies_that_make_no_sense_are_refused() -> None:
     refused("1f1b", plan, "on_nan='ignore' is not known; choose one of error, continue, skip", on_nan="ignore")
     for limit in (-1.0, 0.0, float("nan"), float("inf")):  # a negative one would train uphill
         refused("1f1b", plan, r"clip_grad_norm=.* was asked for; give a number between 0 and inf", clip_grad_norm=limit)
-    refused("1f1b", plan, "clip='local' was asked for without clip_grad_norm", clip="local")
     for decay in (0.0, 1.0, 2.0):
         refused("1f1b", plan, r"ema=.* was asked for; give a number between 0 and 1", ema=decay)
 

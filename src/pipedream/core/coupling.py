@@ -50,10 +50,6 @@ class Policy:
     ema: float | None = None
 
     def __post_init__(self) -> None:
-        if self.clip != "global" and self.clip_grad_norm is None:
-            raise ScheduleError(
-                f"clip={self.clip!r} was asked for without clip_grad_norm, the norm to clip to; give both"
-            )
         for name, number, most in (("clip_grad_norm", self.clip_grad_norm, inf), ("ema", self.ema, 1.0)):
             if number is not None and not 0 < number < most:
                 raise ScheduleError(f"{name}={number!r} was asked for; give a number between 0 and {most:g}")
