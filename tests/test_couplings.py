@@ -325,6 +325,22 @@ def test_tied_weights_go_on_from_a_checkpoint_of_any_plan(tmp_path: Path) -> Non
     check_tied(run, (whole[0], *train_tied(run, resume=tmp_path / "together")[1:]))
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run, id=str(run), marks=() if run.clip else pytest.mark.slow)
+        for run in TIED
+        if run.workers and run.schedule in ("zbv", "chimera", "chimera_doubled", "roundpipe")
+    ],
+)
+def test_workers_with_several_stages_go_on_with_tied_weights(run: Tied, tmp_path: Path) -> None:
+    whole = train_tied(run, save=tmp_path)
+    rest = train_tied(run, resume=tmp_path)
+    assert rest[0] == whole[0][-len(rest[0]) :]
+    assert all(torch.equal(rest[i][name], value) for i in (1, 2) for name, value in whole[i].items())
+    assert rest[3]
+
+
 def test_a_plan_that_parts_ties_holds_for_the_methods_that_can_train_it() -> None:
     graph = capture(tied_model(), (sentences()[0][0],)).graph
     profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
@@ -336,9 +352,11 @@ def test_a_plan_that_parts_ties_holds_for_the_methods_that_can_train_it() -> Non
         check_plan(plan, profile=profile, schedule="pipedream")
 
 
-def test_a_state_dict_reaches_every_holder() -> None:
+@pytest.mark.parametrize("run", [Tied("1f1b", epochs=1), Tied("chimera", workers=2, epochs=1)], ids=str)
+def test_a_state_dict_reaches_every_holder(run: Tied) -> None:
+    """Under Chimera the first rank has the second replica of the last stage."""
     start = {name: value + 0.01 for name, value in tied_model().state_dict().items()}
-    found = train_tied(Tied("1f1b", epochs=1), start=start)
+    found = train_tied(run, start=start)
     model = tied_model()
     model.load_state_dict(start)
     wanted = reference.plain(

@@ -203,12 +203,13 @@ class Keeper:
 
 
 def share_with_replicas(workers: Sequence[Worker]) -> None:
-    """Copies the first replica's parameters and buffers to the others of its stage, where they live in one process, and
-    weights that several stages hold to the copies that are trained."""
-    first: dict[int, Seated] = {}
+    """Copies the first replica's parameters and buffers, which are the user's, to the others of its stage, where they
+    live in one process, and weights that several stages hold to the copies that are trained."""
+    ranks, by_rank = workers[0].program.placement.ranks, {worker.rank: worker for worker in workers}
     for worker in workers:
         for stage, seat in worker.seats.items():
-            source = first.setdefault(stage, seat)
+            home = by_rank.get(ranks[stage][0])
+            source = seat if home is None else home.seats[stage]
             if source is not seat:
                 with torch.no_grad():
                     for here, there in zip(_tensors(seat), _tensors(source), strict=True):
