@@ -24,7 +24,7 @@ from .core.program import Program
 from .core.schedule import Schedule
 from .core.timeline import Timeline
 from .lowering import lower
-from .methods import asked_of, for_method, holds_of, methods_of, plan_of_file, recomputes, score, versions_of
+from .methods import asked_of, for_method, holds_of, methods_of, plan_of_file, score, versions_of
 from .runtime import talk
 from .runtime.batches import to_device
 from .verifier import verify
@@ -221,10 +221,11 @@ def plan(
         return plan_of_file(profile, cluster, schedule, microbatches, cuts, depth=in_flight, recompute=recompute)
 
     def search(parts: int) -> Plan:
-        rule, again = holds_of(schedule, parts), "always" if recomputes(schedule) else recompute
+        rule, small = holds_of(schedule, parts), schedules.smallest(schedule)
+        again = "always" if small.plan.stages[0].recompute else recompute  # the method may let stages recompute
         how: dict[str, Any] = {"microbatches": parts, "depth": in_flight, "lag": lag, "recompute": again}
         if cuts is not None:
-            how["part_ties"] = schedules.build(schedule, Plan.uniform(1)).flushes
+            how["part_ties"] = small.flushes
             return planner.by_hand(profile, cluster, cuts, counts, holds=rule, **how)
         return planner.plan(profile, cluster, holds=rule, shape=shape, all_workers=all_workers, **how)
 

@@ -27,7 +27,6 @@ __all__ = [
     "holds_of",
     "methods_of",
     "plan_of_file",
-    "recomputes",
     "refuse_overfull",
     "refuse_visitors",
     "score",
@@ -208,11 +207,6 @@ def for_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | 
     # The search's seconds have an update each round of the replicas; these update once a minibatch.
     note = f"{plan.note}; by its fullest pipeline, without {built.name}'s own updates, see schedule auto"
     return replace(plan, schedule=built.name, microbatches=built.microbatches, bound_s=0.0, note=note)
-
-
-def recomputes(schedule: str) -> bool:
-    """Tells whether a method, one stage a worker, does the forwards of all stages again, whatever the plan says."""
-    return schedules.build(schedule, Plan.uniform(1)).plan.stages[0].recompute
 
 
 def plan_of_file(

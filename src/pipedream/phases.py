@@ -118,8 +118,8 @@ def evaluation_of(schedule: Schedule) -> Program:
 
 
 def check_phases_fit(plan: Plan, phases: Sequence[Phase], profile: Profile | None) -> None:
-    """Checks that a plan, which was made for one phase of a run, has memory for each of the others too, and for what
-    compensations keep.
+    """Checks that a plan, which was made for one phase of a run or comes from a file, has memory for each of them, and
+    for what compensations keep.
 
     Args:
         profile: of the model; None: the plan's bytes are taken as they are.
@@ -129,11 +129,10 @@ def check_phases_fit(plan: Plan, phases: Sequence[Phase], profile: Profile | Non
         ScheduleError: a method does not work with this plan.
     """
     for phase in phases:
-        if phase is not planned_for(phases) or phase.compensation is not None:
-            try:
-                check_memory(plan, _built(plan, phase), None if isinstance(phase.schedule, Schedule) else profile)
-            except PlanError as error:
-                raise PlanError(f"in phase {phase} the plan {plan.config} does not hold: {error}") from None
+        try:
+            check_memory(plan, _built(plan, phase), None if isinstance(phase.schedule, Schedule) else profile)
+        except PlanError as error:
+            raise PlanError(f"in phase {phase} the plan {plan.config} does not hold: {error}") from None
 
 
 def planned_for(phases: Sequence[Phase]) -> Phase:
@@ -145,7 +144,7 @@ def planned_for(phases: Sequence[Phase]) -> Phase:
     def flushes(phase: Phase) -> bool:
         if isinstance(phase.schedule, Schedule):
             return phase.schedule.flushes
-        return schedules.build(phase.schedule, schedules.uniform(phase.schedule, None)).flushes
+        return schedules.smallest(phase.schedule).flushes
 
     return next((phase for phase in phases if not flushes(phase)), phases[-1])
 

@@ -173,6 +173,8 @@ def show(
 ) -> None:
     """Draw a method's grid; with --verify print the proof: in flight, versions, staleness."""
     for option, path in (("--csv", csv), ("--svg", svg)):
+        if path is not None and path.is_dir():
+            raise PlanError(f"{option} {path} was asked for, which is a folder; name a file in it")
         if path is not None and not path.parent.is_dir():
             raise PlanError(f"{option} {path} was asked for, but there is no folder {path.parent}; make it first")
     chosen = schedules.uniform(name, stages, forward_s, chunks=chunks).with_depth(depth_of(in_flight))

@@ -17,6 +17,7 @@ from .registry import (
     layout_of,
     method_of,
     run_of,
+    smallest,
     uniform,
 )
 from .torch_csv import from_torch_csv, is_torch_csv, load_torch_csv, to_torch_csv
@@ -42,6 +43,7 @@ __all__ = [
     "load_torch_csv",
     "method_of",
     "run_of",
+    "smallest",
     "to_torch_csv",
     "uniform",
 ]

@@ -17,6 +17,7 @@ from .method import Method
 
 __all__ = ["options_of", "options_text", "read_options"]
 
+_OPTIONAL = re.compile(r"(?:typing\.)?Optional\[(.*)\]")
 _TUPLE = re.compile(r"tuple\[(\w+), \.\.\.\]")
 _SCALARS: dict[str, Callable[[str], Any]] = {
     "str": str,
@@ -62,6 +63,12 @@ def options_text(values: Mapping[str, Any]) -> str:
 def _read(name: str, option: inspect.Parameter, text: str) -> Any:
     annotation = option.annotation
     form = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    form = _OPTIONAL.sub(r"\1 | None", form.strip("'\""))
+    if annotation is inspect.Parameter.empty:
+        raise ScheduleError(
+            f"schedule {name!r}: option {option.name} has no annotation that says what a text is read as; give it one "
+            "in the file, as in share: float = 0.5"
+        )
     kinds = [kind.strip() for kind in form.split("|")]
     if "None" in kinds and text.lower() == "none":
         return None

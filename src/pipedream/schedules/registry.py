@@ -37,6 +37,7 @@ __all__ = [
     "layout_of",
     "method_of",
     "run_of",
+    "smallest",
     "uniform",
 ]
 
@@ -101,6 +102,12 @@ def build(name: str, plan: Plan, microbatches: int | None = None) -> Schedule:
     make: Callable[..., Schedule] = method.build
     try:
         built = make(plan, microbatches, **options)
+    except ScheduleError as error:
+        if not options:
+            raise
+        # It has not got its whole name yet, and what is advised shall keep the options.
+        told = str(error).replace(f"{bare}[", f"{full[:-1]},").replace(repr(bare), repr(full))
+        raise ScheduleError(told) from None
     except ValueError as error:  # of a noun that it is made of: a view, a rule
         raise ScheduleError(f"schedule {name!r}: {error}") from None
     return replace(built, name=full) if options else built
@@ -153,6 +160,20 @@ def uniform(
     return Plan.uniform(stages, forward_s, backward_s, transfer_s, replicas=replicas, order=order)
 
 
+def smallest(name: str) -> Schedule:
+    """Returns a method's schedule on as few equal stages as it works with: for what it says of itself on any.
+
+    Raises:
+        ScheduleError: no such method, or it does not work on equal stages of 1 to 8 workers.
+    """
+    if is_torch_csv(name):
+        return build(name, uniform(name, None))
+    for workers in range(1, 8):
+        with suppress(ScheduleError):
+            return build(name, uniform(name, workers))
+    return build(name, uniform(name, 8))
+
+
 def check_chunks(name: str, chunks: int | None) -> None:
     """Checks that a method leaves the choice how many stages a worker has, if a number is asked for.
 
@@ -161,6 +182,8 @@ def check_chunks(name: str, chunks: int | None) -> None:
     """
     layout = layout_of(name)
     if chunks is None or (layout is not None and layout.chunks is not None):
+        return
+    if chunks == 1 and layout is None and not is_torch_csv(name):
         return
     found = "its workers have one stage each" if layout is None else f"it lays out {layout.words}"
     found = "the file says the stages of each worker itself" if is_torch_csv(name) else found
