@@ -64,11 +64,12 @@ class Coupling:
             self._decide_alone(seat)
             return prepared
         if not self._prepared:
-            for seat in self._seats.values():
-                yield from seat.optimizer.gather(seat.gradients, wish)
+            gathered = {}
+            for number, seat in self._seats.items():
+                gathered[number] = yield from seat.optimizer.gather(seat.gradients, wish)
             for one in self._tied:
-                yield from one.add_up({number: seat.optimizer.sums for number, seat in self._seats.items()})
-            self._prepared = {number: seat.optimizer.normalise() for number, seat in self._seats.items()}
+                yield from one.add_up({number: found.sums for number, found in gathered.items()})
+            self._prepared = {n: seat.optimizer.normalise(gathered[n]) for n, seat in self._seats.items()}
             if self._hears_of_all:
                 yield from self._decide_together()
             else:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from .compensation import Compensator
 from .reduction import Reduction
 from .scaling import LossScale
 
-__all__ = ["Gradients", "Optimizer"]
+__all__ = ["Gathered", "Gradients", "Optimizer"]
 
 
 class Gradients:
@@ -84,6 +84,22 @@ class Gradients:
         return taken
 
 
+class Gathered(NamedTuple):
+    """An update's gradients over all replicas, not yet divided.
+
+    Attributes:
+        sums: in the order of the handles; None where there is none.
+        weight: loss weight of the microbatches.
+        microbatches: how many these are.
+        wish: not 0 where a replica was asked to stop.
+    """
+
+    sums: list[torch.Tensor | None]
+    weight: float
+    microbatches: int
+    wish: float
+
+
 class Optimizer:
     """The user's optimizer on one stage's handles, and what belongs to its step.
 
@@ -98,7 +114,6 @@ class Optimizer:
         loss_scale: of the loss that the gradients are of; None where it is not scaled.
 
     Attributes:
-        sums: gradients of the coming update, in the order of the handles, between `gather` and `normalise`.
         spoken_for: as given.
         finite: the gradients of the coming update are, or it is made whatever they are; otherwise it is skipped.
         skipped: updates that were left out.
@@ -146,8 +161,6 @@ class Optimizer:
         self._has_stepped = False
         self.loss_scale = loss_scale
         self.spoken_for = frozenset(spoken_for)
-        self.sums: list[torch.Tensor | None] = []
-        self._gathered = (0.0, 0, 0.0)
         self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
         self.scheduled = 0
         self.updates = 0
@@ -208,30 +221,27 @@ class Optimizer:
 
     def prepare(self, gradients: Gradients, wish: float = 0.0) -> Generator[Pending[Any], None, tuple[float, bool]]:
         """Puts the update's gradients into the handles' ``.grad``: `gather`, `normalise`."""
-        yield from self.gather(gradients, wish)
-        return self.normalise()
+        gathered = yield from self.gather(gradients, wish)
+        return self.normalise(gathered)
 
-    def gather(self, gradients: Gradients, wish: float = 0.0) -> Generator[Pending[Any], None, None]:
-        """Takes the update's gradients, added up over the replicas; yields where it would wait.
+    def gather(self, gradients: Gradients, wish: float = 0.0) -> Generator[Pending[Any], None, Gathered]:
+        """Returns the update's gradients, added up over the replicas; yields where it would wait.
 
         Args:
             gradients, wish: see `close`.
         """
         if self.reduction is None:
-            self.sums, weight, count = gradients.take()
-        else:
-            self.close(gradients, wish)
-            self.sums, weight, count, wish = yield from self.reduction.take()
-        self._gathered = (weight, count, wish)
+            return Gathered(*gradients.take(), wish)
+        self.close(gradients, wish)
+        return Gathered(*(yield from self.reduction.take()))
 
-    def normalise(self) -> tuple[float, bool]:
+    def normalise(self, gathered: Gathered) -> tuple[float, bool]:
         """Divides what was gathered, and puts it into the handles' ``.grad``.
 
         Returns the share of the round's replicas that are present, which scales the learning rate, and
         whether a replica wishes to stop.
         """
-        (weight, count, wish), sums = self._gathered, self.sums
-        self.sums = []
+        sums, weight, count, wish = gathered
         divisor = (float(count) if self._mean_of_rounds else weight) * self.scale
         present = [s for s in sums if s is not None]
         if present and divisor != 1.0 and divisor > 0.0:
