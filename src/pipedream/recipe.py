@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
-from math import inf
 from pathlib import Path
 from typing import Any
 
+from .core.coupling import CLIP, MOST
 from .core.errors import PipelineError, RecipeError
 from .core.phase import Phase
 
@@ -98,12 +98,12 @@ class Recipe:
         """Yields the fields whose value makes no sense, with what they should be."""
         if isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1:
             yield "epochs", "not a whole number from 1 on"
-        for name, least, most in (("clip_grad_norm", 0.0, inf), ("ema", 0.0, 1.0)):
+        for name, most in MOST.items():
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and least < value < most):
-                yield name, f"not a number between {least:g} and {most:g}"
-        if self.clip not in ("global", "local", "delayed_global"):
-            yield "clip", "none of 'global', 'local' and 'delayed_global'"
+            if value is not None and not (isinstance(value, (int, float)) and 0 < value < most):
+                yield name, f"not a number between 0 and {most:g}"
+        if self.clip not in CLIP:
+            yield "clip", f"none of {', '.join(map(repr, CLIP))}"
         if self.target is not None and not (
             isinstance(self.target, tuple)
             and len(self.target) == 2

@@ -13,7 +13,7 @@ import sys
 
 import typer
 
-from ..core.errors import PeerError, PipelineError, WorkerError
+from ..core.errors import BAD_CALL, PeerError, PipelineError, WorkerError
 from .emulation import emulate
 from .options import SeveralValues
 from .planning import plan
@@ -22,8 +22,6 @@ from .study import list_schedules, show, simulate
 from .work import compare, profile, report, train
 
 __all__ = ["app", "main", "script"]
-
-_BAD_CALL = 2
 
 app = typer.Typer(
     name="pipedream",
@@ -54,13 +52,13 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if hasattr(error, "format_message"):  # click's own: a wrong call
             error.show()  # type: ignore[attr-defined]
-            return _BAD_CALL
+            return BAD_CALL
         raise
 
 
 def _failed(error: PipelineError) -> int:
     """Says what went wrong, once for all workers, and returns the exit status."""
-    status = 1 if isinstance(error, WorkerError) else _BAD_CALL
+    status = 1 if isinstance(error, WorkerError) else BAD_CALL
     if isinstance(error, PeerError):
         return status  # the worker that failed says it
     text = f"pipedream: {error}"
@@ -78,7 +76,7 @@ def _failed(error: PipelineError) -> int:
 def script() -> None:
     """Runs the command and exits with its status: the entry point of ``pipedream``."""
     status = main()
-    if status == _BAD_CALL and "TORCHELASTIC_ERROR_FILE" in os.environ:
+    if status == BAD_CALL and "TORCHELASTIC_ERROR_FILE" in os.environ:
         # The process groups that this worker has joined are not ended then, and their threads may abort an interpreter
         # that is taken down: the signal would stand for the status. (Others' failures leave it time to be heard of.)
         atexit._run_exitfuncs()

@@ -23,9 +23,11 @@ from .errors import ScheduleError
 from .op import Kind
 from .schedule import Schedule
 
-__all__ = ["Policy", "coupled", "norm_delay"]
+__all__ = ["CLIP", "MOST", "Policy", "coupled", "norm_delay"]
 
-_CLIP = ("global", "local", "delayed_global")
+CLIP = ("global", "local", "delayed_global")
+MOST = {"clip_grad_norm": inf, "ema": 1.0}
+"""Numbers of a policy, which lie between 0 and these."""
 _ON_NAN = ("error", "continue", "skip")
 
 
@@ -50,10 +52,11 @@ class Policy:
     ema: float | None = None
 
     def __post_init__(self) -> None:
-        for name, number, most in (("clip_grad_norm", self.clip_grad_norm, inf), ("ema", self.ema, 1.0)):
+        for name, most in MOST.items():
+            number = getattr(self, name)
             if number is not None and not 0 < number < most:
                 raise ScheduleError(f"{name}={number!r} was asked for; give a number between 0 and {most:g}")
-        for name, value, known in (("clip", self.clip, _CLIP), ("on_nan", self.on_nan, _ON_NAN)):
+        for name, value, known in (("clip", self.clip, CLIP), ("on_nan", self.on_nan, _ON_NAN)):
             if value not in known:
                 raise ScheduleError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")
 

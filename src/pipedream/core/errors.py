@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "BAD_CALL",
     "ArtifactError",
     "CaptureError",
     "DeadlockError",
@@ -32,6 +33,10 @@ __all__ = [
     "ShortageError",
     "WorkerError",
 ]
+
+
+BAD_CALL = 2
+"""Exit status of a wrong call or bad input, which would only fail again; 1 is that of a run that failed."""
 
 
 class PipelineError(Exception):

@@ -17,11 +17,10 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ..core.errors import BAD_CALL
 from . import loopback, notes
 
 __all__ = ["launch", "set_threads"]
-
-_BAD_CALL = 2
 
 
 def set_threads(processes: int) -> None:
@@ -69,9 +68,9 @@ def launch(
         ended = _attempt(workers, attempt, [*arguments, *extra], silent)
         if isinstance(ended, int):
             return ended
-        if ended.status == _BAD_CALL:
+        if ended.status == BAD_CALL:
             print(ended.words, file=sys.stderr, flush=True)
-            return _BAD_CALL
+            return BAD_CALL
         after = "after: " + ended.words.removeprefix("pipedream: ")
         if restarts < max_restarts:
             restarts += 1
@@ -108,7 +107,7 @@ def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool)
             elastic_launch(config, "env")(*variables, sys.executable, *arguments)
         except ChildFailedError as error:
             rank, first = error.get_first_failure()
-            status = first.exitcode if first.exitcode in (1, _BAD_CALL) else 1
+            status = first.exitcode if first.exitcode in (1, BAD_CALL) else 1
             words = notes.verdict_in(Path(folder)) or notes.word_in(first.error_file)
             return _Failure(words or _words_for_it(rank, first.exitcode, notes.last_place(Path(folder), rank)), status)
         except (SignalException, KeyboardInterrupt) as error:
