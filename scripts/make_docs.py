@@ -11,9 +11,9 @@ from pathlib import Path
 
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import ScheduleError
-from pipedream.core.schedule import Schedule
-from pipedream.core.timeline import Timeline
-from pipedream.lowering import lower
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.timeline import Timeline
 from pipedream.report.gallery import Entry, gallery, prose
 from pipedream.report.svg import timeline_svg
 from pipedream.schedules import COMPENSATED, METHODS, SCHEDULES, Picture, run_of, uniform

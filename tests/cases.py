@@ -17,7 +17,7 @@ from tagged_runs import check_tags
 from torch import Tensor
 
 import pipedream as pd
-from pipedream.core.plan import Plan
+from pipedream.core.plan.plan import Plan
 from pipedream.schedules import LAYOUTS, SCHEDULES, build
 from pipedream.schedules.layouts import dispatched, homes
 

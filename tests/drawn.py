@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from pipedream.core.cluster import Cluster, Level, Workers
-from pipedream.core.depth import legal
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan import Plan, Stage
-from pipedream.core.schedule import Schedule
+from pipedream.core.hardware.cluster import Cluster, Level, Workers
+from pipedream.core.plan.depth import legal
+from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.experimental.roundpipe import roundpipe
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, uniform
 from pipedream.schedules.layouts import dispatched, homes, looped
-from pipedream.schedules.roundpipe import roundpipe
 from pipedream.simulator import Costs
 
 WHOLE = (  # methods that do not split a minibatch

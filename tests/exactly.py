@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipedream.core.plan import Plan
+from pipedream.core.plan.plan import Plan
 from pipedream.planner import Space
-from pipedream.planner.exhaustive import ranked
+from pipedream.planner.dynamic_program.oracle import ranked
 
 __all__ = ["best_plans"]
 

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.runtime.message import Content, Message
-from pipedream.runtime.reduction import add_up_all
-from pipedream.runtime.wire import Line, WireGroup, WireReceiver, WireSender
+from pipedream.runtime.comm.distributed import Line, WireGroup, WireReceiver, WireSender
+from pipedream.runtime.comm.message import Content, Message
+from pipedream.runtime.update.all_reduce import add_up_all
 
 SIZES = {
     "equal": [5] * 8,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.core.cluster import Cluster
-from pipedream.core.plan import Plan
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.plan import Plan
 from pipedream.planner import by_hand
 from pipedream.profiler.allocations import Allocations
 
@@ -93,7 +93,7 @@ def plan_of(run: Living) -> Plan:
     )
     if not run.recompute:
         return made
-    from pipedream.planner.space import Space
+    from pipedream.planner.tables.search_space import Space
 
     space = Space.of(
         profile, made.cluster, versions=pd.api.versions_of(run.schedule), microbatches=run.microbatches or 1

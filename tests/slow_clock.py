@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from pipedream.core.cost import all_reduce_s
-from pipedream.core.op import Kind, Op
-from pipedream.core.program import Move, Program
-from pipedream.core.timeline import Span
-from pipedream.runtime.reduction import last_backwards
+from pipedream.core.plan.cost import all_reduce_s
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.program import Move, Program
+from pipedream.core.schedule.timeline import Span
+from pipedream.runtime.update.all_reduce import last_backwards
 from pipedream.simulator import Costs
 
 FIRST_BYTES, NEXT_BYTES = 1 << 20, 4 << 20

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import reference
 import zoo
 
-from pipedream.core.program import Program
-from pipedream.core.timeline import Tag
+from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.timeline import Tag
 
 __all__ = ["check_tags"]
 

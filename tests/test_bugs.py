@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from pipedream import Pipeline
 from pipedream.capture import capture
-from pipedream.core.cluster import Cluster
-from pipedream.core.plan import Plan
-from pipedream.core.profile import LayerProfile, Profile
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan
 from pipedream.planner import by_hand
-from pipedream.runtime.versions import Versions
+from pipedream.runtime.stage.versions import Versions
 
 BATCHES = [(torch.randn(6, 4), torch.randint(0, 3, (6,))) for _ in range(7)]
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import pipedream as pd
 from pipedream import cli
-from pipedream.checking import check_plan
-from pipedream.core.profile import LayerProfile, Profile
+from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.units import format_bytes
-from pipedream.methods import methods_of
+from pipedream.workflows.check import check_plan
+from pipedream.workflows.methods import methods_of
 
 ROWS = tuple(LayerProfile(1.0 + i, 2.0, output_bytes=1000, parameter_bytes=100, activation_bytes=80) for i in range(6))
 CHAIN = Profile.of_chain(ROWS, batch=8, update_s=0.6, optimizer_bytes=60, input_shapes=((8, 5),))

@@ -9,11 +9,11 @@ import pytest
 
 from pipedream import cli
 from pipedream.cli.options import cluster_of
-from pipedream.core import presets
-from pipedream.core.cluster import Cluster, Level
 from pipedream.core.errors import PlanError
-from pipedream.core.plan import Plan, Stage
-from pipedream.core.profile import LayerProfile, Profile
+from pipedream.core.hardware import presets
+from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan, Stage
 
 
 def said(*workers: str, bandwidth: tuple[str, ...] = ()) -> Cluster:

@@ -20,12 +20,18 @@ from reference import Rule
 
 import pipedream as pd
 from pipedream.cli import main
-from pipedream.core.compensation import ErrorFeedback, GapAware, LearningRateRescheduling, Nesterov, SpikeCompensation
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan import Plan
-from pipedream.core.profile import LayerProfile, Profile
-from pipedream.emulating import emulated_batches, emulated_pipeline, emulated_plan
-from pipedream.training import train_recipe
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.compensation import (
+    ErrorFeedback,
+    GapAware,
+    LearningRateRescheduling,
+    Nesterov,
+    SpikeCompensation,
+)
+from pipedream.training.emulate import emulated_batches, emulated_pipeline, emulated_plan
+from pipedream.training.train import train_recipe
 
 BOUND = 1e-9
 SGD, ADAMW, MUON = (OPTIMIZERS[name] for name in ("sgd", "adamw", "muon"))

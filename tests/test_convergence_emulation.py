@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import pipedream as pd
 from pipedream.capture import capture
-from pipedream.core.cluster import Cluster
-from pipedream.core.plan import Plan
-from pipedream.core.profile import LayerProfile, Profile
-from pipedream.core.schedule import Schedule
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.schedule import Schedule
 from pipedream.planner import by_hand
 from pipedream.report.style import LINES
 from pipedream.schedules import SCHEDULES

@@ -20,18 +20,18 @@ from torch import Tensor, nn
 
 import pipedream as pd
 from pipedream.capture import capture
-from pipedream.checking import check_plan
-from pipedream.core.cluster import Cluster
-from pipedream.core.coupling import norm_delay
 from pipedream.core.errors import PlanError, ScheduleError, WorkerError
-from pipedream.core.op import Kind, Op
-from pipedream.core.plan import Plan
-from pipedream.core.profile import LayerProfile, Profile
-from pipedream.lowering import lower
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.coupling import norm_delay
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.op import Kind, Op
 from pipedream.planner import by_hand
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 from pipedream.verifier import verify
+from pipedream.workflows.check import check_plan
 
 DELAYED = [
     Run("pipedream", (1, 1, 1)),

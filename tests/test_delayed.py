@@ -19,12 +19,12 @@ from torch import nn
 
 import pipedream as pd
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan import Plan
-from pipedream.core.schedule import Schedule
-from pipedream.runtime.versions import Versions
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.runtime.stage.versions import Versions
 from pipedream.schedules import build
-from pipedream.schedules.pb_lwp import pb_lwp
-from pipedream.schedules.spectrain import spectrain_v2
+from pipedream.schedules.asynchronous.pb_lwp import pb_lwp
+from pipedream.schedules.asynchronous.spectrain import spectrain_v2
 
 BOUND = 1e-9
 QUICK = ("pipelined_backprop", "spectrain", "timeprest", "timeprest_interpolated")  # with the cnn

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream import Cluster, PipelineError, Plan, Stage, Timeline, simulate
-from pipedream.core import depth
-from pipedream.emulating import emulate, emulated_plan
+from pipedream.core.plan import depth
+from pipedream.training.emulate import emulate, emulated_plan
 
 
 def plan_of(counts: tuple[int, ...], seconds: float = 0.03) -> Plan:

@@ -12,14 +12,21 @@ from itertools import pairwise
 
 import pytest
 
-from pipedream.core import depth
-from pipedream.core.cluster import Cluster, Level
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan import Plan
-from pipedream.core.schedule import Schedule
-from pipedream.core.timeline import Span, Timeline
-from pipedream.lowering import lower
-from pipedream.schedules import LAYOUTS, SCHEDULES, build, from_torch_csv, to_torch_csv, uniform
+from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.plan import depth
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.timeline import Span, Timeline
+from pipedream.schedules import (
+    LAYOUTS,
+    SCHEDULES,
+    build,
+    from_torch_csv,
+    to_torch_csv,
+    uniform,
+)
 from pipedream.schedules.layouts import dispatched, looped, mirrored
 from pipedream.simulator import Costs, Stragglers, simulate
 from pipedream.verifier import verify

@@ -18,7 +18,7 @@ import torch
 import pipedream
 from pipedream import cli
 from pipedream.recipe import Recipe, load_recipe
-from pipedream.training import train_recipe
+from pipedream.training.train import train_recipe
 
 FOLDER = Path(__file__).parents[1] / "examples"
 DIGITS = str(FOLDER / "digits.py")

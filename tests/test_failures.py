@@ -20,9 +20,9 @@ from commands import Ended
 from torch import nn
 
 from pipedream.capture import capture
-from pipedream.core.cluster import Cluster
-from pipedream.core.plan import Plan
-from pipedream.core.profile import LayerProfile, Profile
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan
 from pipedream.planner import by_hand
 
 pytestmark = pytest.mark.processes

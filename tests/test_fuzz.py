@@ -25,10 +25,10 @@ from pipedream import recipe as recipes
 from pipedream.cli import main
 from pipedream.core.artifact import Artifact
 from pipedream.core.checkpoint import Checkpoint, Group, StageState, Stored
-from pipedream.core.cluster import Cluster
 from pipedream.core.errors import ArtifactError, PipelineError, RecipeError
-from pipedream.core.profile import Profile
-from pipedream.runtime import checkpoints
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import Profile
+from pipedream.runtime.checkpoint import writer as checkpoints
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 PLAN = zoo.plan_of(zoo.make("mlp"), 2, (2, 1))
@@ -44,7 +44,7 @@ CHECKPOINT = Checkpoint(
 def profile() -> Profile:
     """Returns a small profile with times of its own."""
     from pipedream.capture import capture
-    from pipedream.core.profile import LayerProfile
+    from pipedream.core.model.profile import LayerProfile
 
     animal = zoo.make("mlp")
     graph = capture(animal.model, (animal.batches[0][0],)).graph

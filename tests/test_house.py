@@ -20,8 +20,8 @@ import pipedream
 ROOT = Path(__file__).parents[1]
 HOUSE = ROOT / "src" / "pipedream"
 FILES = sorted(HOUSE.rglob("*.py"))
-TORCH_ROOMS = ("capture", "profiler", "runtime")
-WITHOUT_TORCH = ("core", "planner", "schedules", "lowering", "verifier", "simulator", "metrics", "report")
+TORCH_ROOMS = ("capture", "probe", "profiler", "runtime")
+WITHOUT_TORCH = ("core", "planner", "schedules", "verifier", "simulator", "metrics", "report")
 FORBIDDEN_WORDS = {"chunk", "engine", "handler", "helper", "manager", "mubatch", "tau", "util", "utils"}
 TORCHS_NAMES = {"get_backend"}  # of methods that a base class of torch's asks for
 

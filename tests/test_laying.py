@@ -9,16 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipedream as pd
-from pipedream import api, schedules
-from pipedream.checking import check_plan
-from pipedream.core.cluster import Cluster, Workers
+from pipedream import schedules
 from pipedream.core.errors import PlanError, ScheduleError
-from pipedream.core.plan import Plan
-from pipedream.core.profile import LayerProfile, Profile
-from pipedream.lowering import lower
-from pipedream.methods import score
+from pipedream.core.hardware.cluster import Cluster, Workers
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
 from pipedream.schedules.layouts import looped
 from pipedream.verifier import verify
+from pipedream.workflows import api
+from pipedream.workflows.check import check_plan
+from pipedream.workflows.methods import score
 
 EVEN = Profile.of_chain((LayerProfile(1.0, 1.0, 8, 100, activation_bytes=1000),) * 8, batch=16)
 

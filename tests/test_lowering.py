@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.op import Kind, Op
-from pipedream.core.plan import Plan
-from pipedream.core.program import Move, Program, Transfer, format_instructions
-from pipedream.core.schedule import Schedule
-from pipedream.lowering import lower
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.program import Move, Program, Transfer, format_instructions
+from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules import build, evaluation
 
 

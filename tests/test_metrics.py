@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from pipedream.core.plan import Plan
-from pipedream.core.timeline import Span, Tag, Timeline
-from pipedream.lowering import lower
-from pipedream.metrics import Metrics, in_flight, measure, staleness, steady, steady_window
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.timeline import Span, Tag, Timeline
+from pipedream.metrics import (
+    Metrics,
+    in_flight,
+    measure,
+    staleness,
+    steady,
+    steady_window,
+)
 from pipedream.schedules import build, evaluation
 from pipedream.simulator import costs, simulate
 

@@ -17,15 +17,15 @@ from cases import Case
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import pipedream.phases
+import pipedream.workflows.prepare
 from pipedream.core.errors import DeadlockError, ScheduleError
-from pipedream.core.op import Kind, Op
-from pipedream.core.plan import Plan
-from pipedream.core.program import Instruction, Move, Program, RankProgram, Transfer
-from pipedream.core.schedule import Schedule
-from pipedream.core.tagged import Interpolated, Tagged
-from pipedream.core.weights import DoubleBuffer, Flush, Stash, VerticalSync, WeightRule
-from pipedream.lowering import lower
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram, Transfer
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.tagged import Interpolated, Tagged
+from pipedream.core.schedule.weights import DoubleBuffer, Flush, Stash, VerticalSync, WeightRule
 from pipedream.schedules import SCHEDULES, build, uniform
 from pipedream.verifier import verify
 

@@ -20,10 +20,10 @@ from commands import Ended, Started
 from test_failures import SOON_S, written
 
 import pipedream
-from pipedream import api
-from pipedream.core.cluster import Cluster
+from pipedream.core.hardware.cluster import Cluster
 from pipedream.recipe import load_recipe
-from pipedream.training import profile_recipe
+from pipedream.training.train import profile_recipe
+from pipedream.workflows import api
 
 pytestmark = [pytest.mark.network, pytest.mark.processes]
 DIGITS = str(Path(__file__).parents[1] / "examples" / "digits.py")

@@ -26,17 +26,18 @@ from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
 
 import pipedream as pd
-from pipedream.core.cluster import Cluster
-from pipedream.core.compensation import ErrorFeedback, LearningRateRescheduling, SpikeCompensation
 from pipedream.core.errors import PipelineError, PlanError, RecipeError, ScheduleError
-from pipedream.core.phase import Phase, phase_at, phases_text, read_phases
-from pipedream.core.plan import Plan
-from pipedream.lowering import lower, with_common_channels
-from pipedream.phases import check_phases_fit
-from pipedream.runtime import checkpoints, recorder
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.compensation import ErrorFeedback, LearningRateRescheduling, SpikeCompensation
+from pipedream.core.schedule.lowering import lower, with_common_channels
+from pipedream.core.schedule.phase import Phase, phase_at, phases_text, read_phases
+from pipedream.runtime.checkpoint import writer as checkpoints
+from pipedream.runtime.results import recorder
 from pipedream.schedules import build, to_torch_csv
-from pipedream.training import profile_recipe, train_recipe
+from pipedream.training.train import profile_recipe, train_recipe
 from pipedream.verifier import verify
+from pipedream.workflows.prepare import check_phases_fit
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,13 @@ import zoo
 from torch import Tensor
 
 import pipedream as pd
-from pipedream.core.errors import CaptureError, PipelineError, PlanError, ScheduleError, WorkerError
+from pipedream.core.errors import (
+    CaptureError,
+    PipelineError,
+    PlanError,
+    ScheduleError,
+    WorkerError,
+)
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 

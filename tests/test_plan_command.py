@@ -13,13 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream import api, cli
-from pipedream.core.cluster import Level
+from pipedream import cli
 from pipedream.core.errors import PlanError
-from pipedream.core.graphtxt import GraphText
-from pipedream.core.profile import LayerProfile
-from pipedream.methods import versions_of
+from pipedream.core.hardware.cluster import Level
+from pipedream.core.model.graph_txt import GraphText
+from pipedream.core.model.profile import LayerProfile
 from pipedream.recipe import Recipe
+from pipedream.workflows import api
+from pipedream.workflows.methods import versions_of
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=100)
 

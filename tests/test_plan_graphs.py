@@ -14,11 +14,12 @@ from published import published
 from torch import nn
 
 import pipedream as pd
-from pipedream import api, cli
+from pipedream import cli
 from pipedream.core.errors import PlanError
-from pipedream.core.graph import Layer, LayerGraph
-from pipedream.core.graphtxt import GraphText
-from pipedream.core.profile import LayerProfile
+from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.model.graph_txt import GraphText
+from pipedream.core.model.profile import LayerProfile
+from pipedream.workflows import api
 
 
 def _node(name: str, kind: str, milliseconds: float, size_bytes: float, held_bytes: float = 0.0) -> str:

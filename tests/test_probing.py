@@ -12,7 +12,7 @@ import pytest
 from test_network import machines, on_both
 
 from pipedream import Cluster, PipelineError
-from pipedream.probing import probe, steps_of
+from pipedream.workflows.probe import probe, steps_of
 
 __all__ = ["machines"]  # the fixture
 

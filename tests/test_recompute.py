@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.core.cluster import Cluster
 from pipedream.core.errors import WorkerError
-from pipedream.core.plan import Plan, Stage
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.plan import Plan, Stage
 
 CASES = [
     *(Case(a, "pipedream", 3, epochs=4, drain_at=9) for a in zoo.NAMES),

@@ -15,8 +15,8 @@ import pytest
 import torch
 from cases import Case, check, check_same, per_worker, run
 
-from pipedream.lowering import lower
-from pipedream.runtime.reduction import Reduction
+from pipedream.core.schedule.lowering import lower
+from pipedream.runtime.update.all_reduce import Reduction
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 

@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler
 
 import pipedream as pd
 from pipedream.core.errors import ArtifactError
-from pipedream.runtime import checkpoints
+from pipedream.runtime.checkpoint import writer as checkpoints
 
 EPOCHS = 6
 EVERY = 10

@@ -9,13 +9,13 @@ from pathlib import Path
 import commands
 import pytest
 
-from pipedream.core.cluster import Cluster
 from pipedream.core.errors import PlanError, ScheduleError
-from pipedream.core.graph import Layer, LayerGraph
-from pipedream.core.plan import Plan
-from pipedream.core.profile import LayerProfile, Profile
-from pipedream.methods import plan_of_file
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan
 from pipedream.schedules import build, to_torch_csv, uniform
+from pipedream.workflows.methods import plan_of_file
 
 Told = Callable[..., tuple[int, str, str]]
 

@@ -11,7 +11,7 @@ import pytest
 
 from pipedream import cli
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan import Plan
+from pipedream.core.plan.plan import Plan
 from pipedream.schedules import METHODS, build, run_of, uniform
 
 Told = Callable[..., tuple[int, str, str]]

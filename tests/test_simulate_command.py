@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pipedream import cli
-from pipedream.core.cluster import Cluster
-from pipedream.core.plan import Plan, Stage
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.plan import Plan, Stage
 
 
 def asked(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:

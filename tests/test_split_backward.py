@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.core.cluster import Cluster
-from pipedream.core.plan import Plan, Stage
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.plan import Plan, Stage
 
 SHORT = partial(Case, epochs=4, drain_at=9)
 CASES = [

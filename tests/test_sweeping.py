@@ -11,11 +11,11 @@ import pytest
 import pipedream as pd
 from pipedream import cli
 from pipedream.core.errors import PlanError, ScheduleError
-from pipedream.core.profile import LayerProfile, Profile
+from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.sweep import DATA_PARALLEL, Sweep
-from pipedream.methods import score
 from pipedream.report.sweep import sweep_page, sweep_svg
-from pipedream.sweeping import sweep
+from pipedream.workflows.methods import score
+from pipedream.workflows.sweep import sweep
 
 SVG = "{http://www.w3.org/2000/svg}"
 LAYERS = tuple(

@@ -13,14 +13,14 @@ from drawn import NO_LAG, STRAIGHT, WHOLE, laid_out
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipedream.core import depth
 from pipedream.core.errors import DeadlockError, PlanError, ScheduleError
-from pipedream.core.op import Kind
-from pipedream.core.plan import Plan
-from pipedream.core.program import Instruction, Move, Program, RankProgram
-from pipedream.core.schedule import Schedule
-from pipedream.core.weights import DoubleBuffer, Flush, Stash
-from pipedream.lowering import lower
+from pipedream.core.plan import depth
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.op import Kind
+from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.weights import DoubleBuffer, Flush, Stash
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, evaluation, uniform
 from pipedream.schedules.layouts import looped
 from pipedream.verifier import verify

@@ -12,9 +12,9 @@ import pytest
 
 import pipedream
 from pipedream import cli
-from pipedream.core.cluster import Cluster
-from pipedream.core.profile import Profile
-from pipedream.planner.space import Space
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import Profile
+from pipedream.planner.tables.search_space import Space
 from pipedream.recipe import load_recipe
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

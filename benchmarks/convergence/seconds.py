@@ -14,7 +14,7 @@ from arms import Arm, Method
 
 import pipedream as pd
 from pipedream import schedules
-from pipedream.core.plan import Plan
+from pipedream.core.plan.plan import Plan
 
 __all__ = ["times_of"]
 

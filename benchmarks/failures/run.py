@@ -28,8 +28,8 @@ import torch
 from torch import nn
 
 from pipedream.capture import capture
-from pipedream.core.cluster import Cluster
-from pipedream.core.profile import LayerProfile, Profile
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.planner import by_hand
 
 HERE = Path(__file__).resolve().parent

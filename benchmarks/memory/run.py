@@ -24,14 +24,14 @@ from pathlib import Path
 
 import torch
 
-from pipedream.api import versions_of
-from pipedream.core.cluster import Cluster
-from pipedream.core.plan import Plan
-from pipedream.core.profile import Profile
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import Profile
+from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
 from pipedream.planner import by_hand
-from pipedream.planner.space import Space
+from pipedream.planner.tables.search_space import Space
 from pipedream.report import Pair, scatter_svg
+from pipedream.workflows.api import versions_of
 
 __all__ = ["main"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipedream as pd
-from pipedream.core.plan import Plan
+from pipedream.core.plan.plan import Plan
 from pipedream.profiler.allocations import Allocations
 
 FEATURES, CLASSES = 256, 10

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
-from pipedream import api
-from pipedream.core import presets
 from pipedream.core.errors import PipelineError
-from pipedream.core.graphtxt import GraphText
+from pipedream.core.hardware import presets
+from pipedream.core.model.graph_txt import GraphText
+from pipedream.workflows import api
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipedream import api
-from pipedream.core.cluster import Cluster, Level
-from pipedream.core.graphtxt import GraphText
-from pipedream.core.plan import Plan
-from pipedream.core.profile import LayerProfile, Profile
+from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.model.graph_txt import GraphText
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.workflows import api
 
 CLASSIC = (
     ("resnet50", (8, 2), (30e9, 3.125e9), "268 s"),

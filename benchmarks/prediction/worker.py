@@ -26,8 +26,8 @@ from paced import paced
 
 from pipedream import Pipeline, Plan, Profile
 from pipedream.capture import capture, untouched
-from pipedream.emulating import emulated_batches, emulated_pipeline, emulated_plan
 from pipedream.profiler import measure
+from pipedream.training.emulate import emulated_batches, emulated_pipeline, emulated_plan
 
 __all__ = ["main"]
 

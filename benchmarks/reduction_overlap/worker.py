@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import pipedream as pd
-from pipedream.runtime.reduction import Reduction
+from pipedream.runtime.update.all_reduce import Reduction
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "first_look"))
 from model import Sizes, network

@@ -13,7 +13,7 @@ import torch
 from models import MODELS
 
 import pipedream
-from pipedream.core.profile import Profile
+from pipedream.core.model.profile import Profile
 from pipedream.core.units import format_seconds
 from pipedream.profiler import measure_device
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.core.op import Op
-from pipedream.core.placement import Seat
-from pipedream.core.plan import Plan
-from pipedream.core.schedule import Claims, Schedule
+from pipedream.core.plan.placement import Seat
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.schedules import Method
 from pipedream.schedules.idioms import at_one_seat, backward, flushed, flushing, forward, share_out
 

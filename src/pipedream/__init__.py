@@ -14,22 +14,22 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import schedules
-    from .api import plan, profile, simulate
-    from .core.cluster import Cluster
-    from .core.errors import PipelineError
-    from .core.op import Op
-    from .core.phase import Phase
-    from .core.placement import Placement
-    from .core.plan import Plan, Stage
-    from .core.profile import Profile
-    from .core.program import Program
-    from .core.schedule import Schedule
-    from .core.timeline import Timeline
-    from .emulating import emulate
-    from .pipeline import Done, Pipeline
-    from .recipe import Recipe
-    from .training import run
+    from pipedream import schedules
+    from pipedream.core.errors import PipelineError
+    from pipedream.core.hardware.cluster import Cluster
+    from pipedream.core.model.profile import Profile
+    from pipedream.core.plan.placement import Placement
+    from pipedream.core.plan.plan import Plan, Stage
+    from pipedream.core.schedule.op import Op
+    from pipedream.core.schedule.phase import Phase
+    from pipedream.core.schedule.program import Program
+    from pipedream.core.schedule.schedule import Schedule
+    from pipedream.core.schedule.timeline import Timeline
+    from pipedream.pipeline import Done, Pipeline
+    from pipedream.recipe import Recipe
+    from pipedream.training.emulate import emulate
+    from pipedream.training.train import run
+    from pipedream.workflows.api import plan, profile, simulate
 
     __version__: str
 
@@ -58,25 +58,25 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Cluster": "core.cluster",
+    "Cluster": "core.hardware.cluster",
     "Done": "pipeline",
-    "Op": "core.op",
-    "Phase": "core.phase",
+    "Op": "core.schedule.op",
+    "Phase": "core.schedule.phase",
     "Pipeline": "pipeline",
     "PipelineError": "core.errors",
-    "Placement": "core.placement",
-    "Plan": "core.plan",
-    "Profile": "core.profile",
-    "Program": "core.program",
+    "Placement": "core.plan.placement",
+    "Plan": "core.plan.plan",
+    "Profile": "core.model.profile",
+    "Program": "core.schedule.program",
     "Recipe": "recipe",
-    "Schedule": "core.schedule",
-    "Stage": "core.plan",
-    "Timeline": "core.timeline",
-    "emulate": "emulating",
-    "plan": "api",
-    "profile": "api",
-    "run": "training",
-    "simulate": "api",
+    "Schedule": "core.schedule.schedule",
+    "Stage": "core.plan.plan",
+    "Timeline": "core.schedule.timeline",
+    "emulate": "training.emulate",
+    "plan": "workflows.api",
+    "profile": "workflows.api",
+    "run": "training.train",
+    "simulate": "workflows.api",
 }
 
 

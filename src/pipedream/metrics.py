@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from .core.artifact import Artifact
-from .core.timeline import WORK, Span, Timeline
-from .core.units import format_bytes, format_seconds
+from pipedream.core.artifact import Artifact
+from pipedream.core.schedule.timeline import WORK, Span, Timeline
+from pipedream.core.units import format_bytes, format_seconds
 
 __all__ = ["Metrics", "RankMetrics", "between_updates", "in_flight", "measure", "staleness", "steady", "steady_window"]
 

@@ -19,25 +19,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from .api import layers_of
-from .core.coupling import Policy
-from .core.errors import ArtifactError, PipelineError
-from .core.phase import Phase, asked_as_saved, next_border, phase_after, phase_at
-from .core.plan import Plan
-from .core.schedule import Schedule
-from .core.timeline import Timeline
-from .phases import compensated, evaluation_of, phases_of, prepare
-from .runtime.checkpoints import newest
-from .runtime.crew import Settings
-from .runtime.feed import Ending
-from .runtime.judge import STUCK_AFTER_S
-from .runtime.losses import Loss, is_torch_loss
-from .runtime.results import Done
-from .runtime.scaling import Scaling
-from .runtime.session import Session
-from .runtime.taking import Take
-from .runtime.talk import device_of
-from .runtime.ties import shared_weights
+from pipedream.core.errors import ArtifactError, PipelineError
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.coupling import Policy
+from pipedream.core.schedule.phase import Phase, asked_as_saved, next_border, phase_after, phase_at
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.timeline import Timeline
+from pipedream.runtime.assemble import Settings
+from pipedream.runtime.checkpoint.writer import newest
+from pipedream.runtime.comm.message import Ending
+from pipedream.runtime.comm.process_group import device_of
+from pipedream.runtime.data.batch_adapter import Take
+from pipedream.runtime.failure.verdict import STUCK_AFTER_S
+from pipedream.runtime.results.losses import Loss, is_torch_loss
+from pipedream.runtime.results.results import Done
+from pipedream.runtime.session import Session
+from pipedream.runtime.update.loss_scale import Scaling
+from pipedream.runtime.update.tied_weights import shared_weights
+from pipedream.workflows.api import layers_of
+from pipedream.workflows.prepare import compensated, evaluation_of, phases_of, prepare
 
 __all__ = ["Done", "Pipeline"]
 
@@ -55,11 +55,11 @@ class Pipeline:
             targets); None where the model's output carries ``.loss``.
         optimizer: factory from a list of (name, parameter) to a torch optimizer; called once a stage.
         compensation: what makes up for late gradients, in the place of the method's own: one or several of
-            `core.compensation`, or texts: 'spike', 'nesterov', 'error_feedback', 't1:500'; () for none. Of phases it is
-            for those that do not flush and do not say their own.
+            `core.schedule.compensation`, or texts: 'spike', 'nesterov', 'error_feedback', 't1:500'; () for none. Of
+            phases it is for those that do not flush and do not say their own.
         microbatches: parts of a minibatch, for methods that split it; those of the plan unless said.
         phases: in place of schedule and microbatches, methods that take turns, each until a minibatch or an epoch
-            (`Phase`), or as text (`core.phase`): ``"1f1b/4:200,pipedream"``. Each change is a drain.
+            (`Phase`), or as text (`core.schedule.phase`): ``"1f1b/4:200,pipedream"``. Each change is a drain.
         metrics: name -> ``metric(output, batch)``, a mean over samples or (sum, weight).
         inputs: batch -> the model's input, a tuple for several; by default the first of a pair, else the batch.
         targets: batch -> what the loss and the metrics get; by default the second of a pair for torch's own losses,
@@ -68,7 +68,7 @@ class Pipeline:
         scheduler: factory from an optimizer to a learning-rate scheduler; stepped once an update.
         clip_grad_norm: greatest norm of an update's gradients.
         clip: 'global' (over all stages; flushing methods only), 'local' (of each stage), or 'delayed_global': without a
-            flush by the norm of an earlier update (`core.coupling`).
+            flush by the norm of an earlier update (`core.schedule.coupling`).
         ema: decay of an exponential moving average of the weights.
         autocast: low-precision dtype of the forwards (torch.bfloat16).
         on_nan: 'error' at a loss that is not a number, 'continue' past it, or 'skip' updates with gradients that are
@@ -267,7 +267,7 @@ class Pipeline:
         """Returns the whole model's state dict under the user's names at rank 0, an empty one elsewhere; drains.
 
         Where a compensation keeps weights that are a prediction, those are returned (evaluated, and averaged); with
-        `predicted=False` the weights behind it, w of `core.compensation`, which SpecTrain and LWP evaluate.
+        `predicted=False` the weights behind it, w of `core.schedule.compensation`, which SpecTrain and LWP evaluate.
         """
         self.drain()
         return self._session.state_dict(ema, predicted)

@@ -22,9 +22,9 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from .core.coupling import CLIP, MOST
-from .core.errors import PipelineError, RecipeError
-from .core.phase import Phase
+from pipedream.core.errors import PipelineError, RecipeError
+from pipedream.core.schedule.coupling import CLIP, MOST
+from pipedream.core.schedule.phase import Phase
 
 __all__ = ["Recipe", "blaming", "load_recipe", "make_recipe"]
 
@@ -120,7 +120,7 @@ class Recipe:
 
     def first_batch(self) -> Any:
         """Returns a training batch; the order of the data is what it would be without."""
-        from .runtime.order import undisturbed  # here: a recipe is described without loading torch
+        from pipedream.runtime.data.order import undisturbed  # here: a recipe is described without loading torch
 
         with undisturbed(self.train):
             return self._first_batch()

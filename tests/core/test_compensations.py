@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.compensation import (
+from pipedream.core.errors import ArtifactError, ScheduleError
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.compensation import (
     Compensation,
     ErrorFeedback,
     GapAware,
@@ -25,12 +27,10 @@ from pipedream.core.compensation import (
     check,
     compensations,
 )
-from pipedream.core.errors import ArtifactError, ScheduleError
-from pipedream.core.plan import Plan
-from pipedream.core.program import Program
-from pipedream.core.update import UpdateRule
-from pipedream.core.weights import DoubleBuffer, Stash, WeightRule
-from pipedream.lowering import lower
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.update import UpdateRule
+from pipedream.core.schedule.weights import DoubleBuffer, Stash, WeightRule
 from pipedream.metrics import in_flight, staleness
 from pipedream.schedules import COMPENSATED, METHODS, SCHEDULES, build, uniform
 from pipedream.simulator import costs, simulate

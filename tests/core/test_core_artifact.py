@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core import depth
 from pipedream.core.artifact import Artifact
-from pipedream.core.cluster import Cluster, Level
 from pipedream.core.errors import ArtifactError
-from pipedream.core.graph import Layer, LayerGraph
-from pipedream.core.placement import Placement
-from pipedream.core.plan import Plan, Stage
-from pipedream.core.profile import LayerProfile, Profile
-from pipedream.core.program import Program
-from pipedream.core.timeline import Span, Tag, Timeline
-from pipedream.core.weights import DoubleBuffer, Flush, Stash, VerticalSync, WeightRule
-from pipedream.lowering import lower
+from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan import depth
+from pipedream.core.plan.placement import Placement
+from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.timeline import Span, Tag, Timeline
+from pipedream.core.schedule.weights import DoubleBuffer, Flush, Stash, VerticalSync, WeightRule
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, evaluation, uniform
 
 counts = st.integers(1, 3)

@@ -10,12 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.cluster import Cluster, Level
 from pipedream.core.errors import PlanError
-from pipedream.core.graph import Layer, LayerGraph
-from pipedream.core.placement import Placement
-from pipedream.core.plan import Plan, Stage
-from pipedream.core.units import format_bytes, format_excess, format_rate, format_seconds, parse_bytes, parse_rate
+from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.plan.placement import Placement
+from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.units import (
+    format_bytes,
+    format_excess,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    parse_rate,
+)
 
 
 class TestUnits:

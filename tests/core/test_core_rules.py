@@ -14,15 +14,15 @@ from drawn import straight
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core import depth
 from pipedream.core.errors import PlanError, ScheduleError
-from pipedream.core.op import Kind, Op, requires
-from pipedream.core.placement import Placement
-from pipedream.core.plan import Plan
-from pipedream.core.schedule import Schedule
-from pipedream.core.update import UpdateRule
-from pipedream.core.views import View
-from pipedream.core.weights import DoubleBuffer, Flush, Latest, Stash, VerticalSync
+from pipedream.core.plan import depth
+from pipedream.core.plan.placement import Placement
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.op import Kind, Op, requires
+from pipedream.core.schedule.prediction import View
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.update import UpdateRule
+from pipedream.core.schedule.weights import DoubleBuffer, Flush, Latest, Stash, VerticalSync
 from pipedream.schedules import build
 from pipedream.schedules.idioms import SPLIT, latest, unflushed
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core import devices
-from pipedream.core.devices import DEVICES, Device, device_named, workers_of
 from pipedream.core.errors import ArtifactError, ProfileError
+from pipedream.core.hardware import devices
+from pipedream.core.hardware.devices import DEVICES, Device, device_named, workers_of
 
 TOY = Device("toy", 10**9, {"float32": 1e12, "bfloat16": 4e12}, 1e11, launch_s=1e-5, flop_share=0.5, byte_share=0.8)
 A100, V100 = DEVICES["A100-80GB"], DEVICES["V100-16GB"]

@@ -12,9 +12,9 @@ from published import published
 
 import pipedream as pd
 from pipedream.core.errors import ArtifactError
-from pipedream.core.graph import Layer, LayerGraph
-from pipedream.core.graphtxt import GraphNode, GraphText, in_order
-from pipedream.core.profile import LayerProfile
+from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.model.graph_txt import GraphNode, GraphText, in_order
+from pipedream.core.model.profile import LayerProfile
 
 TEXT = """\
 node3 -- LSTM(8, 4) -- forward_compute_time=1.500, backward_compute_time=2.250, activation_size=[64.0; 8.0; 8.0], \

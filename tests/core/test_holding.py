@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 import pipedream as pd
 from pipedream import planner, schedules
-from pipedream.core.cluster import Cluster
-from pipedream.core.cost import FIRST_BUCKET_BYTES
 from pipedream.core.errors import PlanError, ScheduleError
-from pipedream.core.holding import Held, held
-from pipedream.core.plan import Plan
-from pipedream.core.profile import LayerProfile, Profile
-from pipedream.lowering import lower
-from pipedream.methods import holds_of
-from pipedream.planner.held import HeldRule, stash
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.cost import FIRST_BUCKET_BYTES
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.occupancy import Held, held
+from pipedream.planner.tables.method_occupancy import HeldRule, stash
 from pipedream.verifier import verify
+from pipedream.workflows.methods import holds_of
 
 METHODS = sorted(
     name

@@ -10,9 +10,9 @@ from drawn import clusters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedream.core.cluster import Cluster, Level
-from pipedream.core.ports import ports_s
-from pipedream.core.site import Site
+from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.plan.ports import ports_s
+from pipedream.core.plan.site import Site
 
 SIZES = st.lists(st.integers(0, 9), min_size=3, max_size=3)
 

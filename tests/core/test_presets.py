@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipedream.core import presets
 from pipedream.core.errors import PlanError
-from pipedream.core.presets import PRESETS
+from pipedream.core.hardware import presets
+from pipedream.core.hardware.presets import PRESETS
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.cluster import Cluster, Workers
 from pipedream.core.errors import PlanError
-from pipedream.core.survey import Fan, Link, Seen, Sum, Survey, machines_of, slope
+from pipedream.core.hardware.cluster import Cluster, Workers
+from pipedream.core.hardware.survey import Fan, Link, Seen, Sum, Survey, machines_of, slope
 
 SEEN = Seen("one", "cpu: a", 0.01, 8_000_000_000)
 

@@ -12,16 +12,16 @@ from delayed import nf1b
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedream.core.op import Kind, Op
-from pipedream.core.plan import Plan
-from pipedream.core.program import Program
-from pipedream.core.schedule import Schedule
-from pipedream.core.tagged import Interpolated, Tagged
-from pipedream.core.views import Between
-from pipedream.core.weights import WeightRule
-from pipedream.lowering import lower
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.prediction import Between
+from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.tagged import Interpolated, Tagged
+from pipedream.core.schedule.weights import WeightRule
+from pipedream.experimental.timeprest_interpolated import timeprest_interpolated
 from pipedream.schedules import build
-from pipedream.schedules.timeprest_interpolated import timeprest_interpolated
 from pipedream.verifier import verify
 
 replica_counts = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)

@@ -13,12 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pipedream as pd
-from pipedream import api, cli, schedules
-from pipedream.core.cluster import Cluster
+from pipedream import cli, schedules
 from pipedream.core.errors import PipelineError, PlanError
-from pipedream.core.plan import Plan
-from pipedream.core.profile import LayerProfile, Profile
-from pipedream.methods import methods_of, score
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.workflows import api
+from pipedream.workflows.methods import methods_of, score
 
 FLUSHING = ("1f1b", "gpipe", "naive")
 STRAIGHT = tuple(name for name in schedules.SCHEDULES if name not in schedules.LAYOUTS)

@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from published import published
 
 import pipedream as pd
-from pipedream import api, planner
-from pipedream.core.cluster import Cluster, Level
+from pipedream import planner
 from pipedream.core.errors import PlanError
-from pipedream.core.graph import Layer, LayerGraph
-from pipedream.core.graphtxt import GraphNode, GraphText
-from pipedream.core.profile import LayerProfile
-from pipedream.planner import classic_states
-from pipedream.planner.classic_levels import solve
-from pipedream.planner.classic_states import States
+from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.model.graph_txt import GraphNode, GraphText
+from pipedream.core.model.profile import LayerProfile
+from pipedream.planner.papers import classic_states
+from pipedream.planner.papers.classic_levels import solve
+from pipedream.planner.papers.classic_states import States
+from pipedream.workflows import api
 
 Cut = frozenset[int]
 

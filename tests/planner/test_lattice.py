@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.graph import Layer, LayerGraph
-from pipedream.planner.lattice import Lattice, bits
+from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.planner.cuts.downsets import Lattice, bits
 
 
 @st.composite

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipedream.core.cluster import Cluster
-from pipedream.core.graph import LayerGraph
-from pipedream.core.profile import LayerProfile, Profile
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.graph import LayerGraph
+from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.planner import Pipelines, Space
-from pipedream.planner.dynamic import of_counts, replicated, straights
-from pipedream.planner.narrow import fewest_workers, narrowed
+from pipedream.planner.dynamic_program.pruning import fewest_workers, narrowed
+from pipedream.planner.dynamic_program.recurrence import of_counts, replicated, straights
 
 
 def random_profile(draw: random.Random) -> Profile:

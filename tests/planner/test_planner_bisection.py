@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipedream.core.cluster import Cluster, Level, Workers
 from pipedream.core.errors import PlanError
-from pipedream.core.profile import LayerProfile, Profile
-from pipedream.planner import Pipelines, Space, lines, plan, stash
-from pipedream.planner.bisection import TOLERANCE, Bisection
-from pipedream.planner.dynamic import RECOMPUTE, replicated
-from pipedream.planner.exhaustive import fits
-from pipedream.planner.line import Line
-from pipedream.planner.needs import Needs
-from pipedream.planner.relaxed import Relaxed, period_s
+from pipedream.core.hardware.cluster import Cluster, Level, Workers
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.planner import Pipelines, Space, plan, stash
+from pipedream.planner import pipelines as lines
+from pipedream.planner.bisection.bisection import TOLERANCE, Bisection
+from pipedream.planner.bisection.feasibility import Needs
+from pipedream.planner.bisection.lower_bounds import Relaxed, period_s
+from pipedream.planner.dynamic_program.oracle import fits
+from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, replicated
+from pipedream.planner.workers.worker_line import Line
 
 
 def random_chain(draw: random.Random, layers: int) -> Profile:

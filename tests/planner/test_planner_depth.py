@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core import depth
-from pipedream.core.cluster import Cluster
 from pipedream.core.errors import PlanError
-from pipedream.core.profile import LayerProfile, Profile
-from pipedream.lowering import lower
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan import depth
+from pipedream.core.schedule.lowering import lower
 from pipedream.planner import Space, by_hand, plan
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate

@@ -11,15 +11,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pipedream.core.cluster import Cluster
-from pipedream.core.cost import transfer_s
 from pipedream.core.errors import PlanError
-from pipedream.core.graph import Layer, LayerGraph
-from pipedream.core.plan import Plan
-from pipedream.core.profile import LayerProfile, Profile
-from pipedream.planner import Pipelines, Space, Versions, every_plan, exhaustive, plan, stash
-from pipedream.planner.dynamic import State, of_counts, replicated, straights
-from pipedream.planner.exhaustive import peak_bytes
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.cost import transfer_s
+from pipedream.core.plan.plan import Plan
+from pipedream.planner import Pipelines, Space, Versions, every_plan, plan, stash
+from pipedream.planner.dynamic_program import oracle as exhaustive
+from pipedream.planner.dynamic_program.oracle import peak_bytes
+from pipedream.planner.dynamic_program.recurrence import State, of_counts, replicated, straights
 
 RULES: dict[str, Versions] = {"stash": stash, "double_buffer": lambda held, lag: 2, "flush": lambda held, lag: 1}
 

@@ -8,13 +8,14 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pipedream.core.cluster import Cluster
 from pipedream.core.errors import PlanError
-from pipedream.core.graph import Layer, LayerGraph
-from pipedream.core.plan import Plan
-from pipedream.core.profile import LayerProfile, Profile
-from pipedream.core.site import Site
-from pipedream.planner import Space, places, plan
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.site import Site
+from pipedream.planner import Space, plan
+from pipedream.planner.cuts import cut_places as places
 from tests.exactly import best_plans
 
 

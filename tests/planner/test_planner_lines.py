@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipedream.core.cluster import Cluster, Level, Workers
 from pipedream.core.errors import PlanError
-from pipedream.core.profile import LayerProfile, Profile
-from pipedream.core.site import Site
+from pipedream.core.hardware.cluster import Cluster, Level, Workers
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.site import Site
 from pipedream.planner import Space, plan, stash
-from pipedream.planner.line import Line
-from pipedream.planner.orders import Orders
+from pipedream.planner.workers.line_orders import Orders
+from pipedream.planner.workers.worker_line import Line
 from tests.exactly import best_plans
 
 SHAPES: list[tuple[tuple[int, ...] | tuple[int, tuple[int, ...]], ...]] = [

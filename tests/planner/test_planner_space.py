@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.cluster import Cluster
 from pipedream.core.errors import PlanError
-from pipedream.core.graph import Layer, LayerGraph
-from pipedream.core.memory import StageMemory
-from pipedream.core.profile import LayerProfile, Profile
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.memory import StageMemory
 from pipedream.planner import Space, by_hand, whole
 
 TINY = Profile.of_chain(

@@ -10,11 +10,12 @@ import pytest
 
 import pipedream as pd
 from pipedream import cli
-from pipedream.core.cluster import Cluster
 from pipedream.core.errors import PlanError
-from pipedream.core.profile import LayerProfile, Profile
-from pipedream.methods import holds_of, score
-from pipedream.planner import two_bw, two_bw_s
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.planner import two_bw_s
+from pipedream.planner.papers import two_bw
+from pipedream.workflows.methods import holds_of, score
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=80, parameter_bytes=60, activation_bytes=800)
 CHAIN = Profile.of_chain((LAYER,) * 4, batch=16)

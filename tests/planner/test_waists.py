@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.graph import Layer, LayerGraph
-from pipedream.planner.lattice import Lattice, bits
-from pipedream.planner.waists import least_crossing, waists
+from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.planner.cuts.downsets import Lattice, bits
+from pipedream.planner.cuts.min_cuts import least_crossing, waists
 
 
 @st.composite

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipedream.core.devices import DEVICES, Device
 from pipedream.core.errors import ArtifactError, ProfileError
+from pipedream.core.hardware.devices import DEVICES, Device
 from pipedream.profiler import device_of, dtype_of, measure_device
 
 

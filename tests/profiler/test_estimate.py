@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 import pipedream
 from pipedream.capture import capture, stand_ins, untouched
-from pipedream.core.devices import DEVICES, Device
 from pipedream.core.errors import ProfileError
-from pipedream.core.profile import Profile
+from pipedream.core.hardware.devices import DEVICES, Device
+from pipedream.core.model.profile import Profile
 from pipedream.profiler import estimate, measure
 
 TOY = Device("toy", 10**9, {"float32": 1e12, "float64": 1e11}, 1e11, launch_s=1e-6, flop_share=1.0, byte_share=1.0)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import pipedream as pd
-from pipedream import api
 from pipedream.core.errors import ProfileError
-from pipedream.core.plan import Plan
-from pipedream.core.profile import LayerProfile, Profile
-from pipedream.methods import score
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan
 from pipedream.profiler.halved import fixed_s, half_of
+from pipedream.workflows import api
+from pipedream.workflows.methods import score
 
 WHOLE = [(1.0, 0.0), (3.0, 0.0), (2.0, 0.5)]
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from pipedream.capture import untouched
 from pipedream.core.errors import ProfileError
-from pipedream.core.graph import Layer, LayerGraph
-from pipedream.core.profile import Profile
+from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.model.profile import Profile
 from pipedream.profiler import Stopwatch, measure
 
 

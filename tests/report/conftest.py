@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from pipedream.core.cluster import Cluster
-from pipedream.core.depth import noam
-from pipedream.core.plan import Plan, Stage
-from pipedream.core.timeline import Timeline
-from pipedream.lowering import lower
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.depth import noam
+from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.timeline import Timeline
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 

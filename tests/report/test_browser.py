@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from pipedream.core.plan import Plan
-from pipedream.core.timeline import Timeline
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.timeline import Timeline
 from pipedream.report.html import page
 
 pytestmark = pytest.mark.browser

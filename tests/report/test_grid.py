@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.timeline import Span, Timeline
+from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.report.text import grid, grid_rich, slot
 from pipedream.schedules import SCHEDULES, uniform
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.timeline import Span, Timeline
+from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.report.lanes import rows, start_window, steady_window
 
 Simulated = Callable[..., Timeline]

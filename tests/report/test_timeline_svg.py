@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.plan import Plan
-from pipedream.core.timeline import Timeline
-from pipedream.lowering import lower
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.timeline import Timeline
 from pipedream.report.svg import LEFT, timeline_svg
 from pipedream.schedules import build
 

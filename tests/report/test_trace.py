@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.timeline import Timeline
+from pipedream.core.schedule.timeline import Timeline
 from pipedream.report.trace import save_trace, trace
 
 Simulated = Callable[..., Timeline]

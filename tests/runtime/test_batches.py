@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.errors import WorkerError
-from pipedream.runtime.batches import flatten, samples, split, unflatten
+from pipedream.runtime.comm.values import flatten, samples, split, unflatten
 
 TENSORS = st.lists(st.integers(0, 3), max_size=3).map(lambda shape: torch.randn(shape))
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

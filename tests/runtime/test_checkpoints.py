@@ -21,7 +21,8 @@ import zoo
 import pipedream as pd
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
-from pipedream.runtime import checkpoints, generators
+from pipedream.runtime.checkpoint import writer as checkpoints
+from pipedream.runtime.data import rng as generators
 
 
 def save(folder: Path, counts: tuple[int, ...] = (1, 1), numbers: int = 4, keep: int | None = None) -> list[Path]:

@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipedream.core.compensation import (
+from pipedream.core.errors import ScheduleError
+from pipedream.core.schedule.compensation import (
     Compensation,
     ErrorFeedback,
     GapAware,
@@ -29,9 +30,8 @@ from pipedream.core.compensation import (
     SpikeCompensation,
     VelocityPrediction,
 )
-from pipedream.core.errors import ScheduleError
-from pipedream.core.update import UpdateRule
-from pipedream.runtime.optimize import Optimizer
+from pipedream.core.schedule.update import UpdateRule
+from pipedream.runtime.update.optimizer import Optimizer
 
 UPDATES = 300
 ROWS, COLUMNS = 4, 3

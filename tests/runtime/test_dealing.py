@@ -31,10 +31,11 @@ from torch.utils.data import (
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from pipedream.core.errors import PipelineError, WorkerError
-from pipedream.runtime.dealing import Dealer, DealtReading, can_be_dealt
-from pipedream.runtime.feed import Admitted, Ending, Feed
-from pipedream.runtime.order import Order
-from pipedream.runtime.reading import Extent, Reading, WholeReading
+from pipedream.runtime.comm.message import Ending
+from pipedream.runtime.data.feed import Admitted, Feed
+from pipedream.runtime.data.iterate import Extent, Reading, WholeReading
+from pipedream.runtime.data.order import Order
+from pipedream.runtime.data.sharded_loader import Dealer, DealtReading, can_be_dealt
 
 
 def reading_of(

@@ -8,9 +8,15 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from pipedream.core.plan import Stage
-from pipedream.runtime.emulated import EmulatedStage, Waiting, emulated_batch, emulated_model, emulated_optimizer
-from pipedream.runtime.split import split_backward
+from pipedream.core.plan.plan import Stage
+from pipedream.runtime.stage.emulated import (
+    EmulatedStage,
+    Waiting,
+    emulated_batch,
+    emulated_model,
+    emulated_optimizer,
+)
+from pipedream.runtime.stage.split_backward import split_backward
 
 MIB = 1 << 20
 

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.errors import WorkerError
-from pipedream.runtime.feed import Admitted, Ending, Feed
-from pipedream.runtime.order import Order
-from pipedream.runtime.reading import Extent, Reading, WholeReading, share
+from pipedream.runtime.comm.message import Ending
+from pipedream.runtime.data.feed import Admitted, Feed
+from pipedream.runtime.data.iterate import Extent, Reading, WholeReading, share
+from pipedream.runtime.data.order import Order
 
 
 class Loader:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from pipedream.runtime import notes
-from pipedream.runtime.heartbeat import Heartbeat
-from pipedream.runtime.judge import Verdict
-from pipedream.runtime.peers import Process, is_running
+from pipedream.runtime.failure import notes
+from pipedream.runtime.failure.heartbeat import Heartbeat
+from pipedream.runtime.failure.peers import Process, is_running
+from pipedream.runtime.failure.verdict import Verdict
 
 
 class Store:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.runtime.doing import Doing, Pace
-from pipedream.runtime.judge import SILENT_S, Beat, Judge, Verdict
-from pipedream.runtime.peers import Process
+from pipedream.runtime.failure.activity import Doing, Pace
+from pipedream.runtime.failure.peers import Process
+from pipedream.runtime.failure.verdict import SILENT_S, Beat, Judge, Verdict
 
 LOOK_S = 0.125
 PROCESS = Process("here", 1, 1)

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 import pipedream as pd
 from pipedream.capture import capture
-from pipedream.core.cluster import Cluster
 from pipedream.core.errors import WorkerError
-from pipedream.core.plan import Plan
-from pipedream.core.profile import LayerProfile, Profile
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan
 from pipedream.planner import by_hand
-from pipedream.runtime.guest import Guest, Parcel
-from pipedream.runtime.message import Message
-from pipedream.runtime.stage import StageModule
+from pipedream.runtime.comm.message import Message
+from pipedream.runtime.stage.remote_forward import Guest, Parcel
+from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.schedules.layouts import homes
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_verifier import Case, cases
 
-from pipedream.core.op import Kind, Op
-from pipedream.core.program import Instruction
-from pipedream.runtime.channel import LocalChannel
-from pipedream.runtime.feed import Ending, Feed
-from pipedream.runtime.intake import HandedDoor, Intake, OwnDoor
-from pipedream.runtime.message import Content, Message
-from pipedream.runtime.order import Order
-from pipedream.runtime.reading import Extent, WholeReading, share
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.program import Instruction
+from pipedream.runtime.comm.channel import LocalChannel
+from pipedream.runtime.comm.message import Content, Ending, Message
+from pipedream.runtime.data.feed import Feed
+from pipedream.runtime.data.iterate import Extent, WholeReading, share
+from pipedream.runtime.data.microbatches import HandedDoor, Intake, OwnDoor
+from pipedream.runtime.data.order import Order
 from pipedream.verifier import verify
 from pipedream.verifier.unrolled import Unrolled, unroll
 from pipedream.verifier.waits import _Waits

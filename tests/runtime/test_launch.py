@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipedream.runtime import launch as launching
-from pipedream.runtime.launch import _Failure, launch
+from pipedream.runtime.failure import launch as launching
+from pipedream.runtime.failure.launch import _Failure, launch
 
 
 @pytest.mark.parametrize(

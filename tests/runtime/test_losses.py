@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipedream.runtime.losses import Loss, is_torch_loss, measure
+from pipedream.runtime.results.losses import Loss, is_torch_loss, measure
 
 N, C = 10, 4
 CLASSES = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.runtime.message import (
+from pipedream.runtime.comm.message import (
     Content,
     Message,
     copied,

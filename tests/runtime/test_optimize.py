@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pipedream.core.compensation import ErrorFeedback
 from pipedream.core.errors import ScheduleError
-from pipedream.core.update import UpdateRule
-from pipedream.runtime.channel import LocalGroup
-from pipedream.runtime.optimize import Gradients, Optimizer
+from pipedream.core.schedule.compensation import ErrorFeedback
+from pipedream.core.schedule.update import UpdateRule
+from pipedream.runtime.comm.channel import LocalGroup
+from pipedream.runtime.update.optimizer import Gradients, Optimizer
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pipedream.core.op import Kind, Op
-from pipedream.core.plan import Plan
-from pipedream.core.update import UpdateRule
-from pipedream.lowering import lower
-from pipedream.runtime.channel import Group, LocalGroup, Pending
-from pipedream.runtime.optimize import Gradients, Optimizer
-from pipedream.runtime.reduction import Reduction, add_up_all, buckets_of, last_backwards
-from pipedream.runtime.stage import Held, StageModule
-from pipedream.runtime.versions import Versions
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.update import UpdateRule
+from pipedream.runtime.comm.channel import Group, LocalGroup, Pending
+from pipedream.runtime.stage.stage_module import Held, StageModule
+from pipedream.runtime.stage.versions import Versions
+from pipedream.runtime.update.all_reduce import Reduction, add_up_all, buckets_of, last_backwards
+from pipedream.runtime.update.optimizer import Gradients, Optimizer
 from pipedream.schedules import build
 
 TYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])

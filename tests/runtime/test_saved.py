@@ -14,9 +14,9 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from pipedream.core.errors import ScheduleError
-from pipedream.runtime.saved import Saved
-from pipedream.runtime.stage import Held, StageModule, low_precision_weights
-from pipedream.runtime.versions import Versions
+from pipedream.runtime.stage.saved_tensors import Saved
+from pipedream.runtime.stage.stage_module import Held, StageModule, low_precision_weights
+from pipedream.runtime.stage.versions import Versions
 
 
 class Attention(nn.Module):

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipedream.runtime.split import split_backward
-from pipedream.runtime.stage import Held, StageModule
-from pipedream.runtime.versions import Versions
+from pipedream.runtime.stage.split_backward import split_backward
+from pipedream.runtime.stage.stage_module import Held, StageModule
+from pipedream.runtime.stage.versions import Versions
 
 WIDTH = 4
 

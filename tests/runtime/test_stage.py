@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipedream.runtime.optimize import Gradients
-from pipedream.runtime.stage import Held, StageModule
-from pipedream.runtime.versions import Versions
+from pipedream.runtime.stage.stage_module import Held, StageModule
+from pipedream.runtime.stage.versions import Versions
+from pipedream.runtime.update.optimizer import Gradients
 
 
 class Twice(nn.Module):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pipedream.runtime.versions import Versions
+from pipedream.runtime.stage.versions import Versions
 
 STEPPERS = [
     partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),

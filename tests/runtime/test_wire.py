@@ -7,7 +7,7 @@ import pytest
 import torch
 from exchange import SIZES, exchange, message_of
 
-from pipedream.runtime.wire import _Capacity
+from pipedream.runtime.comm.distributed import _Capacity
 
 
 @pytest.mark.processes

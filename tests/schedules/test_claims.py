@@ -9,11 +9,11 @@ from math import lcm
 import pytest
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.op import Kind
-from pipedream.core.plan import Plan
-from pipedream.core.schedule import Schedule
-from pipedream.core.timeline import Timeline
-from pipedream.lowering import lower
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.op import Kind
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.timeline import Timeline
 from pipedream.metrics import in_flight, measure, staleness
 from pipedream.schedules import SCHEDULES, build, uniform
 from pipedream.simulator import costs, simulate

@@ -11,8 +11,8 @@ from cases import Case, check, run
 from commands import run as command
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan import Plan
-from pipedream.lowering import lower
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
 from pipedream.schedules import METHODS, build, layout_of, method_of, uniform
 from pipedream.verifier import verify
 

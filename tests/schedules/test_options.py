@@ -16,22 +16,22 @@ import zoo
 from commands import run as command
 
 import pipedream as pd
-from pipedream.cli.sweeping import _values
+from pipedream.cli.sweep import _values
 from pipedream.core.errors import ScheduleError
-from pipedream.core.phase import Phase, phases_text, read_phases
-from pipedream.core.plan import Plan
-from pipedream.core.program import Program
-from pipedream.lowering import lower
-from pipedream.methods import asked_of
-from pipedream.runtime.checkpoints import contents
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.phase import Phase, phases_text, read_phases
+from pipedream.core.schedule.program import Program
+from pipedream.experimental.roundpipe import roundpipe
+from pipedream.experimental.timeprest_interpolated import timeprest_interpolated
+from pipedream.runtime.checkpoint.writer import contents
 from pipedream.schedules import METHODS, build, canonical, layout_of, method_of, uniform
-from pipedream.schedules.compensated import pb_lwp_sc
+from pipedream.schedules.asynchronous.compensated import pb_lwp_sc
+from pipedream.schedules.asynchronous.paci import paci
+from pipedream.schedules.asynchronous.pb_lwp import pb_lwp
+from pipedream.schedules.asynchronous.pipemare import pipemare
 from pipedream.schedules.options import options_of
-from pipedream.schedules.paci import paci
-from pipedream.schedules.pb_lwp import pb_lwp
-from pipedream.schedules.pipemare import pipemare
-from pipedream.schedules.roundpipe import roundpipe
-from pipedream.schedules.timeprest_interpolated import timeprest_interpolated
+from pipedream.workflows.methods import asked_of
 
 from ..test_schedule_files import profile
 

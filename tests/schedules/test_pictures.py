@@ -10,9 +10,9 @@ from importlib import import_module
 
 import pytest
 
-from pipedream.core.op import Kind, Op
-from pipedream.core.plan import Plan
-from pipedream.core.schedule import Schedule
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, uniform
 
 NO_TIME = (Kind.UPDATE, Kind.FETCH)

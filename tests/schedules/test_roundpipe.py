@@ -13,24 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipedream as pd
-from pipedream.checking import check_plan
-from pipedream.core.cluster import Cluster
-from pipedream.core.coupling import Policy
 from pipedream.core.errors import ArtifactError, DeadlockError, PlanError, ScheduleError
-from pipedream.core.op import Kind, Op
-from pipedream.core.placement import Dispatched
-from pipedream.core.plan import Plan
-from pipedream.core.profile import LayerProfile, Profile
-from pipedream.core.program import Instruction, Move, Program, RankProgram, Transfer, moved
-from pipedream.core.schedule import Schedule
-from pipedream.lowering import lower
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.placement import Dispatched
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.coupling import Policy
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram, Transfer, moved
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.experimental.roundpipe import roundpipe
 from pipedream.metrics import measure
-from pipedream.phases import phases_of, prepare
 from pipedream.schedules import build, evaluation, uniform
 from pipedream.schedules.layouts import homes
-from pipedream.schedules.roundpipe import roundpipe
 from pipedream.simulator import costs, simulate
 from pipedream.verifier import verify
+from pipedream.workflows.check import check_plan
+from pipedream.workflows.prepare import phases_of, prepare
 
 
 def plan_of(p: int, stages: int, f: float = 1.0, b: float = 2.0, transfer_s: float = 0.0) -> Plan:

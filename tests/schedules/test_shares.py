@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan import Plan
-from pipedream.lowering import lower
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
 from pipedream.schedules import build
 from pipedream.verifier import verify
 

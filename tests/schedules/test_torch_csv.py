@@ -19,17 +19,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipedream as pd
-from pipedream import api
 from pipedream.core.errors import DeadlockError, ScheduleError
-from pipedream.core.op import Kind
-from pipedream.core.plan import Plan
-from pipedream.core.schedule import Schedule
-from pipedream.lowering import lower
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.op import Kind
+from pipedream.core.schedule.schedule import Schedule
 from pipedream.metrics import in_flight, measure
-from pipedream.schedules import LAYOUTS, SCHEDULES, build, evaluation, from_torch_csv, to_torch_csv, uniform
+from pipedream.schedules import (
+    LAYOUTS,
+    SCHEDULES,
+    build,
+    evaluation,
+    from_torch_csv,
+    to_torch_csv,
+    uniform,
+)
 from pipedream.schedules.layouts import looped
 from pipedream.simulator import costs, simulate
 from pipedream.verifier import verify
+from pipedream.workflows import api
 
 SIZES = ((1, 2), (2, 4), (2, 7), (3, 6), (4, 8))  # ranks and microbatches
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # with I and W

@@ -11,16 +11,16 @@ import pytest
 from drawn import runs
 from hypothesis import given, settings
 
-from pipedream.core.cluster import Cluster
 from pipedream.core.errors import DeadlockError, ScheduleError
-from pipedream.core.op import Kind, Op
-from pipedream.core.plan import Plan, Stage
-from pipedream.core.program import Program, RankProgram
-from pipedream.core.schedule import Schedule
-from pipedream.core.timeline import WORK, Span, Timeline
-from pipedream.core.update import UpdateRule
-from pipedream.core.weights import Flush
-from pipedream.lowering import lower
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.program import Program, RankProgram
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.timeline import WORK, Span, Timeline
+from pipedream.core.schedule.update import UpdateRule
+from pipedream.core.schedule.weights import Flush
 from pipedream.schedules import build, evaluation
 from pipedream.simulator import Costs, costs, simulate
 

@@ -10,12 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from slow_clock import FIRST_BYTES, NEXT_BYTES, slow_clock
 
-from pipedream.core.cluster import Cluster
-from pipedream.core.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, all_reduce_s
-from pipedream.core.plan import Plan, Stage
-from pipedream.core.schedule import Schedule
-from pipedream.core.timeline import Span, Timeline
-from pipedream.lowering import lower
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, all_reduce_s
+from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.schedules import build
 from pipedream.simulator import Costs, costs, simulate
 from pipedream.simulator.costs import bucket_costs

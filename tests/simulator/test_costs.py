@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from pipedream.core.cluster import Cluster, Level, Workers
-from pipedream.core.op import Kind
-from pipedream.core.plan import Plan, Stage
-from pipedream.core.program import Channel
+from pipedream.core.hardware.cluster import Cluster, Level, Workers
+from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.schedule.op import Kind
+from pipedream.core.schedule.program import Channel
 from pipedream.simulator import costs
 
 ROWS = (

@@ -1,4 +1,4 @@
-"""Bytes held over time, against the definition of a version that is alive and against `core.memory.stage_bytes`."""
+"""Bytes held over time, against the definition of a live version and against `core.plan.memory.stage_bytes`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from drawn import runs, straight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedream.core.cluster import Cluster
-from pipedream.core.memory import DEFERRED_SHARE, StageSizes, message_bytes, peers_of, stage_bytes
-from pipedream.core.op import Kind
-from pipedream.core.plan import Plan, Stage
-from pipedream.core.schedule import Schedule
-from pipedream.core.tagged import Interpolated, Tagged
-from pipedream.core.timeline import MemoryStep, Timeline
-from pipedream.core.weights import WeightRule
-from pipedream.lowering import lower
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.memory import (
+    DEFERRED_SHARE,
+    StageSizes,
+    message_bytes,
+    peers_of,
+    stage_bytes,
+)
+from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.op import Kind
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.tagged import Interpolated, Tagged
+from pipedream.core.schedule.timeline import MemoryStep, Timeline
+from pipedream.core.schedule.weights import WeightRule
 from pipedream.metrics import measure
 from pipedream.schedules import build, evaluation
 from pipedream.simulator import Costs, costs, simulate

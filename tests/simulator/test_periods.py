@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipedream.core.cluster import Cluster, Level, Workers
-from pipedream.core.depth import full, noam
-from pipedream.core.plan import Plan, Stage
-from pipedream.core.timeline import Timeline
-from pipedream.lowering import lower
+from pipedream.core.hardware.cluster import Cluster, Level, Workers
+from pipedream.core.plan.depth import full, noam
+from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.timeline import Timeline
 from pipedream.metrics import measure, steady
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate

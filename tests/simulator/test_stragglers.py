@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipedream as pd
-from pipedream.core.plan import Plan
-from pipedream.core.schedule import Schedule
-from pipedream.core.timeline import Timeline
-from pipedream.lowering import lower
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.timeline import Timeline
 from pipedream.metrics import steady
 from pipedream.schedules import build
 from pipedream.simulator import Costs, Stragglers, costs, simulate

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from .captured import Captured
-from .chain import capture_chain, find_layers
-from .stand_ins import stand_ins
-from .untouched import untouched
+from pipedream.capture.captured import Captured
+from pipedream.capture.chain import capture_chain, find_layers
+from pipedream.capture.stand_ins import stand_ins
+from pipedream.capture.untouched import untouched
 
 __all__ = ["Captured", "capture", "find_layers", "stand_ins", "untouched"]
 

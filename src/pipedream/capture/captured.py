@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..core.graph import LayerGraph
+from pipedream.core.model.graph import LayerGraph
 
 __all__ = ["Captured"]
 

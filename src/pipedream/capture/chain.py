@@ -17,13 +17,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..core.errors import CaptureError
-from ..core.graph import Layer, LayerGraph
-from .captured import Captured
-from .check import check_equal_to_model
-from .stand_ins import is_stand_in
-from .trace import Call, trace, why_not_a_chain
-from .untouched import untouched
+from pipedream.capture.captured import Captured
+from pipedream.capture.check import check_equal_to_model
+from pipedream.capture.stand_ins import is_stand_in
+from pipedream.capture.trace import Call, trace, why_not_a_chain
+from pipedream.capture.untouched import untouched
+from pipedream.core.errors import CaptureError
+from pipedream.core.model.graph import Layer, LayerGraph
 
 __all__ = ["capture_chain", "find_layers", "tied_layers"]
 

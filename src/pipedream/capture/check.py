@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ..core.errors import CaptureError
-from .captured import Captured
-from .untouched import untouched
+from pipedream.capture.captured import Captured
+from pipedream.capture.untouched import untouched
+from pipedream.core.errors import CaptureError
 
 __all__ = ["check_equal_to_model"]
 

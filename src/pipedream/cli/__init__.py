@@ -13,13 +13,13 @@ import sys
 
 import typer
 
-from ..core.errors import BAD_CALL, PeerError, PipelineError, WorkerError
-from .emulation import emulate
-from .options import SeveralValues
-from .planning import plan
-from .probe import probe
-from .study import list_schedules, show, simulate
-from .work import compare, profile, report, train
+from pipedream.cli.emulate import emulate
+from pipedream.cli.options import SeveralValues
+from pipedream.cli.plan import plan
+from pipedream.cli.probe import probe
+from pipedream.cli.study import list_schedules, show, simulate
+from pipedream.cli.work import compare, profile, report, train
+from pipedream.core.errors import BAD_CALL, PeerError, PipelineError, WorkerError
 
 __all__ = ["app", "main", "script"]
 
@@ -63,7 +63,7 @@ def _failed(error: PipelineError) -> int:
         return status  # the worker that failed says it
     text = f"pipedream: {error}"
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from ..runtime.notes import is_launched_here, leave_word
+        from pipedream.runtime.failure.notes import is_launched_here, leave_word
 
         if leave_word(text) and is_launched_here():
             return status  # our own launcher prints it

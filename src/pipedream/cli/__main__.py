@@ -1,6 +1,6 @@
 """``python -m pipedream.cli``: how the workers of a local run are started."""
 
-from . import script
+from pipedream.cli import script
 
 __all__ = ["script"]
 

@@ -10,11 +10,12 @@ from typing import Annotated, Any, ClassVar
 import typer
 from typer.core import TyperCommand
 
-from ..core import presets, units
-from ..core.cluster import Cluster, Level
-from ..core.errors import PlanError
-from ..core.graphtxt import GraphText
-from ..core.profile import Profile
+from pipedream.core import units
+from pipedream.core.errors import PlanError
+from pipedream.core.hardware import presets
+from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.model.graph_txt import GraphText
+from pipedream.core.model.profile import Profile
 
 __all__ = [
     "AllowAsynchronous",

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from ..core.artifact import encode
-from .options import Device, Json, print_json
+from pipedream.cli.options import Device, Json, print_json
+from pipedream.core.artifact import encode
 
 __all__ = ["probe"]
 
@@ -30,11 +30,11 @@ def probe(
     """
     launched = "TORCHELASTIC_RUN_ID" in os.environ or "WORLD_SIZE" in os.environ
     if not launched and workers is not None:
-        from ..runtime.launch import launch  # torch is loaded only where workers run
+        from pipedream.runtime.failure.launch import launch  # torch is loaded only where workers run
 
         raise typer.Exit(launch(workers, ["-m", "pipedream.cli", *sys.argv[1:]]))
-    from ..probing import probe as probed
-    from ..runtime.talk import leave
+    from pipedream.runtime.comm.process_group import leave
+    from pipedream.workflows.probe import probe as probed
 
     survey = probed(device=device, most_s=seconds)
     leave()

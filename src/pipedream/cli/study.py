@@ -10,17 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .. import api, metrics, schedules
-from ..core.artifact import encode, write_text
-from ..core.errors import PlanError
-from ..core.plan import Plan
-from ..lowering import lower
-from ..methods import asked_of
-from ..report.listing import schedule_table
-from ..report.svg import timeline_svg
-from ..report.text import grid, grid_rich
-from ..verifier import verify
-from .options import (
+from pipedream import metrics, schedules
+from pipedream.cli.options import (
     Chunks,
     ClusterName,
     Depth,
@@ -32,6 +23,16 @@ from .options import (
     depth_of,
     print_json,
 )
+from pipedream.core.artifact import encode, write_text
+from pipedream.core.errors import PlanError
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.report.listing import schedule_table
+from pipedream.report.svg import timeline_svg
+from pipedream.report.text import grid, grid_rich
+from pipedream.verifier import verify
+from pipedream.workflows import api
+from pipedream.workflows.methods import asked_of
 
 __all__ = ["list_schedules", "show", "simulate"]
 

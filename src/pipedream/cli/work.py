@@ -10,12 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..core.errors import PipelineError, PlanError, ProfileError
-from ..core.plan import Plan
-from ..planner import counts_of
-from ..runtime.judge import STUCK_AFTER_S
-from ..schedules import is_torch_csv, load_torch_csv
-from .options import (
+from pipedream.cli.options import (
     AllowAsynchronous,
     Chunks,
     Config,
@@ -31,6 +26,11 @@ from .options import (
     print_json,
     shape_of,
 )
+from pipedream.core.errors import PipelineError, PlanError, ProfileError
+from pipedream.core.plan.plan import Plan
+from pipedream.planner import counts_of
+from pipedream.runtime.failure.verdict import STUCK_AFTER_S
+from pipedream.schedules import is_torch_csv, load_torch_csv
 
 __all__ = ["compare", "profile", "report", "train"]
 
@@ -113,7 +113,7 @@ def train(
     count = workers or _planned_workers(given, config, resume, schedule) or 2
     launched = "TORCHELASTIC_RUN_ID" in os.environ or "WORLD_SIZE" in os.environ
     if not launched and (count > 1 or max_restarts):
-        from ..runtime.launch import launch  # torch is loaded only where workers run
+        from pipedream.runtime.failure.launch import launch  # torch is loaded only where workers run
 
         if not Path(recipe).is_file():
             raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
@@ -131,8 +131,8 @@ def train(
     wanted = _planned_workers(given, config, None)
     if elastic and launched and wanted not in (None, int(os.environ.get("WORLD_SIZE", "1"))):
         given, shape = None, "pipeline"  # workers were lost: plan again for those that are left
-    from ..recipe import load_recipe
-    from ..training import train_recipe
+    from pipedream.recipe import load_recipe
+    from pipedream.training.train import train_recipe
 
     summary = train_recipe(
         lambda chosen: load_recipe(recipe, seed=chosen),
@@ -186,8 +186,8 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Measure seconds and bytes of each layer of a recipe's model; with --device meta, predict them."""
-    from ..recipe import load_recipe
-    from ..training import profile_recipe
+    from pipedream.recipe import load_recipe
+    from pipedream.training.train import profile_recipe
 
     if device not in ("cpu", "cuda", "meta") and not device.startswith("cuda:"):
         raise ProfileError(f"device {device!r} cannot be measured; choose cpu, cuda or meta")
@@ -210,7 +210,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Train a recipe side by side: one worker, data parallelism, and some methods."""
-    from ..comparing import compare_recipe, comparison_table
+    from pipedream.training.compare import compare_recipe, comparison_table
 
     names = tuple(schedule or ("pipedream", "1f1b", "pipedream_2bw"))
     rows = compare_recipe(
@@ -231,7 +231,7 @@ def compare(
 
 def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder.")], as_json: Json = False) -> None:
     """Make report.html again from a run folder."""
-    from ..runfolder import write_report
+    from pipedream.training.run_folder import write_report
 
     path = write_report(folder)
     if as_json:
@@ -251,7 +251,7 @@ def _planned_workers(
         return load_torch_csv(schedule).placement.workers
     if resume is None:
         return None
-    from ..resuming import find
+    from pipedream.training.resume import find
 
     start = find(resume, None, 0)
     return None if start is None else start.page.plan.workers

@@ -17,7 +17,7 @@ import typing
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from .errors import ArtifactError
+from pipedream.core.errors import ArtifactError
 
 __all__ = ["Artifact", "decode", "encode", "write_text"]
 

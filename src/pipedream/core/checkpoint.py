@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from .artifact import Artifact
-from .compensation import Compensation
-from .plan import Plan
+from pipedream.core.artifact import Artifact
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.compensation import Compensation
 
 __all__ = ["Checkpoint", "Group", "StageState", "Stored"]
 
@@ -103,7 +103,7 @@ class Checkpoint(Artifact):
         epoch, epoch_batches: where the data goes on.
         drains: minibatch numbers at which the pipeline was drained; this is the last of them.
         schedule, compensation, microbatches, seed, plan: of the run that saved it; the first three of its phase.
-        phases: of that run as they were asked for, as text (`core.phase`); empty where it has but one method.
+        phases: of that run as they were asked for, as text (`core.schedule.phase`); empty where it has but one method.
         phases_compensation: what was asked for those that do not say their own; None where nothing was.
         stages: one for each of the plan's.
         tensors: by name.

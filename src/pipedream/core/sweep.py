@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .units import format_bytes, format_rate
+from pipedream.core.units import format_bytes, format_rate
 
 __all__ = ["DATA_PARALLEL", "Crossover", "Point", "Sweep"]
 

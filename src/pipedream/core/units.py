@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 
-from .errors import PlanError
+from pipedream.core.errors import PlanError
 
 __all__ = [
     "check_factor",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..core.graph import LayerGraph
-from ..core.plan import Plan
-from ..core.units import format_excess
-from .space import Space
+from pipedream.core.model.graph import LayerGraph
+from pipedream.core.plan.plan import Plan
+from pipedream.core.units import format_excess
+from pipedream.planner.tables.search_space import Space
 
 __all__ = ["least_period_s", "with_bound"]
 

@@ -1,7 +1,7 @@
 """The planner's front: of one worker, data parallelism and pipelines, whatever is asked for or predicted fastest.
 
 The predicted seconds are those of a full pipeline whose messages are hidden behind compute, which takes
-the depth ``full``; at the paper's depth more may show (`core.depth`).
+the depth ``full``; at the paper's depth more may show (`core.plan.plan.depth`).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from ..core.cluster import Cluster
-from ..core.errors import PlanError, ShortageError
-from ..core.plan import Plan
-from ..core.profile import Profile
-from ..core.units import format_bytes, format_seconds
-from .bound import with_bound
-from .dynamic import check_recompute
-from .held import Holds, Versions, stash
-from .lines import Lines
-from .shortage import refuse
-from .space import Space
+from pipedream.core.errors import PlanError, ShortageError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.core.units import format_bytes, format_seconds
+from pipedream.planner.bound import with_bound
+from pipedream.planner.dynamic_program.recurrence import check_recompute
+from pipedream.planner.dynamic_program.shortage import refuse
+from pipedream.planner.pipelines import Lines
+from pipedream.planner.tables.method_occupancy import Holds, Versions, stash
+from pipedream.planner.tables.search_space import Space
 
 __all__ = ["SHAPES", "counts_of", "plan"]
 
@@ -51,7 +51,7 @@ def plan(
 
     Stages take consecutive workers of the cluster, idle ones in front of them. Where workers or machines are unlike,
     several orders of them are tried, and the note says which. A model of many layers on many workers is planned by
-    bisection (`planner.bisection`); the plan's bound then says how far from the best it may be.
+    bisection (`planner.bisection.bisection`); the plan's bound then says how far from the best it may be.
 
     Args:
         versions: versions of the weights that a stage holds, from its count in flight and its lag.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .device import device_of, dtype_of, here, measure_device
-from .estimate import estimate
-from .measure import measure
-from .stopwatch import Stopwatch
+from pipedream.profiler.device import device_of, dtype_of, here, measure_device
+from pipedream.profiler.estimate import estimate
+from pipedream.profiler.measure import measure
+from pipedream.profiler.stopwatch import Stopwatch
 
 __all__ = ["Stopwatch", "device_of", "dtype_of", "estimate", "here", "measure", "measure_device"]

@@ -11,9 +11,9 @@ from statistics import median
 
 import torch
 
-from ..core.devices import Device, device_named
-from ..core.errors import ProfileError
-from .about import device_text
+from pipedream.core.errors import ProfileError
+from pipedream.core.hardware.devices import Device, device_named
+from pipedream.profiler.about import device_text
 
 __all__ = ["device_of", "dtype_of", "here", "measure_device"]
 

@@ -13,16 +13,21 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ..core.devices import Device
-from ..core.graph import LayerGraph
-from ..core.profile import LayerProfile, Profile
-from .about import versions
-from .alike import structure_of, value_shape
-from .measure import Untouched, check_chain, choose_mode, dtype_name
-from .op_costs import Lap, OpCosts, opaque_bytes
-from .passes import Loss, Passes, shapes_of
-from .sizes import largest_parameter_bytes, measure_sizes, parameter_bytes
-from .update import OptimizerFactory, UpdateCost, estimate_update, named_parameters
+from pipedream.core.hardware.devices import Device
+from pipedream.core.model.graph import LayerGraph
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.profiler.about import versions
+from pipedream.profiler.alike import structure_of, value_shape
+from pipedream.profiler.measure import Untouched, check_chain, choose_mode, dtype_name
+from pipedream.profiler.op_costs import Lap, OpCosts, opaque_bytes
+from pipedream.profiler.passes import Loss, Passes, shapes_of
+from pipedream.profiler.sizes import largest_parameter_bytes, measure_sizes, parameter_bytes
+from pipedream.profiler.update import (
+    OptimizerFactory,
+    UpdateCost,
+    estimate_update,
+    named_parameters,
+)
 
 __all__ = ["estimate"]
 

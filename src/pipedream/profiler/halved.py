@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ..core.errors import ProfileError
+from pipedream.core.errors import ProfileError
 
 __all__ = ["fixed_s", "half_of"]
 

@@ -15,15 +15,20 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ..core.errors import ProfileError
-from ..core.graph import LayerGraph
-from ..core.profile import LayerProfile, Profile
-from .about import device_text, versions
-from .halved import fixed_s
-from .passes import Loss, Passes, shapes_of
-from .sizes import largest_parameter_bytes, measure_sizes, parameter_bytes
-from .stopwatch import Stopwatch
-from .update import OptimizerFactory, UpdateCost, measure_update, named_parameters
+from pipedream.core.errors import ProfileError
+from pipedream.core.model.graph import LayerGraph
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.profiler.about import device_text, versions
+from pipedream.profiler.halved import fixed_s
+from pipedream.profiler.passes import Loss, Passes, shapes_of
+from pipedream.profiler.sizes import largest_parameter_bytes, measure_sizes, parameter_bytes
+from pipedream.profiler.stopwatch import Stopwatch
+from pipedream.profiler.update import (
+    OptimizerFactory,
+    UpdateCost,
+    measure_update,
+    named_parameters,
+)
 
 __all__ = ["Untouched", "check_chain", "choose_mode", "dtype_name", "measure"]
 

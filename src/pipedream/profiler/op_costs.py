@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ..core.devices import Device
+from pipedream.core.hardware.devices import Device
 
 __all__ = ["OPAQUE", "Lap", "OpCosts", "opaque_bytes"]
 

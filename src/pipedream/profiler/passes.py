@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..core.errors import ProfileError
-from ..core.graph import LayerGraph
-from .allocations import Allocations
-from .sizes import Sizes
-from .stopwatch import Watch
+from pipedream.core.errors import ProfileError
+from pipedream.core.model.graph import LayerGraph
+from pipedream.profiler.allocations import Allocations
+from pipedream.profiler.sizes import Sizes
+from pipedream.profiler.stopwatch import Watch
 
 __all__ = ["Need", "Passes", "shapes_of"]
 

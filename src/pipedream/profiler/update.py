@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..core.errors import ProfileError
-from ..core.graph import LayerGraph
-from .allocations import Allocations
-from .sizes import storage_bytes
-from .stopwatch import Watch
+from pipedream.core.errors import ProfileError
+from pipedream.core.model.graph import LayerGraph
+from pipedream.profiler.allocations import Allocations
+from pipedream.profiler.sizes import storage_bytes
+from pipedream.profiler.stopwatch import Watch
 
 __all__ = ["NamedParameters", "OptimizerFactory", "UpdateCost", "estimate_update", "measure_update", "named_parameters"]
 

@@ -1,12 +1,12 @@
 """Numbers and spans to ink: text for the terminal, SVG, trace files, the page of a run, the gallery of schedules."""
 
-from .curve import curve_svg
-from .gallery import Entry, gallery
-from .html import page, save_page
-from .scatter import Pair, scatter_svg
-from .svg import timeline_svg
-from .text import grid, grid_rich
-from .trace import save_trace, trace
+from pipedream.report.curve import curve_svg
+from pipedream.report.gallery import Entry, gallery
+from pipedream.report.html import page, save_page
+from pipedream.report.scatter import Pair, scatter_svg
+from pipedream.report.svg import timeline_svg
+from pipedream.report.text import grid, grid_rich
+from pipedream.report.trace import save_trace, trace
 
 __all__ = [
     "Entry",

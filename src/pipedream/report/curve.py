@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from .axis import figure, length, ticks
-from .style import COLOURS
-from .svg import frame, text
+from pipedream.report.axis import figure, length, ticks
+from pipedream.report.style import COLOURS
+from pipedream.report.svg import frame, text
 
 __all__ = ["curve_svg", "thinned"]
 

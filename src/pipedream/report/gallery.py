@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ..core.schedule import Schedule
-from ..core.timeline import Timeline
-from ..metrics import measure, steady
-from .axis import figure
-from .tables import NOTHING
-from .text import grid
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.timeline import Timeline
+from pipedream.metrics import measure, steady
+from pipedream.report.axis import figure
+from pipedream.report.tables import NOTHING
+from pipedream.report.text import grid
 
 __all__ = ["Entry", "gallery", "prose"]
 

@@ -9,17 +9,26 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..core.artifact import write_text
-from ..core.plan import Plan
-from ..core.profile import Profile
-from ..core.timeline import Timeline
-from ..core.units import format_seconds
-from .axis import figure
-from .curve import curve_svg
-from .lanes import Window, start_window, steady_window
-from .style import page_style
-from .svg import LEFT, RIGHT, timeline_svg
-from .tables import NOTHING, cards, pairs, percent, phase_table, plan_table, profile_table, stage_table
+from pipedream.core.artifact import write_text
+from pipedream.core.model.profile import Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.timeline import Timeline
+from pipedream.core.units import format_seconds
+from pipedream.report.axis import figure
+from pipedream.report.curve import curve_svg
+from pipedream.report.lanes import Window, start_window, steady_window
+from pipedream.report.style import page_style
+from pipedream.report.svg import LEFT, RIGHT, timeline_svg
+from pipedream.report.tables import (
+    NOTHING,
+    cards,
+    pairs,
+    percent,
+    phase_table,
+    plan_table,
+    profile_table,
+    stage_table,
+)
 
 __all__ = ["page", "save_page"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..core.timeline import Span, Timeline
+from pipedream.core.schedule.timeline import Span, Timeline
 
 __all__ = ["Window", "rows", "start_window", "steady_window"]
 

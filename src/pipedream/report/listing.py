@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from ..core.plan import Plan
-from ..core.units import format_bytes
+from pipedream.core.plan.plan import Plan
+from pipedream.core.units import format_bytes
 
 __all__ = ["schedule_table", "stage_memory_table"]
 
@@ -38,7 +38,7 @@ def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> 
 
 
 def stage_memory_table(plan: Plan) -> str:
-    """Returns a row a stage: what one worker's predicted peak is made of (`core.memory`)."""
+    """Returns a row a stage: what one worker's predicted peak is made of (`core.plan.memory`)."""
     names = [field.name for field in fields(plan.stages[0].memory)]
     heads = [name.removesuffix("_bytes") for name in names]
     lines = ["  ".join([f"{'stage':>5}", *(f"{head:>10}" for head in heads), f"{'peak':>10}"])]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from html import escape
 from math import log10
 
-from .axis import figure, length, log_ticks
-from .style import COLOURS, LINES, line_style
-from .svg import frame, text
+from pipedream.report.axis import figure, length, log_ticks
+from pipedream.report.style import COLOURS, LINES, line_style
+from pipedream.report.svg import frame, text
 
 __all__ = ["Pair", "scatter_svg"]
 

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from html import escape
 from itertools import groupby
 
-from ..core.program import Program
-from ..core.timeline import WORK, Span, Timeline
-from ..core.units import format_seconds
-from .axis import figure, length, ticks, time_unit
-from .lanes import rows
-from .style import COLOURS, colour_class, svg_style
+from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.timeline import WORK, Span, Timeline
+from pipedream.core.units import format_seconds
+from pipedream.report.axis import figure, length, ticks, time_unit
+from pipedream.report.lanes import rows
+from pipedream.report.style import COLOURS, colour_class, svg_style
 
 __all__ = ["LEFT", "RIGHT", "frame", "text", "timeline_svg"]
 

@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from ..core.sweep import DATA_PARALLEL, Crossover, Point, Sweep
-from ..core.units import format_bytes, format_rate
-from .axis import figure, length, log_ticks, ticks
-from .style import COLOURS, LINES, line_style, page_style
-from .svg import frame, text
-from .tables import NOTHING, percent, table
+from pipedream.core.sweep import DATA_PARALLEL, Crossover, Point, Sweep
+from pipedream.core.units import format_bytes, format_rate
+from pipedream.report.axis import figure, length, log_ticks, ticks
+from pipedream.report.style import COLOURS, LINES, line_style, page_style
+from pipedream.report.svg import frame, text
+from pipedream.report.tables import NOTHING, percent, table
 
 __all__ = ["sweep_page", "sweep_svg"]
 

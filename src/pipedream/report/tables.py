@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ..core.plan import Plan
-from ..core.profile import Profile
-from ..core.units import format_bytes, format_seconds
-from .axis import figure
+from pipedream.core.model.profile import Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.core.units import format_bytes, format_seconds
+from pipedream.report.axis import figure
 
 __all__ = [
     "amount",

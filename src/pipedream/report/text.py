@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from ..core.timeline import Span, Timeline
-from .axis import time_unit
-from .style import TERMINAL, colour_class
+from pipedream.core.schedule.timeline import Span, Timeline
+from pipedream.report.axis import time_unit
+from pipedream.report.style import TERMINAL, colour_class
 
 __all__ = ["grid", "grid_rich", "slot"]
 

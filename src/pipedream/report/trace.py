@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.artifact import write_text
-from ..core.timeline import WORK, Span, Timeline
-from .lanes import rows
+from pipedream.core.artifact import write_text
+from pipedream.core.schedule.timeline import WORK, Span, Timeline
+from pipedream.report.lanes import rows
 
 __all__ = ["save_trace", "trace"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from ..core.errors import DeadlockError
-from .channel import Pending
+from pipedream.core.errors import DeadlockError
+from pipedream.runtime.comm.channel import Pending
 
 __all__ = ["in_process", "on_wire"]
 

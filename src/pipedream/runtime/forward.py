@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from ..core.op import Op
-from ..core.program import Program
-from .batches import flatten, to_device, unflatten
-from .guest import Guest, Parcel
-from .mail import Mail
-from .message import Content, Message
-from .recompute import Run
-from .results import Results
-from .scoring import Scorer
-from .seat import Seated
-from .stage import Held, outputs_of
+from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.program import Program
+from pipedream.runtime.comm.message import Content, Message
+from pipedream.runtime.comm.values import flatten, to_device, unflatten
+from pipedream.runtime.mailbox import Mail
+from pipedream.runtime.results.results import Results
+from pipedream.runtime.results.scoring import Scorer
+from pipedream.runtime.stage.recompute import Run
+from pipedream.runtime.stage.remote_forward import Guest, Parcel
+from pipedream.runtime.stage.stage_module import Held, outputs_of
+from pipedream.runtime.stage_state import Seated
 
 __all__ = ["Forwards", "Stream"]
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core.errors import PipelineError
-from ..core.program import Program
-from ..core.timeline import Span, Tag, Timeline
-from .recorder import peak_bytes
-from .talk import gather_texts
-from .worker import Worker
+from pipedream.core.errors import PipelineError
+from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.timeline import Span, Tag, Timeline
+from pipedream.runtime.comm.process_group import gather_texts
+from pipedream.runtime.results.recorder import peak_bytes
+from pipedream.runtime.worker import Worker
 
 __all__ = ["status", "timeline"]
 

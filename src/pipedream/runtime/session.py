@@ -16,29 +16,37 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..core.checkpoint import Checkpoint
-from ..core.errors import ArtifactError, PipelineError, PlanError, WorkerError
-from ..core.graph import LayerGraph
-from ..core.program import Program
-from ..core.timeline import Timeline
-from . import measured, parameters
-from .channel import Receiver, Sender, close_all
-from .clock import in_process, on_wire
-from .crew import Settings, connect, data_channels, guests_of, local_crew, wire_worker
-from .doing import Doing
-from .feed import Ending
-from .guard import Guard
-from .intake import Door
-from .interrupts import Interrupts
-from .judge import STUCK_AFTER_S
-from .keeping import Keeper, share_with_replicas
-from .reading import Extent
-from .results import Done, Output
-from .supply import Supply
-from .taking import Taking
-from .talk import agree, gather_texts, join
-from .ties import shared_weights, spread
-from .worker import Worker
+from pipedream.core.checkpoint import Checkpoint
+from pipedream.core.errors import ArtifactError, PipelineError, PlanError, WorkerError
+from pipedream.core.model.graph import LayerGraph
+from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.timeline import Timeline
+from pipedream.runtime import measured
+from pipedream.runtime.assemble import (
+    Settings,
+    connect,
+    data_channels,
+    guests_of,
+    local_crew,
+    wire_worker,
+)
+from pipedream.runtime.checkpoint import parameters
+from pipedream.runtime.checkpointing import Keeper, share_with_replicas
+from pipedream.runtime.clock import in_process, on_wire
+from pipedream.runtime.comm.channel import Receiver, Sender, close_all
+from pipedream.runtime.comm.message import Ending
+from pipedream.runtime.comm.process_group import agree, gather_texts, join
+from pipedream.runtime.data.batch_adapter import Taking
+from pipedream.runtime.data.iterate import Extent
+from pipedream.runtime.data.microbatches import Door
+from pipedream.runtime.data.source import Supply
+from pipedream.runtime.failure.activity import Doing
+from pipedream.runtime.failure.guard import Guard
+from pipedream.runtime.failure.interrupts import Interrupts
+from pipedream.runtime.failure.verdict import STUCK_AFTER_S
+from pipedream.runtime.results.results import Done, Output
+from pipedream.runtime.update.tied_weights import shared_weights, spread
+from pipedream.runtime.worker import Worker
 
 __all__ = ["Session"]
 

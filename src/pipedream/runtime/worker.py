@@ -13,25 +13,24 @@ from typing import Any
 
 import torch
 
-from ..core.errors import PipelineError, WorkerError
-from ..core.op import Kind, Op
-from ..core.program import Instruction, Move, Program
-from ..core.timeline import Tag
-from .channel import Pending, Receiver, Sender
-from .coupling import Coupling
-from .doing import Doing
-from .feed import Ending
-from .forward import Forwards, Stream
-from .guest import Guest, Parcel
-from .intake import Door, Intake
-from .mail import Mail
-from .message import Content, Message
-from .recorder import Recorder
-from .reduction import last_backwards
-from .results import Done, Output, Results
-from .scoring import Scorer
-from .seat import Seated, evaluating
-from .stage import Held
+from pipedream.core.errors import PipelineError, WorkerError
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.program import Instruction, Move, Program
+from pipedream.core.schedule.timeline import Tag
+from pipedream.runtime.comm.channel import Pending, Receiver, Sender
+from pipedream.runtime.comm.message import Content, Ending, Message
+from pipedream.runtime.data.microbatches import Door, Intake
+from pipedream.runtime.failure.activity import Doing
+from pipedream.runtime.forward import Forwards, Stream
+from pipedream.runtime.mailbox import Mail
+from pipedream.runtime.results.recorder import Recorder
+from pipedream.runtime.results.results import Done, Output, Results
+from pipedream.runtime.results.scoring import Scorer
+from pipedream.runtime.stage.remote_forward import Guest, Parcel
+from pipedream.runtime.stage.stage_module import Held
+from pipedream.runtime.stage_state import Seated, evaluating
+from pipedream.runtime.update.all_reduce import last_backwards
+from pipedream.runtime.update_barrier import Coupling
 
 __all__ = ["Worker"]
 

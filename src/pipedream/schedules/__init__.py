@@ -1,9 +1,10 @@
 """One published method, one file; all are answers to the same four questions (docs/design.md)."""
 
-from .evaluation import evaluation
-from .layouts import Layout
-from .method import Method, Picture
-from .registry import (
+from pipedream.schedules.evaluation import evaluation
+from pipedream.schedules.layouts import Layout
+from pipedream.schedules.method import Method, Picture
+from pipedream.schedules.pytorch_csv import from_torch_csv, is_torch_csv, load_torch_csv, to_torch_csv
+from pipedream.schedules.registry import (
     ALIASES,
     COMPENSATED,
     LAYOUTS,
@@ -20,7 +21,6 @@ from .registry import (
     smallest,
     uniform,
 )
-from .torch_csv import from_torch_csv, is_torch_csv, load_torch_csv, to_torch_csv
 
 __all__ = [
     "ALIASES",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from ..core.op import Kind, Op
-from ..core.placement import Placement
-from ..core.plan import Plan
-from ..core.schedule import Schedule
-from ..core.update import UpdateRule
-from ..core.weights import Flush
-from .idioms import forward
+from pipedream.core.plan.placement import Placement
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.update import UpdateRule
+from pipedream.core.schedule.weights import Flush
+from pipedream.schedules.idioms import forward
 
 __all__ = ["evaluation"]
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 
-from ..core.depth import legal
-from ..core.errors import ScheduleError
-from ..core.op import Kind, Op
-from ..core.placement import Placement, Seat
-from ..core.plan import Plan
-from ..core.schedule import Claims, Order, Schedule
-from ..core.update import UpdateRule
-from ..core.views import View
-from ..core.weights import Flush, Latest
+from pipedream.core.errors import ScheduleError
+from pipedream.core.plan.depth import legal
+from pipedream.core.plan.placement import Placement, Seat
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.prediction import View
+from pipedream.core.schedule.schedule import Claims, Order, Schedule
+from pipedream.core.schedule.update import UpdateRule
+from pipedream.core.schedule.weights import Flush, Latest
 
 __all__ = [
     "SPLIT",

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..core.errors import ScheduleError
-from ..core.plan import Plan
+from pipedream.core.errors import ScheduleError
+from pipedream.core.plan.plan import Plan
 
 __all__ = ["Layout", "dispatched", "homes", "looped", "mirrored", "wave"]
 

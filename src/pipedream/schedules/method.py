@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
-from ..core.plan import Plan
-from ..core.schedule import Schedule
-from .layouts import Layout
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.schedules.layouts import Layout
 
 __all__ = ["Method", "Picture"]
 

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..core.errors import ScheduleError
-from .method import Method
+from pipedream.core.errors import ScheduleError
+from pipedream.schedules.method import Method
 
 __all__ = ["options_of", "options_text", "read_options"]
 

@@ -12,16 +12,16 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from ..core.errors import ScheduleError
-from ..core.method_text import name_and_options
-from ..core.plan import Plan
-from ..core.schedule import Schedule
-from .idioms import admitted
-from .layouts import Layout
-from .method import Method
-from .method_file import built_by, is_method_file, load_method
-from .options import options_text, read_options
-from .torch_csv import is_torch_csv, load_torch_csv
+from pipedream.core.errors import ScheduleError
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.method_text import name_and_options
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.schedules.idioms import admitted
+from pipedream.schedules.layouts import Layout
+from pipedream.schedules.method import Method
+from pipedream.schedules.options import options_text, read_options
+from pipedream.schedules.pytorch_csv import is_torch_csv, load_torch_csv
+from pipedream.schedules.user_file import built_by, is_method_file, load_method
 
 __all__ = [
     "ALIASES",
@@ -42,10 +42,13 @@ __all__ = [
 ]
 
 
+_FOLDERS = ("pipedream.schedules.synchronous", "pipedream.schedules.asynchronous", "pipedream.experimental")
+
+
 def _declared() -> dict[str, Method]:
     """Returns what the files of this folder declare, by name; older papers first."""
-    folder = import_module(str(__package__))
-    files = (found.name for found in iter_modules(folder.__path__, f"{__package__}.") if found.name != __name__)
+    folders = [import_module(name) for name in _FOLDERS]
+    files = (found.name for folder in folders for found in iter_modules(folder.__path__, f"{folder.__name__}."))
     methods = [method for file in files for method in getattr(import_module(file), "METHODS", ())]
     return {method.name: method for method in sorted(methods, key=lambda method: (method.since, method.name))}
 

@@ -1,7 +1,7 @@
 """What a program would do on a cluster: when each op runs, who waits for whom, how much must be held."""
 
-from .clock import simulate
-from .costs import Costs, costs
-from .stragglers import Stragglers
+from pipedream.simulator.clock import simulate
+from pipedream.simulator.costs import Costs, costs
+from pipedream.simulator.stragglers import Stragglers
 
 __all__ = ["Costs", "Stragglers", "costs", "simulate"]

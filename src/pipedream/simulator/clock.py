@@ -24,16 +24,28 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, NoReturn
 
-from ..core.errors import DeadlockError, ScheduleError
-from ..core.holding import most_in_flight
-from ..core.op import Kind
-from ..core.program import Channel, Instruction, Move, Program, Transfer, moved
-from ..core.timeline import Span, Timeline
-from .costs import Costs
-from .flat import FETCH, GIVE, OP, RECEIVE, SEND, STOP, SYNC, TURN, FlatInstruction, FlatRank, flatten
-from .messages import Messages, Wire, described
-from .stragglers import Stragglers
-from .versions import follow
+from pipedream.core.errors import DeadlockError, ScheduleError
+from pipedream.core.schedule.occupancy import most_in_flight
+from pipedream.core.schedule.op import Kind
+from pipedream.core.schedule.program import Channel, Instruction, Move, Program, Transfer, moved
+from pipedream.core.schedule.timeline import Span, Timeline
+from pipedream.simulator.costs import Costs
+from pipedream.simulator.flat import (
+    FETCH,
+    GIVE,
+    OP,
+    RECEIVE,
+    SEND,
+    STOP,
+    SYNC,
+    TURN,
+    FlatInstruction,
+    FlatRank,
+    flatten,
+)
+from pipedream.simulator.messages import Messages, Wire, described
+from pipedream.simulator.stragglers import Stragglers
+from pipedream.simulator.versions import follow
 
 __all__ = ["simulate"]
 

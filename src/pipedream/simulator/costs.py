@@ -1,13 +1,13 @@
 """How long each instruction takes: the seconds and bytes of a plan, put over the links of its cluster.
 
 **A sum over replicas begins inside the backward.** The runtime adds up gradients in buckets, in reverse order of the
-parameters, each as soon as it is full (`runtime.reduction`). The model: gradients get ready evenly over the last
-backward before the update, counted in bytes; the all-reduce of a bucket begins when it is ready on all replicas and
-the bucket before it is done, and takes what `core.cost.all_reduce_s` says at the stage's own link (`core.site`). With
-q_k the share of the bytes that lies in buckets up to k, T_k the seconds of bucket k and all behind it, and D those of
-the backward, a sum is over max_k (T_k - (1 - q_k) D) after the end of the slowest replica's backward: at least the
-last bucket's seconds. That shows, unless the update lags: then the next forward hides it too. Messages
-that meet it in a port make it longer (`simulator.ports`).
+parameters, each as soon as it is full (`runtime.update.all_reduce`). The model: gradients get ready evenly over the
+last backward before the update, counted in bytes; the all-reduce of a bucket begins when it is ready on all replicas
+and the bucket before it is done, and takes what `core.plan.cost.all_reduce_s` says at the stage's own link
+(`core.plan.site`). With q_k the share of the bytes that lies in buckets up to k, T_k the seconds of bucket k and all
+behind it, and D those of the backward, a sum is over max_k (T_k - (1 - q_k) D) after the end of the slowest replica's
+backward: at least the last bucket's seconds. That shows, unless the update lags: then the next forward hides it too.
+Messages that meet it in a port make it longer (`simulator.ports`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..core.cluster import Cluster
-from ..core.cost import all_reduce_bytes, sum_buckets
-from ..core.op import Kind
-from ..core.plan import Plan
-from ..core.program import Channel
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.cost import all_reduce_bytes, sum_buckets
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.op import Kind
+from pipedream.core.schedule.program import Channel
 
 __all__ = ["Costs", "bucket_costs", "costs"]
 
@@ -157,7 +157,7 @@ class Costs:
 def bucket_costs(
     size_bytes: float, replicas: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0, *, how: str = "ring"
 ) -> tuple[tuple[float, float], ...]:
-    """Returns the buckets of a sum (`Costs.buckets`, `core.cost.sum_buckets`)."""
+    """Returns the buckets of a sum (`Costs.buckets`, `core.plan.cost.sum_buckets`)."""
     found: dict[float, float] = {}
     for ready, tail_s in sum_buckets(size_bytes, replicas, bandwidth_bytes_per_s, latency_s, how=how):
         found[float(ready)] = max(float(tail_s), found.get(float(ready), 0.0))

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..core.op import Kind, Op
-from ..core.program import Instruction, Move, Program, moved
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.program import Instruction, Move, Program, moved
 
 __all__ = [
     "COUPLE",
@@ -113,7 +113,7 @@ def flatten(program: Program, rank: int, total: int, *, gives: Iterable[int]) ->
         if position == loop:
             start = len(flat)
         one = _flat(program, instruction, total)
-        # A delayed norm is known before it is asked for (`core.coupling`).
+        # A delayed norm is known before it is asked for (`core.schedule.coupling`).
         if program.couples_updates and not program.norm_delay and one.letter == Kind.UPDATE.value:
             flat.append(one._replace(code=COUPLE))
         flat.append(one)

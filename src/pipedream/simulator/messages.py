@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
-from ..core.program import Channel, Program
-from ..core.timeline import Span
-from .costs import Costs
-from .ports import Flow, Flows, Port, Ports
+from pipedream.core.schedule.program import Channel, Program
+from pipedream.core.schedule.timeline import Span
+from pipedream.simulator.costs import Costs
+from pipedream.simulator.ports import Flow, Flows, Port, Ports
 
 __all__ = ["Messages", "Wire", "described"]
 

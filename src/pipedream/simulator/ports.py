@@ -1,4 +1,4 @@
-"""The ports of a cluster at work (`core.cluster`: the network is a tree of levels, with a port for each component).
+"""The ports of a cluster at work: the network is a tree of levels, with a port for each component.
 
 What goes from worker a to worker b leaves through the ports of a's components up to the outermost level that it
 crosses, and enters through those of b's components, down to b's own, all at the same time: it is a *flow* through them.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from ..core.cluster import Cluster
+from pipedream.core.hardware.cluster import Cluster
 
 __all__ = ["Flow", "Flows", "Port", "Ports"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import exp, isfinite, log1p, sqrt
 from random import Random
 
-from ..core.op import Kind
+from pipedream.core.schedule.op import Kind
 
 __all__ = ["Stragglers"]
 

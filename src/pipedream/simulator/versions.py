@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.memory import DEFERRED_SHARE, message_bytes, peers_of
-from ..core.op import Kind
-from ..core.program import Program
-from ..core.timeline import Span, Tag
-from ..core.weights import WeightRule
+from pipedream.core.plan.memory import DEFERRED_SHARE, message_bytes, peers_of
+from pipedream.core.schedule.op import Kind
+from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.timeline import Span, Tag
+from pipedream.core.schedule.weights import WeightRule
 
 __all__ = ["Held", "follow"]
 
@@ -59,7 +59,7 @@ class _Seat:
         start_bytes, weights_bytes, waiting_bytes, deferred_bytes: held at the start, by a version, by a microbatch in
             flight, by one that is deferred.
         forward_bytes, first_bytes, further_bytes, update_bytes: on top of those during a forward, the first backward
-            of an update, a further one, an update (`core.memory.moments`).
+            of an update, a further one, an update (`core.plan.memory.moments`).
         working_bytes, largest_bytes: temporaries of a pass, and the largest gradient.
     """
 
@@ -226,7 +226,7 @@ def follow(program: Program, rank: int, total: int, spans: Iterable[Span], in_fl
         rank: which.
         total: microbatches of the run.
         spans: of the rank, in the order of its ops.
-        in_flight: microbatches that a replica of each stage holds (`core.holding.most_in_flight`).
+        in_flight: microbatches that a replica of each stage holds (`core.schedule.occupancy.most_in_flight`).
     """
     seats = {
         stage: _Seat(program, stage, replica, total, in_flight) for stage, replica in program.placement.seats(rank)

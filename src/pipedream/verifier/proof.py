@@ -10,13 +10,13 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from math import ceil, lcm
 
-from ..core.errors import ScheduleError
-from ..core.op import Kind, Op, ends_backward
-from ..core.program import Channel, Program
-from ..core.schedule import fetched_for
-from .rules import check_rules
-from .unrolled import Unrolled, unroll
-from .waits import check_waits
+from pipedream.core.errors import ScheduleError
+from pipedream.core.schedule.op import Kind, Op, ends_backward
+from pipedream.core.schedule.program import Channel, Program
+from pipedream.core.schedule.schedule import fetched_for
+from pipedream.verifier.rules import check_rules
+from pipedream.verifier.unrolled import Unrolled, unroll
+from pipedream.verifier.waits import check_waits
 
 __all__ = ["Proof", "verify"]
 

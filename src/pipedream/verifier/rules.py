@@ -11,9 +11,9 @@
 
 from __future__ import annotations
 
-from ..core.op import Kind, Op, ends_backward
-from ..core.schedule import fetched_for
-from .unrolled import Unrolled
+from pipedream.core.schedule.op import Kind, Op, ends_backward
+from pipedream.core.schedule.schedule import fetched_for
+from pipedream.verifier.unrolled import Unrolled
 
 __all__ = ["check_rules"]
 

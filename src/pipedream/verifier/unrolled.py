@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from ..core.errors import ScheduleError
-from ..core.op import Kind, Op, gives_back
-from ..core.program import Instruction, Move, Program, Transfer
+from pipedream.core.errors import ScheduleError
+from pipedream.core.schedule.op import Kind, Op, gives_back
+from pipedream.core.schedule.program import Instruction, Move, Program, Transfer
 
 __all__ = ["Message", "Unrolled", "unroll"]
 

@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 
-from ..core.errors import DeadlockError
-from ..core.op import Kind, Op
-from ..core.program import Channel, Instruction, Move, Transfer
-from .unrolled import Message, Unrolled
+from pipedream.core.errors import DeadlockError
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.program import Channel, Instruction, Move, Transfer
+from pipedream.verifier.unrolled import Message, Unrolled
 
 __all__ = ["check_waits"]
 

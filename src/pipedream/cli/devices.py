@@ -1,0 +1,65 @@
+"""Clusters of unlike devices, from the datasheets: ``--devices 4xV100,2xRTX-4090``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from pipedream.core.errors import PlanError, ProfileError
+from pipedream.core.hardware.cluster import Cluster, Workers
+from pipedream.core.hardware.devices import device_named, workers_of
+from pipedream.core.model.graph_txt import GraphText
+from pipedream.core.model.profile import Profile
+
+__all__ = ["Devices", "kinds_of", "with_kinds"]
+
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        "--devices",
+        metavar="NxDEVICE,...",
+        help="The workers in their order, by datasheet: 4xV100-16GB,2xRTX-4090; speeds are against the profile's.",
+    ),
+]
+
+
+def kinds_of(text: str | None, profile: Profile | GraphText) -> tuple[Workers, ...]:
+    """Reads --devices, for a profile of a device that has a datasheet too; () without.
+
+    Raises:
+        PlanError: unknown devices, or a profile of one.
+    """
+    if text is None:
+        return ()
+    if isinstance(profile, GraphText):
+        raise PlanError("--devices needs a profile that says its device, found a graph.txt; profile the model again")
+    try:
+        other = device_named(profile.device)
+    except ProfileError:
+        raise PlanError(
+            f"--devices needs a profile of a device with a datasheet, found one of {profile.device!r}; profile with "
+            "--device meta --as DEVICE, or write speeds into a cluster's file"
+        ) from None
+    try:
+        return workers_of(text, other, profile.dtype, profile.work)
+    except ProfileError as error:
+        raise PlanError(str(error)) from None
+
+
+def with_kinds(cluster: Cluster, kinds: tuple[Workers, ...]) -> Cluster:
+    """Returns the cluster with these workers, their memory at most what it says.
+
+    Raises:
+        PlanError: they are more or fewer than its workers.
+    """
+    if not kinds:
+        return cluster
+    found = sum(kind.count for kind in kinds)
+    if found != cluster.workers:
+        raise PlanError(f"--devices gives {found} workers, the network joins {cluster.workers}; make the numbers equal")
+    limit = cluster.memory_bytes
+    if limit is not None:
+        kinds = tuple(replace(kind, memory_bytes=min(limit, kind.memory_bytes or limit)) for kind in kinds)
+    return replace(cluster, kinds=kinds)

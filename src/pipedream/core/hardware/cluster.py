@@ -1,0 +1,269 @@
+"""The Cluster: how many workers, how fast and how large each is, how fast they talk.
+
+The network is a tree. ``levels`` are innermost first: level 0 joins workers to machines (say), level 1 machines to
+racks, and so on. What a level joins, its *components*, has one full-duplex port into it: at level 0 each worker has a
+port of its own, at level 1 all workers of a machine share the machine's. The classic planner reckons with the same
+levels in its own way (docs/cost_models.md).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from pipedream.core.artifact import Artifact
+from pipedream.core.units import format_bytes, format_rate, format_seconds
+
+__all__ = ["MOST_WORKERS", "Cluster", "Level", "Workers"]
+
+MOST_WORKERS = 100_000
+"""More than any cluster has; a file that says more is damaged, and would take all memory to plan for."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of the network.
+
+    Attributes:
+        width: components that it joins (workers at the innermost level); of unequal groups the most.
+        bandwidth_bytes_per_s: at which a component sends into it.
+        latency_s: of one message.
+        receive_bytes_per_s: at which a component receives from it; None: as it sends.
+        sum_bytes_per_s: bandwidth that an all-reduce over it was measured to reach, 2 (n - 1) / n of its bytes over its
+            seconds; None: that of its links.
+        sizes: components of each of its groups, where they are not alike: machines of 4, 4 and 2 workers. () where
+            all have `width`.
+    """
+
+    width: int
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+    receive_bytes_per_s: float | None = None
+    sum_bytes_per_s: float | None = None
+    sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for width in (self.width, *self.sizes):
+            if not 1 <= width <= MOST_WORKERS:
+                raise ValueError(f"width must be between 1 and {MOST_WORKERS}, found {width}")
+        if self.sizes and max(self.sizes) != self.width:
+            raise ValueError(f"width is the greatest of the sizes {self.sizes}, found {self.width}")
+        rates = (self.bandwidth_bytes_per_s, self.receive_bytes_per_s, self.sum_bytes_per_s)
+        if min(rate for rate in rates if rate is not None) <= 0 or self.latency_s < 0:
+            raise ValueError(
+                f"bandwidth must be positive and latency not negative, found "
+                f"{', '.join(str(rate) for rate in rates if rate is not None)} and {self.latency_s}"
+            )
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Bandwidth of a message, which leaves one port and enters another."""
+        return min(self.bandwidth_bytes_per_s, self.receive_bytes_per_s or self.bandwidth_bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Some workers, one beside the other, that are alike.
+
+    Attributes:
+        count: how many.
+        device: what they are, in words.
+        speed: how much faster than the device of the profile they compute.
+        memory_bytes: of each; None: not limited.
+    """
+
+    count: int
+    device: str = "cpu"
+    speed: float = 1.0
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= MOST_WORKERS:
+            raise ValueError(f"there must be between 1 and {MOST_WORKERS} workers of a kind, found {self.count}")
+        if self.speed <= 0:
+            raise ValueError(f"speed must be positive, found {self.speed}")
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise ValueError(f"memory must be positive, found {self.memory_bytes}")
+
+
+@dataclass(frozen=True)
+class Cluster(Artifact):
+    """Workers, their memory and the links between them.
+
+    Attributes:
+        levels: network levels, innermost first.
+        memory_bytes: memory of one worker; None means that it is not limited.
+        device: what a worker is, in words.
+        kinds: the workers in their order, where they are not alike; their memory and device then count. () otherwise.
+        sums: how all-reduces go: 'ring' or 'tree' (`cost.all_reduce_s`).
+
+    Raises:
+        ValueError: no level, groups that do not add up, kinds that are not as many as the workers, or unknown sums.
+    """
+
+    levels: tuple[Level, ...]
+    memory_bytes: int | None = None
+    device: str = "cpu"
+    kinds: tuple[Workers, ...] = ()
+    sums: str = "ring"
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise ValueError("a cluster has at least one level, found none")
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise ValueError(f"memory must be positive, found {self.memory_bytes}")
+        if self.sums not in ("ring", "tree"):
+            raise ValueError(f"sums go by ring or tree, found {self.sums!r}")
+        groups = 1
+        for number, level in reversed(list(enumerate(self.levels))):
+            if level.sizes and len(level.sizes) != groups:
+                raise ValueError(f"level {number} has {groups} groups, but sizes of {len(level.sizes)}")
+            groups = sum(level.sizes) if level.sizes else groups * level.width
+            if groups > MOST_WORKERS:
+                raise ValueError(f"a cluster has at most {MOST_WORKERS} workers, found {groups}")
+        if self.kinds and sum(kind.count for kind in self.kinds) != groups:
+            raise ValueError(f"the cluster has {groups} workers, its kinds {sum(kind.count for kind in self.kinds)}")
+
+    @classmethod
+    def flat(
+        cls,
+        workers: int,
+        bandwidth_bytes_per_s: float = 1.25e9,
+        latency_s: float = 0.0,
+        memory_bytes: int | None = None,
+        device: str = "cpu",
+    ) -> Cluster:
+        """Returns workers that all talk over one kind of link (default: 10 Gbit/s Ethernet)."""
+        return cls((Level(workers, bandwidth_bytes_per_s, latency_s),), memory_bytes, device)
+
+    @classmethod
+    def here(cls, workers: int | None = None, memory_bytes: int | None = None) -> Cluster:
+        """Returns this machine: a worker a core unless said, its memory shared out evenly.
+
+        Loopback is taken at 2 GB/s and 50 us a message (gloo: 1 MiB in 0.5 ms, 64 bytes in 40 to 56 us);
+        for real links give their own figures.
+        """
+        count = workers or os.cpu_count() or 1
+        if memory_bytes is None:
+            memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
+        return cls.flat(count, 2e9, 50e-6, memory_bytes)
+
+    @property
+    def workers(self) -> int:
+        """All workers."""
+        return self.starts(0)[-1]
+
+    def starts(self, level: int) -> tuple[int, ...]:
+        """Returns the first worker of each component at a level, and the number of workers behind them.
+
+        Of the components that the level joins: at level 0 each worker is one.
+        """
+        return self._starts[level]
+
+    @cached_property
+    def _starts(self) -> tuple[tuple[int, ...], ...]:
+        sizes: list[tuple[int, ...]] = []
+        groups = 1
+        for level in reversed(self.levels):
+            sizes.insert(0, level.sizes or (level.width,) * groups)
+            groups = sum(sizes[0])
+        found = [tuple(range(groups + 1))]
+        for level_sizes in sizes[:-1]:
+            ends = (0, *accumulate(level_sizes))
+            found.append(tuple(found[-1][end] for end in ends))
+        return tuple(found)
+
+    def component(self, level: int, worker: int) -> int:
+        """Returns which component of a level a worker belongs to."""
+        return self._components[level][worker]
+
+    @cached_property
+    def _components(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(c for c, (first, last) in enumerate(pairwise(starts)) for _ in range(first, last))
+            for starts in self._starts
+        )
+
+    def reach(self, *workers: int) -> int:
+        """Returns the outermost level that messages among these workers cross."""
+        rows = self._components
+        return max(level for level, row in enumerate(rows) if not level or len({row[w] for w in workers}) > 1)
+
+    def link(self, level: int) -> tuple[float, float]:
+        """Returns bandwidth (bytes/s) and latency (s) of a message that crosses the levels up to this one."""
+        crossed = self.levels[: level + 1]
+        return min(one.link_bytes_per_s for one in crossed), max(one.latency_s for one in crossed)
+
+    def sum_link(self, level: int) -> tuple[float, float]:
+        """Returns bandwidth (bytes/s) and latency (s) of an all-reduce that crosses the levels up to this one."""
+        crossed = self.levels[: level + 1]
+        rates = (one.sum_bytes_per_s or one.link_bytes_per_s for one in crossed)
+        return min(rates), max(one.latency_s for one in crossed)
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """How much faster than the profile's device each worker computes."""
+        return tuple(kind.speed for kind in self._all_kinds for _ in range(kind.count))
+
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """What each worker is, in words."""
+        return tuple(kind.device for kind in self._all_kinds for _ in range(kind.count))
+
+    @cached_property
+    def memories(self) -> tuple[int | None, ...]:
+        """Memory of each worker; None: not limited."""
+        return tuple(kind.memory_bytes for kind in self._all_kinds for _ in range(kind.count))
+
+    @property
+    def _all_kinds(self) -> tuple[Workers, ...]:
+        return self.kinds or (Workers(self.workers, self.device, memory_bytes=self.memory_bytes),)
+
+    @property
+    def is_limited(self) -> bool:
+        """Some worker's memory is limited."""
+        return any(memory is not None for memory in self.memories)
+
+    def unlimited(self) -> Cluster:
+        """Returns the same workers, their memory not limited."""
+        return self.with_memory(lambda memory: None)
+
+    def with_memory(self, change: Callable[[int | None], int | None]) -> Cluster:
+        """Returns the same workers, the memory of each kind changed."""
+        kinds = tuple(replace(kind, memory_bytes=change(kind.memory_bytes)) for kind in self.kinds)
+        return replace(self, memory_bytes=change(self.memory_bytes), kinds=kinds)
+
+    @property
+    def is_flat(self) -> bool:
+        """All workers are alike and joined by one level."""
+        return len(self.levels) == 1 and not self.kinds
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """Bandwidth of the slowest level, which a ring over all workers crosses."""
+        return self.link(len(self.levels) - 1)[0]
+
+    @property
+    def latency_s(self) -> float:
+        """Latency of the slowest level."""
+        return self.link(len(self.levels) - 1)[1]
+
+    def __str__(self) -> str:
+        def memory(size: int | None) -> str:
+            return "memory not limited" if size is None else f"{format_bytes(size)} each"
+
+        kinds = self.kinds or (Workers(self.workers, self.device, memory_bytes=self.memory_bytes),)
+        who = " + ".join(
+            f"{kind.count} x {kind.device}{f' ({kind.speed:.3g}x)' if kind.speed != 1 else ''}, "
+            f"{memory(kind.memory_bytes)}"
+            for kind in kinds
+        )
+        links = "; ".join(
+            f"{'+'.join(map(str, level.sizes)) or level.width} x {format_rate(level.bandwidth_bytes_per_s)}, "
+            f"{format_seconds(level.latency_s)}"
+            for level in self.levels
+        )
+        return f"Cluster of {who}; levels: {links}"

@@ -1,0 +1,196 @@
+"""The Device: what a datasheet says of an accelerator, and how long an operation takes on it by the roofline.
+
+An operation of F floating-point operations that reads and writes b bytes takes (Williams, Waterman and Patterson, CACM
+2009, with the overhead of a launch added)
+
+    launch_s + max(F / (flop_share x peak), b / (byte_share x bandwidth))
+
+Of NVIDIA's data sheets, without sparsity and at boost clocks:
+
+    name        memory        bandwidth   float64  float32  tf32    float16  bfloat16  source
+    V100-16GB   16 GB HBM2    900 GB/s    7.8      15.7     -       125      -         V100 (SXM2) data sheet, 2020
+    V100-32GB   32 GB HBM2    900 GB/s    7.8      15.7     -       125      -         V100 (SXM2) data sheet, 2020
+    A100-40GB   40 GB HBM2    1,555 GB/s  9.7      19.5     156     312      312       A100 (SXM) data sheet, 2021
+    A100-80GB   80 GB HBM2e   2,039 GB/s  9.7      19.5     156     312      312       A100 (SXM) data sheet, 2021
+    H100-SXM    80 GB HBM3    3.35 TB/s   34       67       494.7   989.4    989.4     H100 (SXM) data sheet, 2023
+    H200        141 GB HBM3e  4.8 TB/s    34       67       494.7   989.4    989.4     H200 (SXM) data sheet, 2024
+    RTX-4090    24 GB GDDR6X  1,008 GB/s  1.29     82.6     82.6    165.2    165.2     Ada architecture whitepaper, 2022
+
+in Tflop/s: of matrix products of float16 and bfloat16 on tensor cores, summed in float32; of float32 outside them, as
+torch computes unless told otherwise; tf32 where it was (``torch.set_float32_matmul_precision``).
+
+The shares are assumptions. The best matrix shape reaches 86.9% of the peak on an A100 SXM and 80.3% on an H100 SXM
+(S. Bekman, Machine Learning Engineering, "maximum achievable matmul FLOPS", torch 2.6 and 2.7); those of a model are
+not the best, so 75% and 70% are taken here, 75% for the other two families, and 85% of each bandwidth; 5 us a launch.
+The memory is the data sheet's in powers of ten: what a card has above that is left to its context.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pipedream.core.artifact import Artifact
+from pipedream.core.errors import ProfileError
+from pipedream.core.hardware.cluster import Workers
+
+__all__ = ["DEVICES", "Device", "Work", "device_named", "workers_of"]
+
+Work = Sequence[tuple[float, float]]
+"""(flops, bytes read and written) of each layer."""
+
+
+@dataclass(frozen=True)
+class Device(Artifact):
+    """What an accelerator can do.
+
+    Attributes:
+        name: of it.
+        memory_bytes: of its memory.
+        flops_per_s: dtype -> peak of matrix products; a dtype that is not there runs as float32.
+        bytes_per_s: bandwidth of its memory, reads and writes together.
+        launch_s: of an operation, however small.
+        flop_share, byte_share: of the peaks that operations reach.
+        small_bytes_per_s: (bytes, bandwidth) of operations that move so many bytes at most and find them in caches, the
+            smallest first; () where all go to the memory.
+        draw_s: of one random number.
+    """
+
+    name: str
+    memory_bytes: int
+    flops_per_s: dict[str, float]
+    bytes_per_s: float
+    launch_s: float = 5e-6
+    flop_share: float = 0.75
+    byte_share: float = 0.85
+    small_bytes_per_s: tuple[tuple[int, float], ...] = ()
+    draw_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if "float32" not in self.flops_per_s:
+            raise ValueError(f"device {self.name} needs a peak for float32, found {sorted(self.flops_per_s)}")
+        if min(*self.flops_per_s.values(), self.bytes_per_s, self.memory_bytes) <= 0 or self.launch_s < 0:
+            raise ValueError(f"peaks, bandwidth and memory of device {self.name} must be positive")
+        if not (0 < self.flop_share <= 1 and 0 < self.byte_share <= 1):
+            raise ValueError(f"shares must lie in (0, 1], found {self.flop_share} and {self.byte_share}")
+        for (size, rate), (larger, slower) in pairwise((*self.small_bytes_per_s, (1 << 62, self.bytes_per_s))):
+            if not (size < larger and rate >= slower):
+                raise ValueError(f"the more bytes, the slower, but {rate} for {size} and {slower} for {larger}")
+
+    def op_s(
+        self, flops: float, moved_bytes: float, dtype: str = "float32", *, launches: int = 1, draws: int = 0
+    ) -> float:
+        """Returns the seconds of an operation, or of several that are alike taken together.
+
+        Args:
+            flops: floating-point operations, a multiplication and an addition counted as two.
+            moved_bytes: read and written.
+            dtype: computed with.
+            launches: how many operations.
+            draws: random numbers.
+        """
+        peak = self.flops_per_s.get(dtype, self.flops_per_s["float32"])
+        rate = next((rate for size, rate in self.small_bytes_per_s if moved_bytes <= size), self.bytes_per_s)
+        busy_s = max(flops / (peak * self.flop_share), moved_bytes / (rate * self.byte_share))
+        return launches * self.launch_s + draws * self.draw_s + busy_s
+
+    def speed_against(self, other: Device, dtype: str = "float32", work: Work = ((1.0, 0.0),)) -> float:
+        """Returns how many times as fast as another device this one computes.
+
+        Args:
+            other: device.
+            dtype: computed with.
+            work: (flops, moved bytes) of the layers; where it is not known, products of matrices alone.
+        """
+        mine, others = (sum(one.op_s(*part, dtype, launches=0) for part in work) for one in (self, other))
+        return others / mine
+
+    def __str__(self) -> str:
+        peaks = ", ".join(f"{dtype} {peak * 1e-12:.4g}" for dtype, peak in self.flops_per_s.items())
+        return (
+            f"{self.name}: {peaks} Tflop/s ({self.flop_share:.0%} reached), {self.bytes_per_s * 1e-9:.4g} GB/s "
+            f"({self.byte_share:.0%} reached), {self.launch_s * 1e6:.3g} us an operation"
+        )
+
+
+def _gpu(name: str, memory_gb: int, gb_per_s: float, flop_share: float, **tera: float) -> Device:
+    peaks = {dtype: peak * 1e12 for dtype, peak in tera.items()}
+    return Device(name, memory_gb * 10**9, peaks, gb_per_s * 1e9, flop_share=flop_share)
+
+
+_VOLTA = {"float64": 7.8, "float32": 15.7, "float16": 125.0}
+_AMPERE = {"float64": 9.7, "float32": 19.5, "tf32": 156.0, "float16": 312.0, "bfloat16": 312.0}
+_HOPPER = {"float64": 34.0, "float32": 67.0, "tf32": 494.7, "float16": 989.4, "bfloat16": 989.4}
+_ADA = {"float64": 1.29, "float32": 82.6, "tf32": 82.6, "float16": 165.2, "bfloat16": 165.2}
+
+DEVICES = {
+    device.name: device
+    for device in (
+        _gpu("V100-16GB", 16, 900, 0.75, **_VOLTA),
+        _gpu("V100-32GB", 32, 900, 0.75, **_VOLTA),
+        _gpu("A100-40GB", 40, 1555, 0.75, **_AMPERE),
+        _gpu("A100-80GB", 80, 2039, 0.75, **_AMPERE),
+        _gpu("H100-SXM", 80, 3350, 0.70, **_HOPPER),
+        _gpu("H200", 141, 4800, 0.70, **_HOPPER),
+        _gpu("RTX-4090", 24, 1008, 0.75, **_ADA),
+    )
+}
+"""Name -> device, from the table above."""
+
+_SHORT = {"v100": "V100-16GB", "a100": "A100-40GB", "h100": "H100-SXM"}
+_CUDA_NAMES = {
+    r"V100-SXM2-16GB": "V100-16GB",
+    r"V100-SXM2-32GB": "V100-32GB",
+    r"A100-SXM\d?-40GB": "A100-40GB",
+    r"A100-SXM\d?-80GB": "A100-80GB",
+    r"H100 80GB HBM3": "H100-SXM",
+    r"H200$": "H200",
+    r"RTX 4090$": "RTX-4090",
+}
+
+
+def device_named(name: str) -> Device:
+    """Returns a device by its name, however it is spelled: ``A100-80GB``, ``a100_80gb``, ``rtx4090``.
+
+    A family's name alone means its smallest: V100 the V100-16GB, A100 the A100-40GB. CUDA's names are understood, as
+    a profile has them: ``cuda: NVIDIA A100-SXM4-80GB``.
+
+    Raises:
+        ProfileError: there is none of this name.
+    """
+    asked = _plain(name)
+    asked = _plain(_SHORT.get(asked, asked))
+    found = [device for known, device in DEVICES.items() if _plain(known) == asked]
+    if name.startswith("cuda: "):
+        found = [DEVICES[known] for pattern, known in _CUDA_NAMES.items() if re.search(pattern, name)]
+    if not found:
+        raise ProfileError(f"device {name!r} is not known; choose one of {', '.join(DEVICES)}, or give a device's file")
+    return found[0]
+
+
+def workers_of(text: str, other: Device, dtype: str = "float32", work: Work = ((1.0, 0.0),)) -> tuple[Workers, ...]:
+    """Reads ``4xV100,2xRTX-4090`` as workers, in this order; their speed is relative to the other device's.
+
+    Args:
+        text: counts and names.
+        other: device that the profile is of.
+        dtype, work: see `Device.speed_against`.
+
+    Raises:
+        ProfileError: an unknown device, or a count that is none.
+    """
+    kinds = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*(\S.*?)\s*", part)
+        if match is None or not int(match[1]):
+            raise ProfileError(f"devices {text!r} are not known; write COUNTxNAME, as in 4xV100,2xRTX-4090")
+        device = device_named(match[2])
+        speed = device.speed_against(other, dtype, work)
+        kinds.append(Workers(int(match[1]), device.name, speed, device.memory_bytes))
+    return tuple(kinds)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

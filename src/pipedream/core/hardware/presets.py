@@ -1,0 +1,96 @@
+"""Clusters of the papers, by name: those on which PipeDream and PipeDream-2BW were measured.
+
+| name | machines | of workers | inside a machine | between machines |
+| --- | --- | --- | --- | --- |
+| pipedream-a | 4 | 4 V100, 16 GB | PCIe 3.0 x16, 15.75 GB/s | Ethernet, 10 Gbit/s |
+| pipedream-b | 2 | 8 V100, 16 GB | NVLink 2.0, 150 GB/s | Ethernet, 25 Gbit/s |
+| pipedream-c | 4 | 1 Titan X, 12 GB | | Ethernet, 40 Gbit/s |
+| pipedream-2bw | 8 | 8 V100, 16 GB | NVLink 2.0, 150 GB/s | Ethernet, 25 Gbit/s |
+
+Sources. Machines, devices, memory and networks: PipeDream (SOSP 2019), section 5.1 and table 1 (A is Azure's NC24 v3,
+B is AWS's p3.16xlarge, C is private); PipeDream-2BW (ICML 2021), section 5 (8 p3.16xlarge). Bandwidths inside a machine
+are those of the standards, in one direction: PCIe 3.0 has 16 lanes of 8 GT/s with 128 of 130 bits for data; a V100 has
+six NVLinks of 25 GB/s, which are shared out among its neighbours, so that a single pair has 25 or 50 GB/s of the 150.
+The papers give no latencies: they are 0. What a program reaches is less than all of these; `pipedream probe` measures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipedream.core.errors import PlanError
+from pipedream.core.hardware.cluster import MOST_WORKERS, Cluster, Level
+
+__all__ = ["PRESETS", "Preset", "cluster"]
+
+_PCIE_3_X16 = 16 * 8e9 * 128 / 130 / 8
+_NVLINK_2 = 6 * 25e9
+_GBIT = 1e9 / 8
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Machines that are alike.
+
+    Attributes:
+        machines: as many as the paper had.
+        workers: of each machine.
+        inside_bytes_per_s, between_bytes_per_s: of a worker's port and of a machine's, one way.
+        memory_bytes: of a worker.
+        device: what a worker is.
+        source: the paper, and the machine's name.
+    """
+
+    machines: int
+    workers: int
+    inside_bytes_per_s: float
+    between_bytes_per_s: float
+    memory_bytes: int
+    device: str
+    source: str
+
+    def cluster(self, machines: int | None = None) -> Cluster:
+        """Returns so many of these machines; None: as many as the paper had."""
+        count = self.machines if machines is None else machines
+        inside, between = Level(self.workers, self.inside_bytes_per_s), Level(count, self.between_bytes_per_s)
+        levels = tuple(level for level in (inside, between) if level.width > 1) or (between,)
+        return Cluster(levels, self.memory_bytes, self.device)
+
+
+PRESETS = {
+    "pipedream-a": Preset(
+        4, 4, _PCIE_3_X16, 10 * _GBIT, 16 * 10**9, "V100", "PipeDream's Cluster-A, Azure NC24 v3 (SOSP 2019)"
+    ),
+    "pipedream-b": Preset(
+        2, 8, _NVLINK_2, 25 * _GBIT, 16 * 10**9, "V100", "PipeDream's Cluster-B, AWS p3.16xlarge (SOSP 2019)"
+    ),
+    "pipedream-c": Preset(
+        4, 1, _PCIE_3_X16, 40 * _GBIT, 12 * 10**9, "Titan X", "PipeDream's Cluster-C, private (SOSP 2019)"
+    ),
+    "pipedream-2bw": Preset(
+        8, 8, _NVLINK_2, 25 * _GBIT, 16 * 10**9, "V100", "PipeDream-2BW's, AWS p3.16xlarge (ICML 2021)"
+    ),
+}
+"""By name."""
+
+
+def cluster(name: str, machines: int | None = None) -> Cluster:
+    """Returns a cluster of the papers.
+
+    Args:
+        name: one of `PRESETS`.
+        machines: how many; None: as many as the paper had.
+
+    Raises:
+        PlanError: no such name, or a number of machines that makes no sense.
+    """
+    if name not in PRESETS:
+        known = "\n".join(f"  {known:<14} {preset.source}" for known, preset in PRESETS.items())
+        raise PlanError(
+            f"cluster {name!r} is neither a file nor known by that name; write a cluster's file, or "
+            f"NAME[:MACHINES] as in pipedream-a:4, with one of\n{known}"
+        )
+    most = MOST_WORKERS // PRESETS[name].workers
+    if machines is not None and not 1 <= machines <= most:
+        raise PlanError(f"{machines} machines of cluster {name!r} were asked for; give a number from 1 to {most}")
+    return PRESETS[name].cluster(machines)

@@ -1,0 +1,281 @@
+"""A Survey: what measuring the links and workers of a cluster found, and the Cluster that follows from it.
+
+A level has one bandwidth for all its ports, so medians stand for them. A message leaves one port and enters another,
+and is as fast as the slower of the two; which one that is shows where one port talks to several at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import median
+
+from pipedream.core.artifact import Artifact
+from pipedream.core.errors import PlanError
+from pipedream.core.hardware.cluster import Cluster, Level, Workers
+from pipedream.core.units import format_bytes, format_rate, format_seconds
+
+__all__ = ["Fan", "Link", "Seen", "Sum", "Survey", "machines_of", "slope", "undisturbed"]
+
+_SAME_SPEED = 0.15
+_SAME_MEMORY = 0.1
+_FASTER = 1.25
+"""What is called unlike: noise of the measurements is smaller."""
+
+_HALF_DUPLEX = 0.7
+"""Share of its bandwidth alone that a direction keeps while the other is used too; 0.5 where they share the link."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One worker.
+
+    Attributes:
+        machine: in words that no other machine of the cluster has; workers of one machine share them.
+        device: make of what it computes with.
+        work_s: seconds of a piece of work that is the same for all.
+        memory_bytes: that it may use.
+    """
+
+    machine: str
+    device: str
+    work_s: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """Messages from one rank to another.
+
+    Attributes:
+        level: outermost level of the network that they cross.
+        sender, receiver: ranks.
+        latency_s: half of a round trip of a few bytes.
+        alone_bytes_per_s: where nothing else is sent.
+        both_bytes_per_s: while as much goes the other way.
+    """
+
+    level: int
+    sender: int
+    receiver: int
+    latency_s: float
+    alone_bytes_per_s: float
+    both_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Fan:
+    """One rank that sends to several at once, or receives from several.
+
+    Attributes:
+        level: that the messages cross.
+        sends: or receives.
+        ranks: the one, then the others.
+        bytes_per_s: of all messages together.
+    """
+
+    level: int
+    sends: bool
+    ranks: tuple[int, ...]
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Sum:
+    """All-reduces over a group.
+
+    Attributes:
+        level: outermost level that the group crosses.
+        ranks: of the group.
+        latency_s: of one step of a ring, of which there are 2 (n - 1).
+        bytes_per_s: 2 (n - 1) / n of the bytes over their seconds.
+    """
+
+    level: int
+    ranks: tuple[int, ...]
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Survey(Artifact):
+    """What was measured.
+
+    Attributes:
+        workers: by rank.
+        links, fans, sums: in the order in which they were measured.
+        seconds: that it took.
+    """
+
+    FORMAT = 1
+
+    workers: tuple[Seen, ...]
+    links: tuple[Link, ...] = ()
+    fans: tuple[Fan, ...] = ()
+    sums: tuple[Sum, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def machines(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each machine (`machines_of`)."""
+        return machines_of([seen.machine for seen in self.workers])
+
+    def cluster(self) -> Cluster:
+        """Returns the cluster that these measurements describe; its worker n is rank n.
+
+        Workers whose speeds differ by less than 15 % and whose memories by less than 10 % are taken to be alike.
+
+        Raises:
+            PlanError: ranks of a machine that are not neighbours, or a level that was not measured.
+        """
+        machines = self.machines
+        counts = tuple(map(len, machines))
+        if len(machines) == 1 or max(counts) == 1:
+            levels: tuple[Level, ...] = (self._level(0, len(self.workers)),)
+        else:
+            uneven = counts if len(set(counts)) > 1 else ()
+            levels = (self._level(0, max(counts), uneven), self._level(1, len(machines)))
+        kinds = self._kinds()
+        first = kinds[0]
+        alike = len(kinds) == 1
+        return Cluster(levels, first.memory_bytes if alike else None, first.device, () if alike else kinds)
+
+    def _level(self, number: int, width: int, sizes: tuple[int, ...] = ()) -> Level:
+        links = [link for link in self.links if link.level == number]
+        if not links:
+            if width == 1:
+                return Level(1, 1e30)
+            raise PlanError(f"no link of level {number} was measured; probe again with more time")
+        # Ports are full duplex to the planner; where they are not, each direction has what is left of it. Of unequal
+        # directions the faster one may wait for its acknowledgements behind what the slower one sends, so both of a
+        # pair must have lost.
+        kept: dict[frozenset[int], float] = {}
+        for link in links:
+            pair = frozenset((link.sender, link.receiver))
+            kept[pair] = max(kept.get(pair, 0.0), link.both_bytes_per_s / link.alone_bytes_per_s)
+        half = median(kept.values()) < _HALF_DUPLEX
+        rate = median(link.both_bytes_per_s if half else link.alone_bytes_per_s for link in links)
+        out, into = (
+            max((fan.bytes_per_s for fan in self.fans if fan.level == number and fan.sends is sends), default=0.0)
+            for sends in (True, False)
+        )
+        send, receive = rate, rate
+        # Where both are more than one message reaches, what limits a message is neither port.
+        if out > _FASTER * rate >= into:
+            send = out
+        elif into > _FASTER * rate >= out:
+            receive = into
+        sums = [found for found in self.sums if found.level == number]
+        widest = max(sums, key=lambda found: len(found.ranks), default=None)
+        return Level(
+            width,
+            send,
+            undisturbed([link.latency_s for link in links]),
+            receive if receive != send else None,
+            widest.bytes_per_s if widest else None,
+            sizes,
+        )
+
+    def _kinds(self) -> tuple[Workers, ...]:
+        """Returns the workers in their order, neighbours that are alike together."""
+        work = _alike([(seen.device, seen.work_s) for seen in self.workers], _SAME_SPEED)
+        memory = _alike([("", float(seen.memory_bytes)) for seen in self.workers], _SAME_MEMORY)
+
+        def members(groups: Sequence[int], rank: int) -> list[Seen]:
+            return [seen for seen, group in zip(self.workers, groups, strict=True) if group == groups[rank]]
+
+        def work_s(rank: int) -> float:
+            return median(seen.work_s for seen in members(work, rank))
+
+        runs = [list(run) for _, run in groupby(range(len(work)), lambda rank: (work[rank], memory[rank]))]
+        return tuple(
+            Workers(
+                len(run),
+                self.workers[run[0]].device,
+                work_s(0) / work_s(run[0]),
+                min(seen.memory_bytes for seen in members(memory, run[0])),
+            )
+            for run in runs
+        )
+
+    def __str__(self) -> str:
+        rows = [f"{'':<24}  {'level':>5}  {'latency':>9}  {'alone':>11}  {'both ways':>11}"]
+        for link in self.links:
+            rows.append(
+                f"{f'rank {link.sender} to rank {link.receiver}':<24}  {link.level:>5}  "
+                f"{format_seconds(link.latency_s):>9}  {format_rate(link.alone_bytes_per_s):>11}  "
+                f"{format_rate(link.both_bytes_per_s):>11}"
+            )
+        for fan in self.fans:
+            others = ", ".join(map(str, fan.ranks[1:]))
+            what = f"rank {fan.ranks[0]} {'to' if fan.sends else 'from'} {others}"
+            rows.append(f"{what:<24}  {fan.level:>5}  {'':>9}  {format_rate(fan.bytes_per_s):>11}")
+        for found in self.sums:
+            what = f"sum over {len(found.ranks)} ranks"
+            rows.append(
+                f"{what:<24}  {found.level:>5}  {format_seconds(found.latency_s):>9}  "
+                f"{format_rate(found.bytes_per_s):>11}"
+            )
+        rows.append("")
+        for machine, ranks in enumerate(self.machines):
+            for rank in ranks:
+                seen = self.workers[rank]
+                rows.append(
+                    f"rank {rank}, machine {machine}: {seen.device}, {self.workers[0].work_s / seen.work_s:.2f} times "
+                    f"rank 0's speed, {format_bytes(seen.memory_bytes)}"
+                )
+        return "\n".join([*rows, f"measured in {self.seconds:.1f} s"])
+
+
+def machines_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Returns the ranks of each machine, from the name of each rank's machine.
+
+    Raises:
+        PlanError: the ranks of a machine are not neighbours.
+    """
+    found: list[list[int]] = []
+    for rank, name in enumerate(names):
+        if rank and name == names[rank - 1]:
+            found[-1].append(rank)
+        elif name in names[:rank]:
+            raise PlanError(
+                f"rank {rank} is on the machine of rank {names.index(name)}, with ranks of other machines between "
+                "them; start the ranks of a machine one after the other, as torchrun does"
+            )
+        else:
+            found.append([rank])
+    return tuple(map(tuple, found))
+
+
+def undisturbed(seconds: Sequence[float]) -> float:
+    """Returns the lower quartile: other processes make a message slower, and nothing makes it faster than its link."""
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def slope(sizes_bytes: Sequence[float], seconds: Sequence[Sequence[float]]) -> float:
+    """Returns bytes per second from repeated seconds at two sizes, the second the larger.
+
+    What every message costs, whatever its size, falls out. Where noise hides the difference, the larger size counts
+    alone, with all that it took.
+    """
+    small_s, large_s = map(undisturbed, seconds)
+    more_bytes, more_s = sizes_bytes[1] - sizes_bytes[0], large_s - small_s
+    whole = sizes_bytes[1] / large_s
+    found = more_bytes / more_s if more_s > 0 else whole
+    return found if found < 2 * whole else whole
+
+
+def _alike(values: Sequence[tuple[str, float]], tolerance: float) -> list[int]:
+    """Returns the group of each value: that of the first value with the same word and about the same number."""
+    groups: list[tuple[str, float]] = []
+    found = []
+    for word, number in values:
+        for group, (other, first) in enumerate(groups):
+            if word == other and abs(number / first - 1) < tolerance:
+                found.append(group)
+                break
+        else:
+            found.append(len(groups))
+            groups.append((word, number))
+    return found

@@ -1,0 +1,85 @@
+"""What a model is made of: layers, and which output feeds which layer.
+
+A layer is the unit that the planner may not split. Layers stand in an order in which they can run; an
+edge ``(i, j)`` says that layer j reads the output of layer i. A chain, all that capture gives today, has
+the edges ``(0, 1), (1, 2), ...``; the planner takes any graph (`planner.cuts.downsets`), the runtime chains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipedream.core.artifact import Artifact
+
+__all__ = ["Layer", "LayerGraph"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a model.
+
+    Attributes:
+        name: the user's own name for it (``features.3``), unique in the graph.
+        kind: class of the module (``Conv2d``).
+        parameters: names, in the user's state dict, of the parameters and buffers it holds.
+    """
+
+    name: str
+    kind: str
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerGraph(Artifact):
+    """Layers in an order in which they can run, and the edges between them.
+
+    Attributes:
+        layers: at least one.
+        edges: pairs (producer, consumer) of indices, producer before consumer.
+        ties: groups of layers that share a parameter, or state; a group may not be cut apart.
+        whole: those of them that no method can train apart, for what they share moves without an update.
+
+    Raises:
+        ValueError: no layer, a name twice, or an edge or tie out of range; or a whole group that is no tie.
+    """
+
+    layers: tuple[Layer, ...]
+    edges: tuple[tuple[int, int], ...]
+    ties: tuple[tuple[int, ...], ...] = ()
+    whole: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        count = len(self.layers)
+        if not count:
+            raise ValueError("a model has at least one layer, found none")
+        names = [layer.name for layer in self.layers]
+        if len(set(names)) != count:
+            raise ValueError(f"layer names must differ, found {sorted(n for n in set(names) if names.count(n) > 1)}")
+        for source, target in self.edges:
+            if not 0 <= source < target < count:
+                raise ValueError(f"edge {(source, target)} does not run forward within {count} layers")
+        for group in self.ties:
+            if not group or min(group) < 0 or max(group) >= count:
+                raise ValueError(f"tie {group} names a layer that is not among the {count}")
+        if strange := set(self.whole) - set(self.ties):
+            raise ValueError(f"whole names {min(strange)}, which is none of the ties")
+
+    @classmethod
+    def chain(
+        cls, layers: tuple[Layer, ...], ties: tuple[tuple[int, ...], ...] = (), whole: tuple[tuple[int, ...], ...] = ()
+    ) -> LayerGraph:
+        """Returns the graph of layers that run one after the other."""
+        return cls(layers, tuple((i, i + 1) for i in range(len(layers) - 1)), ties, whole)
+
+    def cuts(self) -> tuple[int, ...]:
+        """Returns the places where one value crosses, so that the runtime can cut: i means between layer i - 1 and i.
+
+        A place is allowed where every edge across it starts at layer i - 1 (one value crosses) and no
+        tied group has members on both sides.
+        """
+        return tuple(
+            i
+            for i in range(1, len(self.layers))
+            if all(source == i - 1 for source, target in self.edges if source < i <= target)
+            and all(max(group) < i or min(group) >= i for group in self.ties)
+        )

@@ -1,0 +1,347 @@
+"""The profile format of the original PipeDream: ``graph.txt``, read and written.
+
+One record a line (github msr-fiddle/pipedream, ``graph/graph.py``). A node, then an edge, which a TAB begins:
+
+    node4 -- Conv2d(3, 64) -- forward_compute_time=1.500, backward_compute_time=3.000, activation_size=512.000, ...
+        node1 -- node4
+
+Times are milliseconds and sizes are bytes, of one whole minibatch; a node with several outputs has their sizes in
+brackets, ``[512.0; 64.0]``. ``-- stage_id=0`` may end a node's line. Batch, dtype and device are not recorded.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from pipedream.core.artifact import write_text
+from pipedream.core.errors import ArtifactError
+from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.model.profile import LayerProfile, Profile
+
+__all__ = ["GraphNode", "GraphText", "in_order"]
+
+_FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+_SPECIAL = ("Input", "__getitem__")  # descriptions that mean something to a reader
+_MOST = 1e15  # petabytes, or thirty thousand years: what is beyond is damage
+
+
+@dataclass(frozen=True)
+class GraphNode:
+    """A node of a graph.txt.
+
+    Attributes:
+        name: the node's id, unique in the file (``node4``).
+        kind: its description: a module's repr, ``Input0``, ``Add``, ``__getitem__(1)``.
+        forward_ms, backward_ms: milliseconds of one minibatch.
+        output_sizes_bytes: bytes of each output.
+        parameter_bytes: of its parameters.
+        stage: the stage that a plan put it in.
+
+    Raises:
+        ValueError: a text that would not be read back as it is, or a number that is negative or not finite.
+    """
+
+    name: str
+    kind: str
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    output_sizes_bytes: tuple[float, ...] = (0.0,)
+    parameter_bytes: float = 0.0
+    stage: int | None = None
+
+    def __post_init__(self) -> None:
+        for what, text in (("id", self.name), ("description", self.kind)):
+            if text != text.strip() or re.search(r"[\r\n]", text) or f"{text} -- ".split(" -- ") != [text, ""]:
+                raise ValueError(f"the {what} {text!r} has a line break, a border of blanks or a separator in it")
+        if not self.name:
+            raise ValueError("a node needs an id, found none")
+        if not self.output_sizes_bytes:
+            raise ValueError("activation_size needs at least one number, found none")
+        numbers = (self.forward_ms, self.backward_ms, *self.output_sizes_bytes, self.parameter_bytes)
+        fields = (*_FIELDS[:2], *[_FIELDS[2]] * len(self.output_sizes_bytes), _FIELDS[3])
+        for field, value in zip(fields, numbers, strict=True):
+            if not 0 <= value <= _MOST:
+                raise ValueError(f"{field} should be a number from 0 to {_MOST:g}, found {value!r}")
+        if self.stage is not None and self.stage < 0:
+            raise ValueError(f"stage_id cannot be negative, found {self.stage}")
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of forward and backward."""
+        return (self.forward_ms + self.backward_ms) / 1000.0
+
+    @property
+    def output_bytes(self) -> float:
+        """Bytes of all outputs."""
+        return sum(self.output_sizes_bytes)
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it stands for the data loader; its time is that of loading."""
+        return self.kind.startswith("Input")
+
+    def __str__(self) -> str:
+        sizes = [_exact_text(size) for size in self.output_sizes_bytes]
+        numbers = (
+            _exact_text(self.forward_ms),
+            _exact_text(self.backward_ms),
+            sizes[0] if len(sizes) == 1 else f"[{'; '.join(sizes)}]",
+            _exact_text(self.parameter_bytes),
+        )
+        fields = ", ".join(f"{name}={text}" for name, text in zip(_FIELDS, numbers, strict=True))
+        return f"{self.name} -- {self.kind} -- {fields}" + ("" if self.stage is None else f" -- stage_id={self.stage}")
+
+
+@dataclass(frozen=True)
+class GraphText:
+    """What a graph.txt says: nodes and edges, both in the order of the file.
+
+    Attributes:
+        nodes: at least one, in any order; the original's answers depend on which source is the first.
+        edges: pairs (producer, consumer) of indices; the order of those into one node is that of its arguments.
+
+    Raises:
+        ValueError: no node, a name twice, an edge out of range, or edges in a circle.
+    """
+
+    nodes: tuple[GraphNode, ...]
+    edges: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise ValueError("a graph has at least one node, found none")
+        names = [node.name for node in self.nodes]
+        if len(set(names)) != len(names):
+            raise ValueError(f"node ids must differ, found {next(n for n in names if names.count(n) > 1)} twice")
+        for edge in self.edges:
+            if not all(0 <= end < len(names) for end in edge):
+                raise ValueError(f"edge {edge} names a node that is not among the {len(names)}")
+        if circle := _circle(len(names), self.edges):
+            raise ValueError(f"the edges run in a circle through {names[min(circle)]}")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads a graph.txt.
+
+        Raises:
+            ArtifactError: no such file, or not a graph.txt (see `parse`).
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ArtifactError(f"cannot read the graph.txt in {path}: {error}") from None
+        return cls.parse(text, str(path))
+
+    @classmethod
+    def parse(cls, text: str, source: str = "the text") -> Self:
+        """Reads the text of a graph.txt.
+
+        A node without any edge, in a file of several, is taken for the mark of a file that was cut off; unless it is
+        an input.
+
+        Raises:
+            ArtifactError: names the line that is malformed, holds a number that is negative or not finite, closes a
+                circle, or names a node that no line before it defines.
+        """
+        nodes: list[GraphNode] = []
+        places: dict[str, tuple[int, int]] = {}
+        edges: list[tuple[int, int]] = []
+        lines: list[int] = []
+        for number, line in enumerate(text.split("\n"), 1):
+            if not line.strip():
+                continue
+            try:
+                if line.startswith("\t"):
+                    edges.append(_edge(line.strip(), places))
+                    lines.append(number)
+                    continue
+                node = _node(line.strip())
+                if node.name in places:
+                    raise ValueError(f"{node.name} stands on line {places[node.name][1]} already")
+                places[node.name] = len(nodes), number
+                nodes.append(node)
+            except ValueError as error:
+                raise ArtifactError(_at(source, number, str(error))) from None
+        if not nodes:
+            raise ArtifactError(f"{source} should hold a graph.txt, but has no node; give a profile")
+        if circle := _circle(len(nodes), edges):
+            number = max(n for n, edge in zip(lines, edges, strict=True) if circle.issuperset(edge))
+            raise ArtifactError(_at(source, number, f"the edges run in a circle through {nodes[min(circle)].name}"))
+        joined = {end for edge in edges for end in edge}
+        for i, node in enumerate(nodes):
+            if i not in joined and len(nodes) > 1 and not node.is_input:
+                why = f"{node.name} has no edge in or out, is the end of the file missing?"
+                raise ArtifactError(_at(source, places[node.name][1], why))
+        return cls(tuple(nodes), tuple(edges))
+
+    @classmethod
+    def of(cls, profile: Profile) -> Self:
+        """Returns a profile in this form; the loss, the update and what autograd keeps have no place in it."""
+        names = [_clean(layer.name) for layer in profile.graph.layers]
+        unique = names if len(set(names)) == len(names) and all(names) else [f"node{i}" for i in range(len(names))]
+        kinds = [_clean(layer.kind) for layer in profile.graph.layers]
+        nodes = tuple(
+            GraphNode(
+                name,
+                f"Layer({kind})" if kind.startswith(_SPECIAL) else kind,
+                cost.forward_s * 1000.0,
+                cost.backward_s * 1000.0,
+                (float(cost.output_bytes),),
+                float(cost.parameter_bytes),
+            )
+            for name, kind, cost in zip(unique, kinds, profile.layers, strict=True)
+        )
+        return cls(nodes, profile.graph.edges)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the graph.txt, atomically. Returns the path."""
+        return write_text(path, f"{self}\n")
+
+    def with_stages(self, stages: Iterable[Iterable[str]]) -> Self:
+        """Returns the graph with the stage of each node that a plan names, given the names stage by stage."""
+        numbers = {name: s for s, names in enumerate(stages) for name in names}
+        return replace(self, nodes=tuple(replace(node, stage=numbers.get(node.name)) for node in self.nodes))
+
+    def profile(self, model: str = "graph.txt") -> Profile:
+        """Returns it as a Profile: nodes in an order in which they can run, without the inputs.
+
+        Bytes are rounded to whole ones; what autograd keeps is taken as the output, and the batch, which the file
+        does not say, as 1.
+
+        Raises:
+            ArtifactError: it has nothing but inputs.
+        """
+        order = [i for i in in_order(len(self.nodes), self.edges) if not self._is_loader(i)]
+        if not order:
+            raise ArtifactError(f"{model} has no layer beside its inputs; give the profile of a model")
+        places = {node: place for place, node in enumerate(order)}
+        kept = [self.nodes[i] for i in order]
+        edges = tuple((places[a], places[b]) for a, b in self.edges if a in places and b in places)
+        costs = tuple(
+            LayerProfile(
+                node.forward_ms / 1000.0,
+                node.backward_ms / 1000.0,
+                round(node.output_bytes),
+                round(node.parameter_bytes),
+                round(node.output_bytes),
+            )
+            for node in kept
+        )
+        layers = tuple(Layer(node.name, node.kind) for node in kept)
+        return Profile(model, LayerGraph(layers, edges), costs, batch=1, device="unknown")
+
+    def __str__(self) -> str:
+        names = [node.name for node in self.nodes]
+        return "\n".join([*map(str, self.nodes), *(f"\t{names[a]} -- {names[b]}" for a, b in self.edges)])
+
+    def _is_loader(self, i: int) -> bool:
+        return self.nodes[i].is_input and all(target != i for _, target in self.edges)
+
+
+def in_order(count: int, edges: Iterable[tuple[int, int]], key: Callable[[int], int] = lambda i: 0) -> list[int]:
+    """Returns the nodes in an order in which they can run: of those that can, the smallest (key, index) first.
+
+    Nodes of a circle, and behind one, are left out.
+    """
+    consumers: list[list[int]] = [[] for _ in range(count)]
+    missing = [0] * count
+    for source, target in edges:
+        consumers[source].append(target)
+        missing[target] += 1
+    ready = [(key(i), i) for i in range(count) if not missing[i]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        i = heapq.heappop(ready)[1]
+        order.append(i)
+        for target in consumers[i]:
+            missing[target] -= 1
+            if not missing[target]:
+                heapq.heappush(ready, (key(target), target))
+    return order
+
+
+def _circle(count: int, edges: Iterable[tuple[int, int]]) -> set[int]:
+    """The nodes of a circle, or none where there is no circle."""
+    pairs = tuple(edges)
+    left = set(range(count)) - set(in_order(count, pairs))
+    producers = {target: source for source, target in pairs if source in left and target in left}
+    walked: list[int] = []
+    node = min(left, default=-1)  # each node that is left has a producer that is: walking back ends in a circle
+    while left and node not in walked:
+        walked.append(node)
+        node = producers[node]
+    return set(walked[walked.index(node) :]) if left else set()
+
+
+def _node(line: str) -> GraphNode:
+    parts = line.split(" -- ")
+    if len(parts) not in (3, 4):
+        raise ValueError(f"a node has 3 or 4 parts between ' -- ', found {len(parts)}")
+    fields = parts[2].split(", ")
+    if [field.partition("=")[0] for field in fields] != list(_FIELDS):
+        raise ValueError(f"a node has {', '.join(f'{name}=..' for name in _FIELDS)}, found {_short(parts[2])!r}")
+    forward, backward, sizes, parameters = (field.partition("=")[2] for field in fields)
+    listed = sizes[1:-1].split("; ") if sizes.startswith("[") and sizes.endswith("]") else [sizes]
+    stage = None
+    if len(parts) == 4:
+        found = re.fullmatch(r"stage_id=([0-9]{1,9})", parts[3])
+        if found is None:
+            raise ValueError(f"the fourth part of a node is stage_id=.., found {_short(parts[3])!r}")
+        stage = int(found[1])
+    return GraphNode(
+        parts[0],
+        parts[1],
+        _number(_FIELDS[0], forward),
+        _number(_FIELDS[1], backward),
+        tuple(_number(_FIELDS[2], size) for size in listed),
+        _number(_FIELDS[3], parameters),
+        stage,
+    )
+
+
+def _edge(line: str, places: dict[str, tuple[int, int]]) -> tuple[int, int]:
+    ends = line.split(" -- ")
+    if len(ends) != 2:
+        raise ValueError(f"an edge has 2 node ids between ' -- ', found {len(ends)} parts")
+    for name in ends:
+        if name not in places:
+            raise ValueError(f"the edge names {_short(name)!r}, which no line before it defines")
+    return places[ends[0]][0], places[ends[1]][0]
+
+
+def _number(field: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{field} should be a number, found {_short(text)!r}")
+    return value
+
+
+def _at(source: str, number: int, why: str) -> str:
+    return f"{source}, line {number}: {why}; give a whole graph.txt"
+
+
+def _exact_text(value: float) -> str:
+    short = f"{value:.3f}"
+    return short if float(short) == value else repr(value)
+
+
+def _short(text: str) -> str:
+    return text if len(text) < 80 else text[:77] + "..."
+
+
+def _clean(text: str) -> str:
+    text = re.sub(r"\s+", " ", text).strip()
+    while f"{text} -- ".split(" -- ") != [text, ""]:
+        text = text.replace(" --", " -")
+    return text

@@ -1,0 +1,195 @@
+"""The Profile: seconds and bytes of every layer, and where and how they were measured.
+
+After PipeDream, SOSP 2019, section 3.1: per layer the time of forward and backward, the bytes of its
+output and of its parameters. Added, because the original's users missed them: the spread of each time,
+what autograd keeps for the backward, the optimizer's own update time, batch, dtype, device and versions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipedream.core.artifact import Artifact
+from pipedream.core.model.graph import LayerGraph
+from pipedream.core.units import format_bytes, format_seconds
+
+__all__ = ["LayerProfile", "Profile"]
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """What one layer costs for one profiled minibatch.
+
+    Attributes:
+        forward_s, backward_s: medians over the measured runs.
+        forward_spread_s, backward_spread_s: distance between the first and third quartile.
+        output_bytes: bytes of its output, all tensors.
+        activation_bytes: bytes that autograd keeps from its forward until its backward, parameters not
+            counted.
+        forward_fixed_s, backward_fixed_s: the part of the seconds that a smaller batch does not save; 0 where unknown.
+        parameter_bytes: bytes of its own parameters; a shared parameter counts where it is first used.
+        arriving_bytes: kept by layers before it and, again, by it or by layers behind it: a stage that begins here
+            holds its own copy of them.
+        leaving_bytes: of its output, that neither it nor a layer before it keeps: a stage that ends here holds them
+            until its backward.
+        working_bytes: that its forward or its backward needs at most, beside what is kept (its own and that of layers
+            before it) and the gradients of its parameters; what enters and the gradients that pass are part of it.
+        backward_bytes: that its backward adds at most to what is kept when it begins, gradients of its parameters
+            included, while what was kept goes.
+        largest_parameter_bytes: of its largest parameter, whose gradient is made before it is added to a sum.
+        forward_flops, backward_flops: floating-point operations; 0 where they were not counted.
+        moved_bytes: that its operations read and write, forward and backward; 0 where they were not counted.
+    """
+
+    forward_s: float
+    backward_s: float
+    output_bytes: int
+    parameter_bytes: int
+    activation_bytes: int = 0
+    forward_spread_s: float = 0.0
+    backward_spread_s: float = 0.0
+    arriving_bytes: int = 0
+    leaving_bytes: int = 0
+    working_bytes: int = 0
+    backward_bytes: int = 0
+    largest_parameter_bytes: int = 0
+    forward_flops: int = 0
+    backward_flops: int = 0
+    moved_bytes: int = 0
+    forward_fixed_s: float = 0.0
+    backward_fixed_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
+        if self.forward_fixed_s > self.forward_s or self.backward_fixed_s > self.backward_s:
+            raise ValueError(
+                f"the fixed part of {self.forward_s} and {self.backward_s} seconds cannot be greater, found "
+                f"{self.forward_fixed_s} and {self.backward_fixed_s}"
+            )
+
+
+@dataclass(frozen=True)
+class Profile(Artifact):
+    """Seconds and bytes of every layer of a model, for one minibatch.
+
+    Attributes:
+        model: class of the model.
+        graph: its layers and edges.
+        layers: the costs, one per layer of the graph, in its order.
+        batch: samples in the profiled minibatch.
+        input_shapes: shapes of the model's input tensors in that minibatch.
+        dtype, device: what was computed with, and on (``cpu: EPYC``).
+        runs: measured runs behind each median; 0 where nothing was run.
+        update_s: one optimizer step over all parameters.
+        copy_s: copying all parameters, which a stage does before an update where a version is still to be read.
+        optimizer: class of the optimizer that was timed, or ''.
+        optimizer_bytes: bytes of its state after a step.
+        loss_s: forward and backward of the loss.
+        loss_bytes: that autograd keeps from the loss.
+        loss_working_bytes: that the loss needs at most beside what is kept.
+        update_working_bytes: that an optimizer step over all parameters needs at most, beside weights, gradients and
+            state.
+        versions: of python, torch and this library.
+        notes: what was assumed or not checked.
+    """
+
+    FORMAT = 1
+
+    model: str
+    graph: LayerGraph
+    layers: tuple[LayerProfile, ...]
+    batch: int
+    input_shapes: tuple[tuple[int, ...], ...] = ()
+    dtype: str = "float32"
+    device: str = "cpu"
+    runs: int = 0
+    update_s: float = 0.0
+    optimizer: str = ""
+    optimizer_bytes: int = 0
+    loss_s: float = 0.0
+    loss_bytes: int = 0
+    loss_working_bytes: int = 0
+    update_working_bytes: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    copy_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.layers) != len(self.graph.layers):
+            raise ValueError(f"{len(self.graph.layers)} layers but {len(self.layers)} measurements")
+        if self.batch < 1:
+            raise ValueError(f"batch must be at least 1, found {self.batch}")
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of all forwards."""
+        return sum(layer.forward_s for layer in self.layers)
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of all backwards."""
+        return sum(layer.backward_s for layer in self.layers)
+
+    @property
+    def work(self) -> tuple[tuple[int, int], ...]:
+        """Flops, and bytes read and written, of each layer; of products alone where they were not counted."""
+        counted = tuple((c.forward_flops + c.backward_flops, c.moved_bytes) for c in self.layers)
+        return counted if self.flops else ((1, 0),)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all forwards and backwards; 0 where they were not counted."""
+        return sum(layer.forward_flops + layer.backward_flops for layer in self.layers)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that all operations read and write; 0 where they were not counted."""
+        return sum(layer.moved_bytes for layer in self.layers)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(layer.parameter_bytes for layer in self.layers)
+
+    @classmethod
+    def of_chain(cls, layers: tuple[LayerProfile, ...], *, batch: int = 1, **rest: object) -> Profile:
+        """Returns a profile of unnamed layers in a line: for studies and tests."""
+        from pipedream.core.model.graph import Layer  # a neighbour; kept here because only this helper builds layers
+
+        graph = LayerGraph.chain(tuple(Layer(f"layer{i}", "Layer") for i in range(len(layers))))
+        return cls("chain", graph, layers, batch, **rest)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        how = f"median of {self.runs} runs" if self.runs else "not run"
+        head = f"Profile of {self.model}: batch {self.batch}, {self.dtype}, {self.device}, {how}\n"
+        width = max([5, *(len(layer.name) for layer in self.graph.layers)])
+        kinds = max([4, *(len(layer.kind) for layer in self.graph.layers)])
+        rows = [
+            f"{'layer':<{width}}  {'kind':<{kinds}}  {'forward':>9}  {'backward':>9}  {'spread':>9}  "
+            f"{'output':>9}  {'kept':>9}  {'params':>9}"
+        ]
+        for layer, cost in zip(self.graph.layers, self.layers, strict=True):
+            rows.append(
+                f"{layer.name:<{width}}  {layer.kind:<{kinds}}  {format_seconds(cost.forward_s):>9}  "
+                f"{format_seconds(cost.backward_s):>9}  "
+                f"{format_seconds(cost.forward_spread_s + cost.backward_spread_s):>9}  "
+                f"{format_bytes(cost.output_bytes):>9}  {format_bytes(cost.activation_bytes):>9}  "
+                f"{format_bytes(cost.parameter_bytes):>9}"
+            )
+        rows.append(
+            f"{'total':<{width}}  {'':<{kinds}}  {format_seconds(self.forward_s):>9}  "
+            f"{format_seconds(self.backward_s):>9}  {'':>9}  {'':>9}  "
+            f"{format_bytes(sum(c.activation_bytes for c in self.layers)):>9}  "
+            f"{format_bytes(self.parameter_bytes):>9}"
+        )
+        if self.optimizer:
+            rows.append(
+                f"update ({self.optimizer}): {format_seconds(self.update_s)}, state "
+                f"{format_bytes(self.optimizer_bytes)}; loss: {format_seconds(self.loss_s)}"
+            )
+        if self.flops:
+            rows.append(f"{self.flops * 1e-12:.4g} Tflop, {format_bytes(self.moved_bytes)} read and written")
+        rows += [f"note: {note}" for note in self.notes]
+        return head + "\n".join(rows)

@@ -1,0 +1,154 @@
+"""Depth: how many warm-up forwards W_s each stage makes; W_s + 1 are then in flight.
+
+``noam`` is PipeDream's (SOSP 2019, section 3.2): NOAM = ceil(workers / replicas of the input stage)
+minibatches are admitted, which gives W_s = (sum of replicas from s on, minus 1) // r_s. It hides no message
+time: with one-way message time c and slot T the period of a straight pipeline of p stages is
+T + 2c(p - 1)/p, however asynchronous the sends are.
+
+``full`` is the smallest depth at which messages and replica barriers are hidden (docs/design.md, Depth):
+W_{p-1} = 0; W_s = ceil((W_u r_u + r_s + 2 r_u - 2 gcd(r_s, r_u) + ceil((c_fwd + c_bwd)/T)) / r_s), u = s + 1.
+
+``auto`` is the deepest between the two that fits a memory (`fitting`).
+
+A depth is legal where no stage waits for what is never sent: W_u r_u >= X(u, s) for each u upstream of s,
+
+    X(u, s) = W_s r_s                                   neither lags
+              (W_s + 1) r_s - gcd(r_u, r_s)             s lags
+              W_s r_s - r_u + 1                         u lags
+              (W_s + 1) r_s - r_u                       both lag
+
+Why: minibatch k's backward at s comes behind the forward of minibatch k + W_s r_s there, or, where s lags,
+behind all forwards of its round's W_s-th successor, for the update before it waits for those of all
+replicas. At u the forward of minibatch j comes behind all backwards up to W_u rounds before its own; where
+u lags, behind the one W_u + 1 rounds before it. The two together may not ask for the backward of k or of a
+later one.
+"""
+
+from __future__ import annotations
+
+from math import ceil, gcd
+
+from pipedream.core.errors import PlanError
+
+__all__ = ["check_in_flight", "fitting", "full", "legal", "noam"]
+
+Counts = tuple[int, ...]
+
+_MOST_IN_FLIGHT = 10_000  # no memory holds more, and a proof of it would take all of this machine's
+
+
+def noam(replicas: Counts, lag: Counts = ()) -> Counts:
+    """Returns the in-flight count of each stage at the paper's depth, raised where a lag asks for it.
+
+    >>> noam((1, 1, 1, 1))
+    (4, 3, 2, 1)
+    >>> noam((2, 1))
+    (2, 1)
+    """
+    counts = tuple((sum(replicas[s:]) - 1) // replicas[s] + 1 for s in range(len(replicas)))
+    return legal(counts, replicas, lag)
+
+
+def full(replicas: Counts, round_trip_slots: tuple[float, ...], lag: Counts = ()) -> Counts:
+    """Returns the in-flight count of each stage at the depth that hides messages and barriers.
+
+    Args:
+        replicas: workers of each stage.
+        round_trip_slots: for each boundary, (c_fwd + c_bwd) / T: seconds of an activation message and of
+            a gradient message over the period per minibatch.
+        lag: of each stage; where one asks for more depth upstream, there is more.
+
+    >>> full((1, 1, 1), (0.0, 0.0))
+    (3, 2, 1)
+    >>> full((1, 1), (0.5,))
+    (3, 1)
+    """
+    lags = lag or (0,) * len(replicas)
+    warmup = [0]
+    for s in range(len(replicas) - 2, -1, -1):
+        here, after = replicas[s], replicas[s + 1]
+        ahead = warmup[0] * after + here + 2 * after - 2 * gcd(here, after) + ceil(round_trip_slots[s] - 1e-9)
+        warmup.insert(0, ceil(ahead / here))
+        warmup[0] = max(warmup[0], _least(s, warmup, replicas, lags))
+    return tuple(w + 1 for w in warmup)
+
+
+def legal(in_flight: Counts, replicas: Counts, lag: Counts = ()) -> Counts:
+    """Returns the smallest legal counts that are nowhere below the given ones.
+
+    >>> legal((1, 1, 3), (2, 1, 1))
+    (2, 3, 3)
+    """
+    lags = lag or (0,) * len(replicas)
+    warmup: list[int] = []
+    for s in range(len(replicas) - 1, -1, -1):
+        warmup.insert(0, in_flight[s] - 1)
+        warmup[0] = max(warmup[0], _least(s, warmup, replicas, lags))
+    return tuple(w + 1 for w in warmup)
+
+
+def fitting(low: Counts, high: Counts, most: Counts, replicas: Counts) -> Counts:
+    """Returns the deepest counts between two depths, none above what its stage may hold.
+
+    A stage is as much deeper than `low` as it may be, but holds no more of the added minibatches than the stage
+    in front of it: what a stage far down holds longer comes out of what those upstream have admitted, and would
+    only be missing there. `low` being legal, so is the answer.
+
+    Args:
+        low, high: in-flight counts, usually `noam` and `full`; nowhere is `high` below `low`.
+        most: in-flight counts that each stage's memory has room for; at least `low`.
+        replicas: workers of each stage.
+
+    >>> fitting((3, 2, 1), (7, 4, 1), (5, 9, 9), (1, 1, 1))
+    (5, 4, 1)
+    >>> fitting((3, 2, 1), (7, 4, 1), (4, 9, 9), (1, 1, 1))
+    (4, 3, 1)
+    """
+    found: list[int] = []
+    added = high[0] * replicas[0]
+    for least, deepest, room, count in zip(low, high, most, replicas, strict=True):
+        found.append(max(least, min(deepest, room, least + added // count)))
+        added = (found[-1] - least) * count
+    return tuple(found)
+
+
+def check_in_flight(in_flight: Counts, replicas: Counts, lag: Counts = ()) -> None:
+    """Checks a depth written by hand: legal as this module's first lines have it.
+
+    Raises:
+        PlanError: wrong length, a count under 1, or a stage that waits for more than is admitted.
+    """
+    if len(in_flight) != len(replicas):
+        raise PlanError(
+            f"in-flight counts {in_flight} name {len(in_flight)} stages, the plan has {len(replicas)}; give one "
+            "count a stage, or noam, or full"
+        )
+    if not 1 <= min(in_flight) <= max(in_flight) <= _MOST_IN_FLIGHT:
+        raise PlanError(f"in-flight counts must be between 1 and {_MOST_IN_FLIGHT}, found {in_flight}")
+    lags = lag or (0,) * len(replicas)
+    warmup = [count - 1 for count in in_flight]
+    for u in range(len(replicas)):
+        for s in range(u + 1, len(replicas)):
+            wanted, sent = _wanted(u, s, warmup[s], replicas, lags), warmup[u] * replicas[u]
+            if wanted > sent:
+                late = [t for t in (u, s) if lags[t]]
+                because = f", with lag 1 at stage {' and '.join(map(str, late))}" if late else ""
+                raise PlanError(
+                    f"in-flight counts {in_flight}{because}: stage {s} would wait for {wanted} warm-up minibatches, "
+                    f"but stage {u} sends only {sent}; counts must not grow towards the output, and a lag needs "
+                    f"more upstream; {legal(in_flight, replicas, lag)} would do"
+                )
+
+
+def _wanted(u: int, s: int, warmup: int, replicas: Counts, lag: Counts) -> int:
+    """Returns X(u, s), from W_s."""
+    here, there = replicas[s], replicas[u]
+    if lag[s]:
+        return (warmup + 1) * here - (there if lag[u] else gcd(here, there))
+    return warmup * here - (there - 1 if lag[u] else 0)
+
+
+def _least(u: int, warmup: list[int], replicas: Counts, lag: Counts) -> int:
+    """Returns the least W_u for the stages behind it; `warmup` begins at stage u."""
+    behind = range(u + 1, len(replicas))
+    return max((-(-_wanted(u, s, warmup[s - u], replicas, lag) // replicas[u]) for s in behind), default=0)

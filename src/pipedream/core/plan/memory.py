@@ -1,0 +1,238 @@
+"""Bytes that a worker needs: versions, gradients, optimizer state, activations, messages, temporaries.
+
+Under 1F1B stage s holds W_s + 1 minibatches in flight, and as many versions of its weights under weight
+stashing (PipeDream, section 3.3), two under double buffering (PipeDream-2BW, section 3.1), one under a
+flush. The newest version is the optimizer's own copy, so it is not counted again.
+
+A worker needs most at one of three moments, and what it needs is not the sum of the most of each kind:
+
+    backward    all in flight, one of them being worked on. Gradients come as activations go; where they are added to
+                the sums of microbatches before, those are all there already, and the largest gradient is there twice.
+    forward     all in flight, the newest being made; sums of gradients where an update is still to come.
+    update      all gradients, what the optimizer needs beside them, and one microbatch less in flight.
+
+Where the backward is split, the one that needs most is a weight gradient's. A microbatch that waits for it holds what
+that needs of its activations, and the gradients that came to the layers: `DEFERRED_SHARE` times its activations are
+counted, for a profile does not tell. (Measured: 0.1 of a fused recurrent layer, 0.7 to 1.2 of transformers, 1.6 of
+linear layers with ReLU, 1.8 of convolutions with norms.)
+
+All figures are of one replica, and are numbers or numpy arrays of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import lcm
+from typing import Any
+
+import numpy as np
+
+from pipedream.core.plan.cost import FIRST_BUCKET_BYTES
+
+__all__ = [
+    "DEFERRED_SHARE",
+    "Peers",
+    "StageMemory",
+    "StageSizes",
+    "bucket_bytes",
+    "message_bytes",
+    "moments",
+    "part_bytes",
+    "peers_of",
+    "stage_bytes",
+    "stage_memory",
+]
+
+DEFERRED_SHARE = 2
+"""What a microbatch keeps at most between the halves of its backward, by its activations."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The workers that one replica of a stage exchanges messages with.
+
+    Attributes:
+        before, behind: how many.
+        waiting: gradients sent to those before that may not have been taken.
+        posted: receives posted ahead on each channel.
+        sums: gradients are added up over replicas, in buckets.
+    """
+
+    before: int = 1
+    behind: int = 1
+    waiting: int = 0
+    posted: int = 2
+    sums: bool = False
+
+
+def peers_of(replicas: Sequence[int], in_flight: Sequence[int]) -> tuple[Peers, ...]:
+    """Returns whom a replica of each stage of a plan talks to, minibatches going to replicas in round robin.
+
+    Args:
+        replicas: of each stage.
+        in_flight: microbatches that a replica of each stage holds. As many gradients, and one, may be unread on their
+            way to it: it ends all backwards but those of what it holds before it begins a forward.
+    """
+    found = []
+    for s, count in enumerate(replicas):
+        before = lcm(replicas[s - 1], count) // count if s else 0
+        behind = lcm(replicas[s + 1], count) // count if s + 1 < len(replicas) else 0
+        found.append(Peers(before, behind, before * (in_flight[s - 1] + 1) if s else 0, sums=count > 1))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """What a stage's layers need.
+
+    Attributes:
+        parameter_bytes: of one version of its weights.
+        optimizer_bytes: of the optimizer's state for them.
+        activation_bytes: kept for the backward of one microbatch.
+        input_bytes: of what enters for one microbatch.
+        received_bytes, sent_bytes: of its messages to and from both sides for one microbatch; 0 at the model's ends.
+        loaded_bytes: of minibatches that the loader has given and nobody works on, at the model's input.
+        working_bytes: that a pass needs at most beside what it keeps.
+        relief_bytes: less than activations, gradients and working bytes together that a backward needs which
+            makes all gradients itself: activations go before the last gradient comes. Of a microbatch at least its
+            part of a minibatch's, for gradients are as large.
+        largest_parameter_bytes: of its largest parameter.
+        update_working_bytes: that an optimizer step needs beside weights, state and gradients.
+    """
+
+    parameter_bytes: Any
+    optimizer_bytes: Any = 0
+    activation_bytes: Any = 0
+    input_bytes: Any = 0
+    received_bytes: Any = 0
+    sent_bytes: Any = 0
+    loaded_bytes: Any = 0
+    working_bytes: Any = 0
+    relief_bytes: Any = 0
+    largest_parameter_bytes: Any = 0
+    update_working_bytes: Any = 0
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one replica of a stage at one moment, by kind.
+
+    Attributes:
+        weight_bytes: of the newest version, which the optimizer steps.
+        stash_bytes: of older versions.
+        optimizer_bytes: of the optimizer's state, and of what compensations of delay keep.
+        gradient_bytes: of the gradients that are there.
+        activation_bytes: kept for backwards; of a stage that recomputes the inputs, and one microbatch's activations.
+        message_bytes: of receives posted ahead and of messages that may still have to leave.
+        working_bytes: of temporaries.
+    """
+
+    weight_bytes: int = 0
+    stash_bytes: int = 0
+    optimizer_bytes: int = 0
+    gradient_bytes: int = 0
+    activation_bytes: int = 0
+    message_bytes: int = 0
+    working_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> Any:
+        """Returns the sum."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def moments(
+    sizes: StageSizes,
+    *,
+    versions: int,
+    in_flight: int,
+    per_update: int = 1,
+    flushes: bool = False,
+    lag: int = 0,
+    recompute: bool = False,
+    peers: Peers | None = None,
+    kept_tensors: int = 0,
+    deferred: int = 0,
+) -> tuple[StageMemory, ...]:
+    """Returns what one replica of a stage holds at its worst moments: a first backward, further passes, the update.
+
+    Args:
+        sizes: of its layers, for one microbatch.
+        versions: distinct sets of weights alive at once, the newest included.
+        in_flight: microbatches forwarded and not yet backwarded, at most.
+        per_update: microbatches of the replica in one update.
+        flushes: nothing is in flight at an update.
+        lag: 1 where a forward comes between the last backward of an update and the update.
+        recompute: of a microbatch in flight only the input is kept.
+        peers: whom it talks to; None: one worker before and one behind, which holds one microbatch more.
+        kept_tensors: for each weight, that compensations of delay keep; an update needs one more for a while.
+        deferred: of those in flight, how many wait for their weight gradients; 0 where the backward is not split.
+    """
+    own, whole = sizes.activation_bytes, sizes.parameter_bytes
+    waiting = sizes.input_bytes if recompute else own
+    messages = message_bytes(sizes, in_flight, recompute, peers)
+
+    def at(gradients: Any, activations: Any, working: Any) -> StageMemory:
+        stash = whole * (versions - 1)
+        state = sizes.optimizer_bytes + kept_tensors * whole
+        return StageMemory(whole, stash, state, gradients, activations, messages, working)
+
+    def most(held: int) -> Any:
+        if deferred:
+            later = min(deferred, held)
+            return (held - later) * waiting + later * DEFERRED_SHARE * own
+        return (held - 1) * waiting + own if held else 0 * own
+
+    working = sizes.working_bytes + bucket_bytes(sizes, peers)
+    relief = 0 if deferred else sizes.relief_bytes
+    late = np.minimum(relief, whole)  # gradients that are not there yet when the most is
+    found = [at(whole - late, most(in_flight), working - (relief - late))]
+    # A backward, or a forward, while there are sums of others; a flush ends before there are new ones.
+    further = min(in_flight, per_update - 1) if flushes else in_flight
+    if per_update > 1:
+        found.append(at(whole, most(further), working + sizes.largest_parameter_bytes))
+    if per_update > 1 or lag:
+        found.append(at(whole, most(further), working))
+    left = (0 if flushes else max(in_flight - 1, 0) + lag) * waiting
+    return (*found, at(whole, left, sizes.update_working_bytes + (whole if kept_tensors else 0)))
+
+
+def stage_memory(sizes: StageSizes, **how: Any) -> StageMemory:
+    """Returns what one replica of a stage holds at the worst of its `moments`; numbers only."""
+    worst = max(moments(sizes, **how), key=lambda moment: int(moment.total_bytes))
+    return StageMemory(*(int(getattr(worst, field.name)) for field in fields(worst)))
+
+
+def stage_bytes(sizes: StageSizes, **how: Any) -> Any:
+    """Returns the peak bytes of one replica of a stage, over its `moments`."""
+    first, *others = (moment.total_bytes for moment in moments(sizes, **how))
+    for other in others:
+        first = np.maximum(first, other)
+    return first
+
+
+def part_bytes(whole_bytes: Any, parts: int, samples: int = 1) -> Any:
+    """Returns the bytes of the largest of so many parts of a minibatch: that of ceil(samples / parts) samples.
+
+    Of a minibatch of fewer samples than parts nothing is known (a plan without a model): its parts are equal.
+    """
+    largest, all_ = (-(-samples // parts), samples) if samples >= parts else (1, parts)
+    return -(-whole_bytes * largest // all_)
+
+
+def bucket_bytes(sizes: StageSizes, peers: Peers | None) -> Any:
+    """Returns the bytes of the gradients that wait in a bucket of a sum over replicas."""
+    return np.minimum(FIRST_BUCKET_BYTES, sizes.parameter_bytes) if peers is not None and peers.sums else 0
+
+
+def message_bytes(sizes: StageSizes, in_flight: int, recompute: bool = False, peers: Peers | None = None) -> Any:
+    """Returns the bytes of receives posted ahead, messages sent that may not have been taken, minibatches loaded.
+
+    What was sent is kept until the stage before is known to have taken it: as many messages as it has in flight, and
+    one more. Outputs are kept for their backwards anyway, but for the last one, where the stage does not recompute.
+    """
+    joined = peers or Peers(waiting=in_flight + 2)
+    received = joined.before * joined.posted + joined.waiting
+    sent = joined.behind * (joined.posted + 1) + (in_flight if recompute else 0)
+    return received * sizes.received_bytes + sent * sizes.sent_bytes + sizes.loaded_bytes

@@ -1,0 +1,391 @@
+"""The Plan: which layers form a stage, how many workers share it, how deep the pipeline is filled.
+
+A plan carries the predicted seconds and bytes of its stages, so that it can be simulated without the
+profile it came from, printed with its reasons, edited by hand and checked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Self
+
+from pipedream.core.artifact import Artifact
+from pipedream.core.errors import PlanError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan import depth
+from pipedream.core.plan.cost import all_reduce_s, transfer_s
+from pipedream.core.plan.placement import Placement
+from pipedream.core.plan.ports import ports_s
+from pipedream.core.plan.site import Site
+from pipedream.core.plan.stage import Stage
+from pipedream.core.units import format_bytes, format_excess, format_seconds
+
+__all__ = ["Plan", "Stage"]
+
+_SAME = 2e-6  # relative: a gap that is none
+
+
+@dataclass(frozen=True)
+class Plan(Artifact):
+    """Stages, their replicas, the depth, and the cluster they were planned for.
+
+    Attributes:
+        stages: in the order of the model; each begins where the one before ends.
+        in_flight: for each stage the forwards that a replica holds before its first backward.
+        lag: for each stage, 0 (the update follows its backward) or 1 (the next forward comes between).
+        cluster: the workers and links that it was planned for.
+        model: class of the model; '' for plans without one.
+        batch: samples in the minibatch that the seconds and bytes are for.
+        unit: what the stages' seconds and bytes are for: 'minibatch', or 'microbatch' for plans that were
+            made by hand and not from a profile.
+        depth: 'noam', 'full', 'auto' or 'hand'.
+        note: what the planner promises about it.
+        order: the cluster's workers in the order in which the stages take them, a worker for each replica; () as
+            they stand. One that is named again runs several stages (chunks).
+        bound_s: no plan of the space that the note names is faster, in seconds per unit; 0 where nothing is proved.
+        schedule: the method that it was planned for; '' if none.
+        microbatches: parts of a minibatch that it was planned for.
+
+    Raises:
+        ValueError: stages with a gap, vectors of the wrong length, or an order of workers that there are not.
+    """
+
+    FORMAT = 1
+
+    stages: tuple[Stage, ...]
+    in_flight: tuple[int, ...]
+    cluster: Cluster
+    lag: tuple[int, ...] = ()
+    model: str = ""
+    batch: int = 1
+    unit: str = "minibatch"
+    depth: str = "noam"
+    note: str = ""
+    order: tuple[int, ...] = ()
+    bound_s: float = 0.0
+    schedule: str = ""
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("a plan needs at least one stage, found none")
+        if self.stages[0].first != 0:
+            raise ValueError(f"the first stage must begin at layer 0, found {self.stages[0].first}")
+        for before, after in zip(self.stages, self.stages[1:], strict=False):
+            if before.last != after.first:
+                raise ValueError(f"a stage ends before layer {before.last}, the next begins at {after.first}")
+        if not self.lag:
+            object.__setattr__(self, "lag", (0,) * len(self.stages))
+        if len(self.lag) != len(self.stages) or not set(self.lag) <= {0, 1}:
+            raise ValueError(f"lag needs 0 or 1 for each of {len(self.stages)} stages, found {self.lag}")
+        if self.unit not in ("minibatch", "microbatch"):
+            raise ValueError(f"unit is minibatch or microbatch, found {self.unit!r}")
+        if self.workers > self.cluster.workers:
+            raise ValueError(f"the stages take {self.workers} workers, the cluster has {self.cluster.workers}")
+        if self.order and len(self.order) != sum(self.replicas):
+            raise ValueError(f"the order names a worker for each of {sum(self.replicas)} replicas, found {self.order}")
+        if any(len(set(self.workers_of(s))) != count for s, count in enumerate(self.replicas)):
+            raise ValueError(f"the replicas of a stage are on workers of their own, found {self.order}")
+        if self.order and not 0 <= min(self.order) <= max(self.order) < self.cluster.workers:
+            raise ValueError(f"the order names workers below {self.cluster.workers}, found {self.order}")
+        for stage, lag in zip(self.stages, self.lag, strict=True):
+            if lag and (stage.replicas == 1 or len(self.stages) == 1):
+                raise ValueError("lag is 0 where a stage is not replicated, and in a one-stage plan")
+        try:
+            depth.check_in_flight(self.in_flight, self.replicas, self.lag)
+        except PlanError as error:
+            raise ValueError(str(error)) from None
+
+    @classmethod
+    def uniform(
+        cls,
+        stages: int,
+        forward_s: float = 1.0,
+        backward_s: float = 2.0,
+        transfer_s: float = 0.0,
+        update_s: float = 0.0,
+        replicas: tuple[int, ...] | None = None,
+        order: tuple[int, ...] = (),
+    ) -> Plan:
+        """Returns a plan of equal stages, in seconds per microbatch: for studies and pictures.
+
+        A message takes ``transfer_s`` each way (one byte over a link of 1 / transfer_s bytes per second).
+        """
+        counts = replicas or (1,) * stages
+        cluster = Cluster.flat(len(set(order)) or sum(counts), 1 / transfer_s if transfer_s else 1e30)
+        rows = tuple(
+            Stage(s, s + 1, counts[s], forward_s, backward_s, update_s, 1, 1, 1, names=(f"stage{s}",))
+            for s in range(stages)
+        )
+        return cls(rows, depth.noam(counts), cluster, unit="microbatch", order=order)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Workers of each stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def workers(self) -> int:
+        """All workers."""
+        return len(set(self.order)) or sum(self.replicas)
+
+    @property
+    def config(self) -> str:
+        """The plan in the papers' short form: ``2-1-1``; the stages' replica counts."""
+        return "-".join(map(str, self.replicas))
+
+    @property
+    def placement(self) -> Placement:
+        """One rank a worker: stage by stage, or, where there is an order, in the order of the cluster's workers."""
+        if not self.order:
+            return Placement.replicated(self.replicas)
+        ranks = {worker: rank for rank, worker in enumerate(sorted(set(self.order)))}
+        return Placement(tuple(tuple(ranks[w] for w in self.workers_of(s)) for s in range(len(self.stages))))
+
+    @property
+    def rate_factors(self) -> tuple[float, ...]:
+        """Factor on the learning rate of each stage: r_s / r_0 (PipeDream's released code and paper)."""
+        return tuple(count / self.replicas[0] for count in self.replicas)
+
+    def workers_of(self, stage: int) -> tuple[int, ...]:
+        """Returns the cluster's workers that a stage takes."""
+        first = sum(self.replicas[:stage])
+        taken = range(first, first + self.replicas[stage])
+        return tuple(self.order[worker] for worker in taken) if self.order else tuple(taken)
+
+    @property
+    def is_shared(self) -> bool:
+        """Some worker has several stages."""
+        return len(set(self.order)) < len(self.order)
+
+    @property
+    def worker_bytes(self) -> dict[int, int]:
+        """Peak bytes of each of the cluster's workers that is used: at most those of all its stages."""
+        return {w: sum(self.stages[s].peak_bytes for s in stages) for w, stages in self._stages_of.items()}
+
+    @property
+    def _stages_of(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for s in range(len(self.stages)):
+            for worker in self.workers_of(s):
+                found.setdefault(worker, []).append(s)
+        return found
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Where each stage lives: what its workers and their ports allow."""
+        taken = [self.workers_of(stage) for stage in range(len(self.stages))]
+        before = [None, *(workers[-1] for workers in taken[:-1])]
+        behind = [*(workers[0] for workers in taken[1:]), None]
+        return tuple(Site.of(self.cluster, *row) for row in zip(taken, before, behind, strict=True))
+
+    @property
+    def transfers_s(self) -> tuple[float, ...]:
+        """One-way seconds of a message across each boundary, over the outermost level that one crosses."""
+        taken = [self.workers_of(stage) for stage in range(len(self.stages))]
+        return tuple(
+            transfer_s(stage.output_bytes, *self.cluster.link(self.cluster.reach(*here, *behind)))
+            for stage, here, behind in zip(self.stages, taken, taken[1:], strict=False)
+        )
+
+    @property
+    def round_trips_s(self) -> tuple[float, ...]:
+        """Seconds, for each boundary, of an activation and of its gradient on their ways, queues at ports included.
+
+        A worker receives from both sides through one port, so that a gradient may have to wait for the activations
+        of a round that come from the stage in front, and an activation for the gradients of the stage behind. The
+        messages of all replicas in a machine or a rack follow each other through its port.
+        """
+        counts, transfers_s, cluster = self.replicas, self.transfers_s, self.cluster
+        inside = [
+            [max(Counter(cluster.component(level, w) for w in self.workers_of(s)).values()) for s in range(len(counts))]
+            for level in range(1, len(cluster.levels))
+        ]
+        last = len(transfers_s) - 1
+        found = []
+        for s, seconds in enumerate(transfers_s):
+            queue_s = -(-counts[s - 1] // counts[s]) * transfers_s[s - 1] if s else 0.0
+            queue_s += -(-counts[s + 2] // counts[s + 1]) * transfers_s[s + 1] if s < last else 0.0
+            queue_s += max(
+                (
+                    (most[s] + most[s + 1] - 2) * self.stages[s].output_bytes / level.link_bytes_per_s
+                    for most, level in zip(inside, cluster.levels[1:], strict=True)
+                ),
+                default=0.0,
+            )
+            # Of the replicas that one worker talks to, all may do so at once, and share its port.
+            beside = max(-(-counts[s] // counts[s + 1]), -(-counts[s + 1] // counts[s]))
+            found.append(2 * seconds * beside + queue_s)
+        return tuple(found)
+
+    @property
+    def sync_s(self) -> tuple[float, ...]:
+        """Seconds of each stage's all-reduce, for one round of its replicas, the hidden part included."""
+        return tuple(
+            all_reduce_s(stage.parameter_bytes, stage.replicas, site.sum_bytes_per_s, site.sum_latency_s, how=site.sums)
+            for stage, site in zip(self.stages, self.sites, strict=True)
+        )
+
+    @property
+    def periods_s(self) -> tuple[float, ...]:
+        """Predicted seconds per unit of each stage in a full pipeline, all its replicas together (`core.plan.site`)."""
+        edges = (0, *(stage.output_bytes for stage in self.stages[:-1]), 0)
+        return tuple(
+            float(
+                site.period_s(
+                    stage.forward_s, stage.redone_s, stage.update_s, stage.parameter_bytes, before_bytes, behind_bytes
+                )
+            )
+            for stage, site, before_bytes, behind_bytes in zip(
+                self.stages, self.sites, edges[:-1], edges[1:], strict=True
+            )
+        )
+
+    @property
+    def slowest_stage_s(self) -> float:
+        """Predicted seconds per unit of the full pipeline, whose messages depth hides: those of its slowest stage."""
+        return max(self.periods_s)
+
+    @property
+    def period_s(self) -> float:
+        """Predicted seconds per unit of the full pipeline: of its slowest stage's compute, or of its busiest port.
+
+        `slowest_stage_s` is what the planner minimises, stage by stage; where stages share the port of a machine or
+        a rack, this is longer. Where a worker has several stages it is what the busiest worker's come to, each with
+        the longer of its compute and its messages.
+        """
+        if self.is_shared:
+            seconds = self.periods_s
+            return max(sum(seconds[s] for s in stages) for stages in self._stages_of.values())
+        if len(self.cluster.levels) == 1:
+            return self.slowest_stage_s
+        taken = [self.workers_of(stage) for stage in range(len(self.stages))]
+        compute_s = (
+            float(site.compute_s(stage.forward_s, stage.redone_s, stage.update_s, stage.parameter_bytes))
+            for site, stage in zip(self.sites, self.stages, strict=True)
+        )
+        sent, summed = zip(*((stage.output_bytes, stage.parameter_bytes) for stage in self.stages), strict=True)
+        return max(*compute_s, *ports_s(self.cluster, taken, sent, summed).values())
+
+    def on(self, cluster: Cluster) -> Self:
+        """Returns the same stages on the workers of another cluster; what was proved about the plan is not of it.
+
+        Raises:
+            PlanError: it has too few workers.
+        """
+        try:
+            return replace(self, cluster=cluster, bound_s=0.0, note="")
+        except ValueError as error:
+            raise PlanError(f"the plan was put on another cluster, but {error}; plan again for that one") from None
+
+    @property
+    def overfull(self) -> int | None:
+        """The first stage whose worker has less memory than it and its other stages need; None where all fit."""
+        if self.is_shared:
+            needs, memories = self.worker_bytes, self.cluster.memories
+            full = {w for w, need in needs.items() if (limit := memories[w]) is not None and need > limit}
+            return next((s for s in range(len(self.stages)) if full.intersection(self.workers_of(s))), None)
+        for s, (stage, site) in enumerate(zip(self.stages, self.sites, strict=True)):
+            if site.memory_bytes is not None and stage.peak_bytes > site.memory_bytes:
+                return s
+        return None
+
+    @property
+    def gap(self) -> float | None:
+        """By what share the period may be above that of the best plan; None where nothing is proved.
+
+        A bound that the plan is faster than is of another plan (one that was edited since), and proves nothing.
+        """
+        found = self.slowest_stage_s / self.bound_s - 1 if self.bound_s > 0 else -1.0
+        return None if found < -_SAME else max(found, 0.0)
+
+    def method(self, schedule: str | None = None, microbatches: int | None = None) -> tuple[str, int | None]:
+        """Returns the method to use and its split: what is said, else what the plan was made for, else PipeDream.
+
+        The plan's split goes with the plan's own method alone; None leaves it to the method.
+        """
+        if self.schedule and schedule in (None, self.schedule):
+            return self.schedule, microbatches or self.microbatches
+        return schedule or "pipedream", microbatches
+
+    def with_depth(self, wanted: str | tuple[int, ...]) -> Self:
+        """Returns the plan with another depth: 'noam', 'full', or in-flight counts by hand.
+
+        Raises:
+            PlanError: an unknown word, or counts that are not legal (`depth.check_in_flight`).
+        """
+        if wanted == "noam":
+            return replace(self, in_flight=depth.noam(self.replicas, self.lag), depth="noam")
+        if wanted == "full":
+            period = self.slowest_stage_s
+            slots = tuple(seconds / period if period else 0.0 for seconds in self.round_trips_s)
+            return replace(self, in_flight=depth.full(self.replicas, slots, self.lag), depth="full")
+        if wanted == "auto":
+            raise PlanError(
+                "depth auto was asked for a plan that is made already: it is chosen against the memory of a worker, "
+                "which takes the profile; plan again with it, or write noam, full or counts"
+            )
+        if isinstance(wanted, str):
+            raise PlanError(f"depth {wanted!r} is not known; write noam, full, auto or counts as in 3,2,1")
+        depth.check_in_flight(tuple(wanted), self.replicas, self.lag)
+        return replace(self, in_flight=tuple(wanted), depth="hand")
+
+    def check_layers(self, layers: int) -> None:
+        """Checks that the plan covers a model of so many layers.
+
+        Raises:
+            PlanError: it covers fewer or more.
+        """
+        if self.stages[-1].last != layers:
+            raise PlanError(
+                f"the plan covers layers 0 to {self.stages[-1].last - 1}, the model has {layers} layers; "
+                "plan again from this model's profile"
+            )
+
+    def __str__(self) -> str:
+        head = (
+            f"Plan {self.config}{f' of {self.model}' if self.model else ''}: {self.workers} workers, depth "
+            f"{self.depth}, {format_seconds(self.period_s)} per {self.unit} predicted"
+        )
+        columns: list[tuple[str, int, Callable[[int, Stage], str]]] = [
+            ("workers", 7, lambda s, stage: str(stage.replicas)),
+            ("forward", 9, lambda s, stage: format_seconds(stage.forward_s)),
+            ("backward", 9, lambda s, stage: format_seconds(stage.backward_s)),
+            ("update", 9, lambda s, stage: format_seconds(stage.update_s)),
+            ("sends", 9, lambda s, stage: format_bytes(stage.output_bytes) if s < len(self.stages) - 1 else "-"),
+            ("weights", 9, lambda s, stage: format_bytes(stage.parameter_bytes)),
+            ("in flight", 9, lambda s, stage: str(self.in_flight[s])),
+            ("peak", 9, lambda s, stage: format_bytes(stage.peak_bytes) if stage.peak_bytes else "-"),
+        ]
+        if self.microbatches == 1:  # whoever splits a minibatch updates once for all of it, at one rate
+            columns.insert(-1, ("rate", 5, lambda s, stage: f"{self.rate_factors[s]:.3g}"))
+        if self.cluster.kinds:
+            taken = [
+                dict.fromkeys(self.cluster.devices[w] for w in self.workers_of(s)) for s in range(len(self.stages))
+            ]
+            width = max(2, *(len("+".join(devices)) for devices in taken))
+            columns.append(("on", width, lambda s, stage: "+".join(taken[s])))
+        if any(self.lag):
+            columns.insert(7, ("lag", 3, lambda s, stage: str(self.lag[s])))
+        if max(self.replicas) > 1:
+            sync_s = self.sync_s
+            columns.insert(
+                4, ("all-reduce", 10, lambda s, stage: format_seconds(sync_s[s]) if stage.replicas > 1 else "-")
+            )
+        rows = ["  ".join([f"{'stage':>5}", f"{'layers':<24}", *(f"{name:>{width}}" for name, width, _ in columns)])]
+        for s, stage in enumerate(self.stages):
+            span = f"{stage.first}..{stage.last - 1}"
+            if stage.names:
+                span = stage.names[0] if len(stage.names) == 1 else f"{stage.names[0]} .. {stage.names[-1]}"
+            rows.append("  ".join([f"{s:>5}", f"{span:<24}", *(f"{cell(s, stage):>{w}}" for _, w, cell in columns)]))
+        return "\n".join(
+            [head, *rows, *([self.note] if self.note else []), *([] if self.gap is None else [self._proof(self.gap)])]
+        )
+
+    def _proof(self, gap: float) -> str:
+        how = "optimal" if gap < _SAME else format_excess(gap)
+        stage_s = self.slowest_stage_s
+        shared = "" if self.period_s == stage_s else f"slowest stage {format_seconds(stage_s)}, "
+        return f"{shared}proven bound {format_seconds(self.bound_s)} per {self.unit}: {how}"

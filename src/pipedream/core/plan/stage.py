@@ -1,0 +1,108 @@
+"""The Stage: consecutive layers of a plan, with their predicted seconds and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipedream.core.hardware.cluster import MOST_WORKERS
+from pipedream.core.plan.memory import StageMemory, StageSizes, part_bytes
+
+__all__ = ["Stage"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive layers, run by one worker or replicated over several.
+
+    Attributes:
+        first, last: the layers first <= i < last of the model's graph.
+        replicas: workers that share the stage.
+        forward_s, backward_s: of one minibatch (or microbatch, see `Plan.unit`) on one worker.
+        update_s: of one update of the stage: of the optimizer's step, and `copy_s`.
+        copy_s: of copying the weights before it, where a version of them is still to be read.
+        output_bytes: of the value it sends on, for the same unit.
+        activation_bytes: kept between its forward and its backward, for the same unit.
+        working_bytes: that a pass needs beside what it keeps, at most, for the same unit.
+        parameter_bytes, optimizer_bytes: of its weights and of their optimizer state.
+        peak_bytes: predicted peak of one worker under the schedule that was planned for; 0 if unknown.
+        names: the layers' names, for people.
+        forward_fixed_s, backward_fixed_s: of these seconds, what each microbatch of a split minibatch takes whole.
+        recompute: only its input is kept between forward and backward, which does the forward again.
+        relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a whole minibatch.
+        memory: what its peak is made of.
+    """
+
+    first: int
+    last: int
+    replicas: int = 1
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    update_s: float = 0.0
+    output_bytes: int = 0
+    activation_bytes: int = 0
+    parameter_bytes: int = 0
+    optimizer_bytes: int = 0
+    peak_bytes: int = 0
+    names: tuple[str, ...] = ()
+    recompute: bool = False
+    working_bytes: int = 0
+    relief_bytes: int = 0
+    largest_parameter_bytes: int = 0
+    update_working_bytes: int = 0
+    memory: StageMemory = field(default_factory=StageMemory)
+    forward_fixed_s: float = 0.0
+    backward_fixed_s: float = 0.0
+    copy_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.last:
+            raise ValueError(f"a stage needs layers first < last, found {self.first} and {self.last}")
+        if not 1 <= self.replicas <= MOST_WORKERS:
+            raise ValueError(f"a stage needs between 1 and {MOST_WORKERS} workers, found {self.replicas}")
+        sizes = ("output_bytes", "activation_bytes", "working_bytes", "parameter_bytes")
+        for name in ("forward_s", "backward_s", "update_s", "forward_fixed_s", "backward_fixed_s", "copy_s", *sizes):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
+
+    def sizes(self, parts: int = 1, received_bytes: int = 0, *, samples: int = 1, is_last: bool = False) -> StageSizes:
+        """Returns what its layers need for the largest of so many parts of a unit.
+
+        Args:
+            parts: microbatches in a unit.
+            received_bytes: of what comes from the stage before, for a unit.
+            samples: of a unit.
+            is_last: it sends nothing on.
+        """
+
+        def part(whole_bytes: int) -> int:
+            return int(part_bytes(whole_bytes, parts, samples))
+
+        return StageSizes(
+            parameter_bytes=self.parameter_bytes,
+            optimizer_bytes=self.optimizer_bytes,
+            activation_bytes=part(self.activation_bytes),
+            input_bytes=part(received_bytes),
+            received_bytes=part(received_bytes),
+            sent_bytes=0 if is_last else part(self.output_bytes),
+            working_bytes=part(self.working_bytes),
+            relief_bytes=part(self.relief_bytes),
+            largest_parameter_bytes=self.largest_parameter_bytes,
+            update_working_bytes=self.update_working_bytes,
+        )
+
+    def split_s(self, microbatches: int) -> tuple[float, float]:
+        """Returns the seconds of forward and backward of one of so many equal parts: fixed + (all - fixed) / m."""
+        return (
+            self.forward_fixed_s + (self.forward_s - self.forward_fixed_s) / microbatches,
+            self.backward_fixed_s + (self.backward_s - self.backward_fixed_s) / microbatches,
+        )
+
+    @property
+    def redone_s(self) -> float:
+        """Seconds of the backward, the forward that it does again included."""
+        return self.backward_s + (self.forward_s if self.recompute else 0.0)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of forward, backward and update of one unit on one worker."""
+        return self.forward_s + self.redone_s + self.update_s

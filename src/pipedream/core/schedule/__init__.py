@@ -1,0 +1,1 @@
+"""What each worker does in which order, with which weights: from a Schedule to a Program to a Timeline."""

@@ -1,0 +1,392 @@
+"""What makes up for late gradients: the algebra of compensations, without a tensor.
+
+A gradient under an asynchronous method is D updates late. A compensation changes what an update makes of it:
+
+- the *rate* (`LearningRateRescheduling`), the *gradient* (`GapAware`), or
+- the *step*: the weights are moved further along than the optimizer would move them. Every published way to predict
+  the weights at a constant horizon, in which the backward reads the prediction that its forward read, is one of these
+  in other coordinates: with w the weights, p_t the predicted displacement and u_t the optimizer's own update, the
+  predicted weights y = w - p obey
+
+      y(t+1) = y(t) - (u_t + p_{t+1} - p_t)
+
+  so that y alone is stored: no second set of weights, nothing to predict and to restore. Where u is momentum SGD's and
+  p lies along its velocity, all of them are one family (`OfVelocity`); for any other optimizer there is the difference
+  of its last two updates (`ErrorFeedback`).
+
+Legend: m momentum, v velocity, g gradient, lr learning rate, D staleness of the stage (`WeightRule.staleness`), T
+horizon in updates, t an update, k an update since the start of training.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, get_type_hints
+
+from pipedream.core.artifact import decode
+from pipedream.core.errors import ArtifactError, ScheduleError
+from pipedream.core.schedule.weights import WeightRule
+
+__all__ = [
+    "Compensation",
+    "ErrorFeedback",
+    "GapAware",
+    "Generalised",
+    "LearningRateRescheduling",
+    "Nesterov",
+    "OfVelocity",
+    "SpikeCompensation",
+    "VelocityPrediction",
+    "check",
+    "compensations",
+    "rate_factor",
+]
+
+
+@dataclass(frozen=True)
+class Compensation(ABC):
+    """Abstract: one way to make up for late gradients; has one number, or none.
+
+    Its text is its name, and the number behind a colon: ``spike``, ``spike:3``.
+
+    Attributes:
+        name: how files, tables and the command line call it.
+        moves_weights: it changes the step; of these an update has one at most.
+    """
+
+    name: ClassVar[str]
+    moves_weights: ClassVar[bool] = False
+    kinds: ClassVar[dict[str, type[Compensation]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" in vars(cls):
+            Compensation.kinds[cls.name] = cls
+
+    def kept_tensors(self, staleness: int) -> int:
+        """Returns the tensors that it keeps for each weight."""
+        return 0
+
+    def __str__(self) -> str:
+        numbers = [getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default]
+        return ":".join([self.name, *map(repr, numbers)])
+
+    @staticmethod
+    def of_text(text: str) -> Compensation:
+        """Returns the compensation that a text names.
+
+        Raises:
+            ScheduleError: an unknown name, or a number that is missing, none, or makes no sense.
+        """
+        name, colon, number = text.partition(":")
+        kind = Compensation.kinds.get(name.strip().lower().replace("-", "_"))
+        if kind is None:
+            raise ScheduleError(
+                f"compensation {text!r} is not known; choose of {', '.join(sorted(Compensation.kinds))}"
+            )
+        try:
+            hint = next((get_type_hints(kind)[f.name] for f in fields(kind)), None)
+            given = [] if not colon else [int(number) if hint in (int, int | None) else float(number)]
+            return kind(*given)
+        except (TypeError, ValueError) as error:
+            wanted = ", ".join(f.name for f in fields(kind)) or "no number"
+            found = error if isinstance(error, ValueError) else f"found {number or 'none'}"
+            raise ScheduleError(f"compensation {text!r} takes {wanted}, as in NAME:NUMBER: {found}") from None
+
+    def encoded(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        return {"compensation": self.name} | {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @staticmethod
+    def decoded(value: dict[str, Any], place: str) -> Compensation:
+        """Reads a compensation from JSON values.
+
+        Raises:
+            ArtifactError: an unknown kind or wrong fields.
+        """
+        kind = Compensation.kinds.get(str(value.get("compensation")))
+        if kind is None:
+            raise ArtifactError(f"{place}.compensation should be one of {sorted(Compensation.kinds)}")
+        hints, names = get_type_hints(kind), {f.name for f in fields(kind)}
+        given = {key: item for key, item in value.items() if key != "compensation"}
+        if set(given) != names:
+            raise ArtifactError(f"{place} should have the fields {sorted(names)}, found {sorted(given)}")
+        try:
+            return kind(**{key: decode(hints[key], item, f"{place}.{key}") for key, item in given.items()})
+        except ValueError as error:
+            raise ArtifactError(f"{place}: {error}") from None
+
+
+class OfVelocity(Compensation):
+    """Abstract: momentum SGD that moves by the velocity and by the newest gradient itself.
+
+        v(t+1) = m v(t) + g_t,   y(t+1) = y(t) - lr (a v(t+1) + b g_t),   a = 1 - b (1 - m)
+
+    A gradient moves the weights by lr / (1 - m) in all, whatever b is; b says how much of it at once. In the
+    coordinates w = y + lr T v this is momentum SGD on w, with gradients taken at the prediction w - lr T v, T = m b.
+    A coupled weight decay is part of g, and is taken at y.
+    """
+
+    moves_weights = True
+
+    @abstractmethod
+    def at_once(self, momentum: float, staleness: int) -> float:
+        """Returns b."""
+
+    def coefficients(self, momentum: float, staleness: int) -> tuple[float, float]:
+        """Returns (a, b)."""
+        b = self.at_once(momentum, staleness)
+        return 1.0 - b * (1.0 - momentum), b
+
+    def horizon_at(self, momentum: float, staleness: int) -> float:
+        """Returns T, by how many velocities the stored weights are ahead of w."""
+        return momentum * self.at_once(momentum, staleness)
+
+
+@dataclass(frozen=True)
+class Generalised(OfVelocity):
+    """Any member of the family.
+
+    Attributes:
+        b: share of the newest gradient; 0 is plain momentum, 1 Nesterov's.
+    """
+
+    name: ClassVar[str] = "generalised"
+    b: float
+
+    def __post_init__(self) -> None:
+        _expect(math.isfinite(self.b) and self.b >= 0, f"b is a number from 0 on, found {self.b}")
+
+    def at_once(self, momentum: float, staleness: int) -> float:
+        return self.b
+
+
+@dataclass(frozen=True)
+class Nesterov(OfVelocity):
+    """Asynchronous Nesterov momentum: b = 1, one update ahead whatever the delay.
+
+    Ajanthan et al., ICML 2025, with a constant momentum: d = m (w(t) - w(t-1)), w(t+1) = w(t) + d - eta (1 - m) grad at
+    the delayed w + d. The learning rate here is eta (1 - m), the paper's discounted one.
+    """
+
+    name: ClassVar[str] = "nesterov"
+
+    def at_once(self, momentum: float, staleness: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class SpikeCompensation(OfVelocity):
+    """Spike compensation SC_D: what a gradient would have moved in the D updates that it missed, at once.
+
+    Kosson et al., Pipelined Backpropagation at Scale, MLSys 2021: a = m^D, b = (1 - m^D) / (1 - m). The same as the
+    multi-step Nesterov prediction of FTPipe (Eliad et al., ATC 2021) and DANA at horizon D, kept for the backward.
+    D = 0 is plain momentum, D = 1 Nesterov's.
+
+    Attributes:
+        delay: D; None: the stage's own.
+    """
+
+    name: ClassVar[str] = "spike"
+    delay: int | None = None
+
+    def __post_init__(self) -> None:
+        _expect(self.delay is None or self.delay >= 0, f"a delay is a number of updates from 0 on, found {self.delay}")
+
+    def at_once(self, momentum: float, staleness: int) -> float:
+        delay = staleness if self.delay is None else self.delay
+        return sum((momentum**i for i in range(delay)), 0.0)
+
+
+@dataclass(frozen=True)
+class VelocityPrediction(OfVelocity):
+    """Linear weight prediction in the velocity form, w - lr T v, kept for the backward: b = T / m.
+
+    SpecTrain (Chen et al., 2018), and LWPv of Kosson et al., MLSys 2021.
+
+    Attributes:
+        horizon: T, in updates; None: the stage's staleness.
+    """
+
+    name: ClassVar[str] = "velocity_prediction"
+    horizon: float | None = None
+
+    def __post_init__(self) -> None:
+        _expect_horizon(self.horizon)
+
+    def at_once(self, momentum: float, staleness: int) -> float:
+        return (staleness if self.horizon is None else self.horizon) / momentum
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Compensation):
+    """Error feedback, for the update u of any optimizer: y(t+1) = y(t) - (u_t + lambda (u_t - u_{t-1})), u_{-1} = 0.
+
+    One-Step Gradient Delay, arXiv 2606.30634, ICML 2026, with lambda 1 where the delay is 1. The same as linear weight
+    prediction in the difference form, w + T (w(t) - w(t-1)) (LWPw of Kosson et al.), at horizon T = lambda, kept for
+    the backward. A decoupled weight decay is part of u. Costs one more tensor for each weight.
+
+    Attributes:
+        strength: lambda; None: the stage's staleness.
+    """
+
+    name: ClassVar[str] = "error_feedback"
+    moves_weights: ClassVar[bool] = True
+    strength: float | None = None
+
+    def __post_init__(self) -> None:
+        _expect_horizon(self.strength)
+
+    def kept_tensors(self, staleness: int) -> int:
+        return 1 if self.strength_at(staleness) else 0
+
+    def strength_at(self, staleness: int) -> float:
+        """Returns lambda."""
+        return float(staleness) if self.strength is None else self.strength
+
+
+@dataclass(frozen=True)
+class LearningRateRescheduling(Compensation):
+    """PipeMare's T1: the rate of update k is divided by D^p, p = 1 - min(k / K, 1), D the stage's mean staleness.
+
+    Yang et al., MLSys 2021: the mean over the microbatches of an update, as for its T2
+    (`schedules.asynchronous.pipemare`). A late gradient is stable at rates of the order of 1 / D only
+    (docs/design.md, Facts); the rate comes back to the user's own within K updates, which the paper sets to the
+    length of its first phase. A stage whose gradients are at most one
+    update late keeps the user's rate: PipeMare's delays below 1 would raise it, which nothing asks for. A plan all of
+    whose stages are like that (one stage) is trained as without. Where replicas make stages count differently, k counts
+    rounds of the input stage, as learning-rate schedules do.
+
+    Attributes:
+        updates: K.
+    """
+
+    name: ClassVar[str] = "t1"
+    updates: int
+
+    def __post_init__(self) -> None:
+        _expect(self.updates >= 1, f"T1 ends after at least 1 update, found {self.updates}")
+
+    def factor(self, staleness: float, k: int) -> float:
+        """Returns the factor on the rate of update k, from 0, of a stage that is so many updates late on the mean."""
+        return math.pow(max(staleness, 1.0), min(k / self.updates, 1.0) - 1.0)
+
+
+@dataclass(frozen=True)
+class GapAware(Compensation):
+    """The gradient is divided, element by element, by 1 + gap / usual step: where a weight moved far it counts less.
+
+    Barkai et al., Gap-Aware Mitigation of Gradient Staleness, ICLR 2020; FTPipe, ATC 2021:
+    1 + |w_t - w_read| / (lr_max (sqrt(E[v^2]) + eps)), with w_read the weights that the gradient was taken at, E the
+    moving average over the updates made so far, corrected for its start, v = u / lr the step that was taken for a rate
+    of 1 (of momentum SGD its velocity), lr_max the greatest rate so far. A coupled weight decay is divided likewise.
+    Costs one more tensor for each weight.
+
+    Attributes:
+        decay: of the moving average.
+    """
+
+    name: ClassVar[str] = "gap_aware"
+    eps: ClassVar[float] = 1e-8
+    decay: float = 0.999
+
+    def kept_tensors(self, staleness: int) -> int:
+        return 1
+
+    def __post_init__(self) -> None:
+        _expect(0.0 <= self.decay < 1.0, f"the decay of an average lies between 0 and 1, found {self.decay}")
+
+
+def compensations(asked: Any) -> tuple[Compensation, ...]:
+    """Returns what is asked: a Compensation, the text of one, or several of these.
+
+    Raises:
+        ScheduleError: something else.
+    """
+    several = [asked] if isinstance(asked, (str, Compensation)) or not isinstance(asked, Iterable) else list(asked)
+    strange = [item for item in several if not isinstance(item, (str, Compensation))]
+    if strange:
+        raise ScheduleError(f"compensation {strange[0]!r} is neither a Compensation nor the name of one")
+    return tuple(Compensation.of_text(item) if isinstance(item, str) else item for item in several)
+
+
+def rate_factor(chosen: Iterable[Compensation], staleness: float, k: int) -> float:
+    """Returns the factor that compensations put on the rate of update k (from 0) of a stage, late on the mean."""
+    found = 1.0
+    for one in chosen:
+        if isinstance(one, LearningRateRescheduling):
+            found *= one.factor(staleness, k)
+    return found
+
+
+def check(chosen: tuple[Compensation, ...], weights: WeightRule, *, flushes: bool, reads_one: bool) -> None:
+    """Checks that compensations make sense together and with a method.
+
+    Args:
+        chosen: to be used together.
+        weights: of the method.
+        flushes: of the method.
+        reads_one: all microbatches of an update read the same version.
+
+    Raises:
+        ScheduleError: they do not; says why.
+    """
+    if not chosen:
+        return
+    said = " and ".join(map(str, chosen))
+    if flushes:
+        raise ScheduleError(
+            f"compensation {said} was asked of a method that flushes: none of its gradients is late; leave it out, or "
+            "take an asynchronous method"
+        )
+    if len({type(one) for one in chosen}) < len(chosen):
+        raise ScheduleError(f"compensation {said}: one kind is asked for twice; leave one out")
+    moving = [str(one) for one in chosen if one.moves_weights]
+    if len(moving) > 1:
+        raise ScheduleError(
+            f"compensations {' and '.join(moving)} make up for the same delay twice, for each of them predicts the "
+            "weights; choose one"
+        )
+    ahead = weights.forward_view is not None
+    spikes = all(isinstance(one, SpikeCompensation) for one in chosen if one.moves_weights)
+    forward_alone = weights.backward_rule != "stash" and weights.backward_view is None
+    if moving and ahead and not (forward_alone and spikes):
+        raise ScheduleError(
+            f"compensation {moving[0]} was asked of a method whose forwards read predicted weights: both make up for "
+            "the same delay; leave it out, or take a method that reads the weights that there are. (Spike compensation "
+            "goes with a prediction of the forward alone, as in pb_lwp_sc.)"
+        )
+    if any(isinstance(one, GapAware) for one in chosen):
+        if weights.backward_rule == "graph":
+            raise ScheduleError(
+                "compensation gap_aware needs the weights that a gradient was taken at; under the backward rule "
+                "'graph' it was taken at none; take a method that stashes weights"
+            )
+        if weights.backward_rule == "recompute":
+            raise ScheduleError(
+                "compensation gap_aware divides by how far the weights have moved from those that a gradient was taken "
+                "at, but the backward rule 'recompute' takes it at the newest; leave it out, or take a method that "
+                "stashes weights"
+            )
+        if weights.forward_view is not None:
+            raise ScheduleError(
+                "compensation gap_aware needs the weights that a gradient was taken at, but the method's forwards read "
+                "predictions, which are gone when the update comes; take a method that stashes weights"
+            )
+        if not reads_one:
+            raise ScheduleError(
+                "compensation gap_aware needs the weights that a gradient was taken at, but microbatches of one update "
+                "read different versions; take a method whose updates do not accumulate over versions"
+            )
+
+
+def _expect(condition: bool, text: str) -> None:
+    if not condition:
+        raise ValueError(text)
+
+
+def _expect_horizon(value: float | None) -> None:
+    _expect(value is None or (math.isfinite(value) and value >= 0), f"a horizon is a number from 0 on, found {value}")

@@ -1,0 +1,229 @@
+"""Lowering: from a Schedule, which says only what is computed, to a Program, which also says what is sent.
+
+1. Around each op stand its messages: what it reads is received just before it, what it makes is sent just
+   after it, targets go straight from the input stage to the output stage, and the update of a replicated
+   stage begins with a sum over its replicas. Weights that are fetched leave their home as soon as they are made.
+2. Each direction across each boundary of stages between two ranks is a channel of its own, in the order in which its
+   sender sends. One channel for both directions deadlocks at two stages: each side's next message waits behind its
+   own. Stages of one rank hand over without a message.
+3. The endless order of each rank is folded into a warm-up and a period, and the fold is checked.
+
+Receives are posted ahead: a channel's depth is how many. It is what may lie between sender and receiver
+beside the one that is being read, so that a send finds its receive posted: the difference of what the two
+stages hold in flight, shared out over the channels between them, and one. It is bounded, so memory for
+receiving does not grow with the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from math import lcm
+
+from pipedream.core.errors import ScheduleError
+from pipedream.core.plan.placement import Placement
+from pipedream.core.schedule.op import Kind, Op, gives_back
+from pipedream.core.schedule.program import (
+    Channel,
+    Instruction,
+    Move,
+    Program,
+    RankProgram,
+    Transfer,
+    moved,
+)
+from pipedream.core.schedule.schedule import Schedule
+
+__all__ = ["lower", "with_common_channels"]
+
+_MOST_AHEAD = 8
+_NEVER = 2**62  # more microbatches than any run has
+
+_MOST_PROVED = 4096  # a proof unrolls two periods on every rank
+
+
+def lower(schedule: Schedule) -> Program:
+    """Returns the program of a schedule.
+
+    Raises:
+        ScheduleError: an order that does not settle into a period, or only into one too long to be proved.
+    """
+    if schedule.placement.workers > _MOST_PROVED or schedule.placement.cycle > _MOST_PROVED:
+        raise ScheduleError(
+            f"a program for {schedule.placement.workers} workers with replica counts {schedule.placement.replicas} was "
+            f"asked for: it repeats itself after {schedule.placement.cycle} microbatches (their common multiple); "
+            f"up to {_MOST_PROVED} can be proved; choose fewer workers, or counts that divide each other"
+        )
+    channels = _channels(schedule.placement, schedule.plan.in_flight)
+    numbers = {(c.sender, c.receiver, c.carries, c.source): i for i, c in enumerate(channels)}
+    ranks = tuple(_fold(schedule, rank, _expand(schedule, rank, numbers)) for rank in range(schedule.placement.workers))
+    return Program(
+        schedule=schedule.name,
+        plan=schedule.plan,
+        placement=schedule.placement,
+        weights=schedule.weights,
+        updates=schedule.updates,
+        kinds=schedule.kinds,
+        microbatches=schedule.microbatches,
+        cycle=schedule.cycle,
+        flushes=schedule.flushes,
+        couples_updates=schedule.couples_updates,
+        norm_delay=schedule.norm_delay,
+        channels=channels,
+        ranks=ranks,
+    )
+
+
+def with_common_channels(programs: Sequence[Program]) -> tuple[Program, ...]:
+    """Returns programs that can take turns over one set of channels: each of the largest depth that one of them has.
+
+    Raises:
+        ScheduleError: their stages live on other ranks, or their messages go other ways.
+    """
+    first = programs[0]
+    for other in programs[1:]:
+        ways = [[(c.sender, c.receiver, c.carries, c.source, c.target) for c in p.channels] for p in (first, other)]
+        if other.placement != first.placement or ways[0] != ways[1]:
+            raise ScheduleError(
+                f"schedules {first.schedule!r} and {other.schedule!r} were asked for in one run: their stages live on "
+                "other ranks, or their messages go other ways, and a change of phase moves no weights; take methods of "
+                "one placement"
+            )
+    depths = [max(c.depth for c in ends) for ends in zip(*(p.channels for p in programs), strict=True)]
+    common = tuple(replace(c, depth=depth) for c, depth in zip(first.channels, depths, strict=True))
+    return tuple(replace(program, channels=common) for program in programs)
+
+
+def _channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel, ...]:
+    found: dict[tuple[int, int, str, int], Channel] = {}
+    last = placement.stages - 1
+
+    def join(carries: str, source: int, target: int, depth: int) -> None:
+        for k in range(placement.cycle):
+            sender, receiver = placement.ends(carries, source, target, k)
+            if sender != receiver:
+                least = 1 if carries == "weights" else 2  # a set of weights is large, and wanted once an update
+                channel = Channel(sender, receiver, carries, source, target, max(least, min(depth, _MOST_AHEAD)))
+                found.setdefault((sender, receiver, carries, source), channel)
+
+    for stage in range(last):
+        here, after = placement.replicas[stage], placement.replicas[stage + 1]
+        between = in_flight[stage] * here - in_flight[stage + 1] * after
+        ahead = -(-between // lcm(here, after)) + 1
+        join("activation", stage, stage + 1, ahead)
+        join("gradient", stage + 1, stage, ahead)
+    if last:
+        join("input", 0, last, in_flight[0])
+    for stage in range(last + 1):
+        if placement.is_fetched(stage):
+            join("weights", stage, stage, 1)
+            join("kept", stage, stage, _MOST_AHEAD)
+    return tuple(found.values())
+
+
+def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, str, int], int]) -> Iterator[Instruction]:
+    """Yields a rank's ops with their messages around them."""
+    placement = schedule.placement
+    last = placement.stages - 1
+    gradient = gives_back(schedule.kinds)
+
+    def channel(carries: str, source: int, target: int, k: int) -> int | None:
+        """The number of the channel; None where both stages are on this rank."""
+        return numbers.get((*placement.ends(carries, source, target, k), carries, source))
+
+    trains = len(schedule.kinds) > 1
+    lent = dict.fromkeys((stage for stage, _ in placement.seats(rank) if placement.is_fetched(stage)), 0)
+
+    def lend(stage: int, version: int) -> Iterator[Transfer]:
+        """Sends a version to where it is fetched, once for each update whose forwards read it; in a run of forwards
+        alone, which all read one version, once."""
+        while stage in lent and schedule.weights.forward_version(stage, lent[stage]) <= version:
+            number = channel("weights", stage, stage, lent[stage])
+            assert number is not None
+            yield Transfer(Move.SEND, number, lent[stage])
+            lent[stage] += schedule.updates.per_update[stage] if trains else _NEVER
+
+    for stage in lent:
+        yield from lend(stage, 0)
+    for op in schedule.order(rank):
+        kind, stage, k, _ = op
+        arrives: list[int | None] = []
+        leaves: list[int | None] = []
+        if kind is Kind.FORWARD:
+            if stage:
+                arrives.append(channel("activation", stage - 1, stage, k))
+            if stage == last:
+                arrives.append(channel("input", 0, stage, k))
+            else:
+                leaves.append(channel("activation", stage, stage + 1, k))
+            if stage == 0:
+                leaves.append(channel("input", 0, last, k))
+            leaves.append(channel("kept", stage, stage, k) if trains else None)
+        elif kind is Kind.FETCH:
+            arrives.append(channel("weights", stage, stage, k))
+        elif kind is gradient:
+            arrives.append(channel("kept", stage, stage, k))
+            if stage < last:
+                arrives.append(channel("gradient", stage + 1, stage, k))
+            if stage:
+                leaves.append(channel("gradient", stage, stage - 1, k))
+        elif kind is Kind.UPDATE and placement.replicas[stage] > 1:
+            yield Transfer(Move.SYNC, stage, k)
+        yield from (Transfer(Move.RECEIVE, number, k) for number in arrives if number is not None)
+        yield op
+        yield from (Transfer(Move.SEND, number, k) for number in leaves if number is not None)
+        if kind is Kind.UPDATE:
+            yield from lend(stage, k)
+
+
+def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankProgram:
+    """Finds the shortest warm-up after which a rank's instructions repeat, moved on by one cycle."""
+    cycle = schedule.cycle
+    deepest = max(schedule.plan.in_flight) * max(schedule.placement.replicas)
+    settled = (deepest // cycle + 2) * cycle  # no warm-up reaches beyond this microbatch
+    placement = schedule.placement
+    forwards = placement.passes(rank, forward=True)
+    if not forwards and len(schedule.kinds) == 1:
+        return RankProgram(tuple(stream), ())  # it lends weights, and has nothing to do itself
+    anchor = Kind.FORWARD if forwards else Kind.BACKWARD  # a rank may have backwards alone
+    window: list[Instruction] = []
+    first = second = None
+    for instruction in islice(stream, 100 * (settled + 3 * cycle) * len(forwards or placement.seats(rank)) + 1000):
+        window.append(instruction)
+        if isinstance(instruction, Op) and instruction.kind is anchor:
+            if first is None and instruction.index >= settled:
+                first = len(window) - 1
+            elif first is not None and instruction == moved(window[first], cycle, schedule.updates):
+                if second is None:
+                    second = len(window) - 1
+            elif (
+                first is not None
+                and second is not None
+                and instruction == moved(window[first], 2 * cycle, schedule.updates)
+            ):
+                break
+    if first is None or second is None:
+        raise ScheduleError(f"schedule {schedule.name!r}: the order of rank {rank} does not settle into a period")
+    length = second - first
+
+    def repeats(i: int) -> bool:
+        return window[i + length] == moved(window[i], cycle, schedule.updates)
+
+    start = first
+    while start and repeats(start - 1):
+        start -= 1
+    # A turn must also do all that a cycle of microbatches needs, or what repeats is only a run of like ops.
+    wanted = sum(
+        cycle // placement.replicas[stage]
+        for kind in schedule.kinds
+        for stage, _ in placement.passes(rank, forward=kind is Kind.FORWARD)
+    )
+    if len(schedule.kinds) > 1:
+        wanted += sum(cycle // schedule.updates.per_update[stage] for stage, _ in placement.seats(rank))
+    found = sum(isinstance(item, Op) and item.kind is not Kind.FETCH for item in window[first:second])
+    if found != wanted or not all(repeats(i) for i in range(start, len(window) - length)):
+        raise ScheduleError(
+            f"schedule {schedule.name!r}: the order of rank {rank} does not repeat itself every {cycle} microbatches"
+        )
+    return RankProgram(tuple(window[:start]), tuple(window[start : start + length]))

@@ -1,0 +1,53 @@
+"""A method's name as text, with its options behind it: ``paci[backward_rule=recompute]``, ``FILE.py:NAME[a=1,b=2]``.
+
+What the options mean is a matter of the method (`schedules.options`); here is where a name ends and its options begin.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pipedream.core.errors import ScheduleError
+
+__all__ = ["OPTIONS", "listed", "name_and_options", "with_option"]
+
+OPTIONS = r"(?:\[[^\[\]]*\])?"
+"""Pattern of the options behind a name."""
+
+_NAMED = re.compile(r"(.*)\[([^\[\]]*)\]")
+_FILE = re.compile(r".*\.(?i:csv|py)(?::[^\[\]]*)?")
+_COMMA = re.compile(r",(?![^\[\]]*\])")
+
+
+def listed(text: str) -> list[str]:
+    """Returns what stands between the commas of a list, of which those between brackets are none."""
+    return _COMMA.split(text)
+
+
+def name_and_options(text: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """Returns a method's name, or a file's, without its options, and (option, value) of each.
+
+    Raises:
+        ScheduleError: brackets that are not of this form, or one option twice.
+    """
+    found = _NAMED.fullmatch(text)
+    name, inside = (text, None) if found is None else found.groups()
+    malformed = ("[" in name or "]" in name) and not _FILE.fullmatch(name)
+    pairs = [tuple(map(str.strip, part.partition("=")[::2])) for part in (inside or "").split(",")]
+    if malformed or not name or (inside is not None and not all(option and value for option, value in pairs)):
+        raise ScheduleError(
+            f"schedule {text!r} is not of the form NAME[OPTION=VALUE,OPTION=VALUE]; write it as in "
+            "paci[backward_rule=recompute], or without brackets"
+        )
+    if inside is None:
+        return name, ()
+    given = tuple((option.replace("-", "_"), value) for option, value in pairs)
+    twice = [option for n, (option, _) in enumerate(given) if option in dict(given[:n])]
+    if twice:
+        raise ScheduleError(f"schedule {text!r} says its option {twice[0]} twice; leave one out")
+    return name.strip(), given
+
+
+def with_option(name: str, option: str) -> str:
+    """Returns a name with one more option, as texts advise it: ``OPTION=VALUE`` behind those that it has."""
+    return f"{name[:-1]},{option}]" if name.endswith("]") else f"{name}[{option}]"

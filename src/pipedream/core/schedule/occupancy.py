@@ -1,0 +1,100 @@
+"""What a stage holds under a method: microbatches in flight, and versions of its weights.
+
+Read off the schedule itself, its order and its weight rule, so that a new method needs no formula here. Under the
+paper's depth, for a straight pipeline of p stages and m microbatches: 1F1B holds min(p - s, m) in flight, GPipe m,
+the naive order 1; PipeDream p - s versions, vertical sync p, 2BW 2, a flush 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipedream.core.schedule.op import Kind, Op, ends_backward
+from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.schedule import Schedule
+
+__all__ = ["Held", "held", "most_in_flight"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a replica of a stage holds at most.
+
+    Attributes:
+        in_flight: microbatches forwarded and not yet backwarded; a split backward ends with its weight gradient.
+        versions: distinct sets of weights alive at once, the newest included, and buffers of the same size.
+        kept_tensors: for each weight, that compensations of delay keep.
+        deferred: of those in flight, how many have their input gradient and not yet their weight gradient.
+    """
+
+    in_flight: int
+    versions: int
+    kept_tensors: int = 0
+    deferred: int = 0
+
+
+def held(schedule: Schedule) -> tuple[Held, ...]:
+    """Returns what each stage of a schedule holds, in its fullest replica."""
+    found = []
+    for stage in range(len(schedule.plan.stages)):
+        in_flight, deferred = _in_flight(schedule, stage)
+        kept = schedule.updates.kept_tensors(schedule.weights.staleness(stage))
+        sets = schedule.weights.versions(stage) + schedule.weights.buffers(stage)
+        found.append(Held(in_flight, sets, kept_tensors=kept, deferred=deferred))
+    return tuple(found)
+
+
+def _in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
+    """Returns the most in flight, and the most of them that wait for their weight gradients.
+
+    Follows the first replica, which has the most microbatches of a minibatch, until one behind the warm-up is
+    forwarded: in a flushed minibatch all of its own have been by then, and an endless order only repeats itself."""
+    if schedule.placement.is_fetched(stage):
+        return schedule.microbatches, 0  # all inputs of a minibatch wait for their backwards
+    replicas = schedule.plan.replicas[stage]
+    last = max(schedule.microbatches, (schedule.plan.in_flight[stage] + 1) * replicas)
+    ends = ends_backward(schedule.kinds)
+    now = most = deferred = most_deferred = 0
+    for kind, at, index, _ in schedule.order(schedule.placement.ranks[stage][0]):
+        if at != stage:
+            continue
+        if kind is Kind.FORWARD:
+            if index >= last:
+                break
+            now += 1
+            most = max(most, now)
+        elif kind is Kind.INPUT_GRADIENT:
+            deferred += 1
+            most_deferred = max(most_deferred, deferred)
+        elif kind is ends:
+            now -= 1
+            deferred -= schedule.splits_backward
+    return most, most_deferred
+
+
+def most_in_flight(program: Program, total: int | None = None) -> tuple[int, ...]:
+    """Returns the microbatches that a replica of each stage of a program has forwarded and not yet backwarded, at most.
+
+    An evaluation has no backwards: what its plan admits.
+
+    Args:
+        program: whose.
+        total: microbatches of a run; as many as fill the pipeline, or fewer. None: of a run without end.
+    """
+    if len(program.kinds) == 1:
+        return program.plan.in_flight
+    found = []
+    ends = ends_backward(program.kinds)
+    enough = 2 * program.cycle * (program.microbatches + max(program.plan.in_flight))
+    counted = enough if total is None else min(enough, total)
+    for stage, (rank, *_) in enumerate(program.placement.ranks):
+        if program.placement.is_fetched(stage):
+            found.append(program.microbatches)
+            continue
+        in_flight = most = 0
+        for op in program.instructions(rank, counted):
+            if isinstance(op, Op) and op.stage == stage:
+                in_flight += (op.kind is Kind.FORWARD) - (op.kind is ends)
+                most = max(most, in_flight)
+        found.append(most)
+    return tuple(found)

@@ -1,0 +1,202 @@
+"""Phases: a run may change its method at a drain, as from a synchronous warm-up to an asynchronous method and back.
+
+PipeMare trains its first epochs synchronously (Yang et al., MLSys 2021, T3); Zhang & Abdelrahman (2021) end an
+asynchronous run synchronously. A change of phase is a drain: at it each stage has one version of its weights, so the
+same seats, optimizers, averages and data go on under another program of the same placement.
+
+In text a run's phases are ``1f1b/4:200,pipedream+spike:3e,1f1b/4``: the method, behind a stroke how many microbatches
+it splits a minibatch into, behind a plus what makes up for late gradients (``+t1=500``, several one behind the other,
+``+none``), behind a colon where it ends: at a count of minibatches, or of epochs (e), since the start of training. The
+method may be a file, ``FILE.csv``, ``FILE.py`` or ``FILE.py:NAME``, and have options behind its name,
+``paci[backward_rule=recompute]/4:200``. One that is a Schedule object stands as ``<NAME>``,
+which cannot be read back.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from pipedream.core.errors import ScheduleError
+from pipedream.core.schedule.compensation import compensations
+from pipedream.core.schedule.method_text import OPTIONS, listed
+from pipedream.core.schedule.schedule import Schedule
+
+__all__ = [
+    "Phase",
+    "asked_as_saved",
+    "check_phases",
+    "next_border",
+    "phase_after",
+    "phase_at",
+    "phases_text",
+    "read_phases",
+]
+
+_METHOD = r"[A-Za-z0-9_-]+|.+?\.(?i:csv|py)(?::[A-Za-z_][A-Za-z0-9_-]*)?"
+_FORM = re.compile(rf"((?:{_METHOD}){OPTIONS})(?:/(\d+))?((?:\+[A-Za-z0-9_.=-]+)*)(?::(\d+)(e?))?")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a run.
+
+    Attributes:
+        schedule: a method's name, or of a file with one, or a Schedule.
+        until: minibatches since the start of training at which it ends; rounded up to whole rounds of replicas.
+        until_epoch: epochs since the start of training at which it ends. The last phase has no end, any other one.
+        microbatches: parts of a minibatch, for methods that split it; the method's own number unless said.
+        compensation: of delay: one or several of `core.schedule.compensation`, or their texts; () for none, None for
+        the
+            method's own. Kept as a tuple.
+
+    Raises:
+        ScheduleError: an unknown compensation, or a number that is no count from 1 on.
+    """
+
+    schedule: str | Schedule
+    until: int | None = None
+    until_epoch: int | None = None
+    microbatches: int | None = None
+    compensation: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("until", "until_epoch", "microbatches"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ScheduleError(
+                    f"a phase of {self.name} with {name}={value!r} was asked for; give a count from 1 on"
+                )
+        if self.compensation is not None:
+            object.__setattr__(self, "compensation", compensations(self.compensation))
+
+    @property
+    def name(self) -> str:
+        """The method's name."""
+        return self.schedule if isinstance(self.schedule, str) else self.schedule.name
+
+    def is_over(self, minibatches: int, epochs: int) -> bool:
+        """Tells whether it has ended after so many minibatches, and whole epochs."""
+        return (self.until is not None and minibatches >= self.until) or (
+            self.until_epoch is not None and epochs >= self.until_epoch
+        )
+
+    def __str__(self) -> str:
+        split = "" if self.microbatches is None else f"/{self.microbatches}"
+        made_up = "" if self.compensation is None else "".join(f"+{one}" for one in self.compensation or ("none",))
+        end = f":{self.until}" if self.until is not None else ""
+        return (
+            (self.name if isinstance(self.schedule, str) else f"<{self.name}>")
+            + split
+            + made_up.replace(":", "=")
+            + (end if self.until_epoch is None else f":{self.until_epoch}e")
+        )
+
+
+def phases_text(phases: Sequence[Phase]) -> str:
+    """Returns phases as text, which `read_phases` reads."""
+    return ",".join(map(str, phases))
+
+
+def asked_as_saved(phases: Sequence[Phase], compensation: Any) -> dict[str, Any]:
+    """Returns what a checkpoint keeps (`core.checkpoint`) of phases and compensation as they were asked for."""
+    if len(phases) == 1:
+        return {}
+    made_up = None if compensation is None else compensations(compensation)
+    return {"phases": phases_text(phases), "phases_compensation": made_up}
+
+
+def read_phases(text: str) -> tuple[Phase, ...]:
+    """Reads phases: ``1f1b/4:200,pipedream+spike:3e,1f1b/4``.
+
+    Raises:
+        ScheduleError: it is not of this form, or not in order (see `check_phases`).
+    """
+    found = []
+    for part in listed(text):
+        read = _FORM.fullmatch(part.strip())
+        if part.strip().startswith("<"):
+            raise ScheduleError(
+                f"phase {part.strip()!r} was a Schedule object, which text does not say; give the same phases again "
+                "(in the recipe, or phases=...)"
+            )
+        if read is None:
+            raise ScheduleError(
+                f"phase {part.strip()!r} is not known; write METHOD[/MICROBATCHES][+COMPENSATION[=NUMBER]][:END], "
+                "where END is a count of minibatches or, with an e behind it, of epochs, and METHOD may have options: "
+                "1f1b/4:200,paci[backward_rule=recompute]/4+spike:3e,1f1b/4"
+            )
+        name, split, made_up, end, of_epochs = read.groups()
+        asked = [one.replace("=", ":", 1) for one in made_up.split("+")[1:]]
+        phase = Phase(
+            name,
+            microbatches=int(split) if split else None,
+            compensation=None if not asked else () if asked == ["none"] else asked,
+        )
+        if end:
+            phase = replace(phase, until_epoch=int(end)) if of_epochs else replace(phase, until=int(end))
+        found.append(phase)
+    return check_phases(found)
+
+
+def check_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
+    """Returns the phases, if they can follow each other.
+
+    Raises:
+        ScheduleError: no phase; one that does not say where it ends, says it twice, or ends before it begins; or a
+            last one that ends.
+    """
+    if not phases:
+        raise ScheduleError("a run without phases was asked for; give at least one")
+    *others, last = phases
+    if last.until is not None or last.until_epoch is not None:
+        raise ScheduleError(
+            f"the last phase, {last}, ends before the run; leave its end out, or give a phase behind it"
+        )
+    for phase in others:
+        if (phase.until is None) == (phase.until_epoch is None):
+            raise ScheduleError(
+                f"phase {phase} should say where it ends, by minibatches or by epochs: until=N or until_epoch=N, as "
+                f"text {phase.name}:N or {phase.name}:Ne"
+            )
+    for unit in ("until", "until_epoch"):
+        ends = [0, *(end for phase in others if (end := getattr(phase, unit)) is not None)]
+        if any(after <= before for before, after in pairwise(ends)):
+            raise ScheduleError(
+                f"the phases {phases_text(phases)} end at {ends[1:]}; these are counts since the start of training, "
+                "so each is greater than the one before"
+            )
+    return tuple(phases)
+
+
+def next_border(phases: Sequence[Phase], epoch: int, until: int) -> int:
+    """Returns the epoch behind `epoch` and before `until` at which one of the phases ends next, or `until`.
+
+    It is where the data is opened anew, so it is asked of all phases to come: one that ends at a minibatch shall not
+    make the next open them in the middle of an epoch.
+    """
+    return min((p.until_epoch for p in phases if p.until_epoch and epoch < p.until_epoch < until), default=until)
+
+
+def phase_after(phases: Sequence[Phase], number: int, minibatches: int, epochs: int) -> int:
+    """Returns which phase, from phase `number` on, comes after so many minibatches, and whole epochs.
+
+    Warns of one that is passed over, for its end, in the other unit, lies behind.
+    """
+    found = phase_at(phases, minibatches, epochs)
+    for phase in phases[number + 1 : found]:
+        warnings.warn(
+            f"phase {phase} is passed over, for the one before it has ended at minibatch {minibatches}, after {epochs} "
+            "whole epochs; let it end later",
+            stacklevel=2,
+        )
+    return found
+
+
+def phase_at(phases: Sequence[Phase], minibatches: int, epochs: int) -> int:
+    """Returns which phase comes after so many minibatches, and whole epochs: the first that is not over."""
+    return next(number for number, phase in enumerate(phases) if not phase.is_over(minibatches, epochs))

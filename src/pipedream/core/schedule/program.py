@@ -1,0 +1,368 @@
+"""The Program: a schedule with its messages, finite, to be verified once and run for a million microbatches.
+
+Lowering adds to each rank's ops the messages that carry activations, gradients and model inputs, and the
+sums over the replicas of a stage. What is left is a warm-up and a period: repetition t of the period is
+the same instructions with each index moved on by t strides. The drain needs no text of its own: it is the
+same stream with the instructions of microbatches that do not exist left out.
+
+Text form, one token an instruction: ``2F5`` an op; ``>3:5`` send microbatch 5 on channel 3; ``<3:5``
+receive it; ``=0:2`` sum the gradients of update 2 over the replicas of stage 0. Weights that are fetched from home
+(``2H8``) are the message of the first microbatch that they are for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from math import lcm
+from typing import Any, NamedTuple
+
+from pipedream.core.artifact import Artifact, decode, encode
+from pipedream.core.errors import ArtifactError, ScheduleError
+from pipedream.core.plan.placement import Dispatched, Placement
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule import tagged  # noqa: F401  # files may name its rules
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.schedule import fetched_for, requires_of
+from pipedream.core.schedule.update import UpdateRule
+from pipedream.core.schedule.weights import WeightRule
+
+__all__ = ["Channel", "Instruction", "Move", "Program", "RankProgram", "Transfer", "format_instructions", "moved"]
+
+
+class Move(StrEnum):
+    """What a transfer does."""
+
+    SEND = ">"
+    RECEIVE = "<"
+    SYNC = "="
+
+
+class Transfer(NamedTuple):
+    """A message sent or received, or a sum over the replicas of a stage.
+
+    Attributes:
+        kind: which of the three.
+        channel: index in `Program.channels`; for a sum, the stage whose replicas it joins.
+        index: number of the microbatch; for a sum, of the update.
+    """
+
+    kind: Move
+    channel: int
+    index: int  # type: ignore[assignment]  # a field, not the method of tuples
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.channel}:{self.index}"
+
+
+Instruction = Op | Transfer
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One direction between a stage's rank and another's, first in, first out.
+
+    Attributes:
+        sender, receiver: ranks.
+        carries: 'activation' (stage to next), 'gradient' (stage to previous) or 'input' (a part of the
+            batch, such as the targets, straight from the input stage to the stage that reads it); of a stage whose
+            forwards run away from its home, 'weights' (from there) and 'kept' (what a forward read, back there for
+            its backward).
+        source, target: the stages at its ends.
+        depth: receives that are posted ahead; receive i waits for the consumer of receive i - depth.
+    """
+
+    sender: int
+    receiver: int
+    carries: str
+    source: int
+    target: int
+    depth: int = 2
+
+    def __post_init__(self) -> None:
+        if self.carries not in ("activation", "gradient", "input", "weights", "kept"):
+            raise ValueError(f"a channel carries activation, gradient, input, weights or kept, found {self.carries!r}")
+        if self.depth < 1:
+            raise ValueError(f"depth must be at least 1, found {self.depth}")
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What one rank does: the warm-up once, then the period again and again."""
+
+    warmup: tuple[Instruction, ...]
+    period: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class Program(Artifact):
+    """A lowered schedule.
+
+    Attributes:
+        schedule: name of the method.
+        plan: the stages, with their predicted seconds and bytes.
+        placement: where each (stage, replica) lives.
+        weights, updates: the rules.
+        kinds: kinds of op that each microbatch needs at each stage.
+        microbatches: m, how many a minibatch is split into.
+        cycle: microbatches by which one period moves on.
+        flushes: an update waits until nothing is in flight.
+        couples_updates: updates of all stages wait for each other.
+        norm_delay: see `Schedule`.
+        channels: the ends of the messages.
+        ranks: the instructions of each rank.
+
+    Raises:
+        ValueError: parts that are not for the same stages and ranks, or a cycle that is none.
+    """
+
+    FORMAT = 1
+
+    schedule: str
+    plan: Plan
+    placement: Placement
+    weights: WeightRule
+    updates: UpdateRule
+    kinds: tuple[Kind, ...]
+    microbatches: int
+    cycle: int
+    flushes: bool
+    couples_updates: bool
+    channels: tuple[Channel, ...]
+    ranks: tuple[RankProgram, ...]
+    norm_delay: int = 0
+
+    def __post_init__(self) -> None:
+        stages, workers = self.placement.stages, self.placement.workers
+        if len(self.ranks) != workers:
+            raise ValueError(f"the placement has {workers} ranks, the program is for {len(self.ranks)}")
+        if len(self.plan.stages) != stages or len(self.updates.per_update) != stages:
+            raise ValueError(
+                f"the placement has {stages} stages, the plan {len(self.plan.stages)}, the update rule "
+                f"{len(self.updates.per_update)}"
+            )
+        # 0 where a count is 0: no cycle is a multiple of that.
+        least = lcm(self.placement.cycle, self.microbatches, *self.updates.per_update)
+        if least < 1 or self.cycle < 1 or self.cycle % least:
+            raise ValueError(
+                f"a cycle is a whole number of rounds ({self.placement.cycle} microbatches), minibatches "
+                f"({self.microbatches}) and updates {self.updates.per_update}, found {self.cycle}"
+            )
+
+    @property
+    def round_minibatches(self) -> int:
+        """Minibatches of which a drain waits for a multiple, so that no round of a stage's replicas is torn."""
+        return self.placement.cycle if self.updates.mean_of_rounds else 1
+
+    def stream(self, rank: int) -> Iterator[Instruction]:
+        """Yields the instructions of a rank without end."""
+        mine = self.ranks[rank]
+        yield from mine.warmup
+        turn = 0
+        while mine.period:
+            for instruction in mine.period:
+                yield self._moved_on(instruction, turn)
+            turn += 1
+
+    def instructions(self, rank: int, total: int | Callable[[], int | None]) -> Iterator[Instruction]:
+        """Yields the instructions of a rank for a run of `total` microbatches, drain included.
+
+        Args:
+            rank: whose.
+            total: the number, or a function that returns it as soon as it is known: a worker learns from
+                the data, or from the worker before it, where the stream ends. It is asked before each
+                instruction; what was yielded before must exist, but for the op that found the end.
+
+        Raises:
+            ScheduleError: the program goes on without yielding what is still missing.
+        """
+        known = total if isinstance(total, int) else None
+        missing = sum(self.op_counts(rank, known)) if known is not None else 0
+        exists = self.exists(known) if known is not None else None
+        # Indices only grow: a whole turn without an instruction of this run is followed by no other.
+        patience = len(self.ranks[rank].warmup) + len(self.ranks[rank].period)
+        made = idle = 0
+        last: Instruction | None = None
+        for instruction in self.stream(rank):
+            if exists is None and not isinstance(total, int) and (known := total()) is not None:
+                exists = self.exists(known)
+                if last is not None and not exists(last):
+                    made -= _counts(last)
+                missing = sum(self.op_counts(rank, known)) - made
+            if exists is not None:
+                # The sends behind the last op still belong to it.
+                if not missing and not (isinstance(instruction, Transfer) and instruction.kind is Move.SEND):
+                    return
+                if not exists(instruction):
+                    idle += 1
+                    if idle > patience:
+                        break
+                    continue
+            idle = 0
+            last = instruction
+            made += _counts(instruction)
+            missing -= exists is not None and _counts(instruction)
+            yield instruction
+        if missing or (exists is None and self.ranks[rank].period):
+            raise ScheduleError(f"program {self.schedule!r}: rank {rank} lacks {missing} ops of {known} microbatches")
+
+    def exists(self, total: int) -> Callable[[Instruction], bool]:
+        """Returns the test whether an instruction belongs to a run of `total` microbatches."""
+        per_update = self.updates.per_update
+
+        def test(instruction: Instruction) -> bool:
+            if isinstance(instruction, Op):
+                if instruction.kind is Kind.UPDATE:
+                    return (instruction.index - 1) * per_update[instruction.stage] < total
+                return instruction.index < total
+            if instruction.kind is Move.SYNC:
+                return (instruction.index - 1) * per_update[instruction.channel] < total
+            return instruction.index < total
+
+        return test
+
+    def op_counts(self, rank: int, total: int) -> tuple[int, int]:
+        """Returns how many ops on microbatches, and how many updates, a rank makes in a run of `total`."""
+        passes = updates = 0
+        for kind in self.kinds:
+            for stage, replica in self.placement.passes(rank, forward=kind is Kind.FORWARD):
+                passes += len(range(replica, total, self.placement.replicas[stage]))
+        for stage, _ in self.placement.seats(rank) if len(self.kinds) > 1 else ():
+            updates += self.updates.updates(stage, total)
+        return passes, updates
+
+    def requires(self, op: Op, total: int | None = None) -> tuple[Op, ...]:
+        """Returns the ops that must be done before an op (`core.schedule.schedule.requires_of`, the one rule)."""
+        return requires_of(
+            op,
+            placement=self.placement,
+            weights=self.weights,
+            updates=self.updates,
+            kinds=self.kinds,
+            total=total,
+        )
+
+    def fetches(self, rank: int, total: int) -> tuple[Op, ...]:
+        """Returns the fetches of a rank in a run of `total` microbatches."""
+        found = (
+            Op(Kind.FETCH, stage, fetched_for(stage, k, self.updates, self.kinds), replica)
+            for stage, replica in self.placement.visits(rank)
+            for k in range(total)
+        )
+        return tuple(dict.fromkeys(found))
+
+    def describe(self, instruction: Instruction) -> str:
+        """Returns an instruction in words: ``stage 1, 1F17`` or ``stage 1, receiving activation of microbatch 17``."""
+        if isinstance(instruction, Op):
+            return f"stage {instruction.stage}, {instruction}"
+        if instruction.kind is Move.SYNC:
+            return f"stage {instruction.channel}, sum of update {instruction.index}"
+        channel = self.channels[instruction.channel]
+        if instruction.kind is Move.RECEIVE:
+            return f"stage {channel.target}, receiving {channel.carries} of microbatch {instruction.index}"
+        return f"stage {channel.source}, sending {channel.carries} of microbatch {instruction.index}"
+
+    def to_json(self) -> str:
+        """Returns the program as JSON text; the instructions of a rank are one line of tokens."""
+        data = {"artifact": "Program", "format": self.FORMAT} | encode(self)
+        data["weights"] = self.weights.to_dict()
+        data["ranks"] = [
+            {"warmup": format_instructions(rank.warmup), "period": format_instructions(rank.period)}
+            for rank in self.ranks
+        ]
+        return json.dumps(data, indent=1)
+
+    @classmethod
+    def decoded(cls, value: Any, place: str) -> Program:
+        """Builds a program from JSON values: `decode` for a noun that has abstract and textual fields."""
+        value = {"norm_delay": 0, **value}
+        where = value.get("placement")
+        dispatches = isinstance(where, dict) and "forwards" in where
+        placement: Placement = decode(Dispatched if dispatches else Placement, where, f"{place}.placement")
+        weights = WeightRule.from_dict(value.pop("weights", None), f"{place}.weights")
+        rows = decode(tuple[dict[str, str], ...], value.pop("ranks", None), f"{place}.ranks")
+        ranks = tuple(
+            RankProgram(
+                _parse(row.get("warmup", ""), placement, rank, f"{place}.ranks[{rank}].warmup"),
+                _parse(row.get("period", ""), placement, rank, f"{place}.ranks[{rank}].period"),
+            )
+            for rank, row in enumerate(rows)
+        )
+        plain = {
+            name: decode(kind, value[name], f"{place}.{name}") for name, kind in _PLAIN_FIELDS.items() if name in value
+        } | {"placement": placement}
+        lacking = sorted(set(_PLAIN_FIELDS) - set(plain))
+        unknown = sorted(set(value) - set(_PLAIN_FIELDS) - {"placement"})
+        if lacking or unknown:
+            raise ArtifactError(f"{place} lacks the fields {lacking} and has unknown fields {unknown}")
+        try:
+            return cls(weights=weights, ranks=ranks, **plain)
+        except ValueError as error:
+            raise ArtifactError(f"{place}: {error}") from None
+
+    def __str__(self) -> str:
+        head = f"Program {self.schedule}, plan {self.plan.config}, {self.microbatches} microbatches a minibatch"
+        rows = [
+            f"rank {rank}: {format_instructions(mine.warmup)} | ( {format_instructions(mine.period)} )"
+            for rank, mine in enumerate(self.ranks)
+        ]
+        return "\n".join([head, *rows])
+
+    def _moved_on(self, instruction: Instruction, turns: int) -> Instruction:
+        if not turns:
+            return instruction
+        return moved(instruction, turns * self.cycle, self.updates)
+
+
+_PLAIN_FIELDS: dict[str, Any] = {
+    "schedule": str,
+    "plan": Plan,
+    "updates": UpdateRule,
+    "kinds": tuple[Kind, ...],
+    "microbatches": int,
+    "cycle": int,
+    "flushes": bool,
+    "couples_updates": bool,
+    "norm_delay": int,
+    "channels": tuple[Channel, ...],
+}
+
+
+def _counts(instruction: Instruction) -> bool:
+    """Whether an instruction is an op that a run is complete with; what is fetched is there for those."""
+    return isinstance(instruction, Op) and instruction.kind is not Kind.FETCH
+
+
+def moved(instruction: Instruction, microbatches: int, updates: UpdateRule) -> Instruction:
+    """Returns an instruction moved on by a number of microbatches (a multiple of the cycle)."""
+    if isinstance(instruction, Op):
+        kind, stage, index, replica = instruction
+        by = microbatches // updates.per_update[stage] if kind is Kind.UPDATE else microbatches
+        return Op(kind, stage, index + by, replica)
+    if instruction.kind is Move.SYNC:
+        by = microbatches // updates.per_update[instruction.channel]
+        return Transfer(Move.SYNC, instruction.channel, instruction.index + by)
+    return Transfer(instruction.kind, instruction.channel, instruction.index + microbatches)
+
+
+def format_instructions(instructions: tuple[Instruction, ...]) -> str:
+    """Writes instructions as tokens (see the module's first words)."""
+    return " ".join(map(str, instructions))
+
+
+def _parse(text: str, placement: Placement, rank: int, place: str) -> tuple[Instruction, ...]:
+    replica = dict(placement.passes(rank, forward=True)) | dict(placement.seats(rank))
+    found: list[Instruction] = []
+    for token in text.split():
+        op = re.fullmatch(r"(\d+)([FBIWUH])(\d+)", token)
+        transfer = re.fullmatch(r"([<>=])(\d+):(\d+)", token)
+        if op and int(op[1]) in replica:
+            found.append(Op(Kind(op[2]), int(op[1]), int(op[3]), replica[int(op[1])]))
+        elif transfer:
+            found.append(Transfer(Move(transfer[1]), int(transfer[2]), int(transfer[3])))
+        else:
+            raise ArtifactError(f"{place}: {token!r} is not an instruction of this rank")
+    return tuple(found)

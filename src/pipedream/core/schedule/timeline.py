@@ -1,0 +1,145 @@
+"""The Timeline: what ran when, simulated or measured; the same noun for both.
+
+Times are seconds from the start of the run. A span of kind ``F``, ``B``, ``I``, ``W`` or ``U`` is work of
+its rank; ``wait`` is a rank that waits for a message or for a sum; ``send`` is a message on its way, drawn
+at its sender, which works on meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pipedream.core.artifact import Artifact
+from pipedream.core.units import format_seconds
+
+__all__ = ["WORK", "MemoryStep", "Span", "Tag", "Timeline"]
+
+WORK = ("F", "B", "I", "W", "U")
+"""Kinds of span in which a rank computes."""
+
+
+class Span(NamedTuple):
+    """One piece of a timeline.
+
+    Attributes:
+        rank: whose.
+        kind: an op's letter, ``wait`` or ``send``.
+        stage: at which stage; of a send, the sending one.
+        index: microbatch or update.
+        start_s, end_s: seconds since the start of the run.
+    """
+
+    rank: int
+    kind: str
+    stage: int
+    index: int  # type: ignore[assignment]  # a field, not the method of tuples
+    start_s: float
+    end_s: float
+
+
+class Tag(NamedTuple):
+    """What a gradient carries: at which versions it was taken and which version it updates.
+
+    Attributes:
+        stage, microbatch: whose gradient.
+        forward_version, backward_version: versions that its forward and its backward read.
+        applied_to: version that its update started from; update ``applied_to + 1`` holds it.
+    """
+
+    stage: int
+    microbatch: int
+    forward_version: int
+    backward_version: int
+    applied_to: int
+
+    @property
+    def staleness(self) -> int:
+        """Updates between the version it was taken at and the one it updates."""
+        return self.applied_to - self.forward_version
+
+
+class MemoryStep(NamedTuple):
+    """What a rank holds at most from a time on.
+
+    Attributes:
+        at_s: seconds since the start of the run.
+        held_bytes: weights and stash, gradients, optimizer state, activations in flight, messages, temporaries
+            (`core.plan.memory`).
+    """
+
+    at_s: float
+    held_bytes: int
+
+
+@dataclass(frozen=True)
+class Timeline(Artifact):
+    """Spans of a run, over all ranks.
+
+    Attributes:
+        name: of the schedule.
+        source: 'simulated' or 'measured'.
+        workers: number of ranks.
+        spans: by rank and start.
+        microbatches: of the run.
+        minibatch_microbatches: m, microbatches in one minibatch.
+        batch: samples in a minibatch.
+        tags: of the gradients, where they were kept.
+        peak_bytes: of each rank, where it is known.
+        peak_versions: of each rank, distinct weight sets alive at once, where it is known.
+        memory: of each rank, the bytes held at the start, and at most during each of its ops, where it is known; see
+            `memory_steps`.
+    """
+
+    FORMAT = 1
+
+    name: str
+    source: str
+    workers: int
+    spans: tuple[Span, ...]
+    microbatches: int
+    minibatch_microbatches: int = 1
+    batch: int = 1
+    tags: tuple[Tag, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
+    peak_versions: tuple[int, ...] = ()
+    memory: tuple[tuple[int, ...], ...] = ()
+
+    def __str__(self) -> str:
+        work = self.work()
+        busy = sum(span.end_s - span.start_s for span in work)
+        share = busy / (self.workers * self.makespan_s) if self.makespan_s else 0.0
+        return (
+            f"Timeline of {self.name}, {self.source}: {self.workers} workers, {self.microbatches} microbatches, "
+            f"{len(work)} ops in {format_seconds(self.makespan_s)}, workers busy {share:.1%} of it"
+        )
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from the first span's start to the last one's end."""
+        if not self.spans:
+            return 0.0
+        return max(span.end_s for span in self.spans) - min(span.start_s for span in self.spans)
+
+    def of_rank(self, rank: int) -> tuple[Span, ...]:
+        """Returns the spans of one rank."""
+        return tuple(span for span in self.spans if span.rank == rank)
+
+    def work(self) -> tuple[Span, ...]:
+        """Returns the spans in which a rank computes."""
+        return tuple(span for span in self.spans if span.kind in WORK)
+
+    def between(self, start_s: float, end_s: float) -> Timeline:
+        """Returns the spans that touch a window of time."""
+        kept = tuple(span for span in self.spans if span.end_s > start_s and span.start_s < end_s)
+        return replace(self, spans=kept, memory=())
+
+    def memory_steps(self, rank: int) -> tuple[MemoryStep, ...]:
+        """Returns the bytes that a rank held over time: at the start, then at most during each of its ops.
+
+        Nothing, where it is not known: of a measured run, or of a part of a run.
+        """
+        if not self.memory:
+            return ()
+        begins = (span.start_s for span in self.spans if span.rank == rank and span.kind in WORK)
+        return tuple(map(MemoryStep, (0.0, *begins), self.memory[rank]))

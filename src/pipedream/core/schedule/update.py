@@ -1,0 +1,61 @@
+"""When an update is made, and of what: the update rules.
+
+Update n of a stage (from 1) is one optimizer step, alike on all its replicas, and makes version n. Which
+microbatches it holds is arithmetic; how their gradients are divided is said here too:
+
+- a *flushing* or *accumulating* update divides the sum of gradients by the summed loss weight, once;
+- a *round* of PipeDream normalises each minibatch by itself and takes the plain mean over the replicas.
+
+What an update makes of late gradients is said by its compensations (`core.schedule.compensation`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipedream.core.schedule.compensation import Compensation, rate_factor
+
+__all__ = ["UpdateRule"]
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How many microbatches each update of each stage holds.
+
+    Attributes:
+        per_update: for each stage, microbatches in one update, over all replicas.
+        mean_of_rounds: True where each microbatch is a whole minibatch, normalised by itself (PipeDream);
+            False where the sum of gradients is divided by the summed loss weight.
+        compensation: what makes up for late gradients.
+    """
+
+    per_update: tuple[int, ...]
+    mean_of_rounds: bool = False
+    compensation: tuple[Compensation, ...] = ()
+
+    def members(self, stage: int, update: int, total: int | None = None) -> range:
+        """Returns the microbatches whose gradients update n of a stage holds, of `total` in the run."""
+        count = self.per_update[stage]
+        stop = update * count if total is None else min(update * count, total)
+        return range((update - 1) * count, stop)
+
+    def update_of(self, stage: int, microbatch: int) -> int:
+        """Returns the update that holds a microbatch's gradient."""
+        return microbatch // self.per_update[stage] + 1
+
+    def updates(self, stage: int, total: int) -> int:
+        """Returns how many updates a stage makes for so many microbatches."""
+        return -(-total // self.per_update[stage])
+
+    def kept_tensors(self, staleness: int) -> int:
+        """Returns the tensors that compensations keep for each weight of a stage that is so many updates late."""
+        return sum(one.kept_tensors(staleness) for one in self.compensation)
+
+    def rate_factor(self, stage: int, staleness: float, rounds: int) -> float:
+        """Returns the factor on the user's learning rate at a stage.
+
+        Args:
+            stage: whose gradients are `staleness` updates late on the mean.
+            rounds: updates of the input stage so far.
+        """
+        return self.per_update[stage] / self.per_update[0] * rate_factor(self.compensation, staleness, rounds)

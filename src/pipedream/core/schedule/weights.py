@@ -1,0 +1,355 @@
+"""Which weights a forward reads, and which its backward: the weight rules.
+
+A rule answers with static version numbers, counted from the last drain: version 0 is what the stage held
+there, version n is made by update n. Nobody reads "whatever has arrived", so a program's staleness and its
+memory are known before it runs, and the runtime's own tags are compared with them.
+
+Where a backward reads a newer version than its forward, one of these holds:
+
+- *recompute*: the forward is done again on the old input, at the backward's weights: their true gradient;
+- *graph*: the activations stay those of the forward, the weights that autograd multiplies with are the backward's:
+  the gradient of no function. Pipelined backpropagation, PipeMare and their kin train by it, with one set of weights.
+
+A view (`core.schedule.prediction`) is computed from a version; the version's number is then that of what it was
+computed from.
+
+Legend: s stage, k microbatch (from 0, since the drain), r_s replicas, W_s warm-up forwards, m microbatches
+per minibatch, all from the plan and the schedule.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from itertools import count, takewhile
+from math import lcm
+from typing import Any, ClassVar
+
+from pipedream.core.artifact import decode, encode
+from pipedream.core.errors import ArtifactError
+from pipedream.core.schedule.op import Kind
+from pipedream.core.schedule.prediction import AVERAGE, VELOCITY, View
+
+__all__ = ["BACKWARD_RULES", "DoubleBuffer", "Flush", "Latest", "Stash", "VerticalSync", "WeightRule"]
+
+BACKWARD_RULES = ("stash", "recompute", "graph")
+
+
+@dataclass(frozen=True)
+class WeightRule(ABC):
+    """Abstract: a forward view and a backward view on the versions of a stage.
+
+    Attributes:
+        name: how files and tables call it.
+        backward_rule: 'stash': the true gradient at the weights that the forward read; 'recompute' or 'graph' where the
+            backward reads others.
+        forward_view, backward_view: what a pass reads in place of its version; None is the version itself.
+    """
+
+    name: ClassVar[str]
+    backward_rule: ClassVar[str] = "stash"
+    forward_view: ClassVar[View | None] = None
+    backward_view: ClassVar[View | None] = None
+    rules: ClassVar[dict[str, type[WeightRule]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" in cls.__dict__:  # else abstract
+            WeightRule.rules[cls.name] = cls
+
+    @abstractmethod
+    def forward_version(self, stage: int, microbatch: int) -> int:
+        """Returns the version that a forward reads; never falls as the microbatches of a replica grow."""
+
+    def backward_version(self, stage: int, microbatch: int) -> int:
+        """Returns the version that the backward reads."""
+        return self.forward_version(stage, microbatch)
+
+    def readable(
+        self, stage: int, microbatch: int, newest: int, *, step: int = 1, total: int | None = None
+    ) -> frozenset[int]:
+        """Returns the versions up to the newest that the forwards to come at one seat read.
+
+        Args:
+            stage: whose.
+            microbatch: of the next forward.
+            newest: of the versions made so far.
+            step: from one microbatch of the seat to its next, the stage's replicas.
+            total: microbatches in the run; None while nobody knows.
+        """
+        coming = count(microbatch, step) if total is None else range(microbatch, total, step)
+        versions = (self.forward_version(stage, k) for k in coming)
+        return frozenset(takewhile(lambda version: version <= newest, versions))
+
+    @abstractmethod
+    def versions(self, stage: int) -> int:
+        """Returns the most versions alive at once, the newest included, and views that are kept."""
+
+    @abstractmethod
+    def staleness(self, stage: int) -> int:
+        """Returns the most updates between the version a gradient is taken at and the one it updates."""
+
+    def mean_staleness(self, stage: int) -> float:
+        """Returns the mean over the microbatches of an update; that of `staleness` where they are all as late."""
+        return float(self.staleness(stage))
+
+    def views(self, stage: int) -> tuple[View, ...]:
+        """Returns the views of a stage that are not the version itself."""
+        given = (view for view in (self.forward_view, self.backward_view) if view is not None)
+        return tuple(view for view in given if view.horizons[stage])
+
+    def kept_until(self, stage: int) -> Kind | None:
+        """Returns which pass is the last to read a forward's view that is kept; None where none is."""
+        return None
+
+    @property
+    def held_until(self) -> Kind | None:
+        """The last pass for which a version is kept that is no longer the newest; None: there is one set of weights."""
+        return Kind.BACKWARD if self.backward_rule == "stash" else None
+
+    def buffers(self, stage: int) -> int:
+        """Returns how many tensors of the size of the weights the views need beside the versions."""
+        return 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the rule as JSON values."""
+        fields: dict[str, Any] = encode(self)
+        return {"rule": self.name} | fields
+
+    @staticmethod
+    def from_dict(data: Any, place: str = "weights") -> WeightRule:
+        """Reads a rule from JSON values.
+
+        Raises:
+            ArtifactError: an unknown rule or wrong fields.
+        """
+        if not isinstance(data, dict) or data.get("rule") not in WeightRule.rules:
+            raise ArtifactError(f"{place}.rule should be one of {sorted(WeightRule.rules)}")
+        kind = WeightRule.rules[data["rule"]]
+        rule = decode(kind, {k: v for k, v in data.items() if k != "rule"}, place)
+        assert isinstance(rule, WeightRule)
+        return rule
+
+
+@dataclass(frozen=True)
+class Flush(WeightRule):
+    """The newest weights: an update waits until nothing is in flight. GPipe, 1F1B, Flush, DDP.
+
+    Attributes:
+        per_update: microbatches in one update, over all replicas.
+    """
+
+    name: ClassVar[str] = "flush"
+    per_update: int
+
+    def forward_version(self, stage: int, microbatch: int) -> int:
+        return microbatch // self.per_update
+
+    def versions(self, stage: int) -> int:
+        return 1
+
+    def staleness(self, stage: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Stash(WeightRule):
+    """Weight stashing: the newest weights at the forward, the same at the backward.
+
+    PipeDream, SOSP 2019, section 3.3: w(t+1) = w(t) - lr grad f(w_0(t-p+1), ..., w_{p-1}(t)). Stage s is
+    W_s + lag updates late.
+    """
+
+    name: ClassVar[str] = "stash"
+    warmup: tuple[int, ...]
+    replicas: tuple[int, ...]
+    lag: tuple[int, ...]
+
+    def forward_version(self, stage: int, microbatch: int) -> int:
+        return max(0, microbatch // self.replicas[stage] - self.staleness(stage))
+
+    def versions(self, stage: int) -> int:
+        return self.staleness(stage) + 1
+
+    def staleness(self, stage: int) -> int:
+        return self.warmup[stage] + self.lag[stage]
+
+
+@dataclass(frozen=True)
+class VerticalSync(WeightRule):
+    """Vertical sync: one version for all stages, chosen at the input stage, travels with the minibatch.
+
+    PipeDream, SOSP 2019, section 3.3: w(t+1) = w(t) - lr grad f(w_0(t-p+1), ..., w_{p-1}(t-p+1)). The tag
+    is a count of minibatches, a multiple of L = lcm(r), so that every stage has a version for it. It is
+    W_0 + lag_0 rounds of the input stage late, or more where a stage behind lags so much that it has not yet
+    made that version.
+    """
+
+    name: ClassVar[str] = "vertical_sync"
+    warmup: tuple[int, ...]
+    replicas: tuple[int, ...]
+    lag: tuple[int, ...]
+
+    def forward_version(self, stage: int, microbatch: int) -> int:
+        first = self.replicas[0]
+        newest = max(0, microbatch // first - self._rounds_late)
+        cycle = lcm(*self.replicas)
+        return cycle * (first * newest // cycle) // self.replicas[stage]
+
+    def versions(self, stage: int) -> int:
+        # Only multiples of L / r_s are ever read: those from the tag of the oldest round in flight on, and
+        # the newest where it is none of them.
+        count = self.replicas[stage]
+        step = lcm(*self.replicas) // count
+        return max(
+            len(range(self.forward_version(stage, newest * count), newest + 1, step)) + (newest % step > 0)
+            for newest in self._settled(stage)
+        )
+
+    def staleness(self, stage: int) -> int:
+        # The most over one cycle: the tag stands still for a cycle while the stage's updates go on.
+        return max(
+            newest - self.forward_version(stage, newest * self.replicas[stage]) for newest in self._settled(stage)
+        )
+
+    def mean_staleness(self, stage: int) -> float:
+        newest, count = self._settled(stage), self.replicas[stage]
+        members = range(newest.start * count, newest.stop * count)
+        return sum(k // count - self.forward_version(stage, k) for k in members) / len(members)
+
+    @property
+    def _rounds_late(self) -> int:
+        """Rounds of the input stage: r_0 times as many microbatches must cover (W_s + lag_s) r_s of each."""
+        each = zip(self.warmup, self.lag, self.replicas, strict=True)
+        return max(-(-(wait + lag) * count // self.replicas[0]) for wait, lag, count in each)
+
+    def _settled(self, stage: int) -> range:
+        """Returns one cycle of updates of a stage, behind the warm-up."""
+        cycle = lcm(*self.replicas)
+        first = ((self._rounds_late + 1) * self.replicas[0] // cycle + 2) * cycle
+        return range(first // self.replicas[stage], (first + cycle) // self.replicas[stage])
+
+
+@dataclass(frozen=True)
+class DoubleBuffer(WeightRule):
+    """Two buffers, one step of delay everywhere: w(t+1) = w(t) - lr grad f(w(t-1)).
+
+    PipeDream-2BW, ICML 2021, section 3.1: microbatch k (from 0) reads version max(floor(k/m) - 1, 0) in
+    both passes and at all stages.
+
+    Attributes:
+        per_update: m, microbatches in one update, over all replicas.
+    """
+
+    name: ClassVar[str] = "double_buffer"
+    per_update: int
+
+    def forward_version(self, stage: int, microbatch: int) -> int:
+        return max(microbatch // self.per_update - 1, 0)
+
+    def versions(self, stage: int) -> int:
+        return 2
+
+    def staleness(self, stage: int) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Latest(WeightRule):
+    """The newest weights that there are: at the forward, and again at the backward.
+
+    One set of weights, which the optimizer writes while microbatches are in flight: update n of a stage comes behind
+    the last backward of its microbatches (or, with a lag, behind the forward after that), so what is newest at an op is
+    arithmetic. With the rule 'stash' what a forward has read, its view or the version itself, is kept, and the backward
+    reads it too.
+
+    Attributes:
+        warmup, replicas, lag: of each stage.
+        per_update: for each stage, microbatches in one update, over all replicas; at least the replicas.
+        backward_rule: see the module's first words.
+        forward_view, backward_view: what a pass reads in place of the newest weights.
+        shares_view: microbatches of which the first at a seat has its forward's view computed, for all of them (XPipe's
+            bellwether): 1, or those of an update.
+
+    Raises:
+        ValueError: parts that do not go together.
+    """
+
+    name: ClassVar[str] = "latest"
+    warmup: tuple[int, ...]
+    replicas: tuple[int, ...]
+    lag: tuple[int, ...]
+    per_update: tuple[int, ...]
+    # Fields here; other rules have one value for all.
+    backward_rule: str = field(default="graph", kw_only=True)  # type: ignore[misc]
+    forward_view: View | None = field(default=None, kw_only=True)  # type: ignore[misc]
+    backward_view: View | None = field(default=None, kw_only=True)  # type: ignore[misc]
+    shares_view: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        ahead, back = self.forward_view, self.backward_view
+        lengths = {len(row) for row in (self.warmup, self.replicas, self.lag, self.per_update)}
+        lengths |= {len(view.horizons) for view in (ahead, back) if view is not None}
+        if len(lengths) != 1:
+            raise ValueError(f"one number a stage is wanted everywhere, found {sorted(lengths)} numbers")
+        if any(count < replicas for count, replicas in zip(self.per_update, self.replicas, strict=True)):
+            raise ValueError(
+                f"an update holds a microbatch of each replica, found {self.per_update} of {self.replicas}"
+            )
+        if self.backward_rule not in BACKWARD_RULES:
+            raise ValueError(f"a backward rule is {', '.join(BACKWARD_RULES)}, found {self.backward_rule!r}")
+        if self.backward_rule == "stash" and (back is not None or self.shares_view > 1):
+            raise ValueError(
+                "with the rule 'stash' each backward reads what its own forward has read, and has no view of its own"
+            )
+        if self.shares_view != 1 and {self.shares_view} != set(self.per_update):
+            raise ValueError(
+                f"a view is shared by the {self.per_update} microbatches of an update, not {self.shares_view}"
+            )
+        if ahead is not None and back is not None and ahead.by == back.by == AVERAGE:
+            raise ValueError("only one of the two views can be by an average: they would need one each")
+
+    def forward_version(self, stage: int, microbatch: int) -> int:
+        replicas = self.replicas[stage]
+        group = microbatch - microbatch % self.shares_view
+        first = microbatch if self.shares_view == 1 else group + (microbatch - group) % replicas
+        return max(0, (first - self._late(stage)) // self.per_update[stage])
+
+    def backward_version(self, stage: int, microbatch: int) -> int:
+        if self.backward_rule == "stash":
+            return self.forward_version(stage, microbatch)
+        return microbatch // self.per_update[stage]
+
+    def versions(self, stage: int) -> int:
+        if self.backward_rule != "stash":
+            return 1 if self.kept_until(stage) is None else 2
+        if self.kept_until(stage) is None:
+            return self.staleness(stage) + 1
+        # A view for each version that a microbatch in flight has read, and the weights themselves.
+        return -(-self.warmup[stage] * self.replicas[stage] // self.per_update[stage]) + 2
+
+    def staleness(self, stage: int) -> int:
+        return -(-self._late(stage) // self.per_update[stage])
+
+    def mean_staleness(self, stage: int) -> float:
+        late, count = self._late(stage), self.per_update[stage]
+        if self.shares_view == 1:  # behind the warm-up, each with weights of its own
+            return late / count
+        return sum(-((i % self.replicas[stage] - late) // count) for i in range(count)) / count
+
+    def kept_until(self, stage: int) -> Kind | None:
+        if self.forward_view is None or not self.forward_view.horizons[stage]:
+            return None
+        if self.backward_rule == "stash":
+            return Kind.BACKWARD
+        return Kind.FORWARD if self.shares_view > self.replicas[stage] else None
+
+    def buffers(self, stage: int) -> int:
+        ways = {view.by for view in self.views(stage)} - {VELOCITY}
+        # The weights, while a view stands in their storage; and what is not the optimizer's own.
+        aside = AVERAGE in ways or (self.backward_rule != "stash" and bool(self.views(stage)))
+        return aside + len(ways)
+
+    def _late(self, stage: int) -> int:
+        """Returns by how many microbatches a forward is ahead of the backward at its point of the order."""
+        return (self.warmup[stage] + self.lag[stage]) * self.replicas[stage]

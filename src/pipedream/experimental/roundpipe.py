@@ -1,0 +1,124 @@
+"""RoundPipe: stages are bound to no worker, but dispatched in round robin; their weights travel from a home.
+
+Efficient Training on Multiple Consumer GPUs with RoundPipe (arXiv 2604.27085). A minibatch is a row of *slots*: the
+forwards of stage 0, 1, ..., then the backwards down to stage 0; the last stage's forward and backward are one. Each
+slot goes to the worker behind that of the slot before; it does all m microbatches at it, and then the slot p further
+on. A backward does its forward again, from what that has read. So the stages need not be a multiple of the workers, and
+of n equal slots p - 1 of one microbatch are idle at either end of a minibatch: a bubble of p (p - 1)/(n m + p (p - 1)),
+where p divides n and m >= p. The digits are stage and microbatch; a forward away from home has fetched its weights.
+
+    rank 0 | .    1F0  1F1  3F0  3B0  3F1  3B1' 1B0  1B1'
+    rank 1 | 0F0  0F1  2F0  2F1  .    2B0  .    2B1' 0B0  0B1'
+
+What is ours beside the paper: weights live with the workers, where the paper has the memory of the host. The home of a
+stage is the worker of its backwards, so that its gradients stay there and its weights travel once a minibatch, to the
+worker of its forwards, or not at all where that is the same. The paper cuts the forwards more coarsely than the
+backwards, which with their recomputation take about three times as long: one slot may have the forwards of several
+stages. The update is the synchronous one: a minibatch begins when the one before has ended, with a round robin of its
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pipedream.core.errors import ScheduleError
+from pipedream.core.plan.placement import Dispatched
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.schedule import Claims, Schedule
+from pipedream.schedules.idioms import backward, flushing, forward, minibatch_by_minibatch
+from pipedream.schedules.layouts import dispatched, homes
+from pipedream.schedules.method import Method, Picture
+
+__all__ = ["METHODS", "roundpipe"]
+
+
+def roundpipe(plan: Plan, microbatches: int | None = None, *, forwards: int = 1) -> Schedule:
+    """Returns RoundPipe, synchronous; 4 microbatches a worker unless asked.
+
+    Args:
+        plan: of at least as many stages as workers, on `homes` of theirs. All but the last one recompute.
+        microbatches: m, of a minibatch; from m = p on workers do not wait between their slots.
+        forwards: stages whose forwards are one slot.
+
+    Raises:
+        ScheduleError: the plan is laid out otherwise.
+    """
+    p, last = plan.workers, len(plan.stages) - 1
+    taken = plan.order or tuple(range(sum(plan.replicas)))
+    if set(plan.replicas) != {1} or taken != homes(p, last + 1):
+        raise ScheduleError(
+            f"schedule 'roundpipe' needs {dispatched.words}, without replicas; found plan {plan.config} on workers "
+            f"{taken}; plan for this method, or name the workers {homes(p, last + 1)} in the plan's order"
+        )
+    if forwards < 1:
+        raise ScheduleError(f"schedule 'roundpipe': a slot has the forwards of at least 1 stage, found {forwards}")
+    m = microbatches or 4 * p
+    slots = [range(first, min(first + forwards, last)) for first in range(0, last, forwards)]
+    # Counted back from the last stage's slot, which is on worker 0: its backwards are on 1, 2, ...
+    worker = {stage: (number - len(slots)) % p for number, slot in enumerate(slots) for stage in slot}
+    placement = Dispatched(plan.placement.ranks, (*worker.values(), 0))
+
+    def ops(rank: int, mine: range) -> Iterator[Op]:
+        for slot in (slot for slot in slots if worker[slot[0]] == rank):
+            for k in mine:
+                for stage in slot:
+                    if k == mine[0] and placement.is_fetched(stage):
+                        yield Op(Kind.FETCH, stage, k)
+                    yield forward((stage, 0), k)
+        for stage in range(last - rank, -1, -p):
+            for k in mine:
+                if stage == last:
+                    yield forward((stage, 0), k)
+                yield backward((stage, 0), k)
+
+    again = tuple(replace(stage, recompute=stage.recompute or s < last) for s, stage in enumerate(plan.stages))
+    flushed = flushing("roundpipe", replace(plan, stages=again), m, minibatch_by_minibatch(m, ops), _claims(last))
+    return replace(flushed, placement=placement, claims=_claims(last) if forwards == 1 else Claims())
+
+
+def _claims(last: int) -> Claims:
+    """Returns the closed forms of S = last + 1 equal stages, each forward a slot.
+
+    A forward takes f, a backward f + b with the forward that it does again. Behind slot j begins slot j + 1, as soon as
+    it has its first microbatch and its worker is done with slot j + 1 - p. With m >= p it is the worker that is waited
+    for, once in p slots; of those p - r behind the last stage's, r = (S - 1) mod p, it is so where forwards are long.
+    """
+
+    def makespan_s(p: int, m: int, n: int, f: float, i: float, w: float) -> float:
+        b, (rounds, rest) = i + w, divmod(last, p)
+        if m < p:
+            return n * (last * (2 * f + b) + m * (f + b))
+        waits = max(0.0, (m - p) * f - (p - rest) * b) if 2 * rest >= p else 0.0
+        return n * ((rounds * m + rest) * (2 * f + b) + m * (f + b) + waits)
+
+    def away(p: int, s: int) -> int:
+        """Stages behind which s slots of backwards are, mod p."""
+        return len(range((-s) % p or p, last + 1, p))
+
+    return Claims(
+        assumption="S >= p equal stages, b = 2 f and the forward done again, messages cost nothing",
+        ratio=2.0,
+        bubble=lambda p, m: 1 - m * (4 * last + 3) / (p * makespan_s(p, m, 1, 1.0, 1.0, 1.0)),
+        in_flight=lambda p, m, s: m * away(p, s) + (s == 0 or 2 * s % p > 0),
+        staleness=lambda p, m, s: 0,
+        versions=lambda p, m, s: len(range(s, last + 1, p)) + (2 * s % p > 0 and away(p, s) > 0),
+        makespan_s=makespan_s,
+    )
+
+
+METHODS = (
+    Method(
+        roundpipe,
+        since=2026,
+        layout=dispatched,
+        picture=Picture("RoundPipe: forwards and backwards dispatched in round robin; s is the stage; m = 4", 4, 8),
+        choose="When the stages do not come out even on the workers, or their weights and what belongs to them take "
+        "more memory than activations: any number of stages from p on, and a worker computes on one set of weights "
+        "beside its own. Its bubble is that of as many slots as there are forwards and backwards together. It does "
+        "each forward twice, and a stage's weights travel once a minibatch: links must carry them beside the "
+        "activations.",
+    ),
+)

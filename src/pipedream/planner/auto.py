@@ -1,0 +1,332 @@
+"""Which method, on which stages, in how many microbatches, how deep: the best of many ways to train, by simulation.
+
+A plan's own seconds are those of a full pipeline; a flush fills and drains it with each minibatch, barriers and
+messages show at the paper's depth. So ways are compared by what a short simulation of the method's own program takes.
+It is passed in, and so are the methods: planning knows neither schedules nor a clock.
+
+Ways are tried by rising *bound*, seconds per minibatch below which none can be, until the bound of the next one is
+above the best that was found; so what is left out could not have won. With f, b forward and backward of a whole
+minibatch at a stage, u its update, r its replicas, m microbatches, a flushing method's is the greatest over stages s of
+
+    sum over t < s of (f_t + b_t) / m  +  ceil(m / r_s) / m (f_s + b_s)  +  u_0
+
+for stage 0 updates after the last microbatch has come back from s, and forwards nothing before; and of each stage's own
+work and update alone. An update's seconds are with the part of its sum that the last backward cannot hide. Any other
+method's bound is its slowest stage's compute, (f + b + u) / r (`Site.compute_s`); where it lags, without its sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from math import inf
+
+from pipedream.core.errors import PipelineError, PlanError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.core.units import format_bytes, format_seconds
+from pipedream.planner.search import counts_of, plan
+from pipedream.planner.tables.method_occupancy import Holds
+from pipedream.planner.tables.search_space import Space
+
+__all__ = ["Candidate", "Comparison", "Method", "Score", "choose"]
+
+_FEW_WORKERS = 8  # of more, only those depths are tried that leave no worker out
+_MOST_PARTS = 64
+_ALIKE = 1e-9  # relative: periods nearer than this are equal
+
+
+@dataclass(frozen=True)
+class Method:
+    """What planning must know of a method.
+
+    Attributes:
+        name: of the method.
+        flushes: an update waits until nothing is in flight; otherwise gradients are late.
+        splits: a minibatch may be split into microbatches.
+        lags, deepens: a plan's lag, and its depth, make a difference.
+        holds: from a number of microbatches to the rule of what the stages of a plan hold.
+        splits_backward: its input and weight gradients are made apart.
+    """
+
+    name: str
+    flushes: bool
+    splits: bool
+    lags: bool
+    deepens: bool
+    holds: Callable[[int], Holds]
+    splits_backward: bool = False
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a simulation tells: seconds per minibatch in the steady state, and the share of idle time."""
+
+    period_s: float
+    bubble: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to train, and what is known of it.
+
+    Attributes:
+        schedule, microbatches, depth, lag: the way.
+        shape: of the plan, as it was asked for.
+        config: of the plan; '' where there is none.
+        bound_s: it cannot take less per minibatch.
+        period_s, bubble: simulated; None where the bound was enough.
+        peak_bytes: of the fullest worker.
+        why: '' if it was simulated, else why not.
+    """
+
+    schedule: str
+    microbatches: int
+    depth: str
+    lag: int
+    shape: str
+    config: str = ""
+    bound_s: float = 0.0
+    period_s: float | None = None
+    bubble: float | None = None
+    peak_bytes: int = 0
+    why: str = ""
+
+    def __str__(self) -> str:
+        parts = f", m = {self.microbatches}" if self.microbatches > 1 else ""
+        return f"{self.schedule} on {self.config or self.shape}{parts}, {self.depth}{', lag 1' if self.lag else ''}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The best way to train, and those that it was compared with: the simulated ones first, the fastest first."""
+
+    plan: Plan
+    candidates: tuple[Candidate, ...]
+
+    def __str__(self) -> str:
+        head = (
+            f"{'method':<24}  {'plan':<12}  {'m':>4}  {'depth':<5}  {'lag':>3}  {'minibatch':>10}  {'samples/s':>9}  "
+            f"{'bubble':>6}  {'peak':>9}"
+        )
+        rows = [
+            f"{one.schedule:<24}  {one.config:<12}  {one.microbatches:>4}  {one.depth:<5}  {one.lag:>3}  "
+            f"{format_seconds(one.period_s):>10}  {self.plan.batch / one.period_s if one.period_s else inf:>9.4g}  "
+            f"{one.bubble or 0.0:>6.1%}  {format_bytes(one.peak_bytes):>9}"
+            for one in self.candidates
+            if one.period_s is not None
+        ]
+        rest = [one for one in self.candidates if one.period_s is None]
+        slow = sum(bool(one.config) for one in rest)
+        tail = [f"{slow} more cannot be faster than the first"] if slow else []
+        tail += [f"{len(rest) - slow} more cannot be used (no plan, or too little memory)"] if len(rest) > slow else []
+        return "\n".join([head, *rows, *tail])
+
+
+@dataclass(frozen=True, eq=False)
+class _Ways:
+    """All ways to train a profiled model on a cluster with some methods."""
+
+    profile: Profile
+    cluster: Cluster
+    methods: Sequence[Method]
+    shapes: tuple[str, ...]
+    microbatches: int | None
+    depth: str | tuple[int, ...]
+    lag: int
+    all_workers: bool
+    recompute: str
+
+    def all(self) -> Iterator[tuple[Candidate, Method, str | tuple[int, ...]]]:
+        """Yields the ways; of those that come to the same only the first."""
+        splits = _splits(self.profile.batch) if self.microbatches is None else [self.microbatches]
+        for method in self.methods:
+            depths = [self.depth] if self.depth != "noam" or not method.deepens else ["noam", "auto"]
+            for shape in self.shapes:
+                for m in splits if method.splits else [1]:
+                    for depth in depths:
+                        word = depth if isinstance(depth, str) else "hand"
+                        for lag in (0, 1) if method.lags and not self.lag else (self.lag if method.lags else 0,):
+                            yield Candidate(method.name, m, word, lag, shape), method, depth
+
+    def plan(self, way: Candidate, method: Method, depth: str | tuple[int, ...]) -> Plan:
+        """Returns the plan of a way. Raises PlanError: none fits, or it comes to the same as another way."""
+        holds = method.holds(way.microbatches)
+        free = self._unlimited(way.shape, way.lag)
+        if way.lag and not any(free.lag):
+            raise PlanError("no stage lags")
+        if method.flushes and max(free.replicas) > way.microbatches:
+            raise PlanError("fewer microbatches than replicas")
+        space = Space.of(self.profile, self.cluster, lag=way.lag, microbatches=way.microbatches, holds=holds)
+        try:
+            found = space.at_depth(replace(free, cluster=self.cluster), "noam")  # the best of all fits: so of those
+        except PlanError:
+            found = plan(
+                self.profile,
+                self.cluster,
+                holds=holds,
+                microbatches=way.microbatches,
+                shape=way.shape,
+                lag=way.lag,
+                all_workers=self.all_workers,
+                recompute=self.recompute,
+            )
+        noam = found.in_flight
+        found = space.at_depth(found, depth)
+        if depth == "auto" and self.depth == "noam" and found.in_flight == noam:
+            raise PlanError("no deeper than the paper's depth")
+        return replace(found, schedule=method.name, microbatches=way.microbatches, bound_s=0.0)  # of other updates
+
+    def _unlimited(self, shape: str, lag: int) -> Plan:
+        if (shape, lag) not in self._plans:
+            again = "always" if self.recompute == "always" else "never"
+            self._plans[shape, lag] = plan(
+                self.profile,
+                self.cluster.unlimited(),
+                shape=shape,
+                lag=lag,
+                all_workers=self.all_workers,
+                recompute=again,
+            )
+        return self._plans[shape, lag]
+
+    @cached_property
+    def _plans(self) -> dict[tuple[str, int], Plan]:
+        return {}
+
+
+def choose(
+    profile: Profile,
+    cluster: Cluster,
+    methods: Sequence[Method],
+    score: Callable[[Plan], Score],
+    *,
+    shape: str | tuple[int, ...] = "any",
+    microbatches: int | None = None,
+    depth: str | tuple[int, ...] = "noam",
+    lag: int = 0,
+    all_workers: bool = False,
+    recompute: str = "never",
+) -> Comparison:
+    """Finds the way to train with the fewest simulated seconds per minibatch.
+
+    Equal seconds go to fewer bytes on the fullest worker, then to the first in the order of the methods.
+
+    Args:
+        methods: that may be taken.
+        score: simulates a plan by its method in its microbatches; raises a PipelineError where that does not work.
+        shape: 'any' looks at the fastest plan, at one stage on all workers and on one, and at as many replicas for
+            each of 2, 3, ... stages as the workers allow, as PipeDream-2BW's planner does (ICML 2021, section 3.3);
+            'pipeline' leaves out plans of one stage; any other shape is taken alone.
+        microbatches: None tries powers of two up to the samples of a minibatch.
+        depth: 'noam' also tries 'auto' where a method can be deeper.
+        lag: 0 also tries 1 where a method can lag.
+        all_workers, recompute: see `plan`.
+
+    Raises:
+        PlanError: no way works; says why for the first of them. Or a method splits the backward: of its halves a
+            profile tells the sum alone, by which it would be taken for faster than it is known to be.
+    """
+    if halves := [method.name for method in methods if method.splits_backward]:
+        raise PlanError(
+            f"schedule auto was asked to compare {', '.join(halves)}, but a profile does not tell the seconds of the "
+            "halves of a backward; name that schedule alone, and see 'pipedream simulate --weight-s'"
+        )
+    shapes = _shapes(shape, cluster, all_workers)
+    ways = _Ways(profile, cluster, methods, shapes, microbatches, depth, lag, all_workers, recompute)
+    planned: list[tuple[float, int, Candidate, Plan]] = []
+    refused: list[Candidate] = []
+    seen = set()
+    for way, method, deep in ways.all():
+        try:
+            found = ways.plan(way, method, deep)
+        except PipelineError as error:
+            refused.append(replace(way, why=str(error)))
+            continue
+        key = (method.name, way.microbatches, found.stages, found.in_flight, found.lag, found.order)
+        if key in seen:
+            continue
+        seen.add(key)
+        bound_s = _bound_s(found, method)
+        peak_bytes = max(stage.peak_bytes for stage in found.stages)
+        known = replace(way, config=found.config, bound_s=bound_s, peak_bytes=peak_bytes)
+        planned.append((bound_s, len(planned), known, found))
+    simulated: list[tuple[float, int, int, Candidate, Plan]] = []
+    least_s = inf
+    slower: list[Candidate] = []
+    for bound_s, number, way, found in sorted(planned, key=lambda row: row[:2]):
+        if bound_s > least_s * (1 + _ALIKE):
+            slower.append(replace(way, why=f"cannot take less than {format_seconds(bound_s)}"))
+            continue
+        try:
+            known_s = score(found)
+        except PipelineError as error:
+            refused.append(replace(way, config="", why=str(error)))
+            continue
+        least_s = min(least_s, known_s.period_s)
+        way = replace(way, period_s=known_s.period_s, bubble=known_s.bubble)
+        simulated.append((known_s.period_s, way.peak_bytes, number, way, found))
+    if not simulated:
+        raise PlanError(
+            f"no method works with what was asked on {cluster.workers} workers; {len(refused)} ways were tried, the "
+            f"first, {refused[0]}: {refused[0].why}"
+        )
+    simulated.sort(key=lambda row: (max(row[0], least_s * (1 + _ALIKE)), row[1:3]))
+    candidates = (*(row[3] for row in simulated), *slower, *refused)
+    note = _note(candidates, len(simulated))
+    if any(method.name == candidates[0].schedule and not method.flushes for method in methods):
+        note += "; its gradients are late, so it may learn otherwise than one process does"
+    if profile.batch == 1 and microbatches is None:
+        note += "; a minibatch of one sample is not split: say how many it has (--batch, where a graph.txt does not)"
+    return Comparison(replace(simulated[0][4], note=note), candidates)
+
+
+def _shapes(shape: str | tuple[int, ...], cluster: Cluster, all_workers: bool) -> tuple[str, ...]:
+    if shape not in ("any", "pipeline"):
+        return (shape if isinstance(shape, str) else "-".join(map(str, counts_of(shape))),)
+    workers = cluster.workers
+    every = workers <= _FEW_WORKERS and not all_workers
+    equal = [
+        "-".join([str(workers // stages)] * stages)
+        for stages in range(2, workers + 1)
+        if every or workers % stages == 0
+    ]
+    whole = ["data-parallel", *([] if all_workers or workers == 1 else ["1"])] if shape == "any" else []
+    return (str(shape), *whole, *equal)
+
+
+def _splits(batch: int) -> list[int]:
+    """Powers of two up to the samples of a minibatch."""
+    return [1 << power for power in range(min(batch, _MOST_PARTS).bit_length())]
+
+
+def _bound_s(plan: Plan, method: Method) -> float:
+    m, stages, sites = plan.microbatches, plan.stages, plan.sites
+    passes = [(stage.forward_s + stage.redone_s) / site.speed for stage, site in zip(stages, sites, strict=True)]
+    if not method.flushes:
+        return max(
+            float(site.compute_s(stage.forward_s, stage.redone_s, stage.update_s, 0 if lag else stage.parameter_bytes))
+            for stage, site, lag in zip(stages, sites, plan.lag, strict=True)
+        )
+    ends = [
+        stage.update_s / site.speed + float(site.sum_s(stage.parameter_bytes, stage.redone_s / m))
+        for stage, site in zip(stages, sites, strict=True)
+    ]
+    own = [-(-m // r) / m * seconds for r, seconds in zip(plan.replicas, passes, strict=True)]
+    ahead = accumulate((seconds / m for seconds in passes[:-1]), initial=0.0)
+    return max(max(a + b for a, b in zip(ahead, own, strict=True)) + ends[0], *map(sum, zip(own, ends, strict=True)))
+
+
+def _note(candidates: Sequence[Candidate], simulated: int) -> str:
+    best = candidates[0]
+    assert best.period_s is not None
+    lines = [f"auto: {best}: {format_seconds(best.period_s)} per minibatch simulated, the least of {simulated} ways"]
+    told = {best.schedule}
+    for one in candidates[1:simulated]:
+        if one.schedule not in told and one.period_s is not None:
+            told.add(one.schedule)
+            lines.append(f"{one}: {format_seconds(one.period_s)}")
+    return "; ".join(lines)

@@ -1,0 +1,1 @@
+"""Bisection over the period, for pipelines too long for the dynamic program."""

@@ -1,0 +1,1 @@
+"""Where a graph of layers may be cut."""

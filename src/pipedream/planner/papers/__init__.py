@@ -1,0 +1,1 @@
+"""The planners of the papers, with their own arithmetic."""

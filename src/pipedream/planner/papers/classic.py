@@ -1,0 +1,178 @@
+"""The original PipeDream's planner: its own arithmetic, so that its published answers can be had again.
+
+github msr-fiddle/pipedream, ``optimizer_graph_hierarchical.py`` with ``--activation_compression_ratio 1``: which cuts
+there are stands in `classic_states`, the recurrence in `classic_levels`, and what is wrong with both in
+docs/cost_models.md. The other planner (`search`) is the one to train with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from pipedream.core.errors import PlanError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.graph_txt import GraphText, in_order
+from pipedream.core.model.profile import Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.core.units import format_seconds
+from pipedream.planner.papers.classic_levels import LevelTable, alone_s, solve
+from pipedream.planner.papers.classic_states import States
+from pipedream.planner.tables.method_occupancy import Versions, stash
+from pipedream.planner.tables.search_space import Space
+
+__all__ = ["Classic", "classic"]
+
+
+@dataclass(frozen=True)
+class Classic:
+    """An answer of the original planner.
+
+    Attributes:
+        plan: its stages, level by level made flat; its own properties (`Plan.slowest_stage_s`) are predicted by this
+            library's cost model.
+        slowest_stage_s: seconds per minibatch, by the classic one.
+        one_worker_s, data_parallel_s: the same of one worker, and of one stage on all of them.
+    """
+
+    plan: Plan
+    slowest_stage_s: float
+    one_worker_s: float
+    data_parallel_s: float
+
+
+def classic(
+    graph: GraphText | Profile,
+    cluster: Cluster,
+    *,
+    versions: Versions = stash,
+    depth: str | tuple[int, ...] = "noam",
+) -> Classic:
+    """Finds the original planner's answer.
+
+    Args:
+        graph: a graph.txt, or a profile, whose loss and update the classic model does not know.
+        cluster: its levels of bandwidth; latency counts for nothing.
+        versions: of the weights, for the peak bytes that the plan tells; they limit nothing.
+        depth: of the plan; the classic model has none.
+
+    Raises:
+        PlanError: a limit on memory, which the classic model cannot keep, machines of unequal sizes, too many workers
+            or states, or a profile of no seconds.
+    """
+    if cluster.is_limited:
+        raise PlanError(
+            "the classic cost model was asked for with a limit on memory, which the published planner does not keep; "
+            "leave the limit out, or plan with --cost-model pipedream"
+        )
+    if any(level.sizes for level in cluster.levels):
+        raise PlanError(
+            "the classic cost model was asked for machines of unequal sizes, which the published planner does not "
+            "know; give one width a level, or plan with --cost-model pipedream"
+        )
+    text = GraphText.of(graph) if isinstance(graph, Profile) else graph
+    states = States.of(text)
+    tables = solve(states, cluster.levels)
+    end = len(states) - 1
+    stages = _flat(tables, 0, end, 1)
+    seconds = tables[-1].seconds(0, end, cluster.levels[-1].width)
+    if seconds <= 0:
+        raise PlanError("the classic cost model was asked for a graph whose layers take no time; give measured seconds")
+    note = f"classic cost model: {format_seconds(seconds)} per minibatch{_nests(stages)}"
+    if any(states.done[a.last] & ~states.done[b.last] for a, b in pairwise(stages)):
+        note += "; it cuts one branch before another that it then takes up again, so these seconds are of no plan"
+    if cluster.latency_s:
+        note += "; latency does not count"
+    plan = _plan(graph, text, cluster, states, stages, versions, depth)
+    total, held = float(states.compute_s[-1]), float(states.parameter_bytes[-1])
+    return Classic(replace(plan, note=note), seconds, total, _data_parallel_s(total, held, cluster))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A stage: its first and last state, its replicas in all, and the pipeline that has several copies and that it is
+    part of, as (first state, copies)."""
+
+    first: int
+    last: int
+    replicas: int
+    nest: tuple[int, int] | None = None
+
+
+def _flat(tables: list[LevelTable], i: int, j: int, outer: int) -> list[_Found]:
+    """The stages of states i to j on all components of the outermost of these levels, `outer` times over."""
+    found: list[_Found] = []
+    *inner, table = tables
+    for first, last, components in table.stages(i, j):
+        copies = outer * components
+        within = _flat(inner, first, last, copies) if inner else [_Found(first, last, copies)]
+        if components > 1 and len(within) > 1:
+            within = [replace(stage, nest=(first, components)) for stage in within]
+        found += within
+    return found
+
+
+def _nests(stages: list[_Found]) -> str:
+    """What a list of stages cannot say: that some of them are copies of a whole pipeline."""
+    nests: dict[tuple[int, int], list[int]] = {}
+    for s, stage in enumerate(stages):
+        if stage.nest is not None:
+            nests.setdefault(stage.nest, []).append(s)
+    return "".join(
+        f"; stages {held[0]} to {held[-1]} are {copies} pipelines side by side, written as replicas"
+        for (_, copies), held in nests.items()
+    )
+
+
+def _plan(
+    graph: GraphText | Profile,
+    text: GraphText,
+    cluster: Cluster,
+    states: States,
+    stages: list[_Found],
+    versions: Versions,
+    depth: str | tuple[int, ...],
+) -> Plan:
+    """The plan of these stages, over the nodes stage by stage in an order in which they can run."""
+    owner = _owners(text, [states.done[stage.last] for stage in stages])
+    order = in_order(len(owner), text.edges, key=lambda i: owner[i])
+    places = {node: place for place, node in enumerate(order)}
+    if isinstance(graph, Profile) and order == list(range(len(order))):
+        profile = graph
+    else:
+        edges = tuple((places[source], places[target]) for source, target in text.edges)
+        profile = GraphText(tuple(text.nodes[i] for i in order), edges).profile()
+    numbers = dict(zip((node.name for node in text.nodes), owner, strict=True))
+    counts = Counter(numbers[layer.name] for layer in profile.graph.layers)
+    stages = [stage for s, stage in enumerate(stages) if counts[s]]  # those that ran already hold no layer
+    cuts = tuple(accumulate(counts[s] for s in sorted(counts)))[:-1]
+    space = Space.of(profile, cluster, versions=versions, downsets=())
+    crossing: Any = np.array(space.crossing)
+    for cut, stage in zip(cuts, stages, strict=False):
+        crossing[cut] = round(states.output_bytes[stage.last])
+    space = replace(space, crossing=crossing)
+    return space.at_depth(space.plan(cuts, tuple(stage.replicas for stage in stages)), depth)
+
+
+def _owners(text: GraphText, done: list[int]) -> list[int]:
+    """The stage of each node; what the states leave out goes where what it reads is."""
+    owner = [0] * len(text.nodes)
+    producers: list[list[int]] = [[] for _ in text.nodes]
+    for source, target in text.edges:
+        producers[target].append(source)
+    for i in in_order(len(text.nodes), text.edges):
+        stage = next((s for s, ran in enumerate(done) if ran >> i & 1), None)
+        owner[i] = max((owner[p] for p in producers[i]), default=0) if stage is None else stage
+    return owner
+
+
+def _data_parallel_s(seconds: float, held: float, cluster: Cluster) -> float:
+    below = 1
+    for level in cluster.levels:
+        seconds = alone_s(seconds, held, level.width, level, below)
+        below = level.width
+    return seconds

@@ -1,0 +1,202 @@
+"""The states of the original planner: cuts of a graph, each named by the nodes whose outputs cross it.
+
+github msr-fiddle/pipedream, ``graph/graph.py`` (``antichain_dag``) and ``optimizer_graph_hierarchical.py``. A state
+is an antichain: nodes of which none comes before another; what has run at it are these nodes and all that come
+before them. From the first source of the file on, a state's neighbours are those in which one of its nodes gives
+way to a consumer. *Augmented*, a state also holds the nodes before it whose output somebody still needs.
+
+Kept as published, defects included: loaders and unread ``__getitem__`` are left out (one pass each); only the first
+source is started from, so a node that no path from there leads behind counts for nothing; and a producer counts as
+crossing if a consumer is not before *each* node of the state that it comes before, also where that consumer is in the
+state itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from pipedream.core.errors import PlanError
+from pipedream.core.model.graph_txt import GraphText, in_order
+from pipedream.planner.cuts.downsets import bits, rows
+
+__all__ = ["MOST_STATES", "States"]
+
+MOST_STATES = 4000
+"""More than this are refused: the search takes their square in memory, and their cube in time."""
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """The cuts of a graph in an order in which they can be passed, and sums over what has run at each.
+
+    Attributes:
+        graph: as given.
+        done: for each state a set of node indices, as bits: those that have run.
+        before: for each state the indices of the states that come before it, rising.
+        compute_s, parameter_bytes: sums over what has run.
+        output_bytes: sums over the augmented state.
+    """
+
+    graph: GraphText
+    done: tuple[int, ...]
+    before: tuple[Any, ...]
+    compute_s: Any
+    parameter_bytes: Any
+    output_bytes: Any
+
+    @classmethod
+    def of(cls, graph: GraphText) -> States:
+        """Returns the states of a graph.
+
+        Raises:
+            PlanError: nothing but inputs, or more than `MOST_STATES` states.
+        """
+        cuts = _Cuts(*_reduced(graph))
+        order, followers = cuts.ordered()
+        before: list[int] = [0] * len(order)
+        for i in range(len(order)):
+            for j in followers[i]:
+                before[j] |= before[i] | 1 << i
+        seconds = np.array([node.compute_s for node in graph.nodes])
+        parameters = np.array([node.parameter_bytes for node in graph.nodes])
+        outputs = np.array([node.output_bytes for node in graph.nodes])
+        done = tuple(cuts.done(state) for state in order)
+        ran = rows(done, len(graph.nodes))
+        return cls(
+            graph,
+            done,
+            tuple(np.flatnonzero(row) for row in rows(before, len(order))),
+            _sums(ran, seconds),
+            _sums(ran, parameters),
+            _sums(rows([cuts.augmented(state) for state in order], len(graph.nodes)), outputs),
+        )
+
+    def __len__(self) -> int:
+        return len(self.done)
+
+
+class _Cuts:
+    """The antichains of a graph. Node sets are the bits of an int; the order of a state's nodes is kept, because the
+    order of the states follows from it."""
+
+    def __init__(self, nodes: list[int], edges: list[tuple[int, int]]) -> None:
+        self._nodes = nodes
+        self._consumers: dict[int, list[int]] = {node: [] for node in nodes}
+        self._past = dict.fromkeys(nodes, 0)
+        self._future = dict.fromkeys(nodes, 0)
+        for source, target in edges:
+            self._consumers[source].append(target)
+        kept = set(nodes)
+        self._order = [node for node in in_order(max(nodes) + 1, edges) if node in kept]
+        for node in self._order:
+            for target in self._consumers[node]:
+                self._past[target] |= self._past[node] | 1 << node
+        for node in reversed(self._order):
+            for target in self._consumers[node]:
+                self._future[node] |= self._future[target] | 1 << target
+
+    @cached_property
+    def _needed(self) -> dict[int, int]:
+        """For each node those before it whose output somebody outside of its past needs."""
+        reads = {node: sum(1 << target for target in set(self._consumers[node])) for node in self._nodes}
+        return {
+            node: sum(1 << p for p in bits(self._past[node]) if reads[p] & ~(self._past[node] | 1 << node))
+            for node in self._nodes
+        }
+
+    def done(self, state: tuple[int, ...]) -> int:
+        """What has run at a state."""
+        found = 0
+        for node in state:
+            found |= self._past[node] | 1 << node
+        return found
+
+    def augmented(self, state: tuple[int, ...]) -> int:
+        """A state and the nodes before it whose outputs cross it."""
+        found = 0
+        for node in state:
+            found |= self._needed[node] | 1 << node
+        return found
+
+    def _next(self, state: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        held, wide = sum(1 << node for node in state), self.augmented(state)
+        crossing = [*bits(wide & ~held), *state]
+        for node in crossing:
+            for target in self._consumers[node]:
+                if held >> target & 1 or self._future[target] & wide:
+                    continue
+                moved = dict.fromkeys(target if other == node else other for other in crossing)
+                everything = sum(1 << other for other in moved)
+                yield tuple(other for other in moved if not self._future[other] & everything)
+
+    def ordered(self) -> tuple[list[tuple[int, ...]], list[list[int]]]:
+        """All states, each before its followers, and for each the indices of these."""
+        targets = {target for node in self._nodes for target in self._consumers[node]}
+        first: tuple[int, ...] = (next(node for node in self._nodes if node not in targets),)
+        numbers = {_key(first): 0}
+        states, followers = [first], []
+        queue = deque([first])
+        while queue:
+            found = []
+            for state in self._next(queue.popleft()):
+                key = _key(state)
+                if key not in numbers:
+                    if len(states) == MOST_STATES:
+                        raise PlanError(
+                            f"the classic cost model was asked for: the {len(self._nodes)} nodes of this graph can be "
+                            f"cut in more than {MOST_STATES} ways, because its branches run side by side; plan with "
+                            "--cost-model pipedream, or join the nodes of each branch"
+                        )
+                    numbers[key] = len(states)
+                    states.append(state)
+                    queue.append(state)
+                found.append(numbers[key])
+            followers.append(list(dict.fromkeys(found)))
+        order = _depth_first(followers)
+        places = {number: place for place, number in enumerate(order)}
+        return [states[i] for i in order], [[places[j] for j in followers[i]] for i in order]
+
+
+def _reduced(graph: GraphText) -> tuple[list[int], list[tuple[int, int]]]:
+    """The nodes and edges that count: without loaders and unread outputs, one pass each."""
+    targets = {target for _, target in graph.edges}
+    nodes = [i for i, node in enumerate(graph.nodes) if i in targets or not node.is_input]
+    edges = [edge for edge in graph.edges if edge[0] in set(nodes)]
+    sources = {source for source, _ in edges}
+    nodes = [i for i in nodes if i in sources or not graph.nodes[i].kind.startswith("__getitem__")]
+    if not nodes:
+        raise PlanError("the graph has no layer beside its inputs; give the profile of a model")
+    kept = set(nodes)
+    return nodes, [edge for edge in edges if edge[1] in kept]
+
+
+def _depth_first(followers: list[list[int]]) -> list[int]:
+    """The reverse of the order in which a depth-first walk from state 0 leaves the states, as in the original."""
+    left: list[int] = []
+    seen = {0}
+    stack = [(0, iter(followers[0]))]
+    while stack:
+        state, rest = stack[-1]
+        follower = next((other for other in rest if other not in seen), None)
+        if follower is None:
+            left.append(state)
+            stack.pop()
+        else:
+            seen.add(follower)
+            stack.append((follower, iter(followers[follower])))
+    return left[::-1]
+
+
+def _key(state: tuple[int, ...]) -> int:
+    return sum(1 << node for node in state)
+
+
+def _sums(rows: Any, values: Any) -> Any:
+    """Sums over each row's members, in the order of the file."""
+    return np.array([sum(values[row].tolist()) for row in rows])

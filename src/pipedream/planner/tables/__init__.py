@@ -1,0 +1,1 @@
+"""Tables of seconds and bytes that the searches read."""

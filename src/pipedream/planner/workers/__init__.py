@@ -1,0 +1,1 @@
+"""The order of workers, and the runs of workers that a stage may take."""

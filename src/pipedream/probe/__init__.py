@@ -1,0 +1,1 @@
+"""Measures the links and the workers of a cluster."""

@@ -1,0 +1,205 @@
+"""Measuring links: messages of growing size between ranks, alone, both ways and to several at once, and sums.
+
+Each function is called by all the ranks that it names, and by no other. Times are taken on one rank, from before a
+message until the answer of a few bytes; large messages are chosen so that one takes about `target_s`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipedream.core.hardware.survey import slope, undisturbed
+
+__all__ = ["both_ways", "echo", "fan", "one_way", "sum_over"]
+
+_ECHOES = 30
+_REPEATS = 5
+_LEAST_BYTES, _MOST_BYTES = 1 << 18, 1 << 26
+_MOST_SUM_BYTES = 1 << 24
+_PART = 4  # the smaller of the two sizes is a quarter of the larger
+
+
+def echo(rank: int, pair: tuple[int, int], device: torch.device) -> float:
+    """Returns half the seconds of a round trip of a byte, on both ranks."""
+    token = torch.zeros(1, dtype=torch.uint8, device=device)
+    one, other = pair
+    found = torch.zeros(1, dtype=torch.float64, device=device)
+    if rank == other:
+        for _ in range(_ECHOES):
+            dist.recv(token, one)
+            dist.send(token, one)
+        dist.recv(found, one)
+        return float(found)
+    echoes = []
+    for _ in range(_ECHOES):
+        start = time.perf_counter()
+        dist.send(token, other)
+        dist.recv(token, other)
+        _finish(device)
+        echoes.append(time.perf_counter() - start)
+    found.fill_(undisturbed(echoes) / 2)
+    dist.send(found, other)
+    return float(found)
+
+
+def one_way(rank: int, sender: int, receiver: int, device: torch.device, target_s: float) -> tuple[float, int]:
+    """Measures messages from one rank to another; returns, on both, bytes/s and the bytes of the large messages."""
+    token = torch.zeros(1, dtype=torch.uint8, device=device)
+    if rank == receiver:
+        while size := _told(sender, device):
+            dist.recv(_payload(size, device), sender)
+            dist.send(token, sender)
+        return _numbers(sender, device)
+
+    def seconds(size: int) -> float:
+        _tell(size, receiver, device)
+        payload = _payload(size, device)
+        _finish(device)
+        start = time.perf_counter()
+        dist.send(payload, receiver)
+        dist.recv(token, receiver)
+        _finish(device)
+        return time.perf_counter() - start
+
+    size = _large_enough(seconds, _LEAST_BYTES, _MOST_BYTES, target_s)
+    found = _rate(seconds, size), size
+    _tell(0, receiver, device)
+    dist.send(torch.tensor(found, dtype=torch.float64, device=device), receiver)
+    return found
+
+
+def both_ways(rank: int, pair: tuple[int, int], size: int, device: torch.device) -> float:
+    """Measures messages that go both ways at once; returns the bandwidth (bytes/s) at which this rank receives."""
+    other = pair[1] if rank == pair[0] else pair[0]
+    token = torch.zeros(1, dtype=torch.uint8, device=device)
+    given, taken = _payload(size, device), _payload(size, device)
+    seconds = []
+    for _ in range(_REPEATS):
+        _exchange(token, token.clone(), other)  # both begin together
+        start = time.perf_counter()
+        seconds.append(_exchange(given, taken, other) - start)
+    return size / undisturbed(seconds)
+
+
+def fan(rank: int, ranks: Sequence[int], device: torch.device, target_s: float, *, sends: bool) -> float:
+    """Measures one rank (the first) that sends to all others at once, or receives from them.
+
+    Returns the bandwidth (bytes/s) of all messages together on that rank, 0 on the others.
+    """
+    centre, *others = ranks
+    token = torch.zeros(1, dtype=torch.uint8, device=device)
+    if rank != centre:
+        while size := _told(centre, device):
+            if sends:
+                dist.recv(_payload(size, device), centre)
+                dist.send(token, centre)
+            else:
+                dist.recv(token, centre)
+                dist.send(_payload(size, device), centre)
+        return 0.0
+
+    def seconds(size: int) -> float:
+        for other in others:
+            _tell(size, other, device)
+        given = _payload(size, device) if sends else token
+        buffers = [_payload(1 if sends else size, device) for _ in others]
+        _finish(device)
+        start = time.perf_counter()
+        moves = [
+            move
+            for other, buffer in zip(others, buffers, strict=True)
+            for move in (dist.P2POp(dist.isend, given, other), dist.P2POp(dist.irecv, buffer, other))
+        ]
+        for work in dist.batch_isend_irecv(moves):
+            work.wait()
+        _finish(device)
+        return time.perf_counter() - start
+
+    size = _large_enough(seconds, _LEAST_BYTES, _MOST_BYTES, target_s)
+    rate = _rate(seconds, size) * len(others)
+    for other in others:
+        _tell(0, other, device)
+    return rate
+
+
+def sum_over(group: Any, members: int, device: torch.device, target_s: float) -> tuple[float, float]:
+    """Measures all-reduces over a group; returns the latency (s) of a step of its ring and its bandwidth (bytes/s).
+
+    The bandwidth is 2 (n - 1) / n of the bytes over their seconds. All members get the same.
+    """
+    steps = 2 * (members - 1)
+
+    def seconds(size: int) -> float:
+        payload = torch.zeros(size // 4, dtype=torch.float32, device=device)
+        dist.barrier(group=group)
+        start = time.perf_counter()
+        dist.all_reduce(payload, group=group)
+        _finish(device)
+        # The members must agree on what to measure next: the slowest one's word counts.
+        taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
+        dist.all_reduce(taken, dist.ReduceOp.MAX, group=group)
+        return float(taken)
+
+    latency_s = undisturbed([seconds(4) for _ in range(_ECHOES // 2)]) / steps
+    size = _large_enough(seconds, _LEAST_BYTES, _MOST_SUM_BYTES, target_s)
+    return latency_s, steps / members * _rate(seconds, size)
+
+
+def _large_enough(seconds: Callable[[int], float], least: int, most: int, target_s: float) -> int:
+    """Returns a size that takes the seconds wanted, or the largest one."""
+    size = least
+    while True:
+        taken = min(seconds(size), seconds(size))
+        if taken >= target_s or size >= most:
+            return size
+        size = min(most, size * (8 if taken < target_s / 8 else 2))
+
+
+def _rate(seconds: Callable[[int], float], size: int) -> float:
+    sizes = (size // _PART, size)
+    rows: tuple[list[float], list[float]] = ([], [])
+    for _ in range(_REPEATS):
+        for one, row in zip(sizes, rows, strict=True):  # by turns: what disturbs one disturbs the other
+            row.append(seconds(one))
+    return slope(sizes, rows)
+
+
+def _exchange(given: torch.Tensor, taken: torch.Tensor, other: int) -> float:
+    """Sends and receives at once; returns the time at which all had been received."""
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, given, other), dist.P2POp(dist.irecv, taken, other)])
+    works[-1].wait()
+    _finish(given.device)
+    end = time.perf_counter()
+    works[0].wait()
+    return end
+
+
+def _payload(size: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def _tell(size: int, receiver: int, device: torch.device) -> None:
+    dist.send(torch.tensor([size], dtype=torch.int64, device=device), receiver)
+
+
+def _told(sender: int, device: torch.device) -> int:
+    size = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.recv(size, sender)
+    return int(size)
+
+
+def _numbers(sender: int, device: torch.device) -> tuple[float, int]:
+    found = torch.zeros(2, dtype=torch.float64, device=device)
+    dist.recv(found, sender)
+    rate, size = found.tolist()
+    return rate, int(size)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

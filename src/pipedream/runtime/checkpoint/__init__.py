@@ -1,0 +1,1 @@
+"""Checkpoint files, and the state that goes into them."""

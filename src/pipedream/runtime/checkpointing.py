@@ -1,0 +1,229 @@
+"""What a session puts into a checkpoint, and how it takes one up: the state of all stages at a drain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipedream.core.artifact import decode, encode
+from pipedream.core.checkpoint import Checkpoint, StageState
+from pipedream.core.errors import ArtifactError, PipelineError
+from pipedream.core.schedule.program import Program
+from pipedream.runtime.checkpoint import optimizer_state, parameters
+from pipedream.runtime.checkpoint import writer as checkpoints
+from pipedream.runtime.comm.process_group import gather_texts
+from pipedream.runtime.data import rng as generators
+from pipedream.runtime.stage_state import Seated
+from pipedream.runtime.worker import Worker
+
+__all__ = ["Keeper", "share_with_replicas"]
+
+
+class Keeper:
+    """Saves and restores the workers of this process.
+
+    Args:
+        model: the user's.
+        workers: of this process.
+        names: of each stage's parameters and buffers.
+        group: gloo group of all ranks; None in a lone process.
+        writer_group: another one, for what is written in the background.
+        device: of the workers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        workers: Sequence[Worker],
+        names: Sequence[Sequence[str]],
+        group: dist.ProcessGroup | None,
+        writer_group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._workers = workers
+        self._names = names
+        self._group = group
+        self._device = device
+        self._rank = workers[0].rank if group is not None else 0
+        self.writer = checkpoints.Writer(self._rank, writer_group)
+
+    def save(self, folder: Path, position: Mapping[str, Any], *, keep: int | None, wait: bool) -> Path:
+        """Writes a checkpoint; every rank calls it at a drain.
+
+        Args:
+            folder: of the checkpoints of this run.
+            position: fields of `Checkpoint`: minibatches, epoch, epoch_batches, drains, plan, phases, seed, data.
+            keep: how many complete ones are left; None keeps all.
+            wait: return when it is complete; otherwise it is written in the background, from a copy.
+
+        Raises:
+            WorkerError: it, or the one before, could not be written.
+        """
+        self.writer.finish()
+        tensors, stages = self._collect()
+        if not wait:
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        said = gather_texts(json.dumps([stages, generators.state(self._device)]), self._group)
+        whole: dict[int, StageState] = {}
+        for text in said:
+            whole |= {int(s): decode(StageState, state, "a stage") for s, state in json.loads(text)[0].items()}
+        page = Checkpoint(
+            **position,
+            schedule=self._program.schedule,
+            microbatches=self._program.microbatches,
+            stages=tuple(whole[stage] for stage in range(len(self._names))),
+            random=tuple(json.loads(text)[1] for text in said),
+            software={name: version(name) for name in ("pipedream", "torch")},
+            compensation=self._program.updates.compensation,
+        )
+        path = self.writer.begin(folder, page, tensors, keep)
+        if wait:
+            self.writer.finish()
+        return path
+
+    @property
+    def _program(self) -> Program:
+        return self._workers[0].program
+
+    def load(self, path: Path, begin: Callable[[Checkpoint], None]) -> Checkpoint:
+        """Takes up a checkpoint of this model, of whatever plan and schedule; every rank calls it.
+
+        Args:
+            path: of the checkpoint.
+            begin: gets its contents page before anything is taken from it, to take up the phase that the run is in.
+
+        Raises:
+            ArtifactError: it is damaged, or of another model or optimizer; on every rank.
+        """
+        failure, page = "", None
+        try:
+            page = self._restored(path, begin)
+        except PipelineError as error:
+            failure = str(error)
+        failures = [text for text in gather_texts(failure, self._group) if text]
+        if failures or page is None:
+            raise ArtifactError(failures[0])
+        self.writer.loaded(path, page.minibatches)
+        return page
+
+    def _collect(self) -> tuple[dict[str, torch.Tensor], dict[int, Any]]:
+        """Returns tensors and stage states of which this process is the speaker."""
+        state = parameters.named_state(self._model)
+        tensors: dict[str, torch.Tensor] = {}
+        stages: dict[int, Any] = {}
+        for stage, seat in self._seats(speakers=True):
+            tensors |= {f"model/{name}": state[name].detach() for name in self._names[stage] if name in state}
+            tensors |= optimizer_state.tensors_of(seat.optimizer)
+            tensors |= {} if seat.views is None else seat.views.tensors()
+            stages[stage] = encode(
+                replace(optimizer_state.saved(seat.optimizer), norm_square=self._workers[0].coupling.norm_square)
+            )
+        return tensors, stages
+
+    def _restored(self, path: Path, begin: Callable[[Checkpoint], None]) -> Checkpoint:
+        page = checkpoints.contents(path)
+        begin(page)
+        found = checkpoints.read(path, page, self._wanted(page))
+        values = {name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")}
+        mine = {name for stage in self._stages() for name in self._names[stage]}
+        parameters.load(self._model, values, mine)
+        share_with_replicas(self._workers)
+        same = self._counts_alike(page)
+        for stage, seat in self._seats():
+            seat.versions.reload()
+            # Seats of one process that train the same weights shall not share their optimizers' tensors.
+            alone = len(self._workers) == 1 and not _copies_of(seat)
+            own = found if alone else {name: tensor.clone() for name, tensor in found.items()}
+            if seat.views is not None:
+                seat.views.restore(own)
+            try:
+                optimizer_state.restore(seat.optimizer, page.stages, own, stage=stage if same else None)
+            except PipelineError:
+                raise
+            except Exception as error:  # an optimizer and a scheduler are the user's, and check little
+                raise ArtifactError(
+                    f"the optimizer state in the checkpoint {path} does not fit: {type(error).__name__}: {error}; "
+                    "train on with the same optimizer and scheduler"
+                ) from None
+        for worker in self._workers:
+            worker.done_minibatches = page.minibatches
+            worker.coupling.norm_square = page.stages[0].norm_square  # that of all stages
+            worker.clock = page.stages[0].updates if same else 0
+        if page.random:
+            generators.restore(page.random[self._rank % len(page.random)], self._device)
+        return page
+
+    def _wanted(self, page: Checkpoint) -> Iterable[str]:
+        """Returns the names of the tensors that this process's stages need."""
+        state = parameters.named_state(self._model)
+        saved = self._model.state_dict(keep_vars=True)
+        for stage in self._stages():
+            for name in self._names[stage]:
+                # A buffer that is not part of state dicts may be missing; it keeps its value.
+                if name in state and (name in saved or f"model/{name}" in page.tensors):
+                    yield f"model/{name}"
+        trained = {name for _, seat in self._seats() for name in seat.optimizer.named}
+        here = {name for stage in self._stages() for name in self._names[stage]}
+        # A shared weight goes by its first name, which may be that of a layer elsewhere.
+        yield from (f"model/{name}" for name in trained - here if f"model/{name}" in page.tensors)
+        averaged = any(seat.optimizer.ema for _, seat in self._seats())
+        stepped = {name for _, seat in self._seats() if seat.views is not None for name in seat.views.tensors()}
+        for name in page.tensors:
+            kind, _, rest = name.partition("/")
+            of_steps = kind in ("optimizer", "compensation")
+            owner = rest.rpartition("/")[0] if of_steps else rest
+            if name in stepped or (owner in trained and (of_steps or (kind == "ema" and averaged))):
+                yield name
+
+    def _counts_alike(self, page: Checkpoint) -> bool:
+        """Tells whether the stages' counts of updates mean the same now as they did then."""
+        plan, then = self._program.plan, page.plan
+        spans = [[(stage.first, stage.last, stage.replicas) for stage in p.stages] for p in (plan, then)]
+        alike = spans[0] == spans[1] and page.schedule == self._program.schedule
+        return alike and page.microbatches == self._program.microbatches
+
+    def _stages(self) -> list[int]:
+        return sorted({stage for stage, _ in self._seats()})
+
+    def _seats(self, speakers: bool = False) -> list[tuple[int, Seated]]:
+        ranks = self._program.placement.ranks
+        return [
+            (stage, seat)
+            for worker in self._workers
+            for stage, seat in worker.seats.items()
+            if not speakers or ranks[stage][0] == worker.rank
+        ]
+
+
+def share_with_replicas(workers: Sequence[Worker]) -> None:
+    """Copies the first replica's parameters and buffers, which are the user's, to the others of its stage, where they
+    live in one process, and weights that several stages hold to the copies that are trained."""
+    ranks, by_rank = workers[0].program.placement.ranks, {worker.rank: worker for worker in workers}
+    for worker in workers:
+        for stage, seat in worker.seats.items():
+            home = by_rank.get(ranks[stage][0])
+            source = seat if home is None else home.seats[stage]
+            if source is not seat:
+                with torch.no_grad():
+                    for here, there in zip(_tensors(seat), _tensors(source), strict=True):
+                        here.copy_(there)
+            for name in _copies_of(seat):
+                seat.versions.handles[name].data.copy_(seat.module.handles[name].detach())
+
+
+def _copies_of(seat: Seated) -> list[str]:
+    """Returns the names of the weights of which another seat trains the user's own."""
+    return [name for name, handle in seat.versions.handles.items() if handle is not seat.module.handles[name]]
+
+
+def _tensors(seat: Seated) -> list[torch.Tensor]:
+    return [t for _, layer in seat.module.layers for t in (*layer.parameters(), *layer.buffers())]

@@ -1,0 +1,1 @@
+"""Messages between ranks, and the process groups they use."""

@@ -1,0 +1,278 @@
+"""The same edge on torch.distributed: gloo between CPUs, NCCL between GPUs.
+
+Headers always travel by gloo, from and to the CPU, so that no worker has to wait for its GPU to read one;
+payloads travel on the data backend. On gloo channels are told apart by tags; on NCCL each channel has a
+process group of its own, because a communicator runs its messages in one order.
+
+Receives are posted ahead without any talk about sizes. Message i finds a posted receive of
+``capacity(i)`` bytes, the largest payload among the messages up to i - depth, which both ends know. A
+payload is padded to it; what is longer follows in a late part that is posted when the header has been read,
+by gloo under a tag of its own, because receives for later messages are posted already. Between CPUs a small
+posted payload travels behind its header as one message, because each message has a price. So equal shapes, the
+common case, are always posted ahead, the first `depth` messages and growth cost one message time, and no
+byte is ever cut off.
+
+A send is never waited for on the critical path. The tensors are kept until the message has left; a worker
+waits for the oldest message only when more are out than its schedule can have unread. That bound is as small as the
+schedule allows, for gloo does not tell that a message has left but by waiting, and what is kept takes memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from pipedream.runtime.comm.channel import Group, Pending, Receiver, Sender
+from pipedream.runtime.comm.message import (
+    HEADER_WORDS,
+    Content,
+    Message,
+    decode_header,
+    encode_header,
+    join_payload,
+    take_payload,
+)
+
+__all__ = ["Line", "WireGroup", "WireReceiver", "WireSender"]
+
+_HEADER_BYTES = 8 * HEADER_WORDS
+_MOST_JOINED_BYTES = 1 << 17  # copying so many costs less than the 50 us of a second message of gloo
+_CLOSED = 1 << 30  # `flags` of the messages that complete the receives which are posted when a channel closes
+
+
+class Line:
+    """What two ends of a channel must agree on.
+
+    Attributes:
+        peer: rank at the other end.
+        number: distinct for each channel of the run.
+        depth: receives posted ahead.
+        headers: gloo process group of all ranks.
+        payloads: process group of the payloads; `headers` itself on gloo.
+        device: where payloads live.
+    """
+
+    def __init__(
+        self,
+        peer: int,
+        number: int,
+        depth: int,
+        headers: dist.ProcessGroup,
+        payloads: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.peer = peer
+        self.number = number
+        self._tag = 3 * number + 3  # the first three are left to what is sent without one, parameters say
+        self.depth = depth
+        self.headers = headers
+        self.payloads = payloads
+        self.device = device
+
+    def send_late(self, payload: torch.Tensor) -> dist.Work:
+        """Starts to send what did not fit into the posted receive; from the CPU."""
+        return _started(dist.isend(payload, self.peer, self.headers, tag=self._tag + 2))
+
+    def receive_late(self, payload: torch.Tensor) -> None:
+        """Waits for what did not fit into the posted receive."""
+        _started(dist.irecv(payload, self.peer, self.headers, tag=self._tag + 2)).wait()
+
+    def joins(self, capacity: int) -> bool:
+        """Tells whether a payload of so many posted bytes travels behind its header, as one message."""
+        return self.device.type == "cpu" and capacity <= _MOST_JOINED_BYTES
+
+    def send_header(self, header: torch.Tensor) -> dist.Work:
+        """Starts to send a header, uint8[n], alone or with its payload behind it."""
+        return _started(dist.isend(header, self.peer, self.headers, tag=self._tag))
+
+    def send_payload(self, payload: torch.Tensor) -> dist.Work:
+        """Starts to send a payload."""
+        return _started(dist.isend(payload, self.peer, self.payloads, tag=self._tag + 1))
+
+    def receive_header(self, header: torch.Tensor) -> dist.Work:
+        """Posts the receive of a header, uint8[n], alone or with its payload behind it."""
+        return _started(dist.irecv(header, self.peer, self.headers, tag=self._tag))
+
+    def receive_payload(self, payload: torch.Tensor) -> dist.Work:
+        """Posts the receive of a payload."""
+        return _started(dist.irecv(payload, self.peer, self.payloads, tag=self._tag + 1))
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is not in the channel's process group"
+    return work
+
+
+class _Capacity:
+    """The bytes that a receive posted `depth` messages ahead can hold; the same at both ends."""
+
+    def __init__(self, depth: int) -> None:
+        self._recent: deque[int] = deque(maxlen=depth)
+        self._depth = depth
+        self.size_bytes = 0
+
+    def of_next(self, payload_bytes: int) -> int:
+        """Returns the capacity that message i was posted with, and notes its size."""
+        if len(self._recent) == self._depth:
+            self.size_bytes = max(self.size_bytes, self._recent[0])
+        self._recent.append(payload_bytes)
+        return self.size_bytes
+
+
+class WireSender(Sender):
+    """The sending end.
+
+    Args:
+        line: the channel.
+        most_out: messages that are kept; one that is older than these has been taken at the other end.
+    """
+
+    def __init__(self, line: Line, most_out: int) -> None:
+        self._line = line
+        self._most_out = most_out
+        self._capacity = _Capacity(line.depth)
+        self._out: deque[tuple[list[dist.Work], list[torch.Tensor]]] = deque()
+        self._sent_bytes = 0
+
+    def send(self, message: Message) -> None:
+        payload = join_payload(message, self._line.device)
+        size = payload.numel()
+        capacity = self._capacity.of_next(size)
+        header = encode_header(message, size).view(torch.uint8)
+        joined = capacity > 0 and self._line.joins(capacity)
+        if joined:
+            alone, held = header, min(size, capacity)
+            header = torch.empty(_HEADER_BYTES + capacity, dtype=torch.uint8)
+            header[:_HEADER_BYTES].copy_(alone)
+            header[_HEADER_BYTES : _HEADER_BYTES + held].copy_(payload[:held])
+        works, kept = [self._line.send_header(header)], [header]
+        if capacity and not joined:
+            first = payload[:capacity]
+            if size < capacity:
+                first = torch.empty(capacity, dtype=torch.uint8, device=self._line.device)
+                first[:size].copy_(payload)
+            works.append(self._line.send_payload(first))
+            kept.append(first)
+        if size > capacity:
+            late = payload[capacity:].cpu()
+            works.append(self._line.send_late(late))
+            kept.append(late)
+        self._sent_bytes += size
+        self._out.append((works, kept))
+        self._reap()
+
+    def _reap(self) -> None:
+        if self._line.device.type == "cuda":
+            # Work.wait would make the compute stream wait for the message; only look.
+            while self._out and all(work.is_completed() for work in self._out[0][0]):
+                self._out.popleft()
+            return
+        while len(self._out) > self._most_out:
+            for work in self._out.popleft()[0]:
+                work.wait()
+
+    def close_begin(self) -> None:
+        self._most_out += self._line.depth
+        for _ in range(self._line.depth):
+            self.send(Message(0, Content.END, flags=_CLOSED))
+
+    def close(self) -> None:
+        while self._out:
+            for work in self._out.popleft()[0]:
+                work.wait()
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._sent_bytes
+
+
+class WireReceiver(Receiver):
+    """The receiving end; posts its first receives at once."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._posted: deque[tuple[dist.Work, torch.Tensor, dist.Work | None, torch.Tensor | None]] = deque()
+        self._size_bytes = 0
+        for _ in range(line.depth):
+            self._post()
+
+    def _post(self) -> None:
+        joined = self._size_bytes if self._line.joins(self._size_bytes) else 0
+        buffer = torch.empty(_HEADER_BYTES + joined, dtype=torch.uint8)
+        header = self._line.receive_header(buffer)
+        words = buffer[:_HEADER_BYTES].view(torch.int64)
+        payload, work = None, None
+        if joined:
+            payload = buffer[_HEADER_BYTES:]
+        elif self._size_bytes:
+            payload = torch.empty(self._size_bytes, dtype=torch.uint8, device=self._line.device)
+            work = self._line.receive_payload(payload)
+        self._posted.append((header, words, work, payload))
+
+    def receive(self) -> Pending[Message]:
+        return _Arrival(self)
+
+    def take(self, repost: bool = True) -> Message:
+        """Waits for the next message, posts another receive, and returns the message."""
+        header, words, work, payload = self._posted.popleft()
+        header.wait()
+        message, size, specs = decode_header(words)
+        if work is not None:
+            work.wait()
+        have = 0 if payload is None else payload.numel()
+        if size > have:
+            whole = torch.empty(size, dtype=torch.uint8, device=self._line.device)
+            if payload is not None:
+                whole[:have].copy_(payload)
+            late = torch.empty(size - have, dtype=torch.uint8)
+            self._line.receive_late(late)
+            whole[have:].copy_(late)
+            payload = whole
+        # The receive posted now is for the message `depth` later: it may count on the sizes up to this one.
+        self._size_bytes = max(self._size_bytes, size)
+        if repost:
+            self._post()
+        if payload is None:
+            payload = torch.empty(0, dtype=torch.uint8)  # a message may carry nothing but gradients that do not exist
+        return take_payload(message, specs, payload[:size])
+
+    def close(self) -> None:
+        for _ in range(self._line.depth):
+            closing = self.take(repost=False)
+            assert closing.flags == _CLOSED, f"a message was left on a channel: {closing.without_tensors()}"
+
+
+class _Arrival(Pending[Message]):
+    def __init__(self, receiver: WireReceiver) -> None:
+        self._receiver = receiver
+
+    def ready(self) -> bool:
+        return False  # gloo tells only by waiting
+
+    def result(self) -> Message:
+        return self._receiver.take()
+
+
+class WireGroup(Group):
+    """Sums by all-reduce in a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def add_up(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
+        return _Sum(_started(dist.all_reduce(tensor, group=self._group, async_op=True)), tensor)
+
+
+class _Sum(Pending[torch.Tensor]):
+    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        self._work = work
+        self._tensor = tensor
+
+    def ready(self) -> bool:
+        return False  # gloo tells only by waiting
+
+    def result(self) -> torch.Tensor:
+        self._work.wait()
+        return self._tensor

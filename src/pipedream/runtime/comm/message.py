@@ -1,0 +1,269 @@
+"""A message and its header.
+
+Every message has a header of fixed size, so that its receive can be posted before anything is known about
+it. The header names the minibatch and the microbatch, the version tag, the loss weight, what the message is
+(data, an empty microbatch, the end of a stream) and the type and shape of each tensor. A shape is thus
+never guessed and never taken from an earlier batch: a smaller last minibatch or a longer sequence needs no
+word between the workers.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+__all__ = [
+    "ENDS_EPOCH",
+    "HEADER_WORDS",
+    "Content",
+    "Ending",
+    "Message",
+    "Spec",
+    "copied",
+    "decode_header",
+    "dimension_order",
+    "encode_header",
+    "join_payload",
+    "take_payload",
+]
+
+HEADER_WORDS = 512
+ENDS_EPOCH = 1
+"""Bit of the flags of a `DATA` message: its minibatch is the last of its epoch."""
+_FIXED = 16
+_LAYOUT = struct.Struct("=9q2dq")  # the fixed part of a header, see `encode_header`
+_MOST_DIMENSIONS = 8
+_MOST_NUMBERS = 64
+_ALIGNMENT = 64
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+_DTYPE_CODE = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+class Content(IntEnum):
+    """What a message is."""
+
+    DATA = 0
+    EMPTY = 1  # a microbatch without a sample: the minibatch had fewer samples than microbatches
+    END = 2  # no further microbatch; `microbatch` is the count of those that were
+
+
+class Ending(IntEnum):
+    """Why a stream of minibatches ended: the flags of an `END` message."""
+
+    DATA = 0
+    DRAIN = 1
+    INTERRUPT = 2
+
+
+class Spec(NamedTuple):
+    """How a tensor lies in a payload.
+
+    Attributes:
+        dtype, shape: of the tensor.
+        order: its dimensions in the order of memory (`dimension_order`).
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message.
+
+    Attributes:
+        microbatch: number since the last drain.
+        content: data, empty, or the end of the stream.
+        tensors: what it carries; None where a gradient does not exist.
+        structure: how the tensors form a value (`batches.flatten`).
+        gradients: for each tensor, whether a gradient is to come back.
+        minibatch: number since the start of training.
+        epoch: of the minibatch; its lowest bit of `flags` tells whether it ends it.
+        samples: in the microbatch.
+        version: tag of the weights that its forward reads, of the sending stage.
+        flags: small numbers whose meaning sender and receiver share.
+        weight: loss weight of the microbatch.
+        share: of the minibatch's samples that are in it.
+        numbers: further floating point numbers (losses, metrics).
+    """
+
+    microbatch: int
+    content: Content = Content.DATA
+    tensors: tuple[torch.Tensor | None, ...] = ()
+    structure: str = ""
+    gradients: tuple[bool, ...] = ()
+    minibatch: int = 0
+    epoch: int = 0
+    samples: int = 0
+    version: int = 0
+    flags: int = 0
+    weight: float = 0.0
+    share: float = 1.0
+    numbers: tuple[float, ...] = field(default=())
+
+    def carrying(
+        self,
+        structure: str,
+        tensors: tuple[torch.Tensor, ...],
+        gradients: tuple[bool, ...] | None = None,
+        version: int = 0,
+    ) -> Message:
+        """Returns the message with other tensors; no gradient comes back unless said."""
+        wants = (False,) * len(tensors) if gradients is None else gradients
+        return replace(self, tensors=tensors, structure=structure, gradients=wants, version=version)
+
+    def without_tensors(self) -> Message:
+        """Returns the message with its header only."""
+        return replace(self, tensors=(), structure="", gradients=())
+
+
+def encode_header(message: Message, payload_bytes: int) -> torch.Tensor:
+    """Writes a header: int64[HEADER_WORDS] on the CPU.
+
+    Raises:
+        ValueError: more tensors, dimensions or numbers than a header can name.
+    """
+    if len(message.numbers) > _MOST_NUMBERS:
+        raise ValueError(f"a message carries at most {_MOST_NUMBERS} numbers, found {len(message.numbers)}")
+    room = HEADER_WORDS - _FIXED - len(message.numbers)
+    words: list[int] = []
+    for i, tensor in enumerate(message.tensors):
+        shape = () if tensor is None else tuple(tensor.shape)
+        if len(shape) > _MOST_DIMENSIONS or len(words) + 2 + len(shape) > room:
+            raise ValueError(
+                f"the value has too many tensors or dimensions for a header: {len(message.tensors)} tensors, tensor "
+                f"{i} has shape {shape}; cut the model where less crosses"
+            )
+        code = -1 if tensor is None else _DTYPE_CODE[tensor.dtype]
+        wants = bool(message.gradients) and message.gradients[i]
+        layout = len(shape) if tensor is None else _packed(dimension_order(tensor))
+        words += ((code + 1) * 2 + wants, layout, *shape)
+    header = bytearray(8 * HEADER_WORDS)
+    _LAYOUT.pack_into(
+        header, 0, message.content, message.microbatch, message.minibatch, message.epoch, message.samples,
+        message.version, message.flags, payload_bytes, len(message.tensors), message.weight, message.share,
+        len(message.numbers),
+    )  # fmt: skip
+    struct.pack_into(f"={len(message.numbers)}d{len(words)}q", header, 8 * _FIXED, *message.numbers, *words)
+    return torch.frombuffer(header, dtype=torch.int64)
+
+
+def decode_header(
+    words: torch.Tensor,
+) -> tuple[Message, int, list[Spec | None]]:
+    """Reads a header. Returns the message without tensors, the payload's bytes, each tensor's place in it."""
+    ints = words.numpy()
+    (
+        content, microbatch, minibatch, epoch, samples, version, flags, payload, count, weight, share, numbers,
+    ) = _LAYOUT.unpack_from(ints.data)  # fmt: skip
+    named = ints[_FIXED + numbers : _FIXED + numbers + count * (2 + _MOST_DIMENSIONS)].tolist()
+    specs: list[Spec | None] = []
+    wants = []
+    place = 0
+    for _ in range(count):
+        code, want = divmod(named[place], 2)
+        order = _unpacked(named[place + 1])
+        behind = place + 2 + len(order)
+        specs.append(None if code == 0 else Spec(_DTYPES[code - 1], tuple(named[place + 2 : behind]), order))
+        wants.append(bool(want))
+        place = behind
+    message = Message(
+        microbatch=microbatch,
+        content=Content(content),
+        gradients=tuple(wants),
+        minibatch=minibatch,
+        epoch=epoch,
+        samples=samples,
+        version=version,
+        flags=flags,
+        weight=weight,
+        share=share,
+        numbers=struct.unpack_from(f"={numbers}d", ints.data, 8 * _FIXED),
+    )
+    return message, payload, specs
+
+
+def join_payload(message: Message, device: torch.device) -> torch.Tensor:
+    """Returns the tensors of a message, and its structure, as uint8[n]; a single tensor is not copied."""
+    tensors = [tensor.detach() for tensor in message.tensors if tensor is not None]
+    if len(tensors) == 1 and not message.structure:
+        return _as_bytes(tensors[0])
+    text = message.structure.encode()
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    total = sum(map(_aligned, sizes)) + len(text)
+    payload = torch.empty(total, dtype=torch.uint8, device=device)
+    place = 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        payload[place : place + size].copy_(_as_bytes(tensor))
+        place += _aligned(size)
+    if text:
+        payload[place:].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    return payload
+
+
+def take_payload(message: Message, specs: list[Spec | None], payload: torch.Tensor) -> Message:
+    """Returns the message with its tensors, which share the storage of the payload (uint8[n])."""
+    place = 0
+    tensors: list[torch.Tensor | None] = []
+    for spec in specs:
+        if spec is None:
+            tensors.append(None)
+            continue
+        size = prod(spec.shape) * spec.dtype.itemsize
+        # Not views for autograd: where one tensor of a message enters the graph, its neighbours would be rewritten.
+        tensors.append(_restored(payload[place : place + size].view(spec.dtype), spec.shape, spec.order).data)
+        place += _aligned(size) if place + _aligned(size) <= payload.numel() else size
+    structure = bytes(payload[place:].cpu().numpy()).decode() if place < payload.numel() else ""
+    return replace(message, tensors=tuple(tensors), structure=structure)
+
+
+def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the dimensions from the widest stride to the narrowest.
+
+    A tensor keeps this order on its way: a dropout mask is drawn in the order of memory, so the transposed output
+    of a batch-first LSTM, or a channels-last one, must not arrive in another layout.
+    """
+    plain = tuple(range(tensor.ndim))
+    strides = tensor.stride()
+    if tensor.is_contiguous() or 0 in strides:
+        return plain
+    return tuple(sorted(plain, key=lambda dimension: -strides[dimension]))
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what arrives of a tensor: a copy without gaps, its dimensions in the same order of memory."""
+    order = dimension_order(tensor)
+    numbers = tensor.detach().permute(order).clone(memory_format=torch.contiguous_format).view(-1)
+    return _restored(numbers, tuple(tensor.shape), order).data
+
+
+def _restored(numbers: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
+    dense = numbers.view([shape[dimension] for dimension in order])
+    return dense.permute([order.index(dimension) for dimension in range(len(shape))])
+
+
+def _packed(order: tuple[int, ...]) -> int:
+    return sum(dimension << 4 * (i + 1) for i, dimension in enumerate(order)) | len(order)
+
+
+def _unpacked(layout: int) -> tuple[int, ...]:
+    return tuple(layout >> 4 * (i + 1) & 0xF for i in range(layout & 0xF))
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    dense = tensor.permute(dimension_order(tensor)).contiguous()
+    # Not view(-1): a dimension of size 1 may keep any stride, and bytes are viewed only at stride 1.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

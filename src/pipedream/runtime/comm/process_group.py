@@ -1,0 +1,170 @@
+"""Joining the process group, and short texts between ranks: plans, timelines, agreement."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from pipedream.core.errors import PlanError
+
+__all__ = [
+    "agree",
+    "broadcast_text",
+    "device_of",
+    "everyone",
+    "from_rank_0",
+    "gather_texts",
+    "group_of",
+    "is_distributed",
+    "join",
+    "leave",
+    "made_once",
+]
+
+
+def is_distributed() -> bool:
+    """Tells whether this process is one of several: a process group exists, or a launcher started it."""
+    return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def join(device: str | torch.device) -> tuple[int, int]:
+    """Joins the process group, making it where nobody has. Returns (rank, workers); (0, 1) for a lone process.
+
+    Raises:
+        PlanError: a launcher's variables are incomplete.
+    """
+    if not is_distributed():
+        return 0, 1
+    if not dist.is_initialized():
+        missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
+        if missing:
+            raise PlanError(f"WORLD_SIZE is set but {', '.join(missing)} not; start the workers with torchrun")
+        backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if attempt == "0":
+            dist.init_process_group(backend)
+        else:
+            # torchrun's store outlives a restart, and with it the addresses of the attempt before.
+            store, rank, processes = next(rendezvous("env://"))
+            own = dist.distributed_c10d.PrefixStore(f"pipedream/attempt/{attempt}", store)
+            dist.init_process_group(backend, store=own, rank=rank, world_size=processes)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def everyone() -> dist.ProcessGroup | None:
+    """Returns the group of all ranks for small CPU tensors; None in a lone process."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def broadcast_text(text: str, group: dist.ProcessGroup | None) -> str:
+    """Returns rank 0's text on every rank."""
+    if group is None:
+        return text
+    data = text.encode()
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, 0, group=group)
+    buffer = torch.zeros(int(size), dtype=torch.uint8)
+    if dist.get_rank() == 0 and data:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(buffer, 0, group=group)
+    return bytes(buffer.numpy()).decode()
+
+
+def made_once(make: Callable[[], str], device: str) -> str:
+    """Returns what is made here, or on several processes what rank 0 makes (`from_rank_0`)."""
+    if not is_distributed():
+        return make()
+    rank, _ = join(device)
+    return from_rank_0(make, rank)
+
+
+def from_rank_0(make: Callable[[], str], rank: int) -> str:
+    """Returns what rank 0 makes on every rank; where it fails, all ranks raise.
+
+    Raises:
+        PlanError: on the other ranks, with rank 0's words.
+    """
+    text, failure = "", None
+    if rank == 0:
+        try:
+            text = "+" + make()
+        except Exception as error:
+            failure = error
+            text = f"-{type(error).__name__}: {error}"
+    text = broadcast_text(text, everyone())
+    if failure is not None:
+        raise failure
+    if text.startswith("-"):
+        raise PlanError(f"rank 0 failed: {text[1:]}")
+    return text[1:]
+
+
+def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    """Returns all ranks' texts, on every rank, in their order."""
+    if group is None:
+        return [text]
+    data = text.encode()
+    workers = dist.get_world_size()
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(workers)]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    longest = max(1, *(int(size) for size in sizes))
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    if data:
+        mine[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(workers)]
+    dist.all_gather(rows, mine, group=group)
+    return [bytes(row[: int(size)].numpy()).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Returns a process group of some ranks; every rank calls it, in the same order."""
+    group: dist.ProcessGroup = dist.new_group(list(ranks))
+    return group
+
+
+def leave(group: dist.ProcessGroup | None = None) -> None:
+    """Ends a group of `group_of`, or the one that `join` made; each of its ranks calls it.
+
+    A process whose last act is a collective should: a thread of gloo may still let go of its tensors while the
+    interpreter ends, and the process then dies by SIGABRT.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def agree(what: str, text: str, group: dist.ProcessGroup | None) -> None:
+    """Checks that all ranks say the same.
+
+    Raises:
+        PlanError: they do not; names the ranks that differ from rank 0.
+    """
+    texts = gather_texts(text, group)
+    differ = [rank for rank, other in enumerate(texts) if other != texts[0]]
+    if differ:
+        raise PlanError(
+            f"ranks {differ} have another {what} than rank 0; every rank must run the same script with the same "
+            "arguments (make the plan on rank 0 or load it from one file)"
+        )
+
+
+def device_of(name: str) -> torch.device:
+    """Returns the device of this process: plain 'cuda' is the one of LOCAL_RANK.
+
+    Raises:
+        PlanError: no such device here.
+    """
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise PlanError(f"device {name!r} is not known: {error}; choose cpu or cuda") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+            raise PlanError(f"device {name!r} was asked for, found {torch.cuda.device_count()} GPUs; take cpu")
+        torch.cuda.set_device(device)
+    return device

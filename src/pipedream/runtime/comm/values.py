@@ -1,0 +1,102 @@
+"""Values that travel: a minibatch, its microbatches, and what crosses between two stages.
+
+A value is a tensor, or tensors in tuples, lists and dicts, with plain numbers and texts among them. It
+travels as a flat tuple of tensors and a structure, a JSON text that says how to put them together again;
+nothing is pickled. The structure of a single tensor is the empty text.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from pipedream.core.errors import WorkerError
+
+__all__ = ["flatten", "samples", "split", "to_device", "unflatten"]
+
+
+def flatten(value: Any) -> tuple[str, tuple[torch.Tensor, ...]]:
+    """Takes a value apart into its structure and its tensors, in a fixed order.
+
+    Raises:
+        TypeError: it holds something that is neither a tensor, a container, a number nor a text.
+    """
+    if isinstance(value, torch.Tensor):
+        return "", (value,)
+    tensors: list[torch.Tensor] = []
+
+    def walk(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            tensors.append(item)
+            return {"t": len(tensors) - 1}
+        if isinstance(item, tuple) and hasattr(item, "_fields"):
+            raise TypeError(f"a named tuple ({type(item).__name__}) cannot travel; return a plain tuple or a dict")
+        if isinstance(item, (tuple, list)):
+            return {"u" if isinstance(item, tuple) else "l": [walk(part) for part in item]}
+        if isinstance(item, dict):
+            if not all(isinstance(key, str) for key in item):
+                raise TypeError("a dict that travels needs texts as keys")
+            return {"d": {key: walk(part) for key, part in item.items()}}
+        if item is None or isinstance(item, (bool, int, float, str)):
+            return {"v": item}
+        raise TypeError(
+            f"a {type(item).__name__} cannot travel between stages; use tensors, tuples, lists, dicts, numbers, texts"
+        )
+
+    shape = walk(value)
+    return json.dumps(shape, separators=(",", ":")), tuple(tensors)
+
+
+def unflatten(structure: str, tensors: tuple[torch.Tensor, ...]) -> Any:
+    """Puts a value together again."""
+    if not structure:
+        return tensors[0]
+
+    def build(item: Any) -> Any:
+        ((kind, content),) = item.items()
+        if kind == "t":
+            return tensors[content]
+        if kind == "d":
+            return {key: build(part) for key, part in content.items()}
+        if kind == "v":
+            return content
+        parts = [build(part) for part in content]
+        return tuple(parts) if kind == "u" else parts
+
+    return build(json.loads(structure))
+
+
+def samples(value: Any) -> int:
+    """Returns the number of samples: the first dimension of the first tensor (1 for a scalar).
+
+    Raises:
+        WorkerError: there is no tensor in it.
+    """
+    _, tensors = flatten(value)
+    if not tensors:
+        raise WorkerError(0, "the loader", "the batch holds no tensor", "let the loader yield tensors")
+    return tensors[0].shape[0] if tensors[0].ndim else 1
+
+
+def split(value: Any, count: int, parts: int) -> list[Any]:
+    """Splits a minibatch of `count` samples into microbatches as equal as possible, larger ones first.
+
+    A tensor is split if its first dimension is the number of samples; all else goes to each microbatch.
+    With fewer samples than parts, the last microbatches have no sample.
+    """
+    if parts == 1:
+        return [value]
+    structure, tensors = flatten(value)
+    pieces = [
+        torch.tensor_split(tensor, parts) if tensor.ndim and tensor.shape[0] == count else (tensor,) * parts
+        for tensor in tensors
+    ]
+    return [unflatten(structure, tuple(piece[i] for piece in pieces)) for i in range(parts)]
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Moves the tensors of a value to a device."""
+    structure, tensors = flatten(value)
+    return unflatten(structure, tuple(tensor.to(device, non_blocking=True) for tensor in tensors))

@@ -1,0 +1,1 @@
+"""From the user's loader to the microbatches of the first stage."""

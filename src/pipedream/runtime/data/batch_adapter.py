@@ -1,0 +1,57 @@
+"""From what a loader yields to the model's input and the loss's targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pipedream.core.errors import PipelineError
+
+__all__ = ["Take", "Taking"]
+
+Taking = Callable[[Any], tuple[Any, Any]]
+"""From a batch to (input, targets): a `Take`, or what stands for one."""
+
+
+@dataclass(frozen=True)
+class Take:
+    """How a batch is taken apart.
+
+    Attributes:
+        inputs: batch -> the model's input, a tuple for several; None: the first of a pair, else the batch.
+        targets: batch -> what the loss and the metrics get; None: the second of a pair for torch's own losses,
+            else the whole batch.
+        torch_loss: the loss is one of torch's own.
+    """
+
+    inputs: Callable[[Any], Any] | None = None
+    targets: Callable[[Any], Any] | None = None
+    torch_loss: bool = False
+
+    def __call__(self, batch: Any) -> tuple[Any, Any]:
+        """Returns (input, targets).
+
+        Raises:
+            PipelineError: targets are needed and the batch is not a pair.
+        """
+        if self.targets is not None:
+            return self.input_of(batch), self.targets(batch)
+        if not self.torch_loss:
+            return self.input_of(batch), batch
+        if not _is_pair(batch):
+            raise PipelineError(
+                f"a loss of torch's own needs batches (inputs, targets), the loader gave a {type(batch).__name__}; "
+                "tell the pipeline inputs=... and targets=... to take them from it"
+            )
+        return self.input_of(batch), batch[1]
+
+    def input_of(self, batch: Any) -> Any:
+        """Returns the model's input."""
+        if self.inputs is not None:
+            return self.inputs(batch)
+        return batch[0] if _is_pair(batch) else batch
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, (tuple, list)) and len(batch) == 2

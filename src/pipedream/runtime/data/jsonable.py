@@ -1,0 +1,71 @@
+"""Values with tensors in them as JSON, for the state of a loader; nothing is pickled."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pipedream.core.errors import PipelineError
+
+__all__ = ["base64_of", "bytes_of", "from_json", "to_json"]
+
+_TENSOR, _TUPLE, _BYTES = "__tensor__", "__tuple__", "__bytes__"
+
+
+def to_json(value: Any, where: str = "the loader's state_dict()") -> Any:
+    """Returns a value as JSON has it: tensors, tuples and bytes become marked dicts.
+
+    Raises:
+        PipelineError: it holds something else, or a dict whose keys are not texts; names the place.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        held = value.detach().cpu().contiguous()
+        content = held.reshape(-1).view(torch.uint8).numpy().tobytes() if held.numel() else b""
+        return {_TENSOR: [str(held.dtype).removeprefix("torch."), list(held.shape), base64_of(content)]}
+    if isinstance(value, bytes):
+        return {_BYTES: base64_of(value)}
+    if isinstance(value, list):
+        return [to_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return {_TUPLE: [to_json(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+    raise PipelineError(
+        f"{where} is a {type(value).__name__}"
+        + (" with keys that are not texts" if isinstance(value, Mapping) else "")
+        + ", which JSON cannot hold; keep numbers, texts, tensors, bytes, lists, tuples and dicts keyed by texts in it"
+    )
+
+
+def from_json(value: Any) -> Any:
+    """Returns the value that `to_json` wrote."""
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if isinstance(value, Mapping):
+        if set(value) == {_TENSOR}:
+            dtype, shape, content = value[_TENSOR]
+            empty = torch.empty(shape, dtype=getattr(torch, dtype))
+            if empty.numel():
+                empty.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytes_of(content), dtype=torch.uint8))
+            return empty
+        if set(value) == {_TUPLE}:
+            return tuple(from_json(item) for item in value[_TUPLE])
+        if set(value) == {_BYTES}:
+            return bytes(bytes_of(value[_BYTES]))
+        return {key: from_json(item) for key, item in value.items()}
+    return value
+
+
+def base64_of(content: bytes) -> str:
+    """Returns bytes as base64 text."""
+    return base64.b64encode(content).decode("ascii")
+
+
+def bytes_of(text: str) -> bytearray:
+    """Returns the bytes of a base64 text."""
+    return bytearray(base64.b64decode(text))

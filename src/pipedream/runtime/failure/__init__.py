@@ -1,0 +1,1 @@
+"""Starting worker processes, watching them, and reporting why one failed."""

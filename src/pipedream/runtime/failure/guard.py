@@ -1,0 +1,176 @@
+"""When one worker fails, all end: the guard.
+
+Each rank's heartbeat goes through the process group's store, with the first failure that any rank has told. A
+thread judges what comes back (`judge.py`). The main thread usually wakes by itself when a worker dies, because
+that worker's connections close; one that waits for a stopped or a healthy third worker would wait on, and a
+blocking wait of gloo cannot be called off from Python, so after a grace the thread ends the process. A worker
+of the same machine that gives no sign of life is ended too: it may be stopped, and would stay for ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import uuid
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from pipedream.core.errors import PeerError, WorkerError
+from pipedream.runtime.failure import notes
+from pipedream.runtime.failure.activity import Doing
+from pipedream.runtime.failure.heartbeat import Heartbeat
+from pipedream.runtime.failure.peers import Process
+from pipedream.runtime.failure.verdict import STUCK_AFTER_S, Judge, Verdict
+
+__all__ = ["Guard"]
+
+_LOOK_S = 0.1
+_GRACE_S = 3.0
+
+
+class Guard:
+    """Watches for a failure of any rank of a run.
+
+    Life: watches from its making until `end`.
+
+    Args:
+        store: of the process group; the guard takes clients of its own from it.
+        rank: of this worker.
+        ranks: how many there are. All of them make their guards.
+        doing: what this rank does.
+        stuck_after_s: see `Judge`.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, ranks: int, doing: Doing, *, stuck_after_s: float = STUCK_AFTER_S
+    ) -> None:
+        self._rank = rank
+        self._doing = doing
+        self._store_is_rank_0s = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        owner = "rank 0" if self._store_is_rank_0s else "the launcher"
+        self._judge = Judge(rank, doing, stuck_after_s=stuck_after_s, store_owner=owner)
+        self._heartbeat = Heartbeat(_own_client(store, rank), rank, ranks, lambda: doing.where)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="pipedream-guard", daemon=True)
+        self._thread.start()
+        # A rank that ends without closing its pipeline must not look as if it had been stopped.
+        atexit.register(self.end)
+
+    def report(self, error: WorkerError) -> PeerError | None:
+        """Tells all ranks that this one failed; returns the failure that another rank told first, if one did."""
+        first = self._heartbeat.tell(Verdict(error.rank, error.where, error.cause, error.advice))
+        return None if first is None or first[0] == self._rank else _peer_error(first[1])
+
+    def failure(self, wait_s: float = 3.0) -> PeerError | None:
+        """Returns the failure of another rank that has been told, waiting for it a little."""
+        end = time.monotonic() + wait_s
+        while True:
+            found = self._heartbeat.fresh_report(max(0.1, min(wait_s, 1.0)))
+            if found is not None:
+                return None if found[1].rank == self._rank else _peer_error(found[1])
+            if time.monotonic() > end:
+                return None
+            time.sleep(_LOOK_S / 2)
+
+    def end(self) -> None:
+        """Stops watching, and leaves in order."""
+        atexit.unregister(self.end)
+        if not self._over.is_set():
+            self._over.set()
+            self._heartbeat.end()
+            if threading.current_thread() is not self._thread:
+                self._thread.join(timeout=2.0)
+
+    def _watch(self) -> None:
+        exchanges, place = 0, ""
+        while not self._over.wait(_LOOK_S):
+            if self._heartbeat.exchanges != exchanges:
+                exchanges = self._heartbeat.exchanges
+                self._judge.hear(time.monotonic(), self._heartbeat.beats)
+            if (now := self._doing.where) != place:
+                place = now
+                notes.leave_place(place)
+            told = self._heartbeat.report
+            if told is not None:
+                self._give_up(told[1])
+                return
+            verdict = self._judge.look(time.monotonic())
+            if verdict is not None:
+                self._act(verdict)
+                return
+
+    def _act(self, verdict: Verdict) -> None:
+        """Tells everybody of this rank's own verdict, and ends."""
+        if self._over.is_set():
+            return
+        speaks = True
+        if verdict.storeless:
+            # The others of this machine see the same: one of them says it.
+            speaks = self._rank == min(self._ranks_here())
+            if self._store_is_rank_0s and self._rank and (server := self._judge.process_of(0)):
+                verdict = self._blame_rank_0(verdict, server)
+        else:
+            first = self._heartbeat.tell(verdict)
+            if first is not None:
+                speaks, verdict = first[0] == self._rank, first[1]
+        if speaks:
+            _speak(verdict)
+        if verdict.rank == self._rank:  # its main thread is stuck, or has nobody to talk to
+            _leave()
+        self._give_up(verdict)
+
+    def _blame_rank_0(self, verdict: Verdict, server: Process) -> Verdict:
+        if not server.is_here:
+            return verdict
+        where = self._judge.others[0].where
+        return Verdict(0, where, verdict.cause.replace("this rank cannot", "the others cannot"), silent=True)
+
+    def _ranks_here(self) -> list[int]:
+        """Returns the ranks of this machine that can speak."""
+        here = [rank for rank, beat in self._judge.others.items() if beat.process.is_here and not beat.ended]
+        return [self._rank, *(rank for rank in here if rank or not self._store_is_rank_0s)]
+
+    def _give_up(self, verdict: Verdict) -> None:
+        """Ends what gives no sign of life, gives this rank's main thread a grace, and ends it."""
+        if verdict.silent and verdict.rank != self._rank:
+            process = self._judge.process_of(verdict.rank)
+            if process is not None:
+                process.kill()
+        if not self._over.wait(_GRACE_S):
+            _leave()
+
+
+def _own_client(store: Any, rank: int) -> Any:
+    """Returns a client of the store that nobody else uses, under keys of this run alone."""
+    # Runs of one process group follow one another, and restarts may share a store: a failure of an earlier one is over.
+    number = store.add(f"pipedream/runs/{rank}", 1)
+    key = f"pipedream/run/{number}"
+    if rank == 0:
+        store.set(key, uuid.uuid4().hex)
+    return dist.distributed_c10d.PrefixStore(f"pipedream/{store.get(key).decode()}", store.clone())
+
+
+def _peer_error(verdict: Verdict) -> PeerError:
+    return PeerError(verdict.rank, verdict.where, verdict.cause, verdict.advice)
+
+
+def _speak(verdict: Verdict) -> None:
+    """Says the verdict once for the run: through the launcher if it is ours and there, else here."""
+    text = f"pipedream: {_peer_error(verdict)}"
+    left = notes.leave_word(text, verdict=True)
+    if not (left and notes.is_launched_here()):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _leave() -> None:
+    """Ends this process now, and the processes of its loaders."""
+    with suppress(Exception):
+        for child in multiprocessing.active_children():
+            child.kill()
+    os._exit(1)

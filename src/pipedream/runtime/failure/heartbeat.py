@@ -1,0 +1,140 @@
+"""The heartbeat: each rank's sign of life, and the first failure, exchanged through the process group's store.
+
+It has a thread and a store client of its own, because a call to a store whose server is stopped returns late, by
+its timeout: neither the main thread nor the one that judges may be caught in it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+from pipedream.runtime.failure.peers import Process
+from pipedream.runtime.failure.verdict import Beat, Verdict
+
+__all__ = ["BEAT_S", "Heartbeat"]
+
+BEAT_S = 0.5
+_ANSWER = timedelta(seconds=2)
+_REPORT = "failure"
+
+
+class Heartbeat:
+    """Writes this rank's beats and reads the others'.
+
+    Life: started; beats until `end`. `wake` asks for an exchange at once.
+
+    Args:
+        store: a client that nobody else uses, under keys that no other run has.
+        rank: of this worker.
+        ranks: how many there are.
+        where: tells what this rank does.
+
+    Attributes:
+        exchanges: how many got through.
+        beats: rank -> newest beat of the others.
+        report: the first failure that any rank has told, and who told it; None while all is well.
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: int, where: Callable[[], str]) -> None:
+        self._store = store
+        self._store.set_timeout(_ANSWER)
+        self._rank = rank
+        self._keys = {other: f"beat/{other}" for other in range(ranks) if other != rank}
+        self._seen: list[int] = []
+        self._where = where
+        self._process = Process.this()
+        self._count = 0
+        self._to_tell: Verdict | None = None
+        self._ending = False
+        self._wake = threading.Event()
+        self._exchanged = threading.Event()
+        self.exchanges = 0
+        self.beats: dict[int, Beat] = {}
+        self.report: tuple[int, Verdict] | None = None
+        self._thread = threading.Thread(target=self._run, name="pipedream-heartbeat", daemon=True)
+        self._thread.start()
+
+    def tell(self, verdict: Verdict, wait_s: float = 1.0) -> tuple[int, Verdict] | None:
+        """Tells all ranks of a failure. Returns the first one told, which may be another rank's; None where the
+        store does not answer."""
+        self._to_tell = verdict
+        end_s = time.monotonic() + wait_s
+        while self.report is None and time.monotonic() < end_s:
+            self._hurry(end_s)
+        return self.report
+
+    def fresh_report(self, wait_s: float) -> tuple[int, Verdict] | None:
+        """Returns the first failure told, asking the store now; waits so long at most."""
+        end_s, enough = time.monotonic() + wait_s, self.exchanges + 2  # the first may have been under way before
+        while self.report is None and self.exchanges < enough and time.monotonic() < end_s:
+            self._hurry(end_s)
+        return self.report
+
+    def _hurry(self, end_s: float) -> None:
+        self._exchanged.clear()
+        self._wake.set()
+        self._exchanged.wait(max(0.0, end_s - time.monotonic()))
+
+    def end(self) -> None:
+        """Says that this rank leaves in order, if the store hears it soon, and stops."""
+        self._ending = True
+        self._wake.set()
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            ending = self._ending
+            try:
+                self._exchange(ending)
+            except (RuntimeError, ValueError):
+                # The store does not answer; whoever judges sees that no exchange gets through. An answer that comes
+                # after its timeout may be taken for that of the next call, so the next one is on a new connection.
+                self._reconnect()
+            else:
+                self._exchanged.set()
+            if ending:
+                return
+            self._wake.wait(BEAT_S)
+
+    def _reconnect(self) -> None:
+        with suppress(RuntimeError):
+            fresh = self._store.clone()
+            fresh.set_timeout(_ANSWER)
+            self._store = fresh
+
+    def _exchange(self, ending: bool) -> None:
+        if self._to_tell is not None and self.report is None:
+            text = json.dumps([self._rank, asdict(self._to_tell)])
+            self.report = _report(self._store.compare_set(_REPORT, "", text))
+        self._count += 1
+        beat = Beat(self._count, self._where(), self._process, ending)
+        self._store.set(f"beat/{self._rank}", json.dumps(asdict(beat)))
+        if ending:
+            return
+        for rank, key in self._keys.items():
+            if rank not in self._seen and self._store.check([key]):
+                self._seen.append(rank)
+        if self._seen:
+            texts = self._store.multi_get([self._keys[rank] for rank in self._seen])
+            self.beats = {rank: _beat(text) for rank, text in zip(self._seen, texts, strict=True)}
+        if self.report is None and self._store.check([_REPORT]):
+            self.report = _report(self._store.get(_REPORT))
+        self.exchanges += 1
+
+
+def _beat(text: bytes) -> Beat:
+    fields = json.loads(text)
+    return Beat(**fields | {"process": Process(**fields["process"])})
+
+
+def _report(text: bytes) -> tuple[int, Verdict]:
+    reporter, fields = json.loads(text)
+    return int(reporter), Verdict(**fields)

@@ -1,0 +1,80 @@
+"""Notes that a worker leaves for its launcher: why it failed, and what it was doing, should it be killed.
+
+They lie beside the file that torch's elastic agent gives each worker for its error (TORCHELASTIC_ERROR_FILE).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from pipedream.runtime.failure.peers import is_running
+
+__all__ = ["OWN_RUN", "is_launched_here", "last_place", "leave_place", "leave_word", "verdict_in", "word_in"]
+
+OWN_RUN = "pipedream-"
+"""Runs of our own launcher have an id that begins so."""
+
+_PLACE = "place.txt"
+
+
+def is_launched_here() -> bool:
+    """Tells whether our own launcher started this worker and is there to print what is left for it."""
+    own = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN)
+    return own and "TORCHELASTIC_ERROR_FILE" in os.environ and is_running(os.getppid())
+
+
+def leave_word(message: str, *, verdict: bool = False) -> bool:
+    """Leaves a failing worker's message where its elastic agent looks for it; tells whether there is one.
+
+    A `verdict` is one on another rank, or on a rank that could not speak for itself; it counts for the run.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return False
+    body = {"message": message, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
+    with suppress(OSError):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps({"message": body, "verdict": verdict}), encoding="utf-8")
+        return True
+    return False
+
+
+def leave_place(where: str) -> None:
+    """Leaves what this worker does now."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):
+            # As a whole: a worker may be killed while it writes.
+            written = Path(path).with_name(f"{_PLACE}.new")
+            written.write_text(where, encoding="utf-8")
+            written.replace(Path(path).with_name(_PLACE))
+
+
+def word_in(error_file: str) -> str | None:
+    """Returns the message that a worker left, if it did."""
+    return next((word for word, _ in _words(Path(error_file))), None)
+
+
+def verdict_in(folder: Path) -> str | None:
+    """Returns the verdict that a worker of a run left, if one did."""
+    files = sorted(folder.rglob("error.json"))
+    return next((word for file in files for word, verdict in _words(file) if verdict), None)
+
+
+def last_place(folder: Path, rank: int) -> str | None:
+    """Returns what a worker of a local run was doing when it was last seen; None before its pipeline was built."""
+    with suppress(OSError):
+        for file in folder.rglob(_PLACE):
+            if file.parent.name == str(rank):
+                return file.read_text(encoding="utf-8") or None
+    return None
+
+
+def _words(file: Path) -> Iterator[tuple[str, bool]]:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        yield str(found["message"]["message"]), bool(found.get("verdict"))

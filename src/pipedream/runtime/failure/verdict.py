@@ -1,0 +1,160 @@
+"""The guard's judgement: heartbeats in, a verdict out. It touches no clock, no store and no process.
+
+Time is counted in looks, and one look counts for a second at most. So a judge that did not run for a while
+(its process was stopped, its machine slept) blames nobody for what it did not see, and a store that did not
+answer for a while does not make all ranks look silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipedream.runtime.failure.activity import Doing
+from pipedream.runtime.failure.peers import Process
+
+__all__ = ["SILENT_S", "STUCK_AFTER_S", "Beat", "Judge", "Verdict"]
+
+SILENT_S = 6.0
+"""A rank that is not heard of for so long is given up: twelve beats, and it leaves as long again within the 15 s
+in which a failed run is to be over."""
+
+STUCK_AFTER_S = 10.0
+"""A task may take so long, if nothing else is said: ops take milliseconds to seconds."""
+
+_MOST_COUNTED_S = 1.0
+_FIRST_TASKS = 3  # of a kind: they may compile, allocate, start the loader's processes
+_TIMES_LONGEST = 20.0
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One heartbeat of a rank.
+
+    Attributes:
+        count: of the beats so far; that it moves on is what matters.
+        where: what the rank did.
+        process: that beats.
+        ended: the rank left in order, nothing more will come.
+    """
+
+    count: int
+    where: str
+    process: Process
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is wrong with a rank.
+
+    Attributes:
+        rank: that is blamed.
+        where: what it did last.
+        cause, advice: as in WorkerError.
+        silent: it gives no sign of life; a process that still exists may be ended.
+        storeless: the store does not answer, so the others cannot be told.
+    """
+
+    rank: int
+    where: str
+    cause: str
+    advice: str = ""
+    silent: bool = False
+    storeless: bool = False
+
+
+class Judge:
+    """Judges the other ranks, the store, and this rank's own main thread.
+
+    Args:
+        rank: of this worker.
+        doing: of this worker.
+        stuck_after_s: a task may always take so long; 0 does not judge tasks.
+        store_owner: who serves the store, in words.
+    """
+
+    def __init__(self, rank: int, doing: Doing, *, stuck_after_s: float, store_owner: str) -> None:
+        self._rank = rank
+        self._doing = doing
+        self._stuck_after_s = stuck_after_s
+        self._store_owner = store_owner
+        self._beats: dict[int, Beat] = {}
+        self._silent_s: dict[int, float] = {}
+        self._exchanged_at_s: float | None = None
+        self._looked_at_s: float | None = None
+        self._unanswered_s = 0.0
+        self._task: tuple[str, int] | None = None
+        self._task_s = 0.0
+
+    def hear(self, now_s: float, beats: Mapping[int, Beat]) -> None:
+        """Takes in the others' newest beats, of an exchange with the store that began and got through just now."""
+        since_s = 0.0 if self._exchanged_at_s is None else now_s - self._exchanged_at_s
+        self._exchanged_at_s = now_s
+        self._unanswered_s = 0.0
+        for rank, beat in beats.items():
+            before = self._beats.get(rank)
+            if before is None or before.count != beat.count:
+                self._silent_s[rank] = 0.0
+            else:
+                self._silent_s[rank] += min(since_s, _MOST_COUNTED_S)
+            self._beats[rank] = beat
+
+    def look(self, now_s: float) -> Verdict | None:
+        """Returns what is wrong, or None; called several times a second."""
+        since_s = 0.0 if self._looked_at_s is None else min(now_s - self._looked_at_s, _MOST_COUNTED_S)
+        self._looked_at_s = now_s
+        return self._stuck(since_s) or self._silence() or self._store(since_s)
+
+    def process_of(self, rank: int) -> Process | None:
+        """Returns the process of another rank, where it was heard of."""
+        return self._beats[rank].process if rank in self._beats else None
+
+    @property
+    def others(self) -> Mapping[int, Beat]:
+        """The last beat of each other rank that was heard of."""
+        return self._beats
+
+    def _silence(self) -> Verdict | None:
+        for rank, silent_s in sorted(self._silent_s.items()):
+            beat = self._beats[rank]
+            if silent_s > SILENT_S and not beat.ended:
+                return Verdict(
+                    rank,
+                    beat.where,
+                    f"has not been heard of for {silent_s:.1f} s (stopped, swapping, machine or link gone)",
+                    silent=True,
+                )
+        return None
+
+    def _store(self, since_s: float) -> Verdict | None:
+        self._unanswered_s += since_s
+        if self._unanswered_s <= SILENT_S:
+            return None
+        return Verdict(
+            self._rank,
+            self._doing.where,
+            f"the store, which {self._store_owner} serves, has not answered for {self._unanswered_s:.1f} s "
+            "(stopped, ended, machine or link gone); this rank cannot reach the others and ends",
+            storeless=True,
+        )
+
+    def _stuck(self, since_s: float) -> Verdict | None:
+        task = self._doing.task
+        if task is None or task != self._task:
+            self._task, self._task_s = task, 0.0
+            return None
+        self._task_s += since_s
+        pace = self._doing.paces.get(task[0])
+        if not self._stuck_after_s or pace is None or pace.done < _FIRST_TASKS:
+            return None
+        limit_s = max(self._stuck_after_s, _TIMES_LONGEST * pace.longest_s)
+        if self._task_s <= limit_s:
+            return None
+        return Verdict(
+            self._rank,
+            self._doing.where,
+            f"no progress in {task[0]} for {self._task_s:.1f} s; before, it took {pace.longest_s:.2g} s at the longest",
+            f"if so long a time is expected, raise stuck_after_s (--stuck-after), now {self._stuck_after_s:g} s; "
+            "0 turns this off",
+        )

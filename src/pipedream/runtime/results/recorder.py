@@ -1,0 +1,98 @@
+"""What a worker did, and when: spans, gradients' tags, how busy it was of late."""
+
+from __future__ import annotations
+
+import resource
+from collections import deque
+from typing import Any
+
+import torch
+
+from pipedream.core.schedule.timeline import WORK, Span, Tag
+from pipedream.runtime.results.stopwatch import Stopwatch
+
+__all__ = ["Recorder", "peak_bytes"]
+
+_MOST_KEPT = 200_000
+"""Spans and tags; the oldest are forgotten first, so that a long run needs no more memory than a short one."""
+
+
+class Recorder:
+    """Notes one worker's spans and tags.
+
+    Args:
+        rank: of the worker.
+        device: whose clock is read.
+
+    Attributes:
+        phase: of the run, to which what is noted belongs; microbatches are counted by its method.
+        peaks: phase -> (versions, bytes): the most of weights that a seat held, and `peak_bytes`.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._device = device
+        self._watch = Stopwatch(device)
+        self._spans: deque[tuple[int, str, int, int, Any, Any]] = deque(maxlen=_MOST_KEPT)
+        self._looked: Any = None
+        self._tags: deque[tuple[int, Tag]] = deque(maxlen=_MOST_KEPT)
+        self.phase = 0
+        self.peaks: dict[int, tuple[int, int]] = {}
+
+    def follow(self, phase: int) -> None:
+        """Takes up another phase, at a drain."""
+        if phase != self.phase and self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self.phase = phase
+
+    def note_peak(self, versions: int) -> None:
+        """Notes, at the end of a stream, the most versions that a seat has held in this phase."""
+        self.peaks[self.phase] = versions, peak_bytes(self._device)
+
+    def mark(self) -> Any:
+        """Returns this moment."""
+        return self._watch.mark()
+
+    def note(self, kind: str, stage: int, index: int, start: Any) -> None:
+        """Notes a span that began at `start` and ends now."""
+        self._spans.append((self.phase, kind, stage, index, start, self._watch.mark()))
+
+    def tag(self, tag: Tag) -> None:
+        """Notes what a gradient carried."""
+        self._tags.append((self.phase, tag))
+
+    @property
+    def began_s(self) -> float | None:
+        """When the first span of all phases began, in seconds of this machine's clock; None where there is none."""
+        return self._watch.resolve()(self._spans[0][4]) if self._spans else None
+
+    def spans(self, phase: int) -> list[Span]:
+        """Returns the spans of a phase so far, in seconds of this machine's clock; on a GPU, waits for it."""
+        resolve = self._watch.resolve()
+        return [Span(self._rank, k, s, i, resolve(a), resolve(b)) for p, k, s, i, a, b in self._spans if p == phase]
+
+    def tags(self, phase: int) -> list[Tag]:
+        """Returns the tags of a phase so far."""
+        return [tag for p, tag in self._tags if p == phase]
+
+    def busy_share(self) -> float:
+        """Returns the share of the time since the last call in which the worker computed."""
+        since, self._looked = self._looked, self._watch.mark()
+        if since is None:
+            return 0.0
+        resolve = self._watch.resolve()
+        begin, end = resolve(since), resolve(self._looked)
+        busy = 0.0
+        for _, kind, _, _, start, stop in reversed(self._spans):
+            if resolve(stop) < begin:
+                break
+            if kind in WORK:
+                busy += resolve(stop) - max(resolve(start), begin)
+        return busy / (end - begin) if end > begin else 0.0
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Returns the peak memory of this process: of the GPU since the phase began, or resident since the process did."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,179 @@
+"""Losses, metrics and outputs: from the workers of the last stage to everyone.
+
+Each worker of the last stage adds up what it sees of a minibatch and sends the sums to every rank, over
+gloo and off the compute path. A rank takes them when its own weights hold the minibatch; they have long been
+sent by then, because its gradient came back from the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipedream.runtime.comm.channel import Receiver, Sender
+from pipedream.runtime.comm.message import ENDS_EPOCH, Message
+from pipedream.runtime.comm.values import unflatten
+
+__all__ = ["Done", "Output", "Results", "Sums"]
+
+
+@dataclass(frozen=True)
+class Done:
+    """One minibatch whose gradients are in the weights; equal on every rank.
+
+    Attributes:
+        number: of the minibatch, from 0 since the start of training.
+        epoch: of the minibatch, from 0.
+        ends_epoch: it was the epoch's last one.
+        loss: mean over `weight`.
+        weight: what the loss is a mean over (samples, tokens, ...).
+        samples: in the minibatch.
+        rate: learning rate, before the stages' factors.
+        metrics: means.
+    """
+
+    number: int
+    epoch: int
+    ends_epoch: bool
+    loss: float
+    weight: float
+    samples: int
+    rate: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Output:
+    """The model's output for one minibatch, at rank 0."""
+
+    number: int
+    value: Any
+
+
+@dataclass
+class Sums:
+    """Sums over some microbatches: weighted loss, weight, then weighted value and weight of each metric."""
+
+    minibatch: int = 0
+    epoch: int = 0
+    flags: int = 0
+    samples: int = 0
+    numbers: list[float] = field(default_factory=list)
+
+    def add(self, numbers: Sequence[float], samples: int) -> None:
+        """Adds the sums of further microbatches."""
+        self.numbers = [a + b for a, b in zip(self.numbers, numbers, strict=True)] if self.numbers else list(numbers)
+        self.samples += samples
+
+
+class Results:
+    """One rank's part in the results.
+
+    Args:
+        rank: this one.
+        owners: ranks of the last stage's replicas.
+        senders: other rank -> channel, at the last stage.
+        receivers: worker of the last stage -> channel.
+        metrics: their names.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        owners: Sequence[int],
+        senders: Mapping[int, Sender],
+        receivers: Mapping[int, Receiver],
+        metrics: Sequence[str],
+    ) -> None:
+        self._rank = rank
+        self._owners = tuple(owners)
+        self.senders = senders
+        self.receivers = receivers
+        self._metrics = tuple(metrics)
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets what an earlier stream left."""
+        self._open: dict[int, Sums] = {}
+        self._own: dict[int, Sums] = {}
+        self._outputs: dict[int, Message] = {}
+
+    @property
+    def nothing(self) -> list[float]:
+        """The sums over no microbatch."""
+        return [0.0] * (2 + 2 * len(self._metrics))
+
+    def note(self, key: int, message: Message, numbers: Sequence[float]) -> None:
+        """Adds a microbatch's sums to those of its minibatch, which is called `key` in this stream."""
+        sums = self._open.setdefault(key, Sums(message.minibatch, message.epoch, message.flags & ENDS_EPOCH))
+        sums.add(numbers, message.samples)
+
+    def announce(self, key: int) -> None:
+        """Sends the sums of a minibatch to all ranks; nothing is added to them afterwards."""
+        sums = self._open.pop(key, None) or Sums()
+        sums.numbers = sums.numbers or self.nothing
+        self._own[key] = sums
+        message = Message(
+            0,
+            minibatch=sums.minibatch,
+            epoch=sums.epoch,
+            flags=sums.flags,
+            samples=sums.samples,
+            numbers=tuple(sums.numbers),
+        )
+        for sender in self.senders.values():
+            sender.send(message)
+
+    def replicas_of(self, key: int, microbatches: int) -> list[int]:
+        """Returns the replicas of the last stage that have a part of a minibatch of so many microbatches."""
+        count = len(self._owners)
+        return sorted({k % count for k in range(key * microbatches, (key + 1) * microbatches)})
+
+    def gather(self, key: int, replicas: Iterable[int], rate: float) -> Generator[Any, None, Done]:
+        """Puts a minibatch's sums together, in the order of the replicas that saw some of it."""
+        total: Sums | None = None
+        for replica in replicas:
+            owner = self._owners[replica]
+            if owner == self._rank:
+                part = self._own.pop(key)
+            else:
+                message = yield from self._received(owner)
+                part = Sums(message.minibatch, message.epoch, message.flags, message.samples, list(message.numbers))
+            if total is None:
+                total = part
+            else:
+                total.add(part.numbers, part.samples)
+        assert total is not None
+        loss, weight, *rest = total.numbers
+        return Done(
+            number=total.minibatch,
+            epoch=total.epoch,
+            ends_epoch=bool(total.flags & ENDS_EPOCH),
+            loss=loss / weight if weight else float("nan"),
+            weight=weight,
+            samples=total.samples,
+            rate=rate,
+            metrics={
+                name: rest[2 * i] / rest[2 * i + 1] if rest[2 * i + 1] else float("nan")
+                for i, name in enumerate(self._metrics)
+            },
+        )
+
+    def give_output(self, index: int, message: Message) -> None:
+        """Sends an output of the model to rank 0."""
+        if self._rank == 0:
+            self._outputs[index] = message
+        else:
+            self.senders[0].send(message)
+
+    def take_output(self, index: int, owner: int) -> Generator[Any, None, Output]:
+        """Returns output `index`, at rank 0."""
+        message = self._outputs.pop(index) if owner == self._rank else (yield from self._received(owner))
+        return Output(message.minibatch, unflatten(message.structure, message.tensors))  # type: ignore[arg-type]
+
+    def _received(self, owner: int) -> Generator[Any, None, Message]:
+        pending = self.receivers[owner].receive()
+        if not pending.ready():
+            yield pending
+        return pending.result()

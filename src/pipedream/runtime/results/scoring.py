@@ -1,0 +1,107 @@
+"""The end of the model: output and targets become a loss, its weight, and the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import log2
+from typing import Any
+
+import torch
+
+from pipedream.core.errors import WorkerError
+from pipedream.core.schedule.program import Program
+from pipedream.runtime.comm.message import Message
+from pipedream.runtime.comm.values import flatten, unflatten
+from pipedream.runtime.results.losses import Loss, Metric, measure
+from pipedream.runtime.results.results import Results
+
+__all__ = ["Scorer"]
+
+
+class Scorer:
+    """Scores microbatches at the last stage, and notes the sums.
+
+    Args:
+        loss, metrics: of the user.
+        results: where the sums go.
+        on_nan: 'error' at a loss that is not a number; 'continue' and 'skip' go on.
+    """
+
+    def __init__(self, loss: Loss, metrics: Mapping[str, Metric], results: Results, on_nan: str) -> None:
+        self._loss = loss
+        self._metrics = metrics
+        self._results = results
+        self._on_nan = on_nan
+        self._mean_of_rounds = self._has_units = False
+
+    def follow(self, program: Program) -> None:
+        """Takes up another program, at a drain."""
+        updates = program.updates
+        self._mean_of_rounds = updates.mean_of_rounds
+        # Gradients of one update have one unit; it is the minibatch's.
+        self._has_units = all(program.microbatches % count == 0 for count in updates.per_update)
+
+    def score(
+        self, key: int, message: Message, output: Any, targets: Any, rank: int, where: str, again: bool = False
+    ) -> tuple[torch.Tensor, float, float]:
+        """Returns the loss to go back from, its weight, and the scale of its gradient, in the minibatch's unit.
+
+        The sum over an update's microbatches is divided by their weights at the update alone. So that the gradients
+        until then are no larger than those of the mean, which low precision can hold, the unit is a power of two near
+        the minibatch's weight; the division by it costs no bit.
+
+        Args:
+            key: of the minibatch in this stream.
+            message: of the microbatch.
+            output: of the model.
+            targets: what the loss gets.
+            rank, where: for the error.
+            again: it was scored before; nothing is noted.
+
+        Raises:
+            WorkerError: the loss is not a number, and this is not to be passed over.
+        """
+        value, weight, is_sum = self._loss(output, targets, message.samples, message.share)
+        loss = float(value.detach())
+        if loss != loss and weight and self._on_nan == "error":
+            raise WorkerError(
+                rank,
+                where,
+                f"the loss of minibatch {message.minibatch} is nan",
+                "lower the learning rate, clip the gradients (clip_grad_norm=...), look at that minibatch's data, or "
+                "go on regardless with on_nan='continue'",
+            )
+        if not weight:
+            # Nothing counts in this microbatch (all its tokens are padding, say), and 0/0 is not a number.
+            value = torch.stack([t.sum() for t in flatten(output)[1] if t.requires_grad]).sum() * 0.0
+        if not again:
+            self._note(key, message, _detached(output), targets, loss, weight, is_sum)
+        if self._mean_of_rounds:  # a round takes the gradient of each minibatch's mean
+            return value, weight, 1.0 / weight if is_sum and weight else 1.0
+        unit = self._unit(message, output, targets)
+        return value, weight / unit, (1.0 if is_sum else weight) / unit
+
+    def _unit(self, message: Message, output: Any, targets: Any) -> float:
+        if not self._has_units:
+            return 1.0
+        extent = self._loss.extent(output, targets, message.samples, message.share)
+        # Whole before it is rounded: each microbatch finds the same, on whatever replica.
+        return 2.0 ** round(log2(max(round(extent / message.share), 1)))
+
+    def assess(self, message: Message, output: Any, targets: Any) -> None:
+        """Notes loss and metrics of a batch of an evaluation, whose sums are all under one key, 0."""
+        value, weight, is_sum = self._loss(output, targets, message.samples, message.share)
+        self._note(0, message, output, targets, float(value), weight, is_sum)
+
+    def _note(
+        self, key: int, message: Message, output: Any, targets: Any, loss: float, weight: float, is_sum: bool
+    ) -> None:
+        numbers = [(loss if is_sum else loss * weight) if weight else 0.0, weight]
+        for pair in measure(self._metrics, output, targets, message.samples):
+            numbers.extend(pair)
+        self._results.note(key, message, numbers)
+
+
+def _detached(value: Any) -> Any:
+    structure, tensors = flatten(value)
+    return unflatten(structure, tuple(tensor.detach() for tensor in tensors))

@@ -1,0 +1,196 @@
+"""Emulated stages: layers that wait for the planned seconds in place of computing, run by the runtime as any other.
+
+Messages, weights, gradients and their sums have the planned sizes, versions are kept and copied, so that a plan with
+more workers than there are cores can be timed. All tensors are zeros whose memory the system hands out when it is
+first written: what nobody writes costs nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import ceil
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pipedream.core.plan.cost import FIRST_BUCKET_BYTES
+from pipedream.core.plan.plan import Stage
+
+__all__ = ["EmulatedStage", "Waiting", "emulated_batch", "emulated_model", "emulated_optimizer"]
+
+_ITEM_BYTES = 4
+_MOST_PIECES = 32
+
+
+def emulated_model(stages: Sequence[Stage], microbatches: int, *, splits_backward: bool = False) -> nn.Sequential:
+    """Returns a model of one layer a stage, named ``stage0``, ``stage1``, ...
+
+    Args:
+        stages: with the seconds and bytes of one minibatch.
+        microbatches: parts of a minibatch; each part is one row of the tensors.
+        splits_backward: half of a backward's seconds are the weight gradients', as in `simulator.costs`.
+    """
+    last = len(stages) - 1
+    model = nn.Sequential()
+    for number, stage in enumerate(stages):
+        model.add_module(
+            f"stage{number}",
+            EmulatedStage(stage, microbatches, sends=number < last, splits_backward=splits_backward),
+        )
+    return model
+
+
+def emulated_batch(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a minibatch, one row for each microbatch, and its targets."""
+    return torch.zeros(microbatches, 1), torch.zeros(microbatches, 1)
+
+
+def emulated_optimizer(stages: Sequence[Stage]) -> Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
+    """Returns the factory of the optimizers of `emulated_model`, whose steps wait for the planned seconds."""
+
+    def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        numbers = {int(name.split(".")[0].removeprefix("stage")) for name, _ in named}
+        seconds = sum(stages[number].update_s - stages[number].copy_s for number in numbers)  # copies are made
+        return Waiting([parameter for _, parameter in named], seconds)
+
+    return make
+
+
+class EmulatedStage(nn.Module):
+    """One stage: waits, and makes tensors of the planned sizes.
+
+    The weights of a replicated stage are in pieces, whose gradients come one after the other over the backward, as
+    the planner takes them to (`core.plan.cost.visible_sum_s`).
+
+    Args:
+        stage: with the seconds and bytes of one minibatch.
+        microbatches: parts of a minibatch.
+        sends: its output is a message; otherwise it is the loss.
+        splits_backward: the gradients of the weights leave the path to what arrived, and take half of the seconds.
+    """
+
+    def __init__(self, stage: Stage, microbatches: int, *, sends: bool, splits_backward: bool = False) -> None:
+        super().__init__()
+        self._forward_s = stage.forward_s / microbatches
+        self._columns = max(1, ceil(stage.output_bytes / microbatches / _ITEM_BYTES)) if sends else 1
+        self._activation_bytes = ceil(stage.activation_bytes / microbatches)
+        items = max(1, ceil(stage.parameter_bytes / _ITEM_BYTES))
+        pieces = 1
+        if stage.replicas > 1:
+            pieces = max(1, min(_MOST_PIECES, ceil(stage.parameter_bytes / FIRST_BUCKET_BYTES)))
+        ends = [items * piece // pieces for piece in range(pieces + 1)]
+        self.weights = nn.ParameterList(nn.Parameter(_zeros(end - begin)) for begin, end in pairwise(ends))
+        self._splits = splits_backward
+        self._piece_s = stage.backward_s / microbatches / pieces
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Waits for the seconds of a forward; returns rows of the planned size."""
+        made = _Forward.apply(value, self._forward_s, self._columns, self._activation_bytes)  # type: ignore[no-untyped-call]
+        nowhere, halves = torch.empty(0, dtype=torch.long), (self._piece_s / 2,) * 2
+        if not value.requires_grad:
+            halves = 0.0, self._piece_s  # nothing goes back: all is done for the weights
+        for weights in self.weights:
+            if self._splits:
+                if halves[0]:
+                    made = _Path.apply(made, halves[0])  # type: ignore[no-untyped-call]
+                # Adds no rows, which costs nothing: a node of autograd's own, where the halves of a backward part.
+                apart = _Apart.apply(weights, self._columns, halves[1])  # type: ignore[no-untyped-call]
+                made = made.index_add_(0, nowhere, apart)
+            else:
+                made = _Piece.apply(made, weights, self._piece_s)  # type: ignore[no-untyped-call]
+        return torch.as_tensor(made)
+
+
+class Waiting(torch.optim.Optimizer):
+    """An optimizer whose step waits and changes nothing.
+
+    Args:
+        parameters: of a stage.
+        seconds: of a step.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], seconds: float) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+        self._seconds = seconds
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Waits for the seconds of an update."""
+        _wait(time.perf_counter(), self._seconds)
+
+    def velocity(self, parameter: nn.Parameter) -> None:
+        """Tells those who predict weights that its step has no direction."""
+
+
+class _Forward(torch.autograd.Function):
+    """Waits; the gradient of what came in is as large as that."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, seconds: float, columns: int, activation_bytes: int) -> torch.Tensor:
+        start = time.perf_counter()
+        ctx.shape = value.shape
+        ctx.save_for_backward(torch.empty(activation_bytes, dtype=torch.uint8))
+        made = _zeros(value.shape[0], columns)
+        _wait(start, seconds)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, None, None, None]:
+        return (_zeros(*ctx.shape) if ctx.needs_input_grad[0] else None), None, None, None
+
+
+class _Piece(torch.autograd.Function):
+    """A piece of a stage's weights: passes the value through, and waits in the backward for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, weights: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.items, ctx.seconds = weights.numel(), seconds
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
+        _wait(time.perf_counter(), ctx.seconds)
+        return gradients[0], _zeros(ctx.items), None
+
+
+class _Path(torch.autograd.Function):
+    """Waits in the backward, as for the gradient of what came in."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
+        _wait(time.perf_counter(), ctx.seconds)
+        return gradients[0], None
+
+
+class _Apart(torch.autograd.Function):
+    """A piece of a stage's weights that gives no rows, and waits in the backward for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, columns: int, seconds: float) -> torch.Tensor:
+        ctx.items, ctx.seconds = weights.numel(), seconds
+        return torch.empty(0, columns)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
+        _wait(time.perf_counter(), ctx.seconds)
+        return _zeros(ctx.items), None, None
+
+
+def _zeros(*shape: int) -> torch.Tensor:
+    # numpy asks the system for pages of zeros, which it gives when they are written; torch would write them here.
+    return torch.from_numpy(np.zeros(shape, dtype=np.float32))
+
+
+def _wait(start_s: float, seconds: float) -> None:
+    left_s = start_s + seconds - time.perf_counter()
+    if left_s > 0:
+        time.sleep(left_s)

@@ -1,0 +1,203 @@
+"""Weights computed at one stage: predictions and corrections, as tensors (see `core.schedule.prediction`).
+
+A view of a stage that has one set of weights is written into its storage for a pass, and what stood there is put back
+to the bit: graphs go on seeing the weights, because nothing but the storage's content changes. Where the backward shall
+read what its forward read, or several forwards shall, the view is kept.
+
+What views are made of lives between updates: the optimizer's own state, and here the last update or an average of
+updates. A checkpoint holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from pipedream.core.schedule.op import Kind
+from pipedream.core.schedule.prediction import AVERAGE, DIFFERENCE, VELOCITY, Between, View
+from pipedream.core.schedule.weights import WeightRule
+from pipedream.runtime.stage.velocity import add_velocity, check_velocity
+from pipedream.runtime.stage.versions import Versions, WeightSet
+from pipedream.runtime.update.optimizer import Optimizer
+
+__all__ = ["Intermediate", "Views"]
+
+
+class Views:
+    """The computed weights of one seat.
+
+    Args:
+        rule: of the program.
+        stage: whose.
+        versions: of the seat.
+        optimizer: of the seat.
+
+    Raises:
+        ScheduleError: a view by velocity, of an optimizer whose velocity is not known.
+    """
+
+    def __init__(self, rule: WeightRule, stage: int, versions: Versions, optimizer: Optimizer) -> None:
+        self._stage = stage
+        self._versions = versions
+        self._optimizer = optimizer
+        self._forward = _moving(rule.forward_view, stage)
+        self._backward = _moving(rule.backward_view, stage)
+        self._until = rule.kept_until(stage)
+        views = [view for view in (self._forward, self._backward) if view is not None]
+        for view in views:
+            if view.by == VELOCITY:
+                check_velocity(optimizer.optimizer)
+        self._handles = list(versions.handles.values())
+        # Before the first update nothing has been added.
+        self._added = {view.by: [torch.zeros_like(h) for h in self._handles] for view in views if view.by != VELOCITY}
+        self._gamma = next((view.gamma(stage) for view in views if view.by == AVERAGE), 0.0)
+        self._aside: list[torch.Tensor] = []
+        self._shared: list[torch.Tensor] = []
+        self._shared_asked: int | None = None
+        self._shared_version = 0
+
+    def begin(self) -> None:
+        """Gets ready for a stream, whose versions are counted anew."""
+        self._shared_asked = None
+
+    def read(self, version: int) -> tuple[WeightSet, int]:
+        """Returns what a forward reads of a version (see `Versions.read`), and the version that this is a view of."""
+        if self._until is Kind.BACKWARD:
+            found = self._versions.read_view(version, self._fill)
+            return found, found.version
+        if self._until is None:
+            found = self._versions.read(version)
+            return found, found.version
+        if version != self._shared_asked:
+            self._shared = self._shared or [torch.empty_like(w) for w in self._weights]
+            _copy(self._shared, self._weights)
+            assert self._forward is not None
+            self._advance(self._forward, self._shared)
+            self._shared_asked, self._shared_version = version, self._versions.newest
+        return self._versions.read(self._versions.newest), self._shared_version
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Lets the view that was read stand in the storage of the weights, for a forward."""
+        if self._forward is None or self._until is Kind.BACKWARD:
+            yield
+        else:
+            with self._standing(self._forward if self._until is None else self._shared):
+                yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Lets the view stand in the storage of the weights, for a backward."""
+        if self._backward is None:
+            yield
+        else:
+            with self._standing(self._backward):
+                yield
+
+    def begin_update(self) -> None:
+        """Notes the weights before the optimizer's step."""
+        if DIFFERENCE in self._added:
+            _copy(self._added[DIFFERENCE], self._weights)
+        if AVERAGE in self._added:
+            self._put_aside()
+
+    def end_update(self) -> None:
+        """Takes in what the update has added."""
+        if DIFFERENCE in self._added and self._handles:
+            last = self._added[DIFFERENCE]
+            torch._foreach_neg_(last)
+            torch._foreach_add_(last, self._weights)
+        if AVERAGE in self._added and self._handles:
+            added = torch._foreach_sub(self._weights, self._aside)
+            torch._foreach_lerp_(self._added[AVERAGE], added, 1.0 - self._gamma)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns what a checkpoint must hold, as ``difference/NAME`` or ``average/NAME``."""
+        names = list(self._versions.handles)
+        return {f"{kind}/{n}": t for kind, row in self._added.items() for n, t in zip(names, row, strict=True)}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes up what `tensors` gave; what is missing, as in a checkpoint of another method, begins at 0."""
+        for name, tensor in self.tensors().items():
+            found = tensors.get(name)
+            tensor.zero_() if found is None else tensor.copy_(found)
+
+    @property
+    def _weights(self) -> list[torch.Tensor]:
+        # Handles may be pointed elsewhere, so this is asked each time; .data: no version counter that graphs look at.
+        return [handle.data for handle in self._handles]
+
+    @contextmanager
+    def _standing(self, view: View | list[torch.Tensor]) -> Iterator[None]:
+        self._put_aside()
+        if isinstance(view, View):
+            self._advance(view, self._weights)
+        else:
+            _copy(self._weights, view)
+        self._versions.cast()
+        try:
+            yield
+        finally:
+            _copy(self._weights, self._aside)
+            self._versions.cast()
+
+    def _put_aside(self) -> None:
+        self._aside = self._aside or [torch.empty_like(w) for w in self._weights]
+        _copy(self._aside, self._weights)
+
+    def _fill(self, into: Mapping[str, torch.Tensor]) -> None:
+        assert self._forward is not None
+        targets = [into[name] for name in self._versions.handles]
+        _copy(targets, self._weights)
+        self._advance(self._forward, targets)
+
+    def _advance(self, view: View, targets: list[torch.Tensor]) -> None:
+        """Moves tensors that hold the weights by the view's horizon."""
+        horizon = view.horizons[self._stage]
+        if view.by != VELOCITY:
+            for target, added in zip(targets, self._added[view.by], strict=True):
+                target.add_(added, alpha=horizon)
+            return
+        self._optimizer.catch_up(self._optimizer.due)  # the rate of the coming update
+        by_handle = dict(zip(self._handles, targets, strict=True))
+        add_velocity(self._optimizer.optimizer, by_handle, horizon * self._optimizer.rate_factor)
+
+
+class Intermediate:
+    """Weights between those that a forward has read and the newest, for one backward after the other.
+
+    Args:
+        between: how much of the old ones.
+        versions: of the seat.
+    """
+
+    def __init__(self, between: Between, versions: Versions) -> None:
+        self._between = between
+        self._versions = versions
+        self._made: WeightSet | None = None
+
+    def read(self, old: WeightSet) -> WeightSet:
+        """Returns them, until the next call; the newest set where that is the old one."""
+        newest = self._versions.peek()
+        if old is newest:
+            return newest
+        self._made = self._made or self._versions.spare()
+        share = self._between.weight(newest.version - old.version)
+        # Of the leaves that passes read; .data: these have a graph of their own where the forward is done again.
+        targets, ends, begins = ([leaf.data for leaf in s.leaves.values()] for s in (self._made, newest, old))
+        _copy(targets, ends)
+        if targets:
+            torch._foreach_lerp_(targets, begins, share)
+        return self._made
+
+
+def _moving(view: View | None, stage: int) -> View | None:
+    """Returns a view, or None where it is the version itself."""
+    return view if view is not None and view.horizons[stage] else None
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)

@@ -1,0 +1,151 @@
+"""Recomputation: a stage keeps only its input between forward and backward, which does the forward again.
+
+After Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), and GPipe (2019, section 2.3), whose unit is
+the stage. The second forward gives the first one's numbers to the bit:
+
+- it reads the same version of the weights, which its reader holds until the backward (under the backward rule
+  'recompute' it reads newer ones, and its numbers are those of a forward at these);
+- its masks are the same, because each layer's generator is seeded by microbatch and layer, and the loss draws from
+  the generator as it stood before;
+- it reads the buffers as they were, and what it writes into them is dropped: statistics move once;
+- its input is the one that arrived: the first forward worked on a copy, because a layer may write into it.
+
+The first forward runs with a graph that holds no tensor, so that it takes the same paths through the layers, and tells
+which outputs want a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from pipedream.runtime.comm.message import Message
+from pipedream.runtime.stage.stage_module import Held, StageModule
+
+__all__ = ["Recomputation", "Run", "without_graph"]
+
+
+class Run(Protocol):
+    """From what arrived, and whether it did before, to what goes on; fills in what the backward starts from."""
+
+    def __call__(self, message: Message, again: bool = False) -> Message:
+        """Runs the forward."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a buffer stands."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        found = self.module._buffers[self.name]
+        assert found is not None, f"buffer {self.name!r} was taken out"
+        return found
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """Changes where the buffer is replaced, or written by an operation that autograd sees."""
+        return id(self.tensor), 0 if self.tensor.is_inference() else self.tensor._version
+
+    @property
+    def tracks(self) -> bool:
+        """Its statistics move without a word to autograd."""
+        return isinstance(self.module, _NormBase) and self.module.track_running_stats
+
+
+class Recomputation:
+    """The two forwards of one stage that recomputes.
+
+    Args:
+        module: the stage.
+    """
+
+    def __init__(self, module: StageModule) -> None:
+        self._module = module
+        owners = {id(m): m for _, layer in module.layers for m in layer.modules()}.values()
+        # All may move, until the first microbatch has told.
+        self._moving = [_Slot(m, name) for m in owners for name, b in m._buffers.items() if b is not None]
+        self._still: list[_Slot] | None = None
+
+    def forward(self, held: Held, message: Message, run: Run) -> Message:
+        """Runs a forward that keeps nothing but what it takes to do it again, in `held.again`.
+
+        Raises:
+            RuntimeError: a buffer moves that did not move in the first microbatch.
+        """
+        state = self._module.save_generator()
+        memo: dict[int, torch.Tensor] = {}
+        before = [_clone(slot.tensor, memo) for slot in self._moving]
+        marks = [slot.mark for slot in self._still or ()]
+        result = without_graph(run, message)
+        if self._still is None:
+            changed = [
+                slot.tracks or not torch.equal(slot.tensor, old) for slot, old in zip(self._moving, before, strict=True)
+            ]
+            self._still = [slot for slot, moved in zip(self._moving, changed, strict=True) if not moved]
+            self._moving = [slot for slot, moved in zip(self._moving, changed, strict=True) if moved]
+            before = [old for old, moved in zip(before, changed, strict=True) if moved]
+        for slot, mark in zip(self._still, marks, strict=False):
+            if slot.mark != mark:
+                raise RuntimeError(
+                    f"a stage that recomputes wrote into buffer {slot.name!r}, which its first microbatch left alone; "
+                    "let the layer write it in every forward, or train this stage without recomputation"
+                )
+        held.entries, held.outputs = (), ()
+        held.again = partial(self._again, message, run, before, state)
+        return result
+
+    def _again(self, message: Message, run: Run, kept: Sequence[torch.Tensor], state: Any) -> None:
+        now = self._module.save_generator()
+        self._module.restore_generator(state)
+        try:
+            with self._standing(kept):
+                run(message, True)
+        finally:
+            self._module.restore_generator(now)
+
+    @contextmanager
+    def _standing(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Lets other tensors stand in the slots of the buffers that move."""
+        own = [slot.tensor for slot in self._moving]
+        for slot, tensor in zip(self._moving, others, strict=True):
+            slot.module._buffers[slot.name] = tensor
+        try:
+            yield
+        finally:
+            for slot, tensor in zip(self._moving, own, strict=True):
+                slot.module._buffers[slot.name] = tensor
+
+
+def without_graph(run: Run, message: Message) -> Message:
+    """Runs a forward on a copy of what arrived, by the paths that it takes in training; keeps none of its tensors."""
+    with torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
+        result = run(_copied(message), False)
+    return replace(result, tensors=tuple(None if t is None else t.detach() for t in result.tensors))
+
+
+def _clone(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor:
+    return memo.setdefault(id(tensor), tensor.detach().clone())
+
+
+def _copied(message: Message) -> Message:
+    memo: dict[int, torch.Tensor] = {}
+    return replace(message, tensors=tuple(None if t is None else _clone(t, memo) for t in message.tensors))
+
+
+def _forget(_: torch.Tensor) -> None:
+    return None
+
+
+def _forgotten(_: None) -> torch.Tensor:
+    raise RuntimeError("a graph that was not kept was gone back through; a layer runs a backward inside its forward")

@@ -1,0 +1,299 @@
+"""What a forward saves of its weights, checked once and led elsewhere: the backward rule 'graph' rests on it.
+
+An old graph sees new weights where autograd has saved the weights' own storage, which the optimizer writes. Where it
+has saved something that was computed from a weight alone (a cast under autocast, weight_norm, a mask on the weight, the
+buffer in which cuDNN flattens a recurrent layer's), the graph would go on with the old one, silently, and what a
+backward gives would be a mixture. So the first forward is watched, operation by operation: what comes of weights and
+constants alone, and is no view of a weight, must not be saved. What comes of activations is an activation, and stays
+as it was.
+
+Where there are several versions, the storage that a graph has read is not the one of its backward. Then autograd keeps,
+of what it saves of a weight, the place alone: whose it is and where in it; and a backward finds what stands there in
+the set that it is led to. No old version is kept for a graph. What a function written in Python keeps on its context
+beside `save_for_backward` cannot be led, so it must not be a weight; nor computed from weights alone, wherever the
+backward is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
+
+from pipedream.core.errors import ScheduleError
+from pipedream.runtime.comm.values import flatten
+from pipedream.runtime.stage.split_backward import saved_by
+from pipedream.runtime.stage.versions import WeightSet
+
+__all__ = ["Saved"]
+
+_PACKING = {"aten::_cudnn_rnn": -1}
+"""Operations that copy their weights inside, by their name, and which output is the copy."""
+
+_RECOMPUTE = "the method's option backward_rule=recompute, as in paci[backward_rule=recompute]"
+
+_CHECKPOINT = CheckpointFunction._backward_cls
+"""A node that does its forward again in its backward."""
+
+
+class Saved:
+    """What the forwards of one stage save. The first one through `watching` is checked, further ones are not.
+
+    Attributes:
+        leads: whether graphs keep places in the weights, for backwards that are led to another version (`led_to`).
+    """
+
+    def __init__(self) -> None:
+        self._checked = self._led = self.leads = False
+        self._goal: Mapping[str, torch.Tensor] = {}
+
+    def follow(self, leads: bool) -> None:
+        """Takes up another method's rule at a drain."""
+        self.leads = leads
+
+    def run(self, layers: Callable[[], Any], value: Any, read: WeightSet) -> Any:
+        """Returns what the layers make of a value at weights.
+
+        Raises:
+            ScheduleError: as for `watching`; or a layer keeps what it saves in a way of its own (checkpointing,
+                offloading); or graphs are led, and a function keeps a weight that cannot be.
+        """
+        known = self._checked and (self._led or not self.leads)
+        with self.watching(value, read) as flow:
+            output = layers()
+        if not known:
+            self._led = self.leads
+            self._check_graph(flatten(output)[1], _Parts(read.leaves if self.leads else {}), flow)
+        return output
+
+    @contextmanager
+    def watching(self, value: Any, read: WeightSet) -> Iterator[_Flow | None]:
+        """Watches the layers run on a value at weights; gives what tells where tensors come from, the first time.
+
+        Raises:
+            ScheduleError: autograd has saved what was computed from weights alone, or, where graphs are led, a part of
+                a weight that cannot be found again in another version; names the parameters.
+        """
+        if self._checked and not self.leads:
+            yield None
+            return
+        flow = None if self._checked else _Flow(read.leaves, flatten(value)[1])
+        parts = _Parts(read.leaves if self.leads else {})
+
+        def pack(tensor: torch.Tensor) -> _Kept | _Part:
+            if flow is not None:
+                flow.note(tensor)
+            return parts.of(tensor) or _Kept(tensor, tensor._version)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack), flow or nullcontext():
+            yield flow
+        self._checked = True
+        if flow is not None and flow.refused:
+            told = "; ".join(f"{name!r} (by {operation})" for name, operation in sorted(flow.refused.items()))
+            raise ScheduleError(
+                "the backward rule 'graph' needs layers of which autograd saves the weights themselves; here it saves "
+                f"what was computed from {told}, and would go on with the old weights there. Take "
+                f"{_RECOMPUTE}, or a layer that uses the parameter as it is (no autocast of it, no "
+                "weight_norm, no mask)"
+            )
+
+    @contextmanager
+    def led_to(self, weights: WeightSet) -> Iterator[None]:
+        """Lets a backward find these weights where its graph has saved places."""
+        self._goal = weights.leaves
+        try:
+            yield
+        finally:
+            self._goal = {}
+
+    def _unpack(self, saved: _Kept | _Part) -> torch.Tensor:
+        return saved.look_up(self._goal) if isinstance(saved, _Part) else saved.unchanged()
+
+    def _check_graph(self, outputs: Iterable[torch.Tensor], parts: _Parts, flow: _Flow | None) -> None:
+        """Checks that all that a graph needs is where the rule says.
+
+        Args:
+            parts: of the weights, where graphs are led.
+            flow: of the forward, where it was watched.
+
+        Raises:
+            ScheduleError: it is not; names the operation.
+        """
+        for node in _nodes(outputs):
+            asked = "the backward rule 'graph' goes back through the activations of the forward and"
+            if isinstance(node, _CHECKPOINT) or any(s.unpack_hook not in (None, self._unpack) for s in saved_by(node)):
+                raise ScheduleError(
+                    f"{asked} the newest weights, but {node.name()} makes what it has saved again, or takes it from "
+                    f"elsewhere (checkpoint, save_on_cpu); take {_RECOMPUTE}, or leave that out"
+                )
+            kept: list[Any] = tree_leaves(vars(node)) if isinstance(node, BackwardCFunction) else []
+            for item in (item for item in kept if isinstance(item, torch.Tensor)):
+                told = _told(parts.owners(item))
+                made = {} if flow is None else flow.made_of(item)
+                if told or made:
+                    told = told or "what was computed from " + _told(sorted(made.items()))
+                    raise ScheduleError(
+                        f"{asked} the newest weights, but {node.name()} keeps {told} on its context, where it cannot "
+                        f"be exchanged; let its forward save_for_backward the weight itself, or take {_RECOMPUTE}"
+                    )
+
+
+class _Kept(NamedTuple):
+    """An activation, and how often it had been written when it was saved: behind hooks autograd does not look."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def unchanged(self) -> torch.Tensor:
+        """Returns the activation. Raises RuntimeError: it was written in place, as autograd does."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that the backward needs was written in place behind the "
+                f"operation that saved it, at version {self.version}, and is at version {self.tensor._version}; let "
+                "the layer write a copy"
+            )
+        return self.tensor
+
+
+class _Part(NamedTuple):
+    """A part of a weight, of whatever version.
+
+    Attributes:
+        name: of the parameter.
+        size, stride: of the part, as of any tensor.
+        offset: of its first element from the parameter's, in the storage.
+    """
+
+    name: str
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def look_up(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Returns what stands there in one version."""
+        leaf = leaves[self.name].data
+        return leaf.as_strided(self.size, self.stride, leaf.storage_offset() + self.offset)
+
+
+class _Parts:
+    """Which part of the weights a tensor is.
+
+    Args:
+        leaves: of the version that a forward reads.
+    """
+
+    def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
+        self._owners: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for name, leaf in leaves.items():
+            self._owners.setdefault(_place(leaf), []).append((name, leaf))
+        self._owners.pop(0, None)
+
+    def of(self, tensor: torch.Tensor) -> _Part | None:
+        """Returns which part of a weight a tensor is; None for what is none.
+
+        Raises:
+            ScheduleError: a part that another version does not have in the same place.
+        """
+        owners = self.owners(tensor)
+        if not owners:
+            return None
+        for name, leaf in owners:
+            offset = int(tensor.storage_offset() - leaf.storage_offset())
+            inside = offset >= 0 and offset + _extent(tensor) <= _extent(leaf)
+            alike = tensor.dtype == leaf.dtype and tensor.is_conj() == leaf.is_conj() and not tensor.is_neg()
+            # A weight with holes is packed in the other sets.
+            if inside and alike and _extent(leaf) == leaf.numel():
+                return _Part(name, tensor.size(), tensor.stride(), offset)
+        raise ScheduleError(
+            "the backward rule 'graph' looks up what autograd saves of a weight in another version of it; here it "
+            f"saves a part of {_told(owners)} that lies across parameters, in one with holes, or is of another type; "
+            f"take {_RECOMPUTE}, or a parameter with a storage of its own"
+        )
+
+    def owners(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Returns the parameters in whose storage a tensor lies."""
+        return self._owners.get(_place(tensor), [])
+
+
+def _told(owners: Iterable[tuple[str, Any]]) -> str:
+    return " or ".join(repr(name) for name, _ in owners)
+
+
+def _nodes(outputs: Iterable[torch.Tensor]) -> Iterator[Node]:
+    """Yields the nodes of a graph, each once."""
+    coming = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(coming)
+    while coming:
+        node = coming.pop()
+        yield node
+        found = {behind for behind, _ in node.next_functions if behind is not None} - seen
+        seen |= found
+        coming += found
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Returns how many elements of the storage lie from a tensor's first to its last one, both included."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
+
+
+class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows through the operations what is a weight, an activation, or computed from weights and constants alone.
+
+    Attributes:
+        refused: parameter -> operation that made of it what was saved.
+    """
+
+    def __init__(self, leaves: Mapping[str, torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights: dict[int, list[str]] = {}
+        for name, leaf in leaves.items():
+            self._weights.setdefault(_place(leaf), []).append(name)
+        self._activations = {_place(tensor) for tensor in inputs}
+        # A storage that is freed and taken again is told anew where it is written; what is nowhere is a constant.
+        self._made: dict[int, dict[str, str]] = {}
+        self.refused: dict[str, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = [_place(item) for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        made: dict[str, str] = {}
+        for place in read:
+            made |= dict.fromkeys(self._weights.get(place, ()), name.removeprefix("aten::")) | self._made.get(place, {})
+        written = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
+        is_activation = any(place in self._activations for place in read)
+        for item in written:
+            place = _place(item)
+            if place in self._weights:
+                continue
+            self._made.pop(place, None)
+            self._activations.discard(place)
+            if is_activation:
+                self._activations.add(place)
+            elif made:
+                self._made[place] = made
+        if name in _PACKING and _place(result[_PACKING[name]]) not in self._weights:
+            self.refused |= made
+        return result
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Takes what autograd saves."""
+        self.refused |= self.made_of(tensor)
+
+    def made_of(self, tensor: torch.Tensor) -> dict[str, str]:
+        """Returns, where a tensor was computed from weights alone: parameter -> operation."""
+        return self._made.get(_place(tensor), {})
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Returns where a tensor's storage is; 0 where it has none."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0

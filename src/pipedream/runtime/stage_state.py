@@ -1,0 +1,221 @@
+"""What lives on one seat of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.prediction import VELOCITY
+from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.tagged import Interpolated
+from pipedream.core.schedule.weights import WeightRule
+from pipedream.runtime.comm.channel import Pending
+from pipedream.runtime.stage.predictions import Intermediate, Views
+from pipedream.runtime.stage.recompute import Recomputation
+from pipedream.runtime.stage.saved_tensors import Saved
+from pipedream.runtime.stage.stage_module import Held, StageModule
+from pipedream.runtime.stage.velocity import check_velocity
+from pipedream.runtime.stage.versions import Versions, WeightSet
+from pipedream.runtime.update.all_reduce import add_up_all
+from pipedream.runtime.update.compensation import check_compensations
+from pipedream.runtime.update.optimizer import Gradients, Optimizer
+
+__all__ = ["Seated", "evaluating"]
+
+
+@dataclass
+class Seated:
+    """What lives on one seat of a rank: a stage replica with its weights and its optimizer.
+
+    Attributes:
+        recomputation: of the forward in the backward; None where its graph is kept.
+        views: weights that are computed; None where passes read versions.
+        intermediate: weights of backwards between two versions; None where they read versions or views.
+        saved: what the run's first forward saves; None where no phase has the rule 'graph'.
+        next_forward: microbatch of its next forward.
+        tags: (microbatch, forward version, backward version) of the gradients of the coming update.
+    """
+
+    module: StageModule
+    versions: Versions
+    gradients: Gradients
+    optimizer: Optimizer
+    recomputation: Recomputation | None = None
+    views: Views | None = None
+    intermediate: Intermediate | None = None
+    saved: Saved | None = None
+    next_forward: int = 0
+    tags: list[tuple[int, int, int]] = field(default_factory=list)
+    _counts: list[int] = field(default_factory=list)
+    _rule: WeightRule = field(init=False)
+
+    def check(self, programs: Iterable[Program], stage: int) -> None:
+        """Checks, before a run, what the methods of its phases ask of this seat's optimizer.
+
+        Raises:
+            ScheduleError: one of them goes by a velocity that the optimizer does not have.
+        """
+        for program in programs:
+            check_compensations(program.updates.compensation, self.optimizer.optimizer)
+            if any(view.by == VELOCITY for view in program.weights.views(stage)):
+                check_velocity(self.optimizer.optimizer)
+
+    def follow(self, program: Program, stage: int, clock: int) -> None:
+        """Takes up another program at a drain, where one version of the weights is left.
+
+        What views are made of goes on where the method before made it too, and begins anew otherwise.
+
+        Args:
+            program: verified.
+            stage: of this seat.
+            clock: updates that the input stage has made by the program before.
+        """
+        rule = self._rule = program.weights
+        late, mean = rule.staleness(stage), rule.mean_staleness(stage)
+        self.optimizer.follow(program.updates, stage, late, clock, mean_staleness=mean)
+        self.versions.follow(rule.held_until is None or rule.kept_until(stage) is not None)
+        if self.saved is not None:
+            self.saved.follow(leads=rule.backward_rule == "graph" and rule.held_until is not None)
+        self.intermediate = Intermediate(rule.between, self.versions) if isinstance(rule, Interpolated) else None
+        self.recomputation = Recomputation(self.module) if program.plan.stages[stage].recompute else None
+        before = {} if self.views is None else self.views.tensors()
+        self.views = Views(rule, stage, self.versions, self.optimizer) if rule.views(stage) else None
+        if self.views is not None:
+            self.views.restore(before)
+
+    def begin(self) -> None:
+        """Gets ready for a stream."""
+        self.next_forward = 0
+        if self.views is not None:
+            self.views.begin()
+        self._counts = [int(norm.num_batches_tracked) for norm in self._norms() if norm.num_batches_tracked is not None]
+
+    def end(self) -> Generator[Pending[Any], None, None]:
+        """Ends a stream, at a drain; yields where it would wait."""
+        yield from self.average_statistics()
+        self.versions.rewind()
+
+    def average_statistics(self) -> Generator[Pending[Any], None, None]:
+        """Averages BatchNorm's running statistics over the replicas at a drain, and adds up their counts."""
+        group = self.optimizer.replica_group
+        norms = self._norms()
+        if group is None or not norms:
+            return
+        floats = [b for n in norms for b in (n.running_mean, n.running_var) if b is not None]
+        counts = [n.num_batches_tracked for n in norms if n.num_batches_tracked is not None]
+        news = [count - before for count, before in zip(counts, self._counts, strict=True)]
+        sums = yield from add_up_all(group, [*floats, *news])
+        with torch.no_grad():
+            for buffer, total in zip(floats, sums, strict=False):
+                buffer.copy_(total / self.optimizer.replicas)
+            for count, before, total in zip(counts, self._counts, sums[len(floats) :], strict=True):
+                count.copy_(before + total)
+
+    def _norms(self) -> list[Any]:
+        layers = [layer for _, layer in self.module.layers]
+        found = {id(m): m for layer in layers for m in layer.modules() if isinstance(m, _NormBase)}
+        return [m for m in found.values() if m.track_running_stats]
+
+    def read(self, version: int) -> tuple[WeightSet, int]:
+        """Returns the weights that a forward reads, and which version they are, or are a view of.
+
+        Its backward releases them, where they are held for it.
+        """
+        if self.views is not None and self._rule.held_until is not Kind.FORWARD:
+            return self.views.read(version)
+        found = (self.versions.peek if self._rule.held_until is Kind.FORWARD else self.versions.read)(version)
+        return found, found.version
+
+    def read_again(self, held: Held) -> WeightSet:
+        """Returns the weights that a forward reads when its backward does it again."""
+        assert held.weights is not None
+        if self._rule.backward_rule == "stash":
+            return held.weights
+        held.redone = self._newer(held)
+        return held.redone
+
+    def _newer(self, held: Held) -> WeightSet:
+        """Returns the weights of a backward that does not read those of its forward."""
+        assert held.weights is not None
+        return self.versions.peek() if self.intermediate is None else self.intermediate.read(held.weights)
+
+    def at_forward(self) -> AbstractContextManager[None]:
+        """Returns the context of a forward that has read a version, or a view of it."""
+        return nullcontext() if self.views is None else self.views.forward()
+
+    def at_backward(self, held: Held) -> AbstractContextManager[None]:
+        """Returns the context of a backward."""
+        if self.saved is not None and self.saved.leads:
+            return self.saved.led_to(self._newer(held))
+        return nullcontext() if self.views is None else self.views.backward()
+
+    def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
+        """Runs the layers in training; see `StageModule.forward`."""
+        layers = partial(self.module.forward, value, read.leaves, microbatch, first)
+        return layers() if self.saved is None else self.saved.run(layers, value, read)
+
+    def give(self, index: int, gradient: torch.Tensor) -> None:
+        """Takes a handle's gradient from the last backward before an update, while that still runs."""
+        assert self.optimizer.reduction is not None
+        self.optimizer.reduction.put(index, self.gradients.complete(index, gradient))
+
+    def add(self, held: Held, found: list[torch.Tensor | None]) -> None:
+        """Takes in a microbatch's gradients of the weights, with which the seat is done with it."""
+        self.gradients.add(found, held.weight)
+        if held.weights is not None:
+            stashes = self._rule.backward_rule == "stash"
+            read = held.weights.version if stashes else self.versions.newest
+            self.tags.append((held.microbatch, held.version, read))
+            if self._rule.held_until is not Kind.FORWARD:
+                self.versions.release(held.weights)
+
+    def update(
+        self, program: Program, op: Op, present_share: float, total: int | None
+    ) -> list[tuple[int, int, int, int]]:
+        """Makes an update from the gradients in the handles; returns the tags of those gradients.
+
+        Args:
+            program: that is run.
+            op: the update.
+            present_share: of the round's replicas, on the learning rate.
+            total: microbatches of the stream; None while nobody knows.
+
+        A tag is (microbatch, forward version, backward version, version that the update started from).
+        """
+        stage, updates, compensator = op.stage, program.updates, self.optimizer.compensator
+        newest = self.versions.newest
+        behind, step = self.next_forward, program.placement.replicas[stage]
+        if compensator.needs_read_weights:
+            # Also where this replica has no part in the next update, it needs the weights that the others read for it.
+            behind, step = updates.members(stage, op.index + 1).start, 1
+            read = program.weights.forward_version(stage, updates.members(stage, op.index).start)
+            compensator.penalise(self.versions.peek().leaves, self.versions.peek(read).leaves)
+        coming = program.weights.readable(stage, behind, newest, step=step, total=total)
+        self.versions.begin_update(coming)
+        if self.views is not None:
+            self.views.begin_update()
+        self.optimizer.step(present_share)
+        self.versions.end_update()
+        if self.views is not None:
+            self.views.end_update()
+        tags = [(*tag, newest) for tag in self.tags]
+        self.tags.clear()
+        return tags
+
+
+@contextmanager
+def evaluating(seats: Iterable[Seated]) -> Iterator[None]:
+    """Sets the modules to evaluation, and back to the mode that each had."""
+    flags = [flag for seat in seats for flag in seat.module.train(False)]
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training

@@ -1,0 +1,219 @@
+"""Sums of gradients over the replicas of a stage: in buckets, started while the backward still runs.
+
+Autograd makes gradients from the output's end, so handles are laid into buckets in reverse order. A bucket's
+all-reduce starts as soon as the last backward of the update has accumulated all its gradients, in the fixed
+order of the buckets, the same on every replica: a bucket that is ready before its turn waits for it. What no
+backward has brought (a handle without a gradient, a replica that is absent from the last round, an empty
+microbatch) joins as zeros, when the last backward is over or at the update.
+
+Which backward is the last before an update stands in the program; time decides nothing.
+
+Between GPUs the gradients come on a thread of autograd. It works on the stream of the forward, which is the one
+that the worker works on; an all-reduce that starts there waits for what that stream has done so far, and waiting for
+it makes the worker's stream wait, so that a bucket is given back to the allocator on the stream that it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.program import Program
+from pipedream.runtime.comm.channel import Group, Pending
+
+__all__ = ["Reduction", "add_up_all", "buckets_of", "last_backwards"]
+
+
+def last_backwards(program: Program, rank: int) -> Callable[[Op], bool]:
+    """Returns the test whether a backward of a rank is the last of its update there.
+
+    It is, where the next backward or update of its stage in the rank's program is the update.
+    """
+    cycle = program.cycle
+    passes = [op for op in program.ranks[rank].warmup if isinstance(op, Op) and op.kind is not Kind.UPDATE]
+    # From `settled` on, the answer repeats itself every cycle.
+    settled = (max((op.index for op in passes), default=0) // cycle + 1) * cycle
+    open_ = {stage for stage, _ in program.placement.seats(rank)}
+    before: dict[int, int] = {}
+    last: set[tuple[int, int]] = set()
+    for op in program.stream(rank):
+        if not isinstance(op, Op) or op.kind not in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT, Kind.UPDATE):
+            continue
+        if op.kind is Kind.UPDATE:
+            if op.stage in before:
+                last.add((op.stage, before.pop(op.stage)))
+            continue
+        before[op.stage] = op.index
+        if op.index >= settled + 2 * cycle:
+            open_.discard(op.stage)
+            if not open_:
+                break
+
+    def test(op: Op) -> bool:
+        index = op.index if op.index < settled else settled + (op.index - settled) % cycle
+        return (op.stage, index) in last
+
+    return test
+
+
+def buckets_of(
+    handles: Sequence[torch.Tensor], first_bytes: int = FIRST_BUCKET_BYTES, bucket_bytes: int = BUCKET_BYTES
+) -> list[list[int]]:
+    """Returns the handles of each bucket, in the order in which the buckets are added up.
+
+    Args:
+        handles: in the order of the forward.
+        first_bytes: after which the first bucket is full.
+        bucket_bytes: after which a further one is full.
+
+    A bucket holds one type of number. The order is that in which the last handles of the buckets come.
+    """
+    full: list[list[int]] = []
+    filling: dict[torch.dtype, list[int]] = {}
+    for index in reversed(range(len(handles))):
+        dtype = handles[index].dtype
+        bucket = filling.setdefault(dtype, [])
+        bucket.append(index)
+        size = sum(handles[i].numel() * handles[i].element_size() for i in bucket)
+        if size >= (bucket_bytes if full else first_bytes):
+            full.append(filling.pop(dtype))
+    return sorted([*full, *filling.values()], key=lambda bucket: -bucket[-1])
+
+
+@dataclass
+class _Bucket:
+    """Gradients that are added up in one message.
+
+    Attributes:
+        parts: handle -> its gradient; a handle that is not there yet has no entry, one without a gradient None.
+        flat: all of them end to end, from the start of the all-reduce on.
+    """
+
+    members: list[int]
+    parts: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    flat: torch.Tensor | None = None
+
+
+class Reduction:
+    """The sums of one seat's gradients over the replicas of its stage.
+
+    Args:
+        handles: the stage's parameters, in order.
+        group: of the replicas.
+        first_bytes, bucket_bytes: see `buckets_of`.
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[torch.Tensor],
+        group: Group,
+        *,
+        first_bytes: int = FIRST_BUCKET_BYTES,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._handles = list(handles)
+        self._group = group
+        self._layout = buckets_of(self._handles, first_bytes, bucket_bytes)
+        self._bucket_of = {index: number for number, bucket in enumerate(self._layout) for index in bucket}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._buckets = [_Bucket(members) for members in self._layout]
+        self._running: list[Pending[torch.Tensor]] = []
+        self._amounts: Pending[torch.Tensor] | None = None
+
+    @property
+    def started(self) -> int:
+        """Buckets whose all-reduce has been started for the update that is coming."""
+        return len(self._running)
+
+    @property
+    def closed(self) -> bool:
+        """All that this replica has for the coming update has been given."""
+        return self._amounts is not None
+
+    def put(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Takes the complete sum of a handle, of the handle's type, and starts all buckets whose turn has come.
+
+        Args:
+            index: of the handle.
+            gradient: None where it has none; belongs to this object from now on.
+        """
+        bucket = self._buckets[self._bucket_of[index]]
+        assert index not in bucket.parts, f"handle {index} has got its gradient twice for one update"
+        bucket.parts[index] = gradient
+        if len(bucket.parts) < len(bucket.members):
+            return
+        while self.started < len(self._buckets):
+            due = self._buckets[self.started]
+            if len(due.parts) < len(due.members):
+                return
+            parts = [
+                torch.zeros_like(self._handles[i]) if (part := due.parts[i]) is None else part for i in due.members
+            ]
+            due.parts = {i: None if part is None else _GIVEN for i, part in due.parts.items()}
+            flat = [part.detach().reshape(-1) for part in parts]
+            due.flat = torch.cat(flat) if len(flat) > 1 else flat[0]
+            self._running.append(self._group.add_up(due.flat))
+
+    def close(self, sums: Sequence[torch.Tensor | None], weight: float, count: int, wish: float) -> None:
+        """Gives all that is left of this replica's part in the coming update.
+
+        Args:
+            sums: of the handles; what has been put before is not looked at.
+            weight, count: loss weight and number of the microbatches.
+            wish: not 0 where this replica was asked to stop; all replicas hear of it.
+        """
+        assert not self.closed, "a second backward is the last one of an update"
+        for bucket in self._buckets:
+            for index in bucket.members:
+                if index not in bucket.parts:
+                    self.put(index, sums[index])
+        there = [self._buckets[self._bucket_of[i]].parts[i] is not None for i in range(len(self._handles))]
+        # Small numbers, behind the buckets: whether there is a gradient decides whether the optimizer sees one.
+        amounts = torch.tensor([weight, count, wish, *there], dtype=torch.float64)
+        device = self._handles[0].device if self._handles else amounts.device
+        self._amounts = self._group.add_up(amounts.to(device))
+
+    def take(self) -> Generator[Pending[Any], None, tuple[list[torch.Tensor | None], float, int, float]]:
+        """Returns the sums, weight, count and wish over all replicas, and gets ready for the next update.
+
+        A handle that no replica has a gradient for has none, as in one process.
+        """
+        assert self._amounts is not None
+        for pending in (*self._running, self._amounts):
+            if not pending.ready():
+                yield pending
+            amounts = pending.result()
+        weight, count, wish, *there = amounts.tolist()
+        sums: list[torch.Tensor | None] = [None] * len(self._handles)
+        for bucket in self._buckets:
+            assert bucket.flat is not None
+            pieces = torch.split(bucket.flat, [self._handles[i].numel() for i in bucket.members])
+            for i, piece in zip(bucket.members, pieces, strict=True):
+                sums[i] = piece.view_as(self._handles[i]) if there[i] else None
+        self._begin()
+        return sums, weight, int(count), wish
+
+
+_GIVEN = torch.empty(0)
+"""In the place of a gradient that has gone into its bucket: its memory is free."""
+
+
+def add_up_all(group: Group, tensors: Sequence[torch.Tensor]) -> Generator[Pending[Any], None, list[torch.Tensor]]:
+    """Returns the sums of tensors over a group, with one message for each type of number."""
+    sums = list(tensors)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        members = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        pending = group.add_up(torch.cat([tensors[i].detach().reshape(-1) for i in members]))
+        if not pending.ready():
+            yield pending
+        pieces = torch.split(pending.result(), [tensors[i].numel() for i in members])
+        for i, piece in zip(members, pieces, strict=True):
+            sums[i] = piece.view_as(tensors[i])
+    return sums

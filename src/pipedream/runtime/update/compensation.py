@@ -1,0 +1,250 @@
+"""Compensations of delay on tensors: what one stage does around a step of the user's own optimizer.
+
+Within an update, after the gradients have been normalised, added up over the replicas and clipped:
+
+1. the gap-aware penalty on the gradients, while the weights that they were taken at are still there;
+2. T1 on the learning rate (`Optimizer.rate_factor`);
+3. the optimizer's own step, and the weights moved further.
+
+The weights that are stored, read by forwards, evaluated and averaged are the compensated ones, y of
+`core.schedule.compensation`; `unpredicted` computes the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pipedream.core.errors import ScheduleError
+from pipedream.core.schedule.compensation import Compensation, ErrorFeedback, GapAware, OfVelocity
+
+__all__ = ["Compensator", "check_compensations"]
+
+_COUPLED = (
+    torch.optim.SGD,
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+)
+"""Optimizers that add the weight decay to the gradient, unless a group says ``decoupled_weight_decay``."""
+
+
+class Compensator:
+    """What makes up for the late gradients of one stage.
+
+    Args:
+        chosen: compensations, checked (`core.schedule.compensation.check`).
+        staleness: of the stage, D.
+        optimizer: the user's, on the stage's handles.
+        handles: name -> parameter.
+
+    Raises:
+        ScheduleError: one of them is not defined for this optimizer.
+    """
+
+    def __init__(
+        self,
+        chosen: Sequence[Compensation],
+        staleness: int,
+        optimizer: torch.optim.Optimizer,
+        handles: Mapping[str, torch.nn.Parameter],
+    ) -> None:
+        self._staleness = staleness
+        self._optimizer = optimizer
+        self._handles = dict(handles)
+        self._names = {id(handle): name for name, handle in handles.items()}
+        self._velocity = next((one for one in chosen if isinstance(one, OfVelocity)), None)
+        self._gap = next((one for one in chosen if isinstance(one, GapAware)), None)
+        feedback = next((one for one in chosen if isinstance(one, ErrorFeedback)), None)
+        self._strength = feedback.strength_at(staleness) if feedback is not None else 0.0
+        check_compensations(chosen, optimizer)
+        self.state: dict[str, dict[str, torch.Tensor]] = {name: {} for name in handles}
+        for name, handle in handles.items():
+            if self._strength:
+                self.state[name]["last_update"] = torch.zeros_like(handle, requires_grad=False)
+            if self._gap is not None:
+                self.state[name]["mean_square"] = torch.zeros_like(handle, requires_grad=False)
+                self.state[name]["steps"] = torch.zeros((), dtype=torch.int64)
+                self.state[name]["greatest_rate"] = torch.zeros((), dtype=torch.float64)
+
+    @property
+    def needs_read_weights(self) -> bool:
+        """An update needs the weights that its gradients were taken at (`penalise`)."""
+        return self._gap is not None
+
+    def penalise(self, newest: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
+        """Divides the handles' gradients by 1 + gap / usual step, element by element.
+
+        Args:
+            newest: name -> weights that the update starts from.
+            read: name -> weights that the gradients were taken at.
+        """
+        if self._gap is None:
+            return
+        for group in self._optimizer.param_groups:
+            decay = float(group.get("weight_decay", 0.0)) if _couples_decay(self._optimizer, group) else 0.0
+            decay = -decay if group.get("maximize", False) else decay  # it is added to the gradient's negative
+            for handle in group["params"]:
+                name = self._names.get(id(handle))
+                steps = 0 if name is None else int(self.state[name]["steps"])
+                # Before the first step nothing has moved, and no gap needs a measure.
+                if handle.grad is None or name is None or not steps:
+                    continue
+                held = self.state[name]
+                usual = (held["mean_square"] / (1.0 - self._gap.decay**steps)).sqrt_().add_(self._gap.eps)
+                usual.mul_(float(held["greatest_rate"]))
+                gap = (newest[name].detach() - read[name].detach()).abs_().to(usual.dtype)
+                penalty = gap.div_(usual).add_(1.0)
+                if decay:
+                    # The optimizer adds decay * w; what it then has in all is divided.
+                    handle.grad.add_(handle.detach(), alpha=decay).div_(penalty).sub_(handle.detach(), alpha=decay)
+                else:
+                    handle.grad.div_(penalty)
+
+    def step(self) -> None:
+        """Steps the optimizer at the learning rates of its groups, and moves the weights further."""
+        if self._velocity is not None:
+            self._step_along_velocity(self._velocity)
+        elif self._strength or self._gap is not None:
+            self._step_and_look()
+        else:
+            self._optimizer.step()
+
+    def unpredicted(self, factor: float) -> dict[str, torch.Tensor]:
+        """Returns the weights w = y + p of which the stored ones are the prediction, under their names.
+
+        p is lr T v, at the learning rate and momentum that the groups have now, or lambda u_{t-1}.
+
+        Args:
+            factor: on the rates of the groups.
+        """
+        found = {name: handle.detach() for name, handle in self._handles.items()}
+        if self._strength:
+            for name, held in self.state.items():
+                found[name] = found[name] + self._strength * held["last_update"]
+        if self._velocity is not None:
+            for group in self._optimizer.param_groups:
+                ahead = factor * float(group["lr"]) * self._velocity.horizon_at(group["momentum"], self._staleness)
+                for handle in group["params"]:
+                    velocity = self._optimizer.state.get(handle, {}).get("momentum_buffer")
+                    if velocity is not None and id(handle) in self._names:
+                        found[self._names[id(handle)]] = handle.detach() + ahead * velocity
+        return found
+
+    def load(self, name: str, saved: Mapping[str, torch.Tensor]) -> None:
+        """Takes up a parameter's state from a checkpoint; what that does not hold begins anew."""
+        for key, tensor in self.state[name].items():
+            if key in saved:
+                tensor.copy_(saved[key])
+
+    def _step_along_velocity(self, kind: OfVelocity) -> None:
+        """The optimizer's own step at rate 0 renews its velocity alone; then y moves by lr (a v + b g).
+
+        So a = 1, b = 0 gives plain momentum SGD, and b = 1 torch's Nesterov, to the bit.
+        """
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = 0.0
+        self._optimizer.step()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+            a, b = kind.coefficients(group["momentum"], self._staleness)
+            moved = [handle for handle in group["params"] if handle.grad is not None]
+            if not moved:
+                continue
+            weights = [handle.detach() for handle in moved]
+            velocities = [self._optimizer.state[handle]["momentum_buffer"] for handle in moved]
+            if b:
+                directions = [handle.grad for handle in moved]
+                if group["weight_decay"]:
+                    torch._foreach_add_(directions, weights, alpha=float(group["weight_decay"]))
+                if b != 1.0:
+                    torch._foreach_mul_(directions, b)
+                torch._foreach_add_(directions, velocities, alpha=a)
+            else:
+                directions = velocities
+            torch._foreach_add_(weights, directions, alpha=-float(rate))
+            self._look(moved, velocities, float(rate))
+
+    def _step_and_look(self) -> None:
+        """The optimizer's own step; what it did is used by error feedback, and to know the usual step."""
+        handles = list(self._handles.values())
+        if not handles:
+            self._optimizer.step()
+            return
+        updates = [handle.detach().clone() for handle in handles]
+        self._optimizer.step()
+        weights = [handle.detach() for handle in handles]
+        torch._foreach_sub_(updates, weights)
+        if self._strength:
+            held = [self.state[name] for name in self._handles]
+            lasts = [one["last_update"] for one in held]
+            torch._foreach_add_(weights, updates, alpha=-self._strength)
+            torch._foreach_add_(weights, lasts, alpha=self._strength)
+            for one, update in zip(held, updates, strict=True):
+                one["last_update"] = update
+        if self._gap is not None:
+            of = {id(handle): update for handle, update in zip(handles, updates, strict=True)}
+            for group in self._optimizer.param_groups:
+                rate = float(group["lr"])
+                moved = [handle for handle in group["params"] if id(handle) in of]
+                if rate:
+                    self._look(moved, [of[id(handle)] / rate for handle in moved], rate)
+
+    def _look(self, handles: Sequence[torch.nn.Parameter], steps: Sequence[torch.Tensor], rate: float) -> None:
+        """Takes steps, for a rate of 1, into the usual one."""
+        if self._gap is None or not rate:
+            return
+        for handle, step in zip(handles, steps, strict=True):
+            held = self.state[self._names[id(handle)]]
+            held["mean_square"].mul_(self._gap.decay).addcmul_(step, step, value=1.0 - self._gap.decay)
+            held["steps"] += 1
+            held["greatest_rate"].clamp_(min=rate)
+
+
+def check_compensations(chosen: Sequence[Compensation], optimizer: torch.optim.Optimizer) -> None:
+    """Checks that compensations are defined for an optimizer.
+
+    Raises:
+        ScheduleError: one is not.
+    """
+    for one in chosen:
+        if isinstance(one, OfVelocity):
+            _check_velocity(one, optimizer)
+
+
+def _couples_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    return isinstance(optimizer, _COUPLED) and not group.get("decoupled_weight_decay", False)
+
+
+def _check_velocity(kind: OfVelocity, optimizer: torch.optim.Optimizer) -> None:
+    """Checks that an optimizer is momentum SGD as the family takes it.
+
+    Raises:
+        ScheduleError: it is not.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        raise ScheduleError(
+            f"compensation {kind} works on the velocity of torch.optim.SGD, found {type(optimizer).__name__}; take "
+            "error_feedback, which takes any optimizer, or SGD with momentum"
+        )
+    for group in optimizer.param_groups:
+        if not group["momentum"]:
+            raise ScheduleError(
+                f"compensation {kind} was asked for with an SGD without momentum, whose gradients are spent at once: "
+                "there is no velocity to go by; set momentum, or take error_feedback or t1"
+            )
+        for option in ("dampening", "nesterov", "maximize"):
+            if group[option]:
+                raise ScheduleError(
+                    f"compensation {kind} is defined for plain momentum, found SGD with {option}={group[option]!r}; "
+                    f"leave {option} out"
+                )

@@ -1,0 +1,103 @@
+"""The scale of the loss: small gradients of low precision are kept from vanishing by a factor on the loss.
+
+The rule is that of `torch.amp.GradScaler`: an update whose gradients are not all finite is left out and the scale is
+multiplied by the backoff factor; after so many good updates in a row it is multiplied by the growth factor. Every stage
+keeps a scale of its own and hears of the same updates, so that all have the same one: the last stage scales by it, each
+stage divides by it at its update. The user's scaler says how they begin, and stays as it was.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+
+from pipedream.core.errors import ScheduleError
+
+__all__ = ["LossScale", "Scaling"]
+
+_SKIPPED_IN_A_ROW = 8
+"""Updates left out one after the other, at which a scale that does not change is warned of."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a loss is scaled.
+
+    Attributes:
+        scale: at the start.
+        growth, backoff: factors; 1 for a constant scale.
+        interval: good updates in a row before the scale grows.
+        good: of them, at the start.
+    """
+
+    scale: float
+    growth: float = 1.0
+    backoff: float = 1.0
+    interval: int = 1
+    good: int = 0
+
+    @property
+    def kind(self) -> str:
+        """'dynamic' for a scale that changes, or 'constant'."""
+        return "constant" if self.growth == self.backoff == 1.0 else "dynamic"
+
+    @classmethod
+    def of(cls, given: Any) -> Scaling | None:
+        """Returns what a number (a constant scale), a torch.amp.GradScaler or None asks for.
+
+        Raises:
+            ScheduleError: it is none of these.
+        """
+        if given is None or (isinstance(given, torch.amp.GradScaler) and not given.is_enabled()):
+            return None
+        if isinstance(given, torch.amp.GradScaler):
+            factors = given.get_growth_factor(), given.get_backoff_factor()
+            good = given.state_dict()["_growth_tracker"]
+            return cls(given.get_scale(), *factors, given.get_growth_interval(), good)
+        if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given < inf:
+            return cls(float(given))
+        raise ScheduleError(f"grad_scaler={given!r} was asked for; give a torch.amp.GradScaler or a positive number")
+
+
+class LossScale:
+    """The scale of one stage.
+
+    Attributes:
+        value: now.
+        good: updates in a row that were made.
+
+    Warns of a constant scale by which many updates in a row have been left out: nothing will make them finite.
+    """
+
+    def __init__(self, scaling: Scaling) -> None:
+        self._scaling = scaling
+        self.value = scaling.scale
+        self.good = scaling.good
+        self._bad = 0
+
+    @property
+    def changes(self) -> bool:
+        """It is a dynamic scale."""
+        return self._scaling.kind == "dynamic"
+
+    def hear(self, finite: bool) -> None:
+        """Takes in whether the gradients of an update were finite."""
+        self.good = self.good + 1 if finite else 0
+        self._bad = 0 if finite else self._bad + 1
+        if self._bad == _SKIPPED_IN_A_ROW and not self.changes:
+            warnings.warn(
+                f"{self._bad} updates in a row were skipped, for their gradients are not finite at the constant loss "
+                f"scale {self.value:g}; take a smaller one (grad_scaler=...), a torch.amp.GradScaler with a method "
+                "that flushes (1f1b, gpipe), or a lower learning rate where it is not the scale that makes them so",
+                stacklevel=2,
+            )
+        if not finite:
+            self.value *= self._scaling.backoff
+        elif self.good == self._scaling.interval:
+            grown, self.good = self.value * self._scaling.growth, 0
+            if grown <= torch.finfo(torch.float32).max:  # torch keeps its scale as float32
+                self.value = grown

@@ -1,0 +1,170 @@
+"""Weights that several stages hold, as an embedding and an output layer that share a matrix.
+
+Each holder keeps its own copy and its own optimizer state. At an update the holders add up their gradients, so that
+each makes the same step, and the copies stay equal to the bit. That takes a flush: without one the holders make their
+updates at different times, from gradients of different versions, and no moment has one gradient for the one weight.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from pipedream.core.errors import PlanError
+from pipedream.core.plan.placement import Placement
+from pipedream.runtime.comm.channel import Group, Pending
+from pipedream.runtime.update.all_reduce import add_up_all
+
+__all__ = ["Shared", "TiedSum", "own_copies", "shared_weights", "spread"]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Weights that the same stages hold.
+
+    Attributes:
+        names: of the parameters, as `nn.Module.named_parameters` gives them.
+        stages: the holders, in order; the first one speaks for them.
+    """
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+
+    def among(self, stages: Collection[int]) -> Shared:
+        """Returns the same weights with the holders that are among some stages."""
+        return Shared(self.names, tuple(stage for stage in self.stages if stage in stages))
+
+    def ranks(self, placement: Placement) -> tuple[int, ...]:
+        """Returns the ranks with a holder, in order."""
+        return tuple(sorted({rank for stage in self.stages for rank in placement.ranks[stage]}))
+
+
+def shared_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> tuple[Shared, ...]:
+    """Returns the trained weights that more than one stage holds.
+
+    Args:
+        model: the user's.
+        stages: layers of each.
+
+    Raises:
+        PlanError: stages share a view of a weight, or a module with state that moves.
+    """
+    holders: dict[int, set[int]] = defaultdict(set)
+    views: dict[int, set[int]] = defaultdict(set)
+    moving: dict[int, set[int]] = defaultdict(set)
+    for stage, layers in enumerate(stages):
+        for layer in layers:
+            for parameter in layer.parameters():
+                if parameter.requires_grad:
+                    holders[id(parameter)].add(stage)
+                    views[parameter.untyped_storage()._cdata].add(id(parameter))
+            for module in layer.modules():
+                if any(buffer is not None for buffer in module._buffers.values()):
+                    moving[id(module)].add(stage)
+                if isinstance(module, _NormBase):
+                    for statistics in (module.running_mean, module.running_var):
+                        if statistics is not None:
+                            moving[statistics.untyped_storage()._cdata].add(stage)
+    named = dict(model.named_parameters())
+    for parts in views.values():
+        if len(parts) > 1 and len(set.union(*(holders[part] for part in parts))) > 1:
+            names = ", ".join(name for name, parameter in named.items() if id(parameter) in parts)
+            raise PlanError(
+                f"stages share one storage under different parameters ({names}), whose gradients cannot be added up; "
+                "keep these layers in one stage, or share the parameter itself"
+            )
+    if any(len(found) > 1 for found in moving.values()):
+        raise PlanError(
+            "stages share a module that has buffers, or running statistics, which each would move by itself; keep "
+            "these layers in one stage"
+        )
+    groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name, parameter in named.items():
+        if len(holders[id(parameter)]) > 1:
+            groups[tuple(sorted(holders[id(parameter)]))].append(name)
+    return tuple(Shared(tuple(names), held) for held, names in groups.items())
+
+
+def own_copies(handles: Mapping[str, nn.Parameter], stage: int, shared: Sequence[Shared]) -> dict[str, nn.Parameter]:
+    """Returns a stage's handles for a process with several stages: copies of what one of these before it holds too.
+
+    Args:
+        handles: of the user's model.
+        stage: whose.
+        shared: with the holders in this process.
+    """
+    foreign = {name for one in shared if stage in one.stages[1:] for name in one.names}
+    return {
+        name: nn.Parameter(handle.detach().clone()) if name in foreign else handle for name, handle in handles.items()
+    }
+
+
+def spread(
+    model: nn.Module,
+    shared: Sequence[Shared],
+    groups: Sequence[dist.ProcessGroup | None],
+    placement: Placement,
+    rank: int,
+) -> None:
+    """Gives all holders the first one's values; every holder calls it.
+
+    Args:
+        groups: of the holders of each of the shared weights.
+    """
+    named = dict(model.named_parameters())
+    for one, group in zip(shared, groups, strict=True):
+        if any(rank in placement.ranks[stage] for stage in one.stages):
+            for name in one.names:
+                dist.broadcast(named[name].data, placement.ranks[one.stages[0]][0], group=group)
+
+
+class TiedSum:
+    """One rank's part in the sums over all holders of the same weights.
+
+    Args:
+        shared: the weights.
+        handles: holder on this rank -> its weights by name, in order.
+        replicas: of each stage; those of a holder hold the same sums, of which each gives its share.
+        group: of all ranks with a holder.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        handles: Mapping[int, Mapping[str, torch.Tensor]],
+        replicas: Sequence[int],
+        group: Group,
+    ) -> None:
+        self._places = {stage: [list(own).index(name) for name in shared.names] for stage, own in handles.items()}
+        some = next(iter(handles.values()))
+        self._like = [some[name] for name in shared.names]
+        self._replicas = replicas
+        self._group = group
+
+    def add_up(self, sums: Mapping[int, list[torch.Tensor | None]]) -> Generator[Pending[Any], None, None]:
+        """Puts the sums over all holders in the place of those of this rank's; yields where it would wait.
+
+        A weight that no holder has a gradient for has none, as in one process.
+
+        Args:
+            sums: stage -> its gradients, for the stages of this rank.
+        """
+        mine = [torch.zeros_like(handle) for handle in self._like]
+        there = torch.zeros(len(mine), dtype=torch.float64)
+        for stage, places in self._places.items():
+            share = self._replicas[stage]
+            for n, place in enumerate(places):
+                if (held := sums[stage][place]) is not None:
+                    mine[n] += held / share if share > 1 else held
+                    there[n] += 1
+        *whole, counts = yield from add_up_all(self._group, [*mine, there.to(mine[0].device)])
+        for stage, places in self._places.items():
+            for place, total, count in zip(places, whole, counts.tolist(), strict=True):
+                sums[stage][place] = total.clone() if count else None  # each is divided and clipped in its place

@@ -1,0 +1,124 @@
+"""What is decided over an update before it is made: whether its gradients are finite, and how far they are clipped.
+
+A stage decides by its own gradients, or by those of all stages. The norm of all is that of the whole model's gradient,
+as `torch.nn.utils.clip_grad_norm_` takes it in one process; it is not finite if any gradient is not. A rank gives one
+number for all its stages, and one sum for all of them that hold a weight together; so its first update of a round waits
+for the gradients of all of them, and the schedule has its updates together for this (`Schedule.coupled`). Without a
+flush it is the norm of an earlier update that clips (`core.schedule.coupling`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+import torch
+
+from pipedream.core.schedule.coupling import Policy
+from pipedream.core.schedule.program import Program
+from pipedream.runtime.comm.channel import Group, Pending
+from pipedream.runtime.stage_state import Seated
+from pipedream.runtime.update.tied_weights import TiedSum
+
+__all__ = ["Coupling"]
+
+
+class Coupling:
+    """What decides over the updates of one rank's stages.
+
+    Args:
+        policy: what was chosen of the run's couplings.
+        group: adds a number up over all ranks.
+        seats: stage -> what lives here.
+        tied: sums over the stages that hold weights together.
+
+    Attributes:
+        norm_square: square of the newest global norm that is known and finite; 0 before there is one.
+    """
+
+    def __init__(self, policy: Policy, group: Group, seats: Mapping[int, Seated], tied: Sequence[TiedSum] = ()) -> None:
+        self._limit, self._skips = policy.clip_grad_norm, policy.skips
+        self._locally = policy.clip == "local"
+        self._group = group
+        self._seats = seats
+        self._tied = tuple(tied)
+        self._hears_of_all = False
+        self._delay = 0
+        self._prepared: dict[int, tuple[float, bool]] = {}
+        self._norms: deque[Pending[torch.Tensor]] = deque()
+        self.norm_square = 0.0
+
+    def follow(self, program: Program) -> None:
+        """Takes up another program, at a drain."""
+        wanted = self._skips or (self._limit is not None and not self._locally)
+        self._hears_of_all = wanted and program.couples_updates
+        self._delay = program.norm_delay
+
+    def prepare(self, stage: int, wish: float) -> Generator[Any, None, tuple[float, bool]]:
+        """Prepares the update of a stage as `Optimizer.prepare`, and decides over it; yields where it would wait."""
+        if not self._hears_of_all and not self._tied:
+            seat = self._seats[stage]
+            prepared = yield from seat.optimizer.prepare(seat.gradients, wish)
+            self._decide_alone(seat)
+            return prepared
+        if not self._prepared:
+            gathered = {}
+            for number, seat in self._seats.items():
+                gathered[number] = yield from seat.optimizer.gather(seat.gradients, wish)
+            for one in self._tied:
+                yield from one.add_up({number: found.sums for number, found in gathered.items()})
+            self._prepared = {n: seat.optimizer.normalise(gathered[n]) for n, seat in self._seats.items()}
+            if self._hears_of_all:
+                yield from self._decide_together()
+            else:
+                for seat in self._seats.values():
+                    self._decide_alone(seat)
+        return self._prepared.pop(stage)
+
+    def settle(self) -> Generator[Any, None, None]:
+        """Hears of all norms that are on their way, at a drain; yields where it would wait."""
+        while self._norms:
+            yield from self._hear()
+
+    def _decide_alone(self, seat: Seated) -> None:
+        if self._limit is not None or self._skips:
+            square = seat.optimizer.squares
+            self._decide(seat, square, square)
+
+    def _decide_together(self) -> Generator[Any, None, None]:
+        squares = {stage: seat.optimizer.squares for stage, seat in self._seats.items()}
+        # Replicas hold the same gradients after their sum: each gives its share of the stage's square.
+        mine = sum(squares[stage] / seat.optimizer.replicas for stage, seat in self._seats.items())
+        self._norms.append(self._group.add_up(torch.tensor([mine], dtype=torch.float64)))
+        heard = 0.0
+        if len(self._norms) > self._delay:
+            heard = yield from self._hear()
+        for stage, seat in self._seats.items():
+            own = squares[stage]
+            if not self._delay:
+                self._decide(seat, heard, own if self._locally else heard)
+            else:
+                # The global norm of this very update is no less than the stage's own, whatever the older one was.
+                self._decide(seat, own, max(own, self.norm_square))
+
+    def _hear(self) -> Generator[Any, None, float]:
+        pending = self._norms.popleft()
+        if not pending.ready():
+            yield pending
+        square = float(pending.result())
+        if isfinite(square):
+            self.norm_square = square
+        return square
+
+    def _decide(self, seat: Seated, whole: float, bound: float) -> None:
+        """Skips an update, or clips its gradients in place.
+
+        Args:
+            whole: sum of the squares of all that is skipped together.
+            bound: square of the norm that clips.
+        """
+        seat.optimizer.finite = isfinite(whole) or not self._skips
+        if self._limit is not None and seat.optimizer.finite:
+            seat.optimizer.clip(self._limit, bound**0.5)

@@ -1,0 +1,1 @@
+"""Published methods without a flush. One file each."""

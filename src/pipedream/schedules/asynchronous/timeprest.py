@@ -1,0 +1,192 @@
+"""TiMePReSt: nF1B, all forwards of a minibatch and the backward of another in turn, backwards at the newest weights.
+
+2024 (arXiv 2410.14312; Future Generation Computer Systems, 2026), sections 3.1 and 3.2. A minibatch has m microbatches;
+a stage goes back through a whole one as soon as it can, and admits at most p - s. With a slot for a forward and for a
+minibatch's backward these are 2(p-1-s) forwards of warm-up beside the minibatch's own m (p-1-s, if m = 1). Here the
+backwards of a minibatch's microbatches follow each other in the place of one backward of their mean loss: the gradient
+is the same. The paper has a worker a stage; where stages have replicas, each takes its part of the warm-up.
+
+`timeprest` keeps vertical sync and drops the horizontal stash: the version that a microbatch meets at the input stage
+is its tag, which each stage's forward reads (microbatches of one minibatch may have different ones); a backward reads
+the newest weights of its stage. ceil(2(p-1)/m) updates lie between the two, at every stage, whatever m: the activations
+stay old. `v_timeprest`, 2025 (arXiv 2509.23241), has neither a stash nor a tag: ceil(2(p-1-s)/m) updates.
+
+By the paper, v = floor((p+m-2)/m) minibatches lie between a backward and the one whose weights it reads, all stages
+alike. In its own order that is floor((p-1)/(m+1)) + 1, to the newest minibatch of which every stage has made its
+update; both are 1 for p <= m + 1, and up to eight workers they differ at (p, m) = (6, 2), (8, 2) and (8, 3). A backward
+reads here what is newest at its own stage, which is made of the minibatch before: the paper's own reading where v = 1,
+as in its experiments.
+
+    rank 0 | F0  F1  F2  F3  B0  B1' F4  F5  B2  B3'
+    rank 1 | .   F0  F1  B0  B1' F2  F3  B2  B3' F4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+
+from pipedream.core.plan.placement import Seat
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.schedule import Claims, Schedule
+from pipedream.core.schedule.tagged import Tagged
+from pipedream.core.schedule.update import UpdateRule
+from pipedream.core.schedule.weights import Latest, WeightRule
+from pipedream.schedules.idioms import (
+    at_one_seat,
+    backward,
+    endless,
+    forward,
+    recomputing,
+    share_out,
+    update,
+)
+from pipedream.schedules.method import Method, Picture
+
+__all__ = ["METHODS", "nf1b", "timeprest", "v_timeprest"]
+
+
+def timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
+    """Returns TiMePReSt; 3 microbatches a minibatch, as in its paper, unless asked.
+
+    Args:
+        plan: of stages; this order has a depth of its own.
+        microbatches: m, of a minibatch.
+        backward_rule: 'graph', or 'recompute'.
+
+    Raises:
+        ScheduleError: fewer microbatches than a stage has replicas.
+    """
+    return nf1b(
+        "timeprest",
+        plan,
+        microbatches,
+        backward_rule,
+        lambda waits, replicas, m: Tagged(waits, replicas, m, backward_rule=backward_rule),
+        staleness=lambda p, s, m: -(-min(2, m) * (p - 1) // m),
+        versions=lambda p, s, m: -(-min(2, m) * s // m) + 1,
+    )
+
+
+def v_timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
+    """Returns V-TiMePReSt; 3 microbatches a minibatch, as in its paper, unless asked.
+
+    Args:
+        plan: of stages; this order has a depth of its own.
+        microbatches: m, of a minibatch.
+        backward_rule: 'graph', or 'recompute'.
+
+    Raises:
+        ScheduleError: fewer microbatches than a stage has replicas.
+    """
+
+    def rule(waits: tuple[int, ...], replicas: tuple[int, ...], m: int) -> Latest:
+        return Latest(waits, replicas, (0,) * len(waits), (m,) * len(waits), backward_rule=backward_rule)
+
+    return nf1b("v_timeprest", plan, microbatches, backward_rule, rule)
+
+
+def nf1b(
+    name: str,
+    plan: Plan,
+    microbatches: int | None,
+    backward_rule: str,
+    rule: Callable[[tuple[int, ...], tuple[int, ...], int], WeightRule],
+    *,
+    staleness: Callable[[int, int, int], int] = lambda p, s, m: -(-min(2, m) * (p - 1 - s) // m),
+    versions: Callable[[int, int, int], int] = lambda p, s, m: 1,
+) -> Schedule:
+    """Returns a method of the order nF1B.
+
+    Args:
+        name: of the method.
+        plan: of stages.
+        microbatches: of a minibatch; None for 3, or the replicas of a stage where they are more.
+        backward_rule: of the method.
+        rule: (warm-up forwards of each stage's replicas, replicas, m) -> its weight rule.
+        staleness, versions: (p, s, m) -> claimed, for a straight pipeline.
+
+    Raises:
+        ScheduleError: fewer microbatches than a stage has replicas.
+    """
+    m = share_out(name, plan, microbatches, 3)
+    waits = _warmup(plan, m)
+    depth = tuple(wait - (-m // count) for wait, count in zip(waits, plan.replicas, strict=True))
+    lag = (0,) * len(plan.stages)
+    plan = recomputing(
+        plan if (plan.in_flight, plan.lag) == (depth, lag) else replace(plan, in_flight=depth, lag=lag, depth="hand"),
+        backward_rule,
+    )
+
+    def ops(seat: Seat) -> Iterator[Op]:
+        stage, replicas = seat[0], plan.replicas[seat[0]]
+        ahead = waits[stage] * replicas
+        forwards, backwards = iter(endless(seat, replicas)), iter(endless(seat, replicas))
+        k, back = next(forwards), next(backwards)
+        for number in count():
+            while k < ahead + (number + 1) * m:
+                yield forward(seat, k)
+                k = next(forwards)
+            while back < (number + 1) * m:
+                yield backward(seat, back)
+                back = next(backwards)
+            yield update(seat, number + 1)
+
+    return Schedule(
+        name=name,
+        plan=plan,
+        placement=plan.placement,
+        order=at_one_seat(plan.placement, ops),
+        weights=rule(waits, plan.replicas, m),
+        updates=UpdateRule((m,) * len(plan.stages)),
+        microbatches=m,
+        claims=Claims(
+            in_flight=lambda p, total, s: min(min(2, m) * (p - 1 - s) + m, total),
+            staleness=lambda p, total, s: staleness(p, s, m),
+            versions=lambda p, total, s: versions(p, s, m),
+        ),
+    )
+
+
+def _warmup(plan: Plan, m: int) -> tuple[int, ...]:
+    """Returns the forwards of warm-up of a replica of each stage: its part of min(2, m) (p - 1 - s), rounded up.
+
+    No stage has fewer than the one behind it, or that one would wait for a forward that waits for its backward; nor is
+    less in flight at it, as in any plan. At the input stage replica 0 reads minibatches for all, so its first
+    microbatch of each must not stand behind a backward that the others' are in front of: of a minibatch that a backward
+    divides, each replica has one in front.
+    """
+    waits: list[int] = []
+    behind = held = 0
+    for s, replicas in reversed([*enumerate(plan.replicas)]):
+        share = -(-m // replicas)
+        wait = max(-(-max(min(2, m) * (len(plan.stages) - 1 - s), behind) // replicas), 1 - share - (-held // replicas))
+        while s == 0 and 0 < wait * replicas % m < replicas:
+            wait += 1
+        waits.insert(0, wait)
+        behind, held = wait * replicas, (wait + share - 1) * replicas
+    return tuple(waits)
+
+
+METHODS = (
+    Method(
+        timeprest,
+        since=2024,
+        picture=Picture("TiMePReSt: forwards read the version (v) of their tag, backwards the newest; m = 3", 3, 15),
+        choose="To study backwards at the newest weights with forwards of one version of the whole model. The last "
+        "stage keeps the most versions, and all stages are as late as the first. Take "
+        "`timeprest[backward_rule=recompute]` at high rates: old activations with newer weights diverged first where "
+        "this was tried.",
+    ),
+    Method(
+        v_timeprest,
+        since=2025,
+        picture=Picture(
+            "V-TiMePReSt: m forwards, then m backwards; each op reads the newest version (v); m = 3", 3, 15
+        ),
+        choose="To study the order nF1B: paci's weights and updates, with the backwards of a minibatch together. "
+        "It holds more microbatches than paci and is no less late.",
+    ),
+)

@@ -1,0 +1,72 @@
+"""Breadth-first: each worker has v stages, p stages apart, and takes all microbatches through one before the next.
+
+Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023, section 4.1: the bubble of interleaved 1F1B,
+(p - 1)/(vm + p - 1), for any m >= p, with the activations of GPipe; a stage's microbatches follow each other, so that
+its messages, and under replicas its sums, have the longest time. The digits are stage and microbatch; rank 0 has
+stages 0 and 2.
+
+    rank 0 | 0F0  0F1  2F0  2F1  .    .    2B0  2B1' 0B0  0B1'
+    rank 1 | .    1F0  1F1  3F0  3F1  3B0  3B1' 1B0  1B1'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.schedule import Claims, Schedule
+from pipedream.schedules.idioms import backward, flushing, forward, minibatch_by_minibatch
+from pipedream.schedules.layouts import looped
+from pipedream.schedules.method import Method, Picture
+
+__all__ = ["METHODS", "breadth_first"]
+
+
+def breadth_first(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns the breadth-first order with a flush; 4 microbatches a worker unless asked.
+
+    Args:
+        plan: of v p stages on p workers, laid out `looped`.
+        microbatches: m; below p a stage waits for the last worker before it goes round again.
+
+    Raises:
+        ScheduleError: the plan is laid out otherwise.
+    """
+    p, chunks = plan.workers, looped.check("breadth_first", plan)
+    m = microbatches or 4 * p
+
+    def ops(rank: int, mine: range) -> Iterator[Op]:
+        for lap in range(chunks):
+            yield from (forward((rank + p * lap, 0), k) for k in mine)
+        for lap in reversed(range(chunks)):
+            yield from (backward((rank + p * lap, 0), k) for k in mine)
+
+    return flushing(
+        "breadth_first",
+        plan,
+        m,
+        minibatch_by_minibatch(m, ops),
+        Claims(
+            assumption="p workers with v equal stages each, messages cost nothing",
+            # Below p a worker waits for the last one before each further lap.
+            bubble=lambda p, m: 1 - chunks * m / ((chunks - 1) * max(m, p) + m + p - 1),
+            in_flight=lambda p, m, s: chunks * m,
+            staleness=lambda p, m, s: 0,
+            versions=lambda p, m, s: chunks,
+        ),
+    )
+
+
+METHODS = (
+    Method(
+        breadth_first,
+        since=2022,
+        aliases=("looped_bfs",),
+        layout=looped,
+        picture=Picture("Breadth-first: two stages (s) a worker, m = 4", 4, 8),
+        choose="Where messages are slow beside the compute of a microbatch, and memory is plentiful: the bubble of "
+        "interleaved_1f1b, but a stage's microbatches follow each other, so that a message has the longest "
+        "time.",
+    ),
+)

@@ -1,0 +1,119 @@
+"""Chimera: two pipelines in opposite directions, each with half of the microbatches, in each other's bubbles.
+
+Li and Hoefler, Chimera, SC 2021, section 3. Worker w holds stage w of the pipeline down and stage p - 1 - w of the one
+up: each stage has two holders, which add up their gradients. A minibatch of more than p microbatches is a row of units
+of p, each of whose first forwards stand in the last bubbles of the one before (section 3.5, direct concatenation):
+p - 2 idle slots in all, against 2(p - 1) of 1F1B. The digits are stage and microbatch; even microbatches go down.
+
+    rank 0 | 0F0  1F1  1B1  0B0'
+    rank 1 | 0F1  1F0  1B0  0B1'
+
+A holder's sum starts as soon as its own last backward of the minibatch is done, in the bubble that is left there; the
+update waits for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from pipedream.core.errors import ScheduleError
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.schedule import Claims, Order, Schedule
+from pipedream.schedules.idioms import backward, flushing, forward, update
+from pipedream.schedules.layouts import mirrored
+from pipedream.schedules.method import Method, Picture
+
+__all__ = ["METHODS", "both_ways", "chimera"]
+
+
+def chimera(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns Chimera with one pair of pipelines; as many microbatches as workers unless asked.
+
+    Args:
+        plan: of p stages with two replicas each, laid out `mirrored`, p even.
+        microbatches: m, a multiple of p.
+
+    Raises:
+        ScheduleError: the plan is laid out otherwise, or another number of microbatches.
+    """
+    mirrored.check("chimera", plan)
+    p = plan.workers
+    m = microbatches or p
+    if m % p:
+        raise ScheduleError(
+            f"schedule 'chimera' on {p} workers with {m} microbatches a minibatch: it takes them in units of {p}; "
+            "split the minibatch into a multiple of that"
+        )
+
+    def unit(rank: int, first: int) -> list[tuple[int, Op]]:
+        """The ops of p microbatches, each behind the slot in which it starts, a forward being as long as a backward."""
+        found = []
+        for up, stage in enumerate((rank, p - 1 - rank)):
+            seat = (stage, up)
+            for i in range(p // 2):
+                k = first + 2 * i + up
+                found += [(2 * i + stage, forward(seat, k)), (2 * p - 1 - stage + 2 * i, backward(seat, k))]
+        return found
+
+    def order(rank: int) -> Iterator[Op]:
+        for number in count():
+            slots = [(2 * p * u + slot, op) for u in range(m // p) for slot, op in unit(rank, number * m + u * p)]
+            yield from (op for _, op in sorted(slots))
+
+    return both_ways(
+        "chimera",
+        plan,
+        m,
+        order,
+        Claims(
+            assumption="p equal stages, two holders each, backward as long as forward, messages and sums cost nothing",
+            ratio=1.0,
+            bubble=lambda p, m: (p - 2) / (2 * m + p - 2),
+            in_flight=lambda p, m, s: p // 2 + min(s, p - 1 - s) + 1,
+            staleness=lambda p, m, s: 0,
+            versions=lambda p, m, s: 2,
+        ),
+    )
+
+
+def both_ways(name: str, plan: Plan, m: int, order: Order, claims: Claims) -> Schedule:
+    """Returns the schedule of an order of two pipelines in opposite directions, with the updates of both holders.
+
+    Args:
+        name: of the method.
+        plan: laid out `mirrored`.
+        m: microbatches of a minibatch.
+        order: rank -> its forwards and backwards, minibatch after minibatch.
+        claims: of the method.
+    """
+
+    def with_updates(rank: int) -> Iterator[Op]:
+        p = plan.workers
+        left = 2 * m  # of a minibatch at the rank's two stages: half of the forwards and backwards each
+        number = 0
+        for op in order(rank):
+            yield op
+            left -= 1
+            if not left:
+                number, left = number + 1, 2 * m
+                # Behind all backwards, so that the sum of the stage that is done first has the time of the other's;
+                # both holders in the same order.
+                for stage in sorted((rank, p - 1 - rank), reverse=True):
+                    yield update((stage, int(stage != rank)), number)
+
+    return flushing(name, plan, m, with_updates, claims)
+
+
+METHODS = (
+    Method(
+        chimera,
+        since=2021,
+        layout=mirrored,
+        picture=Picture("Chimera: one pipeline down, one up; s is the stage; m = 4", 4, 8),
+        choose="When a minibatch has few microbatches, about as many as workers, and the weights are small beside "
+        "the activations: about half of 1f1b's bubble, for two sets of weights a worker and a sum over two "
+        "holders at each update. The number of workers must be even.",
+    ),
+)

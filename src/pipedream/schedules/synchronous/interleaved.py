@@ -1,0 +1,85 @@
+"""Interleaved 1F1B: each worker has v stages, p stages apart, so that the pipeline fills v times as fast.
+
+Narayanan et al., Megatron-LM, SC 2021, section 2.2.2: bubble (p - 1)/(vm + p - 1), for v times the messages. The digits
+are stage and microbatch; rank 0 has stages 0 and 2.
+
+    rank 0 | 0F0  0F1  2F0  2F1  .    2B0  .    2B1' 0B0  0B1'
+    rank 1 | .    1F0  1F1  3F0  3B0  3F1  3B1' 1B0  1B1'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipedream.core.errors import ScheduleError
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.schedule import Claims, Schedule
+from pipedream.schedules.idioms import backward, flushing, forward, minibatch_by_minibatch
+from pipedream.schedules.layouts import looped
+from pipedream.schedules.method import Method, Picture
+
+__all__ = ["METHODS", "interleaved_1f1b"]
+
+
+def interleaved_1f1b(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns interleaved 1F1B with a flush; 4 microbatches a worker unless asked.
+
+    Args:
+        plan: of v p stages on p workers, laid out `looped`.
+        microbatches: a multiple of p.
+
+    Raises:
+        ScheduleError: the plan is laid out otherwise, or another number of microbatches.
+    """
+    p, chunks = plan.workers, looped.check("interleaved_1f1b", plan)
+    m = microbatches or 4 * p
+    if m % p:
+        raise ScheduleError(
+            f"schedule 'interleaved_1f1b' on {p} workers with {m} microbatches a minibatch: it takes them in groups of "
+            f"{p}; split the minibatch into a multiple of that"
+        )
+
+    def ops(rank: int, mine: range) -> Iterator[Op]:
+        def nth(i: int, *, back: bool) -> Op:
+            """The i-th forward or backward: p microbatches at one stage, then at the next."""
+            group, i = divmod(i, p * chunks)
+            lap, k = divmod(i, p)
+            stage = rank + p * (chunks - 1 - lap if back else lap)
+            return (backward if back else forward)((stage, 0), mine[group * p + k])
+
+        total = m * chunks
+        warmup = min(2 * (p - 1 - rank) + (chunks - 1) * p, total)
+        for i in range(total + warmup):
+            if i < total:
+                yield nth(i, back=False)
+            if i >= warmup:
+                yield nth(i - warmup, back=True)
+
+    return flushing(
+        "interleaved_1f1b",
+        plan,
+        m,
+        minibatch_by_minibatch(m, ops),
+        Claims(
+            assumption="p workers with v equal stages each, messages cost nothing, m a multiple of p",
+            bubble=lambda p, m: (p - 1) / (chunks * m + p - 1),
+            in_flight=lambda p, m, s: min(2 * (p - 1 - s) + (chunks - 1) * p + 1, chunks * m),
+            staleness=lambda p, m, s: 0,
+            versions=lambda p, m, s: chunks,
+        ),
+    )
+
+
+METHODS = (
+    Method(
+        interleaved_1f1b,
+        since=2021,
+        aliases=("interleaved",),
+        layout=looped,
+        picture=Picture("Interleaved 1F1B: two stages (s) a worker, m = 4", 4, 8),
+        choose="When the bubble of 1f1b is too long and the minibatch cannot be split further: v stages a worker "
+        "make it nearly v times shorter, for v times the messages. On slow links these cost more than the "
+        "bubble saves: simulate both.",
+    ),
+)

@@ -1,0 +1,65 @@
+"""1F1B with a flush: PipeDream-Flush, DAPPLE. GPipe's time and result with fewer activations.
+
+Narayanan et al., PipeDream-2BW, ICML 2021, section 3.2; bubble (p - 1)/(m + p - 1), min(p - s, m) in flight.
+
+    rank 0 | F0  F1  .   B0  F2  B1  F3  B2  .   B3'
+    rank 1 | .   F0  B0  F1  B1  F2  B2  F3  B3'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipedream.core.plan.placement import Seat
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.schedule import Claims, Schedule
+from pipedream.schedules.idioms import (
+    at_one_seat,
+    flushed,
+    flushing,
+    one_forward_one_backward,
+    share_out,
+)
+from pipedream.schedules.method import Method, Picture
+
+__all__ = ["METHODS", "one_f_one_b"]
+
+
+def one_f_one_b(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns 1F1B with a flush; 4 microbatches a stage unless asked, the depth is the plan's."""
+    m = share_out("1f1b", plan, microbatches, 4 * len(plan.stages))
+
+    def ops(seat: Seat) -> Iterator[Op]:
+        def in_turn(mine: range) -> Iterator[Op]:
+            # A stage cannot warm up with more than the minibatch has for it.
+            warmup = min(plan.in_flight[seat[0]] - 1, max(len(mine) - 1, 0))
+            return one_forward_one_backward(seat, mine=mine, warmup=warmup)
+
+        return flushed(seat, replicas=plan.replicas[seat[0]], microbatches=m, ops=in_turn)
+
+    return flushing(
+        "1f1b",
+        plan,
+        m,
+        at_one_seat(plan.placement, ops),
+        Claims(
+            bubble=lambda p, m: (p - 1) / (m + p - 1),
+            in_flight=lambda p, m, s: min(p - s, m),
+            staleness=lambda p, m, s: 0,
+            versions=lambda p, m, s: 1,
+        ),
+    )
+
+
+METHODS = (
+    Method(
+        one_f_one_b,
+        name="1f1b",
+        since=2021,
+        aliases=("pipedream_flush", "dapple"),
+        picture=Picture("1F1B with a flush, m = 4", 4, 8),
+        choose="The first choice where the result must be that of one process: GPipe's bubble, and a stage holds at "
+        "most p microbatches instead of m. Split the minibatch as finely as the workers stay efficient.",
+    ),
+)

@@ -1,0 +1,77 @@
+"""ZB-H1: 1F1B with split backwards, whose weight gradients fill the bubble; as many in flight as 1F1B's input stage.
+
+Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1, figure 2. The stage before waits for the gradient
+of what arrived (I); for that of the weights (W) only the update waits, so stage s makes it s microbatches later. With
+their seconds i and w and a forward's f, a minibatch takes m (f + i + w) + (p - 1)(f + i - w): a third of 1F1B's bubble
+where all are equal. Of a microbatch between I and W a stage still keeps what W needs.
+
+    rank 0 | F0  F1  .   I0  W0  F2  I1  W1  F3  I2  W2  I3  W3'
+    rank 1 | .   F0  I0  F1  I1  W0  F2  I2  W1  F3  I3  W2  W3'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipedream.core.plan.placement import Seat
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.schedule import Claims, Schedule
+from pipedream.schedules.idioms import (
+    SPLIT,
+    at_one_seat,
+    flushed,
+    flushing,
+    one_forward_one_input_gradient,
+    share_out,
+)
+from pipedream.schedules.method import Method, Picture
+
+__all__ = ["METHODS", "zb_h1"]
+
+
+def zb_h1(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """Returns ZB-H1; 4 microbatches a stage unless asked, the depth is the plan's."""
+    m = share_out("zb_h1", plan, microbatches, 4 * len(plan.stages))
+
+    def ops(seat: Seat) -> Iterator[Op]:
+        count = plan.in_flight[seat[0]]
+
+        def in_turn(mine: range) -> Iterator[Op]:
+            # All stages hold as many as the fullest.
+            behind = max(plan.in_flight) - count
+            return one_forward_one_input_gradient(seat, mine=mine, warmup=min(count, len(mine)) - 1, behind=behind)
+
+        return flushed(seat, replicas=plan.replicas[seat[0]], microbatches=m, ops=in_turn)
+
+    return flushing(
+        "zb_h1",
+        plan,
+        m,
+        at_one_seat(plan.placement, ops),
+        Claims(
+            assumption="straight pipeline, paper's depth, equal stages, messages cost nothing; "
+            "m at least p, f = i = w (the makespan: w at most f and i)",
+            least=lambda p: p,
+            bubble=lambda p, m: (p - 1) / (3 * m + p - 1),
+            in_flight=lambda p, m, s: min(p, m),
+            staleness=lambda p, m, s: 0,
+            versions=lambda p, m, s: 1,
+            makespan_s=lambda p, m, n, f, i, w: n * (m * (f + i + w) + (p - 1) * (f + i - w)),
+        ),
+        kinds=SPLIT,
+    )
+
+
+METHODS = (
+    Method(
+        zb_h1,
+        since=2024,
+        aliases=("zb1p",),
+        picture=Picture("ZB-H1: 1F1B with split backwards, flush; m = 4", 4, 4),
+        choose="Where 1f1b is right, messages are fast, and a stage's time is in weights: layers whose backward is "
+        "two products, one for what arrived and one for the weight. A third of 1f1b's bubble; every stage "
+        "holds as much as 1f1b's first. It gains nothing where the halves cannot be parted (compiled modules, "
+        "fused recurrent layers).",
+    ),
+)

@@ -1,0 +1,1 @@
+"""Training jobs: from a recipe to a run folder."""

@@ -1,0 +1,85 @@
+"""Side by side: the same recipe by one worker, by data parallelism and by some methods, one after the other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pipedream.core.errors import WorkerError
+from pipedream.runtime.failure.launch import launch
+
+__all__ = ["compare_recipe", "comparison_table"]
+
+
+def compare_recipe(
+    recipe: str,
+    *,
+    workers: int,
+    schedules: tuple[str, ...],
+    epochs: int,
+    minibatches: int | None,
+    seed: int,
+    device: str,
+    out: Path,
+) -> list[dict[str, Any]]:
+    """Trains each variant in its own processes and returns a row of figures for each.
+
+    Args:
+        recipe: its file.
+        workers: of the parallel variants.
+        schedules: methods to compare, beside one worker and data parallelism.
+        epochs, minibatches, seed, device: of each run.
+        out: folder of the run folders.
+
+    Raises:
+        WorkerError: a variant failed; its own message stands on standard error.
+    """
+    variants = [("one worker", 1, ["--schedule", "pipedream"])]
+    if workers > 1:
+        variants.append(("data parallel", workers, ["--schedule", "pipedream", "--data-parallel"]))
+        variants.extend((name, workers, ["--schedule", name]) for name in schedules)
+    rows = []
+    for name, count, flags in variants:
+        folder = out / name.replace(" ", "_").replace("/", "_")
+        status = launch(
+            count,
+            ["-m", "pipedream.cli", "train", recipe, "--workers", str(count), *flags, "--epochs", str(epochs)]
+            + ([] if minibatches is None else ["--minibatches", str(minibatches)])
+            + ["--seed", str(seed), "--device", device, "--out", str(folder), "--json"],
+            silent=True,
+        )
+        if status:
+            raise WorkerError(0, f"variant {name!r}", f"its run ended with exit status {status}")
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        rows.append(
+            {
+                "variant": name,
+                "workers": count,
+                "samples_per_s": summary["throughput"]["measured_per_s"],
+                "predicted_per_s": summary["throughput"]["predicted_per_s"],
+                "bubble": summary["bubble"]["measured"],
+                "peak_bytes": max(stage["peak_bytes"] for stage in summary["stages"]),
+                "bytes_sent": sum(stage["bytes_sent"] for stage in summary["stages"]),
+                "metrics": summary["metrics"],
+            }
+        )
+    return rows
+
+
+def comparison_table(rows: list[dict[str, Any]]) -> str:
+    """Returns the rows as a table; speed-ups are over the first."""
+    names = list(rows[0]["metrics"])
+    head = (
+        f"{'variant':<24}  {'workers':>7}  {'samples/s':>9}  {'speed-up':>8}  {'predicted':>9}  {'bubble':>6}  "
+        f"{'peak MB':>7}"
+    )
+    lines = [head + "".join(f"  {name:>10}" for name in names)]
+    for row in rows:
+        speedup = row["samples_per_s"] / rows[0]["samples_per_s"]
+        lines.append(
+            f"{row['variant']:<24}  {row['workers']:>7}  {row['samples_per_s']:>9.4g}  {speedup:>8.2f}  "
+            f"{row['predicted_per_s']:>9.4g}  {row['bubble']:>6.1%}  {row['peak_bytes'] / 1e6:>7.0f}"
+            + "".join(f"  {row['metrics'][name]:>10.4g}" for name in names)
+        )
+    return "\n".join(lines)

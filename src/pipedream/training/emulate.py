@@ -1,0 +1,237 @@
+"""Emulation: a plan run by the real runtime, with waits for compute; predicted beside measured."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pipedream import schedules
+from pipedream.core.artifact import write_text
+from pipedream.core.errors import PlanError
+from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.units import check_factor
+from pipedream.pipeline import Pipeline
+from pipedream.runtime.comm import process_group as talk
+from pipedream.runtime.failure.launch import set_threads
+from pipedream.training.run_folder import last_segment, software_versions, summarise, write_run
+from pipedream.workflows import api
+from pipedream.workflows.methods import asked_of
+
+__all__ = ["emulate", "emulated_batches", "emulated_pipeline", "emulated_plan"]
+
+
+def emulate(
+    plan: Plan,
+    *,
+    schedule: str | None = None,
+    microbatches: int | None = None,
+    minibatches: int = 32,
+    in_flight: str | tuple[int, ...] | None = None,
+    dilation: float = 1.0,
+    byte_scale: float = 1.0,
+    out: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Runs a plan with waits for compute, and leaves a run folder as training does. Returns its summary.
+
+    Every worker is a process, so under torchrun each calls it; `pipedream emulate` starts them. Messages travel over
+    whatever network the processes have: the plan's own, or with a bandwidth of `byte_scale` / `dilation` times it,
+    is what the prediction takes it to be.
+
+    Args:
+        plan: to be run.
+        schedule: a method's name; None: the plan's, or PipeDream.
+        microbatches: parts of a minibatch, for methods that split it.
+        minibatches: how many are run.
+        in_flight: depth; None leaves the plan's.
+        dilation: factor on all seconds, so that short ones are not lost in what the machine itself takes.
+        byte_scale: factor on all bytes, for machines with less memory or slower links.
+        out: run folder; None makes one under ``runs/``.
+        quiet: print nothing.
+
+    Raises:
+        PlanError: another number of processes than the plan has workers, or factors that make no sense.
+    """
+    began = time.perf_counter()
+    scaled = emulated_plan(plan if in_flight is None else plan.with_depth(in_flight), dilation, byte_scale)
+    if minibatches < 1:
+        raise PlanError(f"{minibatches} minibatches were asked for; run at least 1")
+    rank, processes = talk.join("cpu")
+    if processes != plan.workers:
+        raise PlanError(
+            f"the plan {plan.config} has {plan.workers} workers, found {processes} processes; an emulation needs a "
+            "process for each: use pipedream emulate, or torchrun"
+        )
+    set_threads(processes)
+    named = f"runs/emulated-{plan.config}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = Path(talk.from_rank_0(lambda: str(out or named), rank))
+    name, parts = asked_of(scaled, schedule, microbatches)
+    with emulated_pipeline(scaled, schedule=name, microbatches=parts) as pipeline:
+        if rank == 0 and not quiet:
+            print(f"{scaled}\n\n{pipeline.proof}\n", flush=True)
+        losses = [(done.number, done.loss) for done in pipeline.train(emulated_batches(pipeline, minibatches))]
+        measured = pipeline.timeline()
+        sent, rates = pipeline.sent_bytes(), pipeline.learning_rates()
+        program, drains = pipeline.program, pipeline.drains
+    steady = last_segment(measured, drains)
+    predicted = api.simulate_program(program, max(steady.microbatches, 4 * program.cycle * max(scaled.in_flight)))
+    summary = summarise(
+        plan=scaled, predicted=predicted, measured=steady, sent_bytes=sent, learning_rates=rates, samples_per_s=()
+    )
+    summary |= {
+        "recipe": f"emulation of {plan.model or 'a plan'}",
+        "emulated": True,
+        "minibatches": minibatches,
+        "drains": drains,
+        "epochs": 1,
+        "metrics": {},
+        "evaluations": [],
+        "seconds": time.perf_counter() - began,
+        "cluster": str(scaled.cluster),
+        "configuration": {
+            "workers": plan.workers,
+            "processes": processes,
+            "schedule": program.schedule,
+            "microbatches": program.microbatches,
+            "in_flight": list(scaled.in_flight),
+            "depth": scaled.depth,
+            "minibatches": minibatches,
+            "dilation": dilation,
+            "byte_scale": byte_scale,
+        },
+        "versions": software_versions(),
+    }
+    if rank == 0:
+        write_run(folder, summary, scaled, None, predicted, [measured], steady, losses, None, None)
+        write_text(folder / "planned.json", plan.to_json() + "\n")
+        if not quiet:
+            print(_told(summary, folder), flush=True)
+    return summary
+
+
+def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Plan:
+    """Returns the plan of a model that has one layer a stage, with all seconds and bytes multiplied.
+
+    Its cluster is the one on which a message takes the multiplied seconds.
+
+    Raises:
+        PlanError: factors that are not positive.
+    """
+    check_factor("dilation", dilation)
+    check_factor("byte scale", byte_scale)
+
+    def seconds(value: float) -> float:
+        return value * dilation
+
+    def size(value: int) -> int:
+        return round(value * byte_scale)
+
+    stages = tuple(
+        replace(
+            stage,
+            first=number,
+            last=number + 1,
+            names=(f"stage{number}",),
+            forward_s=seconds(stage.forward_s),
+            backward_s=seconds(stage.backward_s),
+            update_s=seconds(stage.update_s - stage.copy_s) + stage.copy_s * byte_scale,
+            copy_s=stage.copy_s * byte_scale,  # which is not emulated
+            output_bytes=size(stage.output_bytes),
+            activation_bytes=size(stage.activation_bytes),
+            working_bytes=size(stage.working_bytes),
+            parameter_bytes=size(stage.parameter_bytes),
+            optimizer_bytes=size(stage.optimizer_bytes),
+            peak_bytes=0,  # an emulated stage has no activations to speak of
+        )
+        for number, stage in enumerate(plan.stages)
+    )
+    rate = byte_scale / dilation
+    levels = tuple(
+        replace(
+            level,
+            bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * rate,
+            latency_s=seconds(level.latency_s),
+            receive_bytes_per_s=level.receive_bytes_per_s and level.receive_bytes_per_s * rate,
+            sum_bytes_per_s=level.sum_bytes_per_s and level.sum_bytes_per_s * rate,
+        )
+        for level in plan.cluster.levels
+    )
+    note = plan.note if dilation == byte_scale == 1 else ""  # its seconds are those of the plan
+    cluster = replace(plan.cluster, levels=levels)
+    return replace(plan, stages=stages, cluster=cluster, bound_s=seconds(plan.bound_s), note=note)
+
+
+def emulated_pipeline(plan: Plan, *, schedule: str = "pipedream", microbatches: int | None = None) -> Pipeline:
+    """Returns a pipeline that waits where it should compute; train it on `emulated_batches`.
+
+    Args:
+        plan: of `emulated_plan`.
+        schedule, microbatches: as of `Pipeline`.
+    """
+    from pipedream.runtime.stage import emulated  # here: a plan is scaled without loading torch
+
+    built = schedules.build(schedule, plan, microbatches)
+    parts = built.microbatches
+    if plan.unit == "microbatch":
+        plan = replace(plan, unit="minibatch", stages=tuple(_of_minibatch(stage, parts) for stage in plan.stages))
+    rank, _ = talk.join("cpu")
+    speed = plan.cluster.speeds[sorted(set(plan.order))[rank] if plan.order else rank]
+    stages = [_at_speed(stage, speed) for stage in plan.stages]
+    return Pipeline(
+        emulated.emulated_model(stages, parts, splits_backward=built.splits_backward),
+        plan,
+        schedule=schedule,
+        compensation=(),  # an emulated update changes nothing, so there is nothing to make up for
+        microbatches=microbatches,
+        loss=lambda output, batch: output.mean(),
+        optimizer=emulated.emulated_optimizer(stages),
+    )
+
+
+def emulated_batches(pipeline: Pipeline, minibatches: int) -> Iterator[Any]:
+    """Yields so many minibatches for a pipeline of `emulated_pipeline`."""
+    from pipedream.runtime.stage import emulated
+
+    for _ in range(minibatches):
+        yield emulated.emulated_batch(pipeline.program.microbatches)
+
+
+def _of_minibatch(stage: Stage, parts: int) -> Stage:
+    return replace(
+        stage,
+        forward_s=stage.forward_s * parts,
+        backward_s=stage.backward_s * parts,
+        output_bytes=stage.output_bytes * parts,
+        activation_bytes=stage.activation_bytes * parts,
+        working_bytes=stage.working_bytes * parts,
+    )
+
+
+def _at_speed(stage: Stage, speed: float) -> Stage:
+    return replace(
+        stage,
+        forward_s=stage.forward_s / speed,
+        backward_s=stage.backward_s / speed,
+        update_s=stage.update_s / speed,
+        copy_s=stage.copy_s / speed,
+    )
+
+
+def _told(summary: dict[str, Any], folder: Path) -> str:
+    """Returns the result for people."""
+    rate, bubble = summary["throughput"], summary["bubble"]
+    lines = [
+        f"throughput: {rate['measured_per_s']:.4g} samples/s measured, {rate['predicted_per_s']:.4g} predicted "
+        f"({rate['measured_per_s'] / rate['predicted_per_s']:.1%})",
+        f"bubble: {bubble['measured']:.1%} measured, {bubble['predicted']:.1%} predicted",
+    ]
+    dilation = summary["configuration"]["dilation"]
+    if dilation != 1.0:
+        lines.append(f"without dilation: {rate['measured_per_s'] * dilation:.4g} samples/s")
+    lines.append(f"messages went over this machine's own network; predicted for {summary['cluster']}")
+    return "\n".join([*lines, f"run folder: {folder} (open report.html in a browser, trace.json in Perfetto)"])

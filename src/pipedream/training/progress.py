@@ -1,0 +1,85 @@
+"""Live progress in the terminal; a line an epoch where there is none."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from pipedream.core.units import format_bytes
+from pipedream.pipeline import Done, Pipeline
+
+__all__ = ["Progress"]
+
+_EVERY_S = 0.5
+
+
+class Progress:
+    """Shows how a run goes: minibatches per second, loss, and each stage's busy share and peak memory.
+
+    Args:
+        console: quiet on all ranks but 0.
+        workers: rows of the table.
+    """
+
+    def __init__(self, console: Console, workers: int) -> None:
+        self._console = console
+        self._workers = workers
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._shown_s = 0.0
+        self._shown_number = 0
+        self._rate = 0.0
+        self._epoch_s, self._epoch_number = 0.0, -1
+
+    def show(self, done: Done, pipeline: Pipeline) -> None:
+        """Takes a minibatch; twice a second draws, and on every rank tells the others how busy it was."""
+        now = time.perf_counter()
+        if self._epoch_number < 0:
+            self._epoch_s, self._epoch_number = now, done.number
+        if now - self._shown_s < _EVERY_S:
+            return
+        if self._shown_s:
+            self._rate = (done.number - self._shown_number) / (now - self._shown_s)
+        self._shown_s, self._shown_number = now, done.number
+        status = pipeline.status()
+        if self._live is None or self._console.quiet:
+            return
+        table = Table(box=None, pad_edge=False)
+        for name in ("rank", "busy", "peak"):
+            table.add_column(name, justify="right")
+        for rank in range(self._workers):
+            row = status.get(rank)
+            share = row["busy_share"] if row else 0.0
+            table.add_row(str(rank), f"{share:.0%}", format_bytes(row["peak_bytes"]) if row else "-")
+        table.title = (
+            f"epoch {done.epoch + 1}  minibatch {done.number + 1}  {self._rate:.1f} minibatches/s  "
+            f"loss {done.loss:.4f}  rate {done.rate:.3g}"
+        )
+        table.title_justify = "left"
+        self._live.update(table, refresh=True)
+
+    def epoch(self, done: Done, result: dict[str, float]) -> None:
+        """Prints the line of an epoch."""
+        now = time.perf_counter()
+        rate = (done.number - self._epoch_number) / (now - self._epoch_s) if now > self._epoch_s else 0.0
+        self._epoch_s, self._epoch_number = now, done.number
+        found = "  ".join(f"test {name} {value:.4f}" for name, value in result.items())
+        self._console.print(
+            f"epoch {done.epoch + 1:>3}  minibatch {done.number + 1:>6}  {rate:>7.1f} minibatches/s  "
+            f"loss {done.loss:.4f}  {found}"
+        )
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.__exit__(kind, error, trace)

@@ -1,0 +1,209 @@
+"""The run folder: what a training run leaves, and the figures in its summary.
+
+summary.json    what was asked, what was planned, what came out; predicted beside measured
+report.html     the same for people, with the timelines
+weights.pt      the whole model's state dict (and weights_ema.pt)
+trace.json      the measured timeline for Perfetto or chrome://tracing
+checkpoints/    to go on from (`--resume`)
+plan.json, profile.json, predicted.json, measured.json, losses.json
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pipedream import metrics
+from pipedream.core.artifact import write_text
+from pipedream.core.errors import ArtifactError
+from pipedream.core.model.profile import Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.timeline import Timeline
+from pipedream.report.html import save_page
+from pipedream.report.trace import save_trace
+from pipedream.runtime.checkpoint.files import save_weights
+
+__all__ = ["keep_plan", "last_segment", "phase_figures", "software_versions", "summarise", "write_report", "write_run"]
+
+
+def last_segment(measured: Timeline, drains: list[int]) -> Timeline:
+    """Returns the measured run between its last two drains, where nothing disturbed it."""
+    m = measured.minibatch_microbatches
+    stop = measured.microbatches
+    start = max((drain * m for drain in drains if drain * m < stop), default=0)
+    inside = [span for span in measured.spans if span.kind in "FB" and start <= span.index < stop]
+    if not inside:
+        return measured
+    part = measured.between(min(span.start_s for span in inside), max(span.end_s for span in inside))
+    return replace(part, microbatches=stop - start)
+
+
+def summarise(
+    *,
+    plan: Plan,
+    predicted: Timeline,
+    measured: Timeline,
+    sent_bytes: Mapping[int, int],
+    learning_rates: Sequence[float],
+    samples_per_s: Sequence[float],
+) -> dict[str, Any]:
+    """Returns the figures of a run that its timelines tell: stages, throughput, bubble.
+
+    Args:
+        plan: that was run.
+        predicted, measured: timelines of the same stretch of the run.
+        sent_bytes: rank -> bytes sent over the whole run.
+        learning_rates: of each stage at the end.
+        samples_per_s: measured in each epoch; their median is the throughput.
+    """
+    before, after = _steady(predicted), _steady(measured)
+    stages = []
+    placement = plan.placement
+    for index, stage in enumerate(plan.stages):
+        for rank in placement.ranks[index]:
+            now, then = after.per_rank[rank], before.per_rank[rank]
+            stages.append(
+                {
+                    "stage": index,
+                    "rank": rank,
+                    "layers": list(stage.names),
+                    "learning_rate": learning_rates[index],
+                    "busy_share": now.busy_s / after.makespan_s if after.makespan_s else None,
+                    "wait_share": now.wait_s / after.makespan_s if after.makespan_s else None,
+                    "send_share": now.send_s / after.makespan_s if after.makespan_s else None,
+                    "predicted_busy_share": then.busy_s / before.makespan_s if before.makespan_s else None,
+                    "predicted_wait_share": then.wait_s / before.makespan_s if before.makespan_s else None,
+                    "predicted_send_share": then.send_s / before.makespan_s if before.makespan_s else None,
+                    "bytes_sent": sent_bytes.get(rank, 0),
+                    "peak_bytes": measured.peak_bytes[rank] if measured.peak_bytes else None,
+                    "predicted_peak_bytes": stage.peak_bytes,
+                    "versions": measured.peak_versions[rank] if measured.peak_versions else None,
+                    "staleness": now.staleness,
+                }
+            )
+    return {
+        "format": 1,
+        "schedule": measured.name,
+        "workers": plan.workers,
+        "plan": json.loads(plan.to_json()),
+        "stages": stages,
+        "throughput": {
+            "predicted_per_s": before.samples_per_s,
+            "measured_per_s": median(samples_per_s) if samples_per_s else after.samples_per_s,
+        },
+        "bubble": {"predicted": before.bubble, "measured": after.bubble},
+    }
+
+
+def phase_figures(
+    timelines: Mapping[int, Timeline], trained: Mapping[int, tuple[int, int]], drains: list[int]
+) -> list[dict[str, Any]]:
+    """Returns what a summary says of each phase: method, split, where it began and ended, how fast it was.
+
+    Args:
+        timelines: measured, by phase.
+        trained: phase -> (begin, end), counts of minibatches.
+        drains: of the run.
+    """
+    rows = []
+    for number, timeline in timelines.items():
+        figures = _steady(last_segment(timeline, drains)) if timeline.spans else None
+        rows.append(
+            {
+                "schedule": timeline.name,
+                "microbatches": timeline.minibatch_microbatches,
+                "begin": trained[number][0],
+                "end": trained[number][1],
+                "samples_per_s": None if figures is None else figures.samples_per_s,
+                "bubble": None if figures is None else figures.bubble,
+            }
+        )
+    return rows
+
+
+def _steady(timeline: Timeline) -> metrics.Metrics:
+    try:
+        return metrics.steady(timeline)
+    except ValueError:  # too short a run to have a steady part
+        return metrics.measure(timeline)
+
+
+def software_versions() -> dict[str, str]:
+    """Returns the versions of what ran."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in ("pipedream", "torch", "numpy"):
+        found[name] = version(name)
+    return found
+
+
+def keep_plan(folder: Path, plan: Plan, profile: Profile | None) -> None:
+    """Writes what was planned into the run folder, which is made if it is not there."""
+    plan.save(folder / "plan.json")
+    if profile is not None:
+        profile.save(folder / "profile.json")
+
+
+def write_run(
+    folder: Path,
+    summary: dict[str, Any],
+    plan: Plan,
+    profile: Profile | None,
+    predicted: Timeline,
+    measured: Sequence[Timeline],
+    steady: Timeline,
+    losses: list[tuple[int, float]],
+    state: dict[str, Any] | None,
+    average: dict[str, Any] | None,
+) -> None:
+    """Writes a run folder.
+
+    Args:
+        folder: made if it is not there.
+        summary, plan, profile, predicted: as they are.
+        measured: of each phase of the run, for the trace.
+        steady: the part of one of them that the report shows.
+        losses: (number, loss) of each minibatch.
+        state, average: the weights, and their average if one was kept; None where there are none.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    keep_plan(folder, plan, profile)
+    predicted.save(folder / "predicted.json")
+    steady.save(folder / "measured.json")
+    write_text(folder / "losses.json", json.dumps(losses))
+    write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+    if state is not None:
+        save_weights(folder / "weights.pt", state)
+    if average is not None:
+        save_weights(folder / "weights_ema.pt", average)
+    save_trace(measured, folder / "trace.json")
+    write_report(folder)
+
+
+def write_report(folder: Path) -> Path:
+    """Writes ``report.html`` of a run folder from the files in it. Returns its path.
+
+    Raises:
+        ArtifactError: the folder is not a run folder.
+    """
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        losses = json.loads((folder / "losses.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{folder} is not a run folder: {error}; give the one that a training run left") from None
+    profile = folder / "profile.json"
+    return save_page(
+        folder / "report.html",
+        summary,
+        plan=Plan.load(folder / "plan.json"),
+        profile=Profile.load(profile) if profile.exists() else None,
+        predicted=Timeline.load(folder / "predicted.json"),
+        measured=Timeline.load(folder / "measured.json"),
+        losses=losses,
+        title=f"{summary.get('recipe', 'run')}, {summary.get('schedule', '')}",
+    )

@@ -1,0 +1,1 @@
+"""The verbs that need no worker processes: plan, simulate, check, sweep."""

@@ -1,0 +1,234 @@
+"""Whether a plan that a person edited holds: layers, depth, memory, method, program; and what it comes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from pipedream import planner, schedules
+from pipedream.core.errors import PlanError
+from pipedream.core.model.profile import Profile
+from pipedream.core.plan.memory import peers_of, stage_memory
+from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.occupancy import Held, held
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.units import format_bytes, format_seconds
+from pipedream.planner import Score, Space
+from pipedream.verifier import Proof, verify
+from pipedream.workflows.methods import asked_of, holds_of, refuse_visitors, score
+
+__all__ = ["Check", "check_memory", "check_plan"]
+
+_ALIKE = 0.01  # relative: figures nearer than this are not told
+_TOLD = (
+    "forward_s",
+    "backward_s",
+    "update_s",
+    "output_bytes",
+    "activation_bytes",
+    "parameter_bytes",
+    "optimizer_bytes",
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was found of a plan that holds.
+
+    Attributes:
+        plan: with the seconds of the profile, where it was given, and the bytes of its method.
+        differences: where the plan said otherwise than the profile.
+        proof: of its program.
+        score: its simulated seconds per minibatch, and idle time.
+    """
+
+    plan: Plan
+    differences: tuple[str, ...]
+    proof: Proof
+    score: Score
+
+    @property
+    def samples_per_s(self) -> float:
+        """Predicted throughput."""
+        return self.plan.batch / self.score.period_s
+
+    def __str__(self) -> str:
+        plan = self.plan
+        parts = f" with {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
+        lines = [
+            str(replace(plan, note="")),
+            "",
+            *(f"differs: {line}" for line in self.differences),
+            f"holds: {plan.schedule}{parts}, free of deadlock ({len(self.proof.totals)} runs proved)",
+            f"predicted: {format_seconds(self.score.period_s)} per minibatch, {self.samples_per_s:.4g} samples/s, "
+            f"bubble {self.score.bubble:.1%}",
+        ]
+        return "\n".join(lines)
+
+
+def check_plan(
+    plan: Plan, *, profile: Profile | None = None, schedule: str | None = None, microbatches: int | None = None
+) -> Check:
+    """Checks a plan. That its stages have no gap and its depth is legal has been checked when it was read.
+
+    Args:
+        plan: as it was edited.
+        profile: of the model; None: the plan's seconds and bytes are taken as they are, and the bytes of the model's
+            input are not counted.
+        schedule, microbatches: what it is to be trained with; the plan's own unless said.
+
+    Raises:
+        PlanError: it does not cover the model's layers, cuts it where it cannot be cut, does not fit the memory, or
+            tells too little to be checked without a profile.
+        ScheduleError: the method does not work with it, or its program does not.
+    """
+    name, parts = asked_of(plan, schedule, microbatches)
+    built = schedules.build(name, plan, parts)
+    if profile is None:
+        _check_figures(plan)
+    plan, differences = check_memory(plan, built, profile)
+    proof = verify(lower(replace(built, plan=plan)))
+    return Check(plan, differences, proof, score(plan))
+
+
+def check_memory(plan: Plan, built: Schedule, profile: Profile | None) -> tuple[Plan, tuple[str, ...]]:
+    """Checks that a plan fits the memory of its workers by a method that it may not have been made for.
+
+    Args:
+        plan, profile: as of `check_plan`.
+        built: the method, for this plan.
+
+    Returns the plan for that method, and where it says otherwise than the profile.
+
+    Raises:
+        PlanError: it does not fit, or the layers are not the profile's.
+    """
+    marked = zip(plan.stages, built.plan.stages, strict=True)  # a method may let stages recompute
+    stages = tuple(replace(stage, recompute=own.recompute) for stage, own in marked)
+    plan = replace(plan, stages=stages, schedule=built.name, microbatches=built.microbatches)
+    differences: tuple[str, ...] = ()
+    if profile is None:
+        plan = _with_bytes(replace(plan, bound_s=0.0), built)  # nothing is proved of a plan that was edited
+    else:
+        plan, differences = _renewed(plan, profile, built)
+    _check_memory(plan, held(built))
+    refuse_visitors(replace(built, plan=plan))
+    return plan, differences
+
+
+def _check_figures(plan: Plan) -> None:
+    for s, stage in enumerate(plan.stages):
+        if stage.names and len(stage.names) != stage.last - stage.first:
+            raise PlanError(
+                f"stage {s} of the plan has the layers {stage.first} to {stage.last - 1} and names {len(stage.names)}: "
+                "its cut was moved, its figures were not; check it with the model's profile (--profile)"
+            )
+    if not any(stage.forward_s + stage.backward_s for stage in plan.stages):
+        raise PlanError(
+            "the plan tells no seconds of its stages; check it with the model's profile (--profile), which has them"
+        )
+
+
+def _renewed(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple[str, ...]]:
+    """Returns the plan with the seconds and bytes of a profile, and what was otherwise; see `planner.check_cuts`."""
+    layers = profile.graph.layers
+    plan.check_layers(len(layers))
+    strange = {name for stage in plan.stages for name in stage.names} - {layer.name for layer in layers}
+    if strange:
+        raise PlanError(
+            f"the plan names the layer {min(strange)!r}, the profile of {profile.model} has no such layer; give the "
+            "profile of the plan's model, or plan again from it"
+        )
+    downsets = _downsets(plan, profile, part_ties=built.flushes)
+    space = Space.of(
+        profile,
+        plan.cluster,
+        microbatches=plan.microbatches,
+        holds=holds_of(plan.schedule, plan.microbatches, built.updates.compensation),
+        downsets=downsets,
+    )
+    places = [space.downsets.index(downset) for downset in (0, *downsets)]
+    rows, differences = [], []
+    for s, (stage, span) in enumerate(zip(plan.stages, pairwise(places), strict=True)):
+        row = space.stage(*span, stage.replicas, stage.recompute)
+        differences += [f"stage {s}, {line}" for line in _differences(stage, row)]
+        rows.append(row)
+    renewed = replace(plan, stages=tuple(rows), batch=profile.batch, model=profile.model, unit="minibatch", bound_s=0.0)
+    return space.with_bytes(renewed), tuple(differences)
+
+
+def _downsets(plan: Plan, profile: Profile, *, part_ties: bool) -> list[int]:
+    """Returns the layers up to the end of each stage: those that its stages name, if they can be run in that order and
+    are as many as it says; else those of the graph's own order."""
+    graph = profile.graph
+    numbers = {layer.name: i for i, layer in enumerate(graph.layers)}
+    named = list(accumulate(sum(1 << numbers[name] for name in stage.names) for stage in plan.stages))
+
+    def is_closed(downset: int) -> bool:
+        def has(layer: int) -> int:
+            return downset >> layer & 1
+
+        ties = graph.whole if part_ties else graph.ties
+        return all(has(a) >= has(b) for a, b in graph.edges) and all(len(set(map(has, tie))) == 1 for tie in ties)
+
+    if all(
+        downset.bit_count() == stage.last and is_closed(downset)
+        for downset, stage in zip(named, plan.stages, strict=True)
+    ):
+        return named
+    planner.check_cuts(graph, tuple(stage.first for stage in plan.stages[1:]), part_ties=part_ties)
+    return [(1 << stage.last) - 1 for stage in plan.stages]
+
+
+def _differences(stage: Stage, row: Stage) -> list[str]:
+    lines = []
+    if stage.names and stage.names != row.names:
+        lines.append(
+            f"layers: the plan names {_span(stage.names)}, layers {row.first} to {row.last - 1} are {_span(row.names)}"
+        )
+    for name in _TOLD:
+        said, found = getattr(stage, name), getattr(row, name)
+        if abs(said - found) > _ALIKE * max(said, found):
+            shown = format_seconds if name.endswith("_s") else format_bytes
+            lines.append(f"{name}: the plan says {shown(said)}, the profile gives {shown(found)}")
+    return lines
+
+
+def _span(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+
+def _with_bytes(plan: Plan, built: Schedule) -> Plan:
+    """Returns the plan with the peak bytes of what its stages hold, from its own figures."""
+    parts = built.microbatches if plan.unit == "minibatch" else 1
+    last, holds = len(plan.stages) - 1, held(built)
+    peers = peers_of(plan.replicas, [one.in_flight for one in holds])
+    stages = []
+    for s, (stage, one, its_peers) in enumerate(zip(plan.stages, holds, peers, strict=True)):
+        memory = stage_memory(
+            stage.sizes(parts, plan.stages[s - 1].output_bytes if s else 0, samples=plan.batch, is_last=s == last),
+            versions=one.versions,
+            in_flight=one.in_flight,
+            deferred=one.deferred,
+            per_update=-(-built.microbatches // stage.replicas),
+            flushes=built.flushes,
+            lag=plan.lag[s],
+            recompute=stage.recompute,
+            peers=its_peers,
+            kept_tensors=one.kept_tensors,
+        )
+        stages.append(replace(stage, peak_bytes=memory.total_bytes, memory=memory))
+    return replace(plan, stages=tuple(stages))
+
+
+def _check_memory(plan: Plan, holds: tuple[Held, ...]) -> None:
+    if (s := plan.overfull) is not None:
+        stage, one = plan.stages[s], holds[s]
+        beside = " beside the other stages of its worker" if plan.is_shared else ""
+        raise PlanError(
+            f"stage {s} of the plan (layers {stage.first} to {stage.last - 1}) holds {one.in_flight} in flight and "
+            f"{one.versions} versions under {plan.schedule} and needs {format_bytes(stage.peak_bytes)}{beside}, a "
+            f"worker has {format_bytes(plan.sites[s].memory_bytes or 0)}; move layers to another stage, take a smaller "
+            "depth or more microbatches"
+        )

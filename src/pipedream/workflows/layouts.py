@@ -1,0 +1,92 @@
+"""Planning for methods whose workers have several stages: cut into a row of stages, laid out over the workers.
+
+Each of p workers gets as many stages as any other, so that a row of equal stages keeps them equally busy: the row is
+the straight pipeline of the planner on as many workers as there are stages, over the cluster's slowest links.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipedream import planner, schedules
+from pipedream.core.errors import PlanError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import Profile
+from pipedream.core.plan import depth
+from pipedream.core.plan.plan import Plan
+from pipedream.workflows.methods import holds_of, refuse_overfull, refuse_visitors
+
+__all__ = ["lay_out"]
+
+
+def lay_out(
+    profile: Profile,
+    cluster: Cluster,
+    schedule: str,
+    *,
+    chunks: int | None = None,
+    microbatches: int | None = None,
+    recompute: bool = False,
+) -> Plan:
+    """Plans for a method of `schedules.LAYOUTS`, on all workers of a cluster.
+
+    Args:
+        profile: of the model.
+        cluster: of workers that are equally fast.
+        schedule: the method's name.
+        chunks: stages of each worker; the method's usual number unless said.
+        microbatches: parts of a minibatch; the method's own unless said.
+        recompute: every stage keeps only its input between forward and backward.
+
+    Raises:
+        PlanError: the model cannot be cut so finely, workers are unlike, or a worker's stages do not fit its memory.
+        ScheduleError: the method does not work with so many workers or microbatches, or leaves no choice of `chunks`.
+    """
+    schedules.check_chunks(schedule, chunks)
+    layout = schedules.layout_of(schedule)
+    assert layout is not None, f"{schedule} has one stage a worker"
+    if len(set(cluster.speeds)) > 1:
+        raise PlanError(
+            f"schedule {schedule!r} was asked for workers that are not equally fast; its stages are laid out for equal "
+            "ones. Plan for another method, or cut by hand and name the workers in the plan's order"
+        )
+    p = cluster.workers
+    order = layout.order(p, chunks or layout.chunks or 1)
+    count = layout.stages(p, chunks)
+    row = Cluster.flat(count, cluster.bandwidth_bytes_per_s, cluster.latency_s)
+    cut = _cut(profile, row)
+    replicas = (layout.replicas,) * count
+    stages = tuple(replace(stage, replicas=layout.replicas, recompute=recompute) for stage in cut.stages)
+    note = f"fastest straight cut into {count} stages, {len(order) // p} on each of {p} workers: {layout.words}"
+    plan = replace(
+        cut, stages=stages, in_flight=depth.noam(replicas), lag=(0,) * count, cluster=cluster, order=order, bound_s=0.0
+    )  # fmt: skip
+    built = schedules.build(schedule, plan, microbatches)
+    plan, m = built.plan, built.microbatches  # the method may let stages recompute
+    if 1 < profile.batch < m:
+        raise PlanError(
+            f"schedule {schedule!r} on {p} workers splits a minibatch into {m} microbatches, but one has "
+            f"{profile.batch} samples; profile larger minibatches, or ask for fewer microbatches"
+        )
+    plan = replace(plan, schedule=built.name, microbatches=m, note=note)
+    space = planner.Space.of(profile, cluster, holds=holds_of(schedule, m), microbatches=m)
+    plan = space.with_bytes(plan)
+    refuse_overfull(plan)
+    refuse_visitors(replace(built, plan=plan))
+    return plan
+
+
+def _cut(profile: Profile, row: Cluster) -> Plan:
+    """Returns the fastest straight cut; between layers that share parameters only where there is none otherwise.
+
+    Methods that are laid out flush, and keep weights equal that several stages hold (`core.schedule.coupling`).
+    """
+    graph = profile.graph
+    versions = lambda in_flight, lag: 1  # noqa: E731
+    try:
+        return planner.plan(profile, row, versions=versions, shape="straight")
+    except PlanError:
+        if graph.ties == graph.whole:
+            raise
+    parted = replace(profile, graph=replace(graph, ties=graph.whole))
+    return planner.plan(parted, row, versions=versions, shape="straight")

@@ -1,0 +1,143 @@
+"""Probing: measures a cluster from within, by the processes that would train on it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from pipedream.core.artifact import decode, encode
+from pipedream.core.errors import PlanError
+from pipedream.core.hardware.survey import Fan, Link, Seen, Sum, Survey, machines_of
+from pipedream.probe import links, machine
+from pipedream.profiler.about import device_text
+from pipedream.runtime.comm import process_group as talk
+from pipedream.runtime.failure.launch import set_threads
+
+__all__ = ["Step", "probe", "steps_of"]
+
+Step = tuple[str, int, tuple[int, ...]]
+"""What is measured ('link', 'out', 'into' or 'sum'), at which level, between which ranks."""
+
+_MOST_LINKS = 6
+_MOST_OTHERS = 3
+
+
+def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
+    """Measures links, sums, speed and memory of all workers; every rank calls it and gets the same.
+
+    Messages alone and both ways at once, one rank to several, all-reduces over growing groups, on each level that
+    the machines of the ranks make: within a machine, and between machines. It should have the cluster to itself.
+
+    Args:
+        device: 'cpu' (gloo) or 'cuda' (NCCL).
+        most_s: about how long it may take. What every level needs is measured first, the rest as time allows.
+
+    Raises:
+        PlanError: a lone process, or ranks of a machine that are not neighbours.
+    """
+    began = time.perf_counter()
+    place = talk.device_of(device)
+    rank, processes = talk.join(place)
+    if processes == 1:
+        raise PlanError(
+            "a lone process has no links to measure; start a worker for each place of the cluster (torchrun ... -m "
+            "pipedream.cli probe), or try it here with --workers 2"
+        )
+    set_threads(processes)
+    everyone = talk.everyone()
+    mine = json.dumps([machine.machine_name(), machine.memory_name(place)])
+    names = [json.loads(text) for text in talk.gather_texts(mine, everyone)]  # all compute at once behind it
+    seen = Seen(
+        names[rank][0],
+        device_text(place),
+        machine.work_s(place, most_s / 30),
+        machine.available_bytes(place, Counter(memory for _, memory in names)[names[rank][1]]),
+    )
+    needed, further = steps_of(machines_of([name for name, _ in names]))
+    # A link takes about 60 messages of this length.
+    target_s = min(0.05, most_s / 100 / len(needed))
+    found: list[Link | Fan | Sum] = []
+    for step in (*needed, *further):
+        late = step in further and time.perf_counter() - began > 0.8 * most_s
+        if talk.broadcast_text("late" if late else "", everyone):
+            break
+        found += _measured(step, rank, place, target_s)
+    rows = {kind.__name__: [encode(one) for one in found if isinstance(one, kind)] for kind in (Link, Fan, Sum)}
+    texts = talk.gather_texts(json.dumps({"seen": encode(seen)} | rows), everyone)
+    everything = [json.loads(text) for text in texts]
+
+    def all_of(kind: type[Any]) -> tuple[Any, ...]:
+        return tuple(decode(kind, row, kind.__name__) for one in everything for row in one[kind.__name__])
+
+    survey = Survey(
+        tuple(decode(Seen, one["seen"], "Seen") for one in everything), all_of(Link), all_of(Fan), all_of(Sum)
+    )
+    seconds = talk.broadcast_text(str(time.perf_counter() - began), everyone)
+    return Survey(survey.workers, survey.links, survey.fans, survey.sums, float(seconds))
+
+
+def steps_of(machines: Sequence[Sequence[int]]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """Returns what is to be measured, and what also is if there is time.
+
+    Args:
+        machines: ranks of each.
+    """
+    leaders = tuple(ranks[0] for ranks in machines)
+    everyone = tuple(rank for ranks in machines for rank in ranks)
+    wide = sorted((tuple(ranks) for ranks in machines if len(ranks) > 1), key=len, reverse=True)
+    needed: list[Step] = []
+    further: list[Step] = []
+    if wide:
+        _add_level(needed, further, 0, wide, wide[0])
+    if len(machines) > 1:
+        _add_level(needed, further, 1 if wide else 0, [leaders], everyone)
+    return tuple(needed), tuple(further)
+
+
+def _add_level(
+    needed: list[Step], further: list[Step], level: int, groups: Sequence[tuple[int, ...]], whole: tuple[int, ...]
+) -> None:
+    """Adds the steps of a level, whose messages go within the groups, and whose widest sum is over `whole`."""
+    pairs = [group[:2] for group in groups] + [pair for group in groups for pair in pairwise(group[1:])]
+    first = groups[0]
+    needed += [("link", level, pairs[0]), ("sum", level, whole)]
+    if len(first) > 2:
+        several = first[: _MOST_OTHERS + 1]
+        needed += [("out", level, several), ("into", level, several)]
+    further += [("link", level, pair) for pair in pairs[1:_MOST_LINKS]]
+    if whole != first:  # sums between machines: one rank of each, then all
+        further.append(("sum", level, first))
+    further += [("sum", level, first[:count]) for count in (2, 4, 8, 16, 32) if count < len(first)]
+
+
+def _measured(step: Step, rank: int, device: Any, target_s: float) -> list[Link | Fan | Sum]:
+    """Takes part in a step; returns what this rank knows of it that no other says."""
+    what, level, ranks = step
+    if what == "sum":
+        return _sum(level, ranks, rank, device, target_s)
+    if rank not in ranks:
+        return []
+    if what == "link":
+        one, other = ranks
+        latency_s = links.echo(rank, (one, other), device)
+        there = links.one_way(rank, one, other, device, target_s)
+        back = links.one_way(rank, other, one, device, target_s)
+        both = links.both_ways(rank, (one, other), min(there[1], back[1]), device)
+        if rank == other:
+            return [Link(level, one, other, latency_s, there[0], both)]
+        return [Link(level, other, one, latency_s, back[0], both)]
+    rate = links.fan(rank, ranks, device, target_s, sends=what == "out")
+    return [Fan(level, what == "out", tuple(ranks), rate)] if rank == ranks[0] else []
+
+
+def _sum(level: int, ranks: tuple[int, ...], rank: int, device: Any, target_s: float) -> list[Link | Fan | Sum]:
+    group = talk.group_of(ranks)
+    if rank not in ranks:
+        return []
+    latency_s, rate = links.sum_over(group, len(ranks), device, target_s)
+    talk.leave(group)
+    return [Sum(level, ranks, latency_s, rate)] if rank == ranks[0] else []

@@ -1,0 +1,116 @@
+"""How one model trains over worker counts, bandwidths and methods, and where pipelining overtakes data parallelism.
+
+Each point is planned and then simulated to its steady state (`methods.score`). Data parallelism is PipeDream's
+one-stage plan: each worker takes a minibatch of its own, sums begin inside the backward (PyTorch's
+DistributedDataParallel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf, sqrt
+
+from pipedream.core.errors import PipelineError, PlanError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import Profile
+from pipedream.core.sweep import DATA_PARALLEL, Crossover, Point, Sweep
+from pipedream.workflows import api
+from pipedream.workflows.methods import methods_of, score
+
+__all__ = ["sweep"]
+
+_SLOWEST, _FASTEST = 1e4, 1e14  # bytes per second: between them a crossover is looked for
+_NEAR = 1.01  # ratio of the bandwidths between which it then lies
+
+
+def sweep(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    workers: Sequence[int],
+    bandwidths: Sequence[float],
+    schedules: Sequence[str],
+    microbatches: int | None = None,
+    in_flight: str | tuple[int, ...] = "noam",
+    shape: str = "pipeline",
+    allow_asynchronous: bool = False,
+    crossovers: bool = True,
+) -> Sweep:
+    """Predicts each method on each number of workers at each bandwidth.
+
+    Args:
+        cluster: of one level, whose latency and memory are kept.
+        workers, bandwidths, schedules: the values; bytes per second; names of methods, or 'auto'.
+        microbatches: of the methods that split minibatches.
+        in_flight, shape, allow_asynchronous: see `api.plan`.
+        crossovers: look for those of the methods that have a plan; it takes some twenty plans for each.
+
+    Raises:
+        PlanError: no values, a worker count below one, or a cluster of several levels.
+        ScheduleError: an unknown method.
+    """
+    if not (workers and bandwidths and schedules) or min(workers) < 1 or min(bandwidths) <= 0:
+        raise PlanError("a sweep needs at least one worker count from 1 on, one bandwidth above 0 and one method")
+    known = [name for name in schedules if name != "auto"]
+    methods = methods_of(known) if known else []  # an unknown name is no reason of a single point
+    whole = {DATA_PARALLEL, *(name for name, method in zip(known, methods, strict=True) if not method.splits)}
+    if not cluster.is_flat:
+        raise PlanError("a sweep is over workers that are alike, joined by one level of links; give such a cluster")
+    level = cluster.levels[0]
+
+    def point(count: int, rate: float, schedule: str) -> Point:
+        joined = replace(cluster, levels=(replace(level, width=count, bandwidth_bytes_per_s=rate, sizes=()),))
+        parallel = schedule == DATA_PARALLEL
+        empty = Point(count, rate, schedule)
+        try:
+            plan = api.plan(
+                profile,
+                joined,
+                schedule="pipedream" if parallel else schedule,
+                microbatches=None if schedule in whole else microbatches,
+                in_flight="noam" if parallel else in_flight,
+                shape="data-parallel" if parallel else shape,
+                allow_asynchronous=allow_asynchronous,
+            )
+            found = score(plan)
+        except PipelineError as error:
+            return replace(empty, why=str(error))
+        return replace(
+            empty,
+            config=plan.config,
+            microbatches=plan.microbatches,
+            samples_per_s=plan.batch / found.period_s if found.period_s else inf,
+            bubble=found.bubble,
+            peak_bytes=max(stage.peak_bytes for stage in plan.stages),
+        )
+
+    names = (DATA_PARALLEL, *dict.fromkeys(schedules))
+    points = [point(*row) for row in ((w, b, name) for w in workers for b in bandwidths for name in names)]
+    found = []
+    for count in (count for count in workers if count > 1 and crossovers):
+        for name in names[1:]:
+            if not any(one.samples_per_s for one in points if (one.workers, one.schedule) == (count, name)):
+                continue
+
+            def lead(rate: float, count: int = count, name: str = name) -> float:
+                ours, theirs = point(count, rate, name).samples_per_s, point(count, rate, DATA_PARALLEL).samples_per_s
+                return (ours or 0.0) - (theirs or 0.0)
+
+            found.append(_crossover(count, name, lead))
+    return Sweep(profile.model, tuple(points), tuple(found))
+
+
+def _crossover(workers: int, schedule: str, lead: Callable[[float], float]) -> Crossover:
+    """Finds it by bisection on the logarithm of the bandwidth, which halves the interval that has a change of lead."""
+    low, high = _SLOWEST, _FASTEST
+    below, above = lead(low) > 0, lead(high) > 0
+    if below == above:
+        return Crossover(workers, schedule, None, below)
+    while high / low > _NEAR:
+        middle = sqrt(low * high)
+        if (lead(middle) > 0) == below:
+            low = middle
+        else:
+            high = middle
+    return Crossover(workers, schedule, sqrt(low * high), below)
