@@ -14,7 +14,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.report.gallery import Entry, gallery, prose
+from pipedream.report.gallery import GalleryEntry, gallery, prose
 from pipedream.report.svg import timeline_svg
 from pipedream.schedules import COMPENSATED, METHODS, SCHEDULES, Picture, run_of, uniform
 from pipedream.simulator import costs, simulate
@@ -65,7 +65,7 @@ def pages() -> dict[Path, str]:
         picture = METHODS[name].picture or Picture(name, split(name), MICROBATCHES)
         drawn = simulated(factory(plan, picture.microbatches), picture.total)
         files[DOCS / "img" / f"{name}.svg"] = timeline_svg(drawn, title=picture.title, versions=True, width_px=1000)
-        entries.append(Entry(schedule, shown, run, f"img/{name}.svg", about(name), METHODS[name].choose))
+        entries.append(GalleryEntry(schedule, shown, run, f"img/{name}.svg", about(name), METHODS[name].choose))
     entries.sort(key=lambda entry: not entry.schedule.flushes)
     files[DOCS / "gallery.md"] = gallery(entries, compensated())
     return files

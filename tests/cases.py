@@ -38,7 +38,7 @@ class Case:
     Attributes:
         drain_at: minibatch after which the loop evaluates; negative for never.
         leave_at: minibatch after which the loop is left, and a second `train` goes on; negative for never.
-        lag: of the plan; None for 0 at every stage.
+        update_delay: of the plan; None for 0 at every stage.
         recompute: of every stage.
         workers: of a method that puts several stages on one; half as many as stages unless said.
         compensation: of delay, as a Pipeline takes it.
@@ -62,7 +62,7 @@ class Case:
     scheduled: bool = False
     ema: float | None = None
     autocast: torch.dtype | None = None
-    lag: tuple[int, ...] | None = None
+    update_delay: tuple[int, ...] | None = None
     recompute: bool = False
     workers: int | None = None
     compensation: Any = None
@@ -71,7 +71,9 @@ class Case:
     def __str__(self) -> str:
         plan = "-".join(map(str, self.replicas or (1,) * self.stages))
         extras = [str(v) for v in (self.microbatches, self.clip_grad_norm, self.ema, self.autocast) if v is not None]
-        depth = ("" if self.depth == "noam" else f" {self.depth}") + (f" lag {self.lag}" if self.lag else "")
+        depth = ("" if self.depth == "noam" else f" {self.depth}") + (
+            f" update delay {self.update_delay}" if self.update_delay else ""
+        )
         extras += ["recompute"] if self.recompute else []
         extras += [] if self.compensation is None else [str(self.compensation)]
         extras += [str(value) for _, value in self.options]
@@ -92,7 +94,7 @@ class Case:
         layout = LAYOUTS.get(self.schedule)
         replicas = self.replicas if layout is None else (layout.replicas,) * self.stages
         plan = zoo.plan_of(zoo.make(self.animal, self.dtype), self.stages, replicas, self.depth)
-        plan = plan if self.lag is None else replace(plan, lag=self.lag)
+        plan = plan if self.update_delay is None else replace(plan, update_delay=self.update_delay)
         if layout is not None:
             workers = self.workers or max(1, self.stages * layout.replicas // 2)
             if layout is dispatched:  # any number of stages; with two workers none is away from home
@@ -174,9 +176,9 @@ def run(case: Case) -> Outcome:
         for tag in timeline.tags:
             outcome.late.setdefault(tag.stage, set()).add(tag.staleness)
         for worker in pipeline._session.workers:
-            for stage, seat in worker.seats.items():
-                outcome.storages[stage] = max(seat.versions.storages, outcome.storages.get(stage, 0))
-                outcome.versions[stage] = max(seat.versions.peak, outcome.versions.get(stage, 0))
+            for stage, stage_state in worker.stage_states.items():
+                outcome.storages[stage] = max(stage_state.versions.storages, outcome.storages.get(stage, 0))
+                outcome.versions[stage] = max(stage_state.versions.peak, outcome.versions.get(stage, 0))
         outcome.split = pipeline.schedule.microbatches
     return outcome
 
@@ -370,7 +372,10 @@ def _rule(schedule: str, plan: Plan) -> reference.Versions:
         return lambda s, k: max(0, k - (p - 1 - s))
     if schedule == "pipedream_vertical_sync" and straight:
         return lambda s, k: max(0, k - (p - 1))
-    replicas, late = plan.replicas, [n - 1 + lag for n, lag in zip(plan.in_flight, plan.lag, strict=True)]
+    replicas, late = (
+        plan.replicas,
+        [n - 1 + update_delay for n, update_delay in zip(plan.in_flight, plan.update_delay, strict=True)],
+    )
     if schedule == "pipedream_vertical_sync":
         # The tag is a count of minibatches, a multiple of all replica counts, that every stage has a version for: of
         # the rounds of the input stage, the newest that no stage is later than.

@@ -239,7 +239,7 @@ class Moment:
     weights: Values
     added: dict[str, Values]
 
-    def view(self, by: str, horizon: float) -> Values:
+    def prediction(self, by: str, horizon: float) -> Values:
         """Returns the weights so many updates ahead."""
         return {
             name: w + horizon * self.added[by][name] if horizon and name in self.added[by] else w.clone()
@@ -254,9 +254,9 @@ class Stage:
         self.layers, self.optimizer, self._seed = layers, optimizer, seed
         weights = {f"{n}.{k}": p.detach().clone() for n, layer in layers for k, p in layer.named_parameters()}
         self.made = [Moment(weights, {"velocity": {}, "difference": {}, "average": {}})]
-        self.follow(gamma)
+        self.switch_to(gamma)
 
-    def follow(self, gamma: float) -> None:
+    def switch_to(self, gamma: float) -> None:
         """Takes another average from now on, of nothing at first."""
         self._gamma = gamma
         self.average = {name: torch.zeros_like(w) for name, w in self.made[-1].weights.items()}
@@ -418,7 +418,7 @@ def train(
             turn = turns[n]
             paper, microbatches, base = turn.paper, turn.microbatches, n * turn.microbatches
             for s, part in enumerate(parts):
-                part.follow(paper.gamma(s))
+                part.switch_to(paper.gamma(s))
                 if isinstance(part.optimizer, SpikeSgd):
                     part.optimizer.compensate(turn.spike(s))
         loss = weight = 0.0

@@ -1,4 +1,4 @@
-"""Drawn by hypothesis: registered methods on plans of any replicas, depth and lag, with any costs."""
+"""Drawn by hypothesis: registered methods on plans of any replicas, depth and update delay, with any costs."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def schedules() -> st.SearchStrategy[Schedule]:
 
 @st.composite
 def straight(draw: st.DrawFn) -> Schedule:
-    """Draws a method of one stage a worker, on any replicated plan, of any depth and lag that the rules allow."""
+    """Draws a method of one stage a worker, on any replicated plan, of any depth and update delay that the rules allow."""
     replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
-    lag = tuple(draw(st.integers(0, 1)) if count > 1 and len(replicas) > 1 else 0 for count in replicas)
+    update_delay = tuple(draw(st.integers(0, 1)) if count > 1 and len(replicas) > 1 else 0 for count in replicas)
     name = draw(st.sampled_from(STRAIGHT))
     if name in NO_LAG:
-        lag = (0,) * len(replicas)  # it does not lag
-    in_flight = legal(tuple(draw(st.integers(1, 5)) for _ in replicas), replicas, lag)
+        update_delay = (0,) * len(replicas)  # it does not update delay
+    in_flight = legal(tuple(draw(st.integers(1, 5)) for _ in replicas), replicas, update_delay)
     rows = tuple(Stage(s, s + 1, count) for s, count in enumerate(replicas))
-    plan = Plan(rows, in_flight, Cluster.flat(sum(replicas)), lag, unit="microbatch")
+    plan = Plan(rows, in_flight, Cluster.flat(sum(replicas)), update_delay, unit="microbatch")
     if name == "pipedream_2bw":
         least = max(max(held - 1, 1) * count for held, count in zip(in_flight, replicas, strict=True))
         return build(name, plan, least + draw(st.integers(0, 3)))

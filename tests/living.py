@@ -88,7 +88,7 @@ def plan_of(run: Living) -> Plan:
         Cluster.flat(sum(run.replicas)),
         cuts,
         run.replicas,
-        holds=pd.api.holds_of(run.schedule, run.microbatches),
+        holds=pd.api.occupancy_of(run.schedule, run.microbatches),
         microbatches=run.microbatches or 1,
     )
     if not run.recompute:

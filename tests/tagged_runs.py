@@ -9,13 +9,13 @@ import reference
 import zoo
 
 from pipedream.core.schedule.program import Program
-from pipedream.core.schedule.timeline import Tag
+from pipedream.core.schedule.timeline import GradientVersions
 
 __all__ = ["check_tags"]
 
 
 def check_tags(
-    tags: Iterable[Tag],
+    tags: Iterable[GradientVersions],
     program: Program,
     drains: Sequence[int],
     batches: Sequence[zoo.Batch],

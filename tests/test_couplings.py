@@ -88,7 +88,7 @@ PLANS = [
     Plan.uniform(1),
     Plan.uniform(4),
     replace(Plan.uniform(4), in_flight=(8, 5, 2, 1)),
-    replace(Plan.uniform(2, replicas=(2, 2)), lag=(1, 0), in_flight=(4, 1)),
+    replace(Plan.uniform(2, replicas=(2, 2)), update_delay=(1, 0), in_flight=(4, 1)),
 ]
 
 
@@ -215,9 +215,13 @@ def train_tied(
                 pipeline.save(save)
             if done.number == 7:
                 pipeline.evaluate(Fresh(sentences()))
-        seats = [seat for worker in pipeline._session.workers for seat in worker.seats.values()]
+        stage_states = [
+            stage_state for worker in pipeline._session.workers for stage_state in worker.stage_states.values()
+        ]
         copies = [
-            seat.versions.handles["0.words.weight"] for seat in seats if "0.words.weight" in seat.versions.handles
+            stage_state.versions.handles["0.words.weight"]
+            for stage_state in stage_states
+            if "0.words.weight" in stage_state.versions.handles
         ]
         equal = all(torch.equal(copies[0], copy) for copy in copies) if copies else True
         assert model[3].head.weight is model[0].words.weight or pipeline.distributed, "the user's model stays tied"
@@ -728,7 +732,7 @@ def test_a_loss_scale_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
             for done in pipeline.train(Fresh(animal.batches), epochs=4 - pipeline.position[0]):
                 if done.number == 6 and not resume:
                     pipeline.save(tmp_path)
-            scale = pipeline._session.workers[0].seats[0].optimizer.scale
+            scale = pipeline._session.workers[0].stage_states[0].optimizer.scale
             return pipeline.state_dict(), pipeline.skipped_updates(), scale
 
     whole, rest = go_on(False), go_on(True)
@@ -748,7 +752,7 @@ def test_a_loss_scale_that_is_asked_for_is_not_the_checkpoints(tmp_path: Path) -
                 pipeline.load(tmp_path)
             else:
                 pipeline.save(tmp_path)
-            scales.append(pipeline._session.workers[0].seats[0].optimizer.scale)
+            scales.append(pipeline._session.workers[0].stage_states[0].optimizer.scale)
     assert scales == [1024.0, 8.0]
 
 
@@ -784,7 +788,11 @@ def test_a_changing_loss_scale_is_torchs(schedule: str, clip: float | None) -> N
         for _ in pipeline.train(Fresh(batches)):
             pass
         found, skipped = pipeline.state_dict(), pipeline.skipped_updates()
-        scales = {seat.optimizer.scale for worker in pipeline._session.workers for seat in worker.seats.values()}
+        scales = {
+            stage_state.optimizer.scale
+            for worker in pipeline._session.workers
+            for stage_state in worker.stage_states.values()
+        }
     reference_scaler = torch.amp.GradScaler("cpu", **scaler)
     optimizer = OPTIMIZERS["sgd"](list(plain.named_parameters()))
     skips = 0
@@ -837,7 +845,7 @@ def test_the_loss_is_scaled_as_a_mean(schedule: str, loss: Any, scaler: Any) -> 
     ) as pipeline:  # fmt: skip
         for _ in pipeline.train(Fresh(batches)):
             pass
-        skipped, scale = pipeline.skipped_updates(), pipeline._session.workers[0].seats[0].optimizer.scale
+        skipped, scale = pipeline.skipped_updates(), pipeline._session.workers[0].stage_states[0].optimizer.scale
         found = pipeline.state_dict()
     if not isinstance(scaler, torch.amp.GradScaler):
         assert skipped == (0, 0)
@@ -892,7 +900,7 @@ def test_one_stage_has_a_changing_loss_scale_under_any_method() -> None:
         for _ in pipeline.train(Fresh(batches)):
             pass
         found, skipped = pipeline.state_dict(), pipeline.skipped_updates()
-        scale = pipeline._session.workers[0].seats[0].optimizer.scale
+        scale = pipeline._session.workers[0].stage_states[0].optimizer.scale
     assert scaler.get_scale() == 2.0**126
     plain, skips = trapped().float(), 0
     optimizer = OPTIMIZERS["sgd"](list(plain.named_parameters()))

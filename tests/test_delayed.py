@@ -285,9 +285,13 @@ def test_tags_tell_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(4, 8, [1, 1, 1, 0], marks=pytest.mark.slow),
     ],
 )
-def test_lags_of_nf1b_in_a_run(p: int, m: int, lags: list[int]) -> None:
+def test_lags_of_nf1b_in_a_run(p: int, m: int, delays_updates: list[int]) -> None:
     """As a reproduction measured them where forwards read the newest weights; under a tag all are the input stage's."""
-    for name, wanted in (("v_timeprest", lags), ("timeprest", [lags[0]] * p), ("timeprest_interpolated", lags)):
+    for name, wanted in (
+        ("v_timeprest", delays_updates),
+        ("timeprest", [delays_updates[0]] * p),
+        ("timeprest_interpolated", delays_updates),
+    ):
         case = Case("mlp", name, p, microbatches=m, epochs=2, drain_at=-1)
         outcome = run(case)
         assert [max(outcome.late[s]) for s in range(p)] == wanted
@@ -457,10 +461,10 @@ def test_a_difference_is_in_the_checkpoint(tmp_path: Path) -> None:
             if resume is not None:
                 pipeline.load(resume)
                 for worker in pipeline._session.workers if forget else ():
-                    for seat in worker.seats.values():
-                        assert worker.rank == 2 or seat.views is not None
-                        if seat.views is not None:
-                            seat.views.restore({})
+                    for stage_state in worker.stage_states.values():
+                        assert worker.rank == 2 or stage_state.predictions is not None
+                        if stage_state.predictions is not None:
+                            stage_state.predictions.restore({})
             for done in pipeline.train(cases.Fresh(animal.batches), epochs=4 - pipeline.position[0]):
                 if done.number + 1 == 8 and resume is None:
                     pipeline.save(tmp_path / "kept")
@@ -486,10 +490,12 @@ def test_a_drain_leaves_one_version(name: str) -> None:
         for done in pipeline.train(animal.batches, epochs=3):
             if done.number == 7:
                 pipeline.drain()
-                seats = [seat for worker in pipeline._session.workers for seat in worker.seats.values()]
-                assert {seat.versions.alive for seat in seats} == {1}
+                stage_states = [
+                    stage_state for worker in pipeline._session.workers for stage_state in worker.stage_states.values()
+                ]
+                assert {stage_state.versions.alive for stage_state in stage_states} == {1}
                 # What stands in the model is the weights, not a view of them.
                 state = pipeline.state_dict()
-                for seat in seats:
-                    for key, leaf in seat.versions.peek().leaves.items():
+                for stage_state in stage_states:
+                    for key, leaf in stage_state.versions.peek().leaves.items():
                         assert torch.equal(state[key], leaf)

@@ -42,12 +42,12 @@ def drawn_plan(rng: random.Random, name: str) -> Plan:
         workers = rng.choice([2, 4, 6] if layout is mirrored else range(1, 6))
         return uniform(name, workers, chunks=rng.randint(1, 3) if layout in (looped, dispatched) else None)
     replicas = tuple(rng.randint(1, 3) if rng.random() < 0.5 else 1 for _ in range(rng.randint(1, 4)))
-    lag = tuple(rng.randint(0, 1) if count > 1 and len(replicas) > 1 else 0 for count in replicas)
-    lag = (0,) * len(replicas) if name == "pipedream_2bw" else lag
-    least = depth.noam(replicas, lag)
+    update_delay = tuple(rng.randint(0, 1) if count > 1 and len(replicas) > 1 else 0 for count in replicas)
+    update_delay = (0,) * len(replicas) if name == "pipedream_2bw" else update_delay
+    least = depth.noam(replicas, update_delay)
     in_flight = least if rng.random() < 0.5 else tuple(rng.randint(1, 4) for _ in replicas)
     plan = Plan.uniform(len(replicas), replicas=replicas)
-    return replace(plan, in_flight=depth.legal(in_flight, replicas, lag), lag=lag)
+    return replace(plan, in_flight=depth.legal(in_flight, replicas, update_delay), update_delay=update_delay)
 
 
 def drawn_schedule(rng: random.Random, name: str) -> Schedule:
@@ -133,7 +133,7 @@ def check(schedule: Schedule, timeline: Timeline, total: int) -> None:
             assert max(gradients[stage, n, rank], default=0.0) <= span.start_s + _TINY
             assert min(gradients[stage, n + 1, rank], default=span.end_s) >= span.start_s - _TINY, "another's gradient"
     for rank in range(placement.workers):
-        own = sum(weights.versions(stage) for stage, _ in placement.seats(rank))
+        own = sum(weights.versions(stage) for stage, _ in placement.stage_replicas(rank))
         assert timeline.peak_versions[rank] <= own + min(1, len(placement.visits(rank)))
     for tag in timeline.tags:
         assert tag.applied_to == tag.microbatch // per_update[tag.stage]
@@ -159,7 +159,7 @@ def endure(programs: int, seed: int) -> None:
 
 def test_a_depth_that_rests_on_a_lag() -> None:
     """Found by one of ten thousand: ZB-H2 doubles a depth that is legal only because a stage lags."""
-    plan = replace(Plan.uniform(4, replicas=(1, 1, 2, 1)), in_flight=(3, 2, 1, 2), lag=(0, 0, 1, 0))
+    plan = replace(Plan.uniform(4, replicas=(1, 1, 2, 1)), in_flight=(3, 2, 1, 2), update_delay=(0, 0, 1, 0))
     for name in ("1f1b", "zb_h1", "zb_h2"):
         verify(lower(build(name, plan, 4)))
 

@@ -112,7 +112,7 @@ def test_pictures() -> None:
     alone = lower(build("pipedream", Plan.uniform(1, replicas=(2,))))
     assert format_instructions(alone.ranks[1].period) == "0F1 0B1 =0:1 0U1"
     assert alone.channels == ()
-    late = lower(build("pipedream", replace(Plan.uniform(2, replicas=(2, 1)), lag=(1, 0))))
+    late = lower(build("pipedream", replace(Plan.uniform(2, replicas=(2, 1)), update_delay=(1, 0))))
     assert format_instructions(late.ranks[0].period) == "<2:0 0B0 0F4 >0:4 >4:4 =0:1 0U1"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.timeline import Span, Tag, Timeline
+from pipedream.core.schedule.timeline import GradientVersions, Span, Timeline
 from pipedream.metrics import (
     Metrics,
     in_flight,
@@ -42,7 +42,12 @@ MEASURED = Timeline(
     ),
     microbatches=3,
     batch=32,
-    tags=(Tag(0, 0, 0, 0, 0), Tag(0, 1, 0, 0, 1), Tag(0, 2, 1, 1, 2), Tag(1, 2, 2, 2, 2)),
+    tags=(
+        GradientVersions(0, 0, 0, 0, 0),
+        GradientVersions(0, 1, 0, 0, 1),
+        GradientVersions(0, 2, 1, 1, 2),
+        GradientVersions(1, 2, 2, 2, 2),
+    ),
     peak_bytes=(2000, 1000),
 )
 

@@ -125,7 +125,7 @@ def rule(schedule: str, microbatches: int, plan: Plan, clip_by: str = "local") -
     A global norm is late by what the input stage holds in flight, in updates.
     """
     replicas, p = plan.replicas, len(plan.stages)
-    late = None if clip_by == "local" else plan.in_flight[0] + plan.lag[0]
+    late = None if clip_by == "local" else plan.in_flight[0] + plan.update_delay[0]
     if schedule in FLUSHING:
         return phased.synchronous(microbatches, p, None if late is None else 0)
     if schedule == "pipedream_2bw":

@@ -1,4 +1,4 @@
-"""What is asked for, on the command line and of `pipedream.plan`: shapes, cuts, depth, lag."""
+"""What is asked for, on the command line and of `pipedream.plan`: shapes, cuts, depth, update delay."""
 
 from __future__ import annotations
 
@@ -62,12 +62,16 @@ def test_shapes(profile: str, capfd: pytest.CaptureFixture[str], options: list[s
 
 def test_cuts_by_hand(profile: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = str(tmp_path / "plan.json")
-    found = asked(capfd, profile, "--workers", "4", "--config", "2-1-1", "--cuts", "2,layer5", "--lag", "1", "-o", out)
+    found = asked(
+        capfd, profile, "--workers", "4", "--config", "2-1-1", "--cuts", "2,layer5", "--update-delay", "1", "-o", out
+    )
     assert (found["config"], [row["first"] for row in found["stages"]]) == ("2-1-1", [0, 2, 5])
-    assert (found["lag"], found["note"]) == ([1, 0, 0], "cut by hand")
+    assert (found["update_delay"], found["note"]) == ([1, 0, 0], "cut by hand")
     plan = pd.Plan.load(out)
-    assert plan.lag == (1, 0, 0)
-    assert plan == pd.plan(pd.Profile.load(profile), pd.Cluster.flat(4), shape="2-1-1", cuts=(2, "layer5"), lag=1)
+    assert plan.update_delay == (1, 0, 0)
+    assert plan == pd.plan(
+        pd.Profile.load(profile), pd.Cluster.flat(4), shape="2-1-1", cuts=(2, "layer5"), update_delay=1
+    )
     assert asked(capfd, profile, "--workers", "2", "--cuts", "4")["config"] == "1-1"
     assert cli.main(["simulate", out, "--schedule", "pipedream", "--microbatches", "8"]) == 0
 
@@ -92,7 +96,7 @@ def test_depth_auto(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
         (["--config", "2-2"], "it takes 4 workers, the cluster has 3"),
         (["--config", "2-1", "--cuts", "1,2"], "name 2 stages, cuts (1, 2) make 3"),
         (["--in-flight", "deep"], "write noam, full, auto or counts as in 3,2,1"),
-        (["--lag", "2"], "Invalid value"),
+        (["--update-delay", "2"], "Invalid value"),
     ],
 )
 def test_refusals(profile: str, capfd: pytest.CaptureFixture[str], options: list[str], says: str) -> None:
@@ -102,15 +106,20 @@ def test_refusals(profile: str, capfd: pytest.CaptureFixture[str], options: list
 def test_train_takes_a_plan_or_a_shape(profile: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plan = str(tmp_path / "plan.json")
     asked(capfd, profile, "--workers", "2", "-o", plan)
-    for option in (["--config", "1-1"], ["--straight"], ["--lag", "1"]):
+    for option in (["--config", "1-1"], ["--straight"], ["--update-delay", "1"]):
         assert "--plan already says stages" in refused(capfd, "train", "recipe.py", "--plan", plan, *option)
 
 
 def test_versions_of_methods_count_a_lag() -> None:
     """Under stashing W_s + 1, and one more where the update comes behind the next forward."""
-    assert [versions_of("pipedream")(held, lag) for held in (1, 4) for lag in (0, 1)] == [1, 2, 4, 5]
-    assert [versions_of("pipedream_2bw")(held, lag) for held in (1, 4) for lag in (0, 1)] == [2, 2, 2, 2]
-    assert [versions_of("1f1b")(held, lag) for held in (1, 4) for lag in (0, 1)] == [1, 1, 1, 1]
+    assert [versions_of("pipedream")(held, update_delay) for held in (1, 4) for update_delay in (0, 1)] == [1, 2, 4, 5]
+    assert [versions_of("pipedream_2bw")(held, update_delay) for held in (1, 4) for update_delay in (0, 1)] == [
+        2,
+        2,
+        2,
+        2,
+    ]
+    assert [versions_of("1f1b")(held, update_delay) for held in (1, 4) for update_delay in (0, 1)] == [1, 1, 1, 1]
 
 
 def recipe(seed: int) -> Recipe:
@@ -129,7 +138,7 @@ def recipe(seed: int) -> Recipe:
         ({"workers": 3, "shape": "data-parallel"}, 3, False),
         ({"workers": 3, "shape": "any"}, 3, None),
         ({"shape": "2-1"}, 3, True),
-        ({"shape": (1, 2), "lag": 1, "in_flight": "auto"}, 3, True),
+        ({"shape": (1, 2), "update_delay": 1, "in_flight": "auto"}, 3, True),
     ],
 )
 def test_a_run_uses_every_worker(options: dict[str, Any], workers: int, several: bool | None, tmp_path: Path) -> None:
@@ -137,7 +146,7 @@ def test_a_run_uses_every_worker(options: dict[str, Any], workers: int, several:
     plan = pd.Plan.load(tmp_path / "run" / "plan.json")
     assert plan.workers == workers == summary["configuration"]["workers"]
     assert several is None or (len(plan.stages) > 1) == several
-    assert max(plan.lag) == options.get("lag", 0)
+    assert max(plan.update_delay) == options.get("update_delay", 0)
     if options.get("shape") in ("2-1", (1, 2)):
         assert plan.replicas in ((2, 1), (1, 2))
     assert summary["minibatches"] == 12

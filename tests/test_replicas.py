@@ -25,7 +25,7 @@ METHODS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw", "1f1b", "gpi
 ROUNDS = ("pipedream", "pipedream_vertical_sync")
 """Methods whose updates are rounds of the replicas, so that a last round may be incomplete."""
 
-# Lag needs depth: (W_s + 1) r_s <= W_u r_u + (r_u if lag_u else gcd(r_s, r_u)) for all u < s with lag_s = 1.
+# UpdateDelay needs depth: (W_s + 1) r_s <= W_u r_u + (r_u if lag_u else gcd(r_s, r_u)) for all u < s with lag_s = 1.
 LAGS = {
     (2, 1): ((1, 0), "noam"),
     (3, 1): ((1, 0), "full"),
@@ -57,8 +57,8 @@ def _matrix() -> list[object]:
                 marks = () if quick and "depth" not in others else pytest.mark.long
                 found.append(pytest.param(case := _case(replicas, method, **others), id=str(case), marks=marks))
             if method in ROUNDS:
-                lag, depth = LAGS[replicas]
-                case = _case(replicas, method, lag=lag, depth=depth)
+                update_delay, depth = LAGS[replicas]
+                case = _case(replicas, method, update_delay=update_delay, depth=depth)
                 marks = () if number % 3 == METHODS.index(method) else pytest.mark.long
                 found.append(pytest.param(case, id=str(case), marks=marks))
     return found
@@ -89,7 +89,7 @@ def test_each_plan_and_each_method_is_in_the_default_run() -> None:
         assert any(case.replicas == replicas and case.schedule == "pipedream" for case in quick)
     for method in METHODS:
         assert len({case.replicas for case in quick if case.schedule == method}) >= 3
-    assert {case.lag for case in quick} > {None}
+    assert {case.update_delay for case in quick} > {None}
 
 
 @pytest.mark.parametrize("replicas", PLANS, ids=str)
@@ -134,7 +134,7 @@ def test_replicas_under_autocast(method: str) -> None:
 
 IN_PROCESSES = {
     3: [
-        _case((2, 1), "pipedream", lag=(1, 0)),
+        _case((2, 1), "pipedream", update_delay=(1, 0)),
         _case((1, 2), "pipedream", clip_grad_norm=0.1, clip="local"),
         _case((2, 1), "pipedream_vertical_sync", depth="full"),
         _case((1, 2), "gpipe"),
@@ -147,7 +147,7 @@ IN_PROCESSES = {
         _case((2, 2, 1), "pipedream_2bw"),
         _case((3, 2), "gpipe"),
     ],
-    6: [_case((3, 2, 1), "pipedream"), _case((4, 2), "pipedream", depth="full", lag=(1, 1))],
+    6: [_case((3, 2, 1), "pipedream"), _case((4, 2), "pipedream", depth="full", update_delay=(1, 1))],
 }
 
 
@@ -166,7 +166,7 @@ def test_several_processes_give_what_one_gives(workers: int) -> None:
             members = plan.workers if case.clip_grad_norm and case.clip == "global" else max(plan.replicas)
             check_same(outcomes[number], alone, rank, 0.0 if members <= 2 else 1e-10)
             ((stage, storages),) = outcomes[number].storages.items()
-            late = plan.in_flight[stage] - 1 + plan.lag[stage]
+            late = plan.in_flight[stage] - 1 + plan.update_delay[stage]
             if case.schedule == "pipedream":
                 assert max(outcomes[number].late[stage]) == late == rule.staleness(stage)
                 assert storages <= late + 1

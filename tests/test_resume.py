@@ -288,9 +288,9 @@ def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
     with pd.Pipeline(animal.model, plan, schedule="pipedream", compensation=asked, **settings) as pipeline:
         pipeline.load(path)
         for worker in pipeline._session.workers:
-            for stage, seat in worker.seats.items():
-                assert (seat.optimizer.updates, seat.optimizer.rounds) == (0, rounds)
-                for name, held in seat.optimizer.compensator.state.items():
+            for stage, stage_state in worker.stage_states.items():
+                assert (stage_state.optimizer.updates, stage_state.optimizer.rounds) == (0, rounds)
+                for name, held in stage_state.optimizer.compensator.state.items():
                     for key, tensor in held.items():
                         assert torch.equal(tensor, kept[f"compensation/{name}/{key}"]), (stage, name, key)
         # PipeMare's T1, k of 40 updates, the first stage two updates late: 2^(k/40 - 1).

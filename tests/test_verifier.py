@@ -37,19 +37,19 @@ class Case(NamedTuple):
     name: str
     replicas: tuple[int, ...]
     in_flight: tuple[int, ...]
-    lag: tuple[int, ...]
+    update_delay: tuple[int, ...]
     microbatches: int | None
     order: tuple[int, ...] = ()
 
     def program(self) -> Program:
         plan = Plan.uniform(len(self.replicas), replicas=self.replicas, order=self.order)
-        plan = replace(plan, in_flight=self.in_flight, lag=self.lag)
+        plan = replace(plan, in_flight=self.in_flight, update_delay=self.update_delay)
         return lower(build(self.name, plan, self.microbatches))
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any method, replicas, depth (also by hand), lag and split that go together; or stages that share workers."""
+    """Any method, replicas, depth (also by hand), update delay and split that go together; or stages that share workers."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     if name in LAYOUTS:
         layout, p = LAYOUTS[name], 2 * draw(st.integers(1, 2))
@@ -66,14 +66,14 @@ def cases(draw: st.DrawFn) -> Case:
         most = max((w - 1) * r for w, r in zip(in_flight, replicas, strict=True)) + more
         deeper = [most // r + 1 for r in replicas[: last + 1]]
         in_flight = (*deeper, *in_flight[last + 1 :])
-    lag = tuple(draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
-    in_flight = depth.legal(in_flight, replicas, lag)
+    update_delay = tuple(draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
+    in_flight = depth.legal(in_flight, replicas, update_delay)
     microbatches = None if name in WHOLE else draw(st.integers(max(replicas), 12))
     if name == "pipedream_2bw":
         assert microbatches is not None
         assume(all(microbatches // r >= max(w - 1, 1) for w, r in zip(in_flight, replicas, strict=True)))
     assume(name not in NO_LAG or in_flight == depth.legal(in_flight, replicas))
-    case = Case(name, replicas, in_flight, lag, microbatches)
+    case = Case(name, replicas, in_flight, update_delay, microbatches)
     try:
         case.program()
     except ScheduleError:  # it needs more microbatches for these replicas
@@ -89,7 +89,9 @@ def test_all_methods_pass(case: Case) -> None:
     weights, placement = program.weights, program.placement
     for rank in range(placement.workers):
         visiting = min(1, len(placement.visits(rank)))
-        assert proof.peak_versions[rank] <= visiting + sum(weights.versions(s) for s, _ in placement.seats(rank))
+        assert proof.peak_versions[rank] <= visiting + sum(
+            weights.versions(s) for s, _ in placement.stage_replicas(rank)
+        )
     for stage in range(placement.stages):
         peaks = [proof.peak_versions[rank] for rank in placement.ranks[stage]]
         held = [proof.peak_in_flight[rank] for rank in placement.ranks[stage]]
@@ -110,7 +112,7 @@ def test_several_stages_a_worker_pass(schedule: Schedule) -> None:
     assert set(proof.staleness) == {0}
     assert claims.versions is not None
     assert proof.peak_versions == tuple(claims.versions(p, m, rank) for rank in range(p))
-    assert schedule.name == "roundpipe" or set(proof.peak_versions) == {len(schedule.placement.seats(0))}
+    assert schedule.name == "roundpipe" or set(proof.peak_versions) == {len(schedule.placement.stage_replicas(0))}
     verify(lower(schedule), lanes=lambda channel: (channel.sender, channel.receiver, channel.carries, channel.source))
 
 
@@ -131,11 +133,11 @@ def test_one_lane_a_direction_never_deadlocks(case: Case) -> None:
     verify(case.program(), lanes=lambda channel: (channel.sender, channel.receiver))
 
 
-def unchecked(replicas: tuple[int, ...], in_flight: tuple[int, ...], lag: tuple[int, ...]) -> Plan:
+def unchecked(replicas: tuple[int, ...], in_flight: tuple[int, ...], update_delay: tuple[int, ...]) -> Plan:
     """Returns a plan past the check that a depth is legal."""
     plan = Plan.uniform(len(replicas), replicas=replicas)
     object.__setattr__(plan, "in_flight", in_flight)
-    object.__setattr__(plan, "lag", lag)
+    object.__setattr__(plan, "update_delay", update_delay)
     return plan
 
 
@@ -143,11 +145,11 @@ def unchecked(replicas: tuple[int, ...], in_flight: tuple[int, ...], lag: tuple[
 def depths(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Replicas, lags, and in-flight counts around the border of what is legal."""
     replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=2, max_size=4)))
-    lag = tuple(draw(st.integers(0, 1)) if r > 1 else 0 for r in replicas)
+    update_delay = tuple(draw(st.integers(0, 1)) if r > 1 else 0 for r in replicas)
     warmup = [draw(st.integers(0, 2))]
     for s in range(len(replicas) - 2, -1, -1):
         warmup.insert(0, max(0, -(-warmup[0] * replicas[s + 1] // replicas[s]) + draw(st.integers(-1, 2))))
-    return replicas, tuple(w + 1 for w in warmup), lag
+    return replicas, tuple(w + 1 for w in warmup), update_delay
 
 
 @given(depths())
@@ -155,23 +157,23 @@ def depths(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int
 def test_a_depth_is_legal_exactly_where_pipedream_does_not_deadlock(
     case: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
 ) -> None:
-    replicas, in_flight, lag = case
-    program = lower(build("pipedream", unchecked(replicas, in_flight, lag)))
-    enough = depth.legal(in_flight, replicas, lag)
+    replicas, in_flight, update_delay = case
+    program = lower(build("pipedream", unchecked(replicas, in_flight, update_delay)))
+    enough = depth.legal(in_flight, replicas, update_delay)
     if enough != in_flight:
         with pytest.raises(PlanError, match=re.escape(f"{enough} would do")):
-            depth.check_in_flight(in_flight, replicas, lag)
+            depth.check_in_flight(in_flight, replicas, update_delay)
         with pytest.raises(DeadlockError):
             verify(program)
-        verify(lower(build("pipedream", unchecked(replicas, enough, lag))))
+        verify(lower(build("pipedream", unchecked(replicas, enough, update_delay))))
         return
-    depth.check_in_flight(in_flight, replicas, lag)
+    depth.check_in_flight(in_flight, replicas, update_delay)
     proof = verify(program)
-    assert proof.staleness == tuple(held - 1 + late for held, late in zip(in_flight, lag, strict=True))
+    assert proof.staleness == tuple(held - 1 + late for held, late in zip(in_flight, update_delay, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("replicas", "lag", "in_flight"),
+    ("replicas", "update_delay", "in_flight"),
     [
         ((1, 2), (0, 0), (5, 3)),  # W_u r_u = W_s r_s = 4
         ((1, 3), (0, 1), (6, 2)),  # (W_s + 1) r_s - gcd(1, 3) = 5
@@ -182,15 +184,15 @@ def test_a_depth_is_legal_exactly_where_pipedream_does_not_deadlock(
     ],
 )
 def test_one_less_than_the_least_depth_deadlocks(
-    replicas: tuple[int, ...], lag: tuple[int, ...], in_flight: tuple[int, ...]
+    replicas: tuple[int, ...], update_delay: tuple[int, ...], in_flight: tuple[int, ...]
 ) -> None:
-    assert depth.legal((1, *in_flight[1:]), replicas, lag) == in_flight
-    verify(lower(build("pipedream", unchecked(replicas, in_flight, lag))))
+    assert depth.legal((1, *in_flight[1:]), replicas, update_delay) == in_flight
+    verify(lower(build("pipedream", unchecked(replicas, in_flight, update_delay))))
     less = (in_flight[0] - 1, *in_flight[1:])
     with pytest.raises(PlanError, match="would do"):
-        depth.check_in_flight(less, replicas, lag)
+        depth.check_in_flight(less, replicas, update_delay)
     with pytest.raises(DeadlockError):
-        verify(lower(build("pipedream", unchecked(replicas, less, lag))))
+        verify(lower(build("pipedream", unchecked(replicas, less, update_delay))))
 
 
 def test_lag_without_the_depth_for_it_deadlocks() -> None:
@@ -199,19 +201,19 @@ def test_lag_without_the_depth_for_it_deadlocks() -> None:
     Found by the property above: stage 1 joins its sum behind its fifth round of forwards, the input stage admits
     only seven minibatches before their first gradient comes back.
     """
-    replicas, lag = (1, 2, 2, 2), (0, 1, 0, 0)
+    replicas, update_delay = (1, 2, 2, 2), (0, 1, 0, 0)
     with pytest.raises(
         DeadlockError, match=r"rank 1 waits at instruction 18, =1:1, for rank 2 to come to the same sum"
     ):
-        verify(lower(build("pipedream", unchecked(replicas, (7, 4, 2, 1), lag))))
+        verify(lower(build("pipedream", unchecked(replicas, (7, 4, 2, 1), update_delay))))
     says = (
-        r"in-flight counts \(7, 4, 2, 1\), with lag 1 at stage 1: stage 1 would wait for 7 warm-up minibatches, but "
+        r"in-flight counts \(7, 4, 2, 1\), with update delay 1 at stage 1: stage 1 would wait for 7 warm-up minibatches, but "
         r"stage 0 sends only 6; .*; \(8, 4, 2, 1\) would do"
     )
     with pytest.raises(PlanError, match=says):
-        depth.check_in_flight((7, 4, 2, 1), replicas, lag)
+        depth.check_in_flight((7, 4, 2, 1), replicas, update_delay)
     verify(Case("pipedream", replicas, (7, 4, 2, 1), (0, 0, 0, 0), None).program())
-    verify(Case("pipedream", replicas, (8, 4, 2, 1), lag, None).program())
+    verify(Case("pipedream", replicas, (8, 4, 2, 1), update_delay, None).program())
 
 
 @pytest.mark.parametrize(

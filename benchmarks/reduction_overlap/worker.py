@@ -77,11 +77,13 @@ def ours(sizes: Sizes, segment: int, *, early: bool, mib: int) -> float:
     plan = replace(plan, stages=(replace(plan.stages[0], last=len(model)),))
     with pd.Pipeline(model, plan, loss=functional.cross_entropy, optimizer=optimizer, sample=sample) as pipeline:
         (worker,) = pipeline._session.workers
-        (seat,) = worker.seats.values()
-        reduction, group = seat.optimizer.reduction, seat.optimizer.replica_group
+        (stage_state,) = worker.stage_states.values()
+        reduction, group = stage_state.optimizer.reduction, stage_state.optimizer.replica_group
         assert reduction is not None
         assert group is not None
-        seat.optimizer.reduction = Reduction(list(seat.versions.handles.values()), group, bucket_bytes=mib * MIB)
+        stage_state.optimizer.reduction = Reduction(
+            list(stage_state.versions.handles.values()), group, bucket_bytes=mib * MIB
+        )
         if not early:
             worker._ends_update = lambda op: False
         start = 0.0

@@ -215,7 +215,7 @@ class Pipeline:
     def _enter(self, phase: int) -> None:
         """Takes up a phase, at a drain."""
         if phase != self._phase:
-            self._session.follow(phase)
+            self._session.switch_to(phase)
         self._phase, found = phase, self.prepared[phase]
         self.schedule, self.program, self.proof = found.schedule, found.program, found.proof
 
@@ -374,8 +374,8 @@ class Pipeline:
 
     def skipped_updates(self) -> tuple[int, ...]:
         """Returns the updates that each stage has skipped; every rank calls it."""
-        seats = [row for worker in self._session.workers for row in worker.seats.items()]
-        whole = self._session.gathered({stage: seat.optimizer.skipped for stage, seat in seats})
+        stage_states = [row for worker in self._session.workers for row in worker.stage_states.items()]
+        whole = self._session.gathered({stage: stage_state.optimizer.skipped for stage, stage_state in stage_states})
         return tuple(whole[stage] for stage in sorted(whole))
 
     def learning_rates(self) -> tuple[float, ...]:

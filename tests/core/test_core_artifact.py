@@ -23,7 +23,7 @@ from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan import Plan, Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Program
-from pipedream.core.schedule.timeline import Span, Tag, Timeline
+from pipedream.core.schedule.timeline import GradientVersions, Span, Timeline
 from pipedream.core.schedule.weights import DoubleBuffer, Flush, Stash, VerticalSync, WeightRule
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, evaluation, uniform
 
@@ -70,17 +70,19 @@ def plans(draw: st.DrawFn) -> Plan:
         names = tuple(draw(st.lists(words, max_size=2)))
         stages.append(Stage(first, last, count, draw(seconds), draw(seconds), draw(seconds), *numbers, names=names))
         first = last
-    lag = tuple(draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
+    update_delay = tuple(draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
     cluster = draw(
         clusters().filter(lambda found: found.workers >= sum(replicas)) | st.just(Cluster.flat(sum(replicas)))
     )
-    return Plan(tuple(stages), depth.noam(tuple(replicas), lag), cluster, lag, draw(words), draw(counts))
+    return Plan(
+        tuple(stages), depth.noam(tuple(replicas), update_delay), cluster, update_delay, draw(words), draw(counts)
+    )
 
 
 @st.composite
 def timelines(draw: st.DrawFn) -> Timeline:
     span = st.builds(Span, st.integers(0, 3), st.sampled_from(["F", "wait"]), counts, counts, seconds, seconds)
-    tag = st.builds(Tag, counts, counts, counts, counts, counts)
+    tag = st.builds(GradientVersions, counts, counts, counts, counts, counts)
     spans, tags = tuple(draw(st.lists(span))), tuple(draw(st.lists(tag)))
     return Timeline("gpipe", "simulated", 4, spans, 8, tags=tags, peak_bytes=tuple(draw(st.lists(sizes, max_size=4))))
 

@@ -140,7 +140,7 @@ class TestPlacement:
         assert placement.replicas == replicas
         assert placement.workers == sum(replicas)
         for stage, count in enumerate(replicas):
-            assert placement.seats(placement.rank_of(stage, k)) == ((stage, k % count),)
+            assert placement.stage_replicas(placement.rank_of(stage, k)) == ((stage, k % count),)
             assert placement.rank_of(stage, k) == placement.rank_of(stage, k + placement.cycle)
 
     @pytest.mark.parametrize(
@@ -170,10 +170,16 @@ class TestPlan:
             ),
             (lambda: replace(Plan.uniform(2), in_flight=(2,)), "name 1 stages, the plan has 2"),
             (lambda: replace(Plan.uniform(2), in_flight=(1, 2)), "must not grow towards the output"),
-            (lambda: replace(Plan.uniform(2), lag=(0,)), r"lag needs 0 or 1 for each of 2 stages, found \(0,\)"),
-            (lambda: replace(Plan.uniform(2, replicas=(2, 1)), lag=(2, 0)), "lag needs 0 or 1"),
-            (lambda: replace(Plan.uniform(2), lag=(1, 0)), "lag is 0 where a stage is not replicated"),
-            (lambda: replace(Plan.uniform(1, replicas=(2,)), lag=(1,)), "and in a one-stage plan"),
+            (
+                lambda: replace(Plan.uniform(2), update_delay=(0,)),
+                r"update_delay needs 0 or 1 for each of 2 stages, found \(0,\)",
+            ),
+            (lambda: replace(Plan.uniform(2, replicas=(2, 1)), update_delay=(2, 0)), "update_delay needs 0 or 1"),
+            (
+                lambda: replace(Plan.uniform(2), update_delay=(1, 0)),
+                "update delay is 0 where a stage is not replicated",
+            ),
+            (lambda: replace(Plan.uniform(1, replicas=(2,)), update_delay=(1,)), "and in a one-stage plan"),
             (lambda: replace(Plan.uniform(2), unit="sample"), "unit is minibatch or microbatch, found 'sample'"),
             (lambda: Stage(2, 2), "first < last, found 2 and 2"),
             (lambda: Stage(0, 1, 0), "between 1 and 100000 workers, found 0"),
@@ -206,14 +212,14 @@ class TestPlan:
         assert plan.rate_factors == (1.0, 0.5, 0.25)
 
     def test_lag_needs_depth(self) -> None:
-        plan = replace(Plan.uniform(3, replicas=(1, 3, 1)), in_flight=(6, 2, 1), lag=(0, 1, 0))
+        plan = replace(Plan.uniform(3, replicas=(1, 3, 1)), in_flight=(6, 2, 1), update_delay=(0, 1, 0))
         assert plan.with_depth("noam") == plan
         assert all(a >= b for a, b in zip(plan.with_depth("full").in_flight, plan.in_flight, strict=True))
-        with pytest.raises(PlanError, match=r"with lag 1 at stage 1: .*; \(6, 2, 1\) would do"):
+        with pytest.raises(PlanError, match=r"with update delay 1 at stage 1: .*; \(6, 2, 1\) would do"):
             plan.with_depth((5, 2, 1))
-        with pytest.raises(ValueError, match="with lag 1 at stage 1"):
+        with pytest.raises(ValueError, match="with update delay 1 at stage 1"):
             replace(plan, in_flight=(5, 2, 1))
-        assert replace(plan, lag=()).with_depth((5, 2, 1)).lag == (0, 0, 0)
+        assert replace(plan, update_delay=()).with_depth((5, 2, 1)).update_delay == (0, 0, 0)
         assert Plan.from_json(plan.to_json()) == plan
 
     def test_auto_takes_the_profile(self) -> None:
@@ -235,11 +241,11 @@ class TestPlan:
         assert (shown["workers"], shown["all-reduce"], shown["rate"]) == ("4", "15.0 s", "1")  # 2 * 3 / 4 * 1000 / 100
         shown = dict(zip(columns, re.split(r"\s{2,}", second.strip()), strict=True))
         assert (shown["all-reduce"], shown["sends"], shown["rate"]) == ("-", "-", "0.25")
-        late = str(replace(plan, lag=(1, 0))).splitlines()
-        assert [line.split()[-3] for line in late[1:]] == ["lag", "1", "0"]
+        late = str(replace(plan, update_delay=(1, 0))).splitlines()
+        assert [line.split()[-3] for line in late[1:]] == ["delay", "1", "0"]
         straight = str(Plan.uniform(2)).splitlines()[1]
         assert "all-reduce" not in straight
-        assert "lag" not in straight
+        assert "delay" not in straight
 
     def test_layers(self) -> None:
         Plan.uniform(3).check_layers(3)

@@ -19,7 +19,7 @@ from pipedream.core.plan import depth
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op, requires
-from pipedream.core.schedule.prediction import View
+from pipedream.core.schedule.prediction import WeightPrediction
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import DoubleBuffer, Flush, Latest, Stash, VerticalSync
@@ -95,19 +95,22 @@ class TestDepth:
     @given(replica_counts, st.data())
     def test_legal_is_the_least_that_is_accepted(self, replicas: tuple[int, ...], data: st.DataObject) -> None:
         counts = tuple(data.draw(st.integers(1, 6)) for _ in replicas)
-        lag = tuple(data.draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
-        found = depth.legal(counts, replicas, lag)
-        depth.check_in_flight(found, replicas, lag)
+        update_delay = tuple(data.draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
+        found = depth.legal(counts, replicas, update_delay)
+        depth.check_in_flight(found, replicas, update_delay)
         assert all(f >= c for f, c in zip(found, counts, strict=True))
         for s in range(len(replicas)):
             if found[s] > counts[s]:
                 with pytest.raises(PlanError, match="would do"):
-                    depth.check_in_flight((*found[:s], found[s] - 1, *found[s + 1 :]), replicas, lag)
-        for deep in (depth.noam(replicas, lag), depth.full(replicas, (1.5,) * (len(replicas) - 1), lag)):
-            depth.check_in_flight(deep, replicas, lag)
+                    depth.check_in_flight((*found[:s], found[s] - 1, *found[s + 1 :]), replicas, update_delay)
+        for deep in (
+            depth.noam(replicas, update_delay),
+            depth.full(replicas, (1.5,) * (len(replicas) - 1), update_delay),
+        ):
+            depth.check_in_flight(deep, replicas, update_delay)
 
     @pytest.mark.parametrize(
-        ("replicas", "lag", "counts"),
+        ("replicas", "update_delay", "counts"),
         [
             ((2, 1), (1, 0), (2, 1)),
             ((1, 2), (0, 1), (3, 1)),
@@ -117,20 +120,22 @@ class TestDepth:
             ((1, 4, 1), (0, 1, 0), (8, 2, 1)),
         ],
     )
-    def test_noam_with_lag(self, replicas: tuple[int, ...], lag: tuple[int, ...], counts: tuple[int, ...]) -> None:
-        assert depth.noam(replicas, lag) == counts
+    def test_noam_with_lag(
+        self, replicas: tuple[int, ...], update_delay: tuple[int, ...], counts: tuple[int, ...]
+    ) -> None:
+        assert depth.noam(replicas, update_delay) == counts
 
     @given(replica_counts, st.data())
     def test_fitting_lies_between_and_adds_nothing_that_is_not_upstream(
         self, replicas: tuple[int, ...], data: st.DataObject
     ) -> None:
-        lag = tuple(data.draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
+        update_delay = tuple(data.draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
         slots = tuple(data.draw(st.floats(0, 4)) for _ in replicas[1:])
-        low, high = depth.noam(replicas, lag), depth.full(replicas, slots, lag)
+        low, high = depth.noam(replicas, update_delay), depth.full(replicas, slots, update_delay)
         most = tuple(data.draw(st.integers(a, b + 2)) for a, b in zip(low, high, strict=True))
         found = depth.fitting(low, high, most, replicas)
         assert all(a <= b <= min(c, d) for a, b, c, d in zip(low, found, high, most, strict=True))
-        depth.check_in_flight(found, replicas, lag)
+        depth.check_in_flight(found, replicas, update_delay)
         assert depth.fitting(low, high, high, replicas) == high, "where all fits it is full"
 
     @pytest.mark.parametrize(("counts", "replicas"), [((9, 1), (1, 1)), ((2, 3), (4, 2)), ((3, 3, 3), (1, 1, 1))])
@@ -171,12 +176,12 @@ class TestWeights:
 
     @given(replica_counts, st.data())
     def test_stash_of_replicas(self, replicas: tuple[int, ...], data: st.DataObject) -> None:
-        """Reads max(0, k // r_s - W_s - lag): W_s + lag late and one version more."""
+        """Reads max(0, k // r_s - W_s - update delay): W_s + update delay late and one version more."""
         warmup = tuple(count - 1 for count in depth.noam(replicas))
-        lag = tuple(data.draw(st.integers(0, 1)) for _ in replicas)
-        rule = Stash(warmup, replicas, lag)
+        update_delay = tuple(data.draw(st.integers(0, 1)) for _ in replicas)
+        rule = Stash(warmup, replicas, update_delay)
         stage, k = data.draw(st.integers(0, len(replicas) - 1)), data.draw(st.integers(0, 500))
-        late = warmup[stage] + lag[stage]
+        late = warmup[stage] + update_delay[stage]
         assert rule.staleness(stage) == late
         assert rule.versions(stage) == late + 1
         assert rule.forward_version(stage, k) == max(0, k // replicas[stage] - late)
@@ -270,17 +275,19 @@ class TestLatest:
 
     @given(replica_counts, st.data())
     def test_it_reads_what_is_newest_there(self, replicas: tuple[int, ...], data: st.DataObject) -> None:
-        lag = tuple(data.draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
+        update_delay = tuple(data.draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
         counts = tuple(data.draw(st.integers(1, 5)) for _ in replicas)
         m = data.draw(st.one_of(st.none(), st.integers(max(replicas), 3 * max(replicas))))
-        lag = (0,) * len(replicas) if m else lag
+        update_delay = (0,) * len(replicas) if m else update_delay
         plan = Plan.uniform(len(replicas), replicas=replicas)
-        plan = replace(plan, in_flight=depth.legal(counts, replicas, lag), lag=lag, depth="hand")
+        plan = replace(
+            plan, in_flight=depth.legal(counts, replicas, update_delay), update_delay=update_delay, depth="hand"
+        )
         rule, order = latest(plan, m), unflushed(plan, m)
         updates = UpdateRule(rule.per_update)
         late: dict[int, list[int]] = {s: [] for s in range(len(replicas))}
         for rank in range(plan.workers):
-            ((stage, _),) = plan.placement.seats(rank)
+            ((stage, _),) = plan.placement.stage_replicas(rank)
             newest = 0
             for op in islice(order(rank), 150):
                 if op.kind is Kind.UPDATE:
@@ -312,7 +319,10 @@ class TestLatest:
         """Of any method: what T1 divides a rate by, and what the proof prints."""
         rule, updates, plan = schedule.weights, schedule.updates, schedule.plan
         cycle = schedule.cycle
-        warm = max((n + lag) * count for n, lag, count in zip(plan.in_flight, plan.lag, plan.replicas, strict=True))
+        warm = max(
+            (n + update_delay) * count
+            for n, update_delay, count in zip(plan.in_flight, plan.update_delay, plan.replicas, strict=True)
+        )
         first = -(-4 * warm // cycle) * cycle
         for s in range(len(plan.stages)):
             late = [updates.update_of(s, k) - 1 - rule.forward_version(s, k) for k in range(first, first + cycle)]
@@ -326,13 +336,13 @@ class TestLatest:
             (8, 4, [4, 3, 3, 2, 2, 1, 1, 0]), (8, 8, [2, 2, 2, 1, 1, 1, 1, 0]),
         ],
     )  # fmt: skip
-    def test_nf1b_is_late_whatever_the_split(self, p: int, m: int, lags: list[int]) -> None:
+    def test_nf1b_is_late_whatever_the_split(self, p: int, m: int, delays_updates: list[int]) -> None:
         """Updates between a minibatch's first forward and its backward, as a reproduction of TiMePReSt measured them.
 
         The order is the paper's, by a simulation of its rule; but backwards are done microbatch by microbatch.
         """
         schedule = build("v_timeprest", Plan.uniform(p), m)
-        assert [schedule.weights.staleness(s) for s in range(p)] == lags
+        assert [schedule.weights.staleness(s) for s in range(p)] == delays_updates
         for s, row in enumerate(nf1b(p, m, 8)):
             whole = "".join(what for what in row if what != ".").replace("B", "B" * m)
             ops = islice((op for op in schedule.order(s) if op.kind is not Kind.UPDATE), len(whole))
@@ -343,16 +353,19 @@ class TestLatest:
         [
             ({"backward_rule": "mixed"}, "a backward rule is stash, recompute, graph"),
             (
-                {"backward_rule": "stash", "backward_view": View("average", (-1.0, 0.0))},
+                {"backward_rule": "stash", "backward_prediction": WeightPrediction("average", (-1.0, 0.0))},
                 "with the rule 'stash' each backward reads what its own forward has read",
             ),
-            ({"backward_rule": "stash", "per_update": (2, 2), "shares_view": 2}, "rule 'stash'"),
+            ({"backward_rule": "stash", "per_update": (2, 2), "shares_prediction": 2}, "rule 'stash'"),
             ({"warmup": (1,)}, "one number a stage is wanted everywhere"),
-            ({"forward_view": View("velocity", (1.0,))}, "one number a stage is wanted everywhere"),
+            ({"forward_prediction": WeightPrediction("velocity", (1.0,))}, "one number a stage is wanted everywhere"),
             ({"per_update": (1, 0)}, "an update holds a microbatch of each replica"),
-            ({"shares_view": 2}, "shared by the .* microbatches of an update, not 2"),
+            ({"shares_prediction": 2}, "shared by the .* microbatches of an update, not 2"),
             (
-                {"forward_view": View("average", (1.0, 1.0)), "backward_view": View("average", (-1.0, 0.0))},
+                {
+                    "forward_prediction": WeightPrediction("average", (1.0, 1.0)),
+                    "backward_prediction": WeightPrediction("average", (-1.0, 0.0)),
+                },
                 "only one of the two views",
             ),
         ],
@@ -373,17 +386,17 @@ class TestLatest:
     )
     def test_views_that_are_none(self, by: str, horizons: tuple[float, ...], decay: float, message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            View(by, horizons, decay)
+            WeightPrediction(by, horizons, decay)
 
     def test_buffers(self) -> None:
         """A written view puts the weights aside; a difference and an average are kept; velocity is the optimizer's."""
-        rule, ahead = Latest((1, 0), (1, 1), (0, 0), (1, 1)), View("velocity", (1.0, 0.0))
-        back = View("average", (-1.0, 0.0))
+        rule, ahead = Latest((1, 0), (1, 1), (0, 0), (1, 1)), WeightPrediction("velocity", (1.0, 0.0))
+        back = WeightPrediction("average", (-1.0, 0.0))
         assert [rule.buffers(s) for s in (0, 1)] == [0, 0]
-        assert [replace(rule, forward_view=ahead).buffers(s) for s in (0, 1)] == [1, 0]
-        assert replace(rule, forward_view=replace(ahead, by="difference")).buffers(0) == 2
-        assert replace(rule, forward_view=ahead, backward_view=back).buffers(0) == 2
-        assert replace(rule, forward_view=ahead, backward_rule="stash").buffers(0) == 0
+        assert [replace(rule, forward_prediction=ahead).buffers(s) for s in (0, 1)] == [1, 0]
+        assert replace(rule, forward_prediction=replace(ahead, by="difference")).buffers(0) == 2
+        assert replace(rule, forward_prediction=ahead, backward_prediction=back).buffers(0) == 2
+        assert replace(rule, forward_prediction=ahead, backward_rule="stash").buffers(0) == 0
 
 
 class TestPromises:

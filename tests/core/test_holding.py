@@ -16,10 +16,10 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.cost import FIRST_BUCKET_BYTES
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.occupancy import Held, held
-from pipedream.planner.tables.method_occupancy import HeldRule, stash
+from pipedream.core.schedule.occupancy import StageOccupancy, occupancy
+from pipedream.planner.tables.method_occupancy import OccupancyRule, stash
 from pipedream.verifier import verify
-from pipedream.workflows.methods import holds_of
+from pipedream.workflows.methods import occupancy_of
 
 METHODS = sorted(
     name
@@ -44,14 +44,14 @@ def test_it_is_what_the_papers_claim(name: str, stages: int, m: int) -> None:
     assert claims.versions is not None
     many = 99 if travels else m
     expected = [(claims.in_flight(stages, many, s), claims.versions(stages, many, s)) for s in range(stages)]
-    assert [(found.in_flight, found.versions) for found in held(built)] == expected
+    assert [(found.in_flight, found.versions) for found in occupancy(built)] == expected
 
 
 @pytest.mark.parametrize("m", [1, 3, 9])
 def test_microbatches_between_the_halves_of_a_backward(m: int) -> None:
     """Stage s of ZB-H1 makes weight gradients s microbatches later, of ZB-H2 2s; one has just got its first half."""
     for name, times in (("1f1b", None), ("zb_h1", 1), ("zb_h2", 2)):
-        found = [one.deferred for one in held(schedules.build(name, Plan.uniform(4), m))]
+        found = [one.deferred for one in occupancy(schedules.build(name, Plan.uniform(4), m))]
         assert found == [0 if times is None else min(times * s + 1, m) for s in range(4)]
 
 
@@ -67,7 +67,7 @@ def test_it_is_what_the_proof_finds(data: st.DataObject) -> None:
     except ScheduleError:
         return
     proof = verify(lower(built))
-    for s, found in enumerate(held(built)):
+    for s, found in enumerate(occupancy(built)):
         ranks = built.placement.ranks[s]
         assert found.in_flight == max(proof.peak_in_flight[rank] for rank in ranks)
         assert found.versions - built.weights.buffers(s) >= max(proof.peak_versions[rank] for rank in ranks)
@@ -125,15 +125,15 @@ def test_vertical_sync_is_checked_with_the_whole_plan() -> None:
 @pytest.mark.parametrize("replicas", list(product((1, 2, 3), repeat=3)), ids=str)
 def test_a_stage_alone_never_holds_more_versions_than_in_a_plan(replicas: tuple[int, ...]) -> None:
     for name in METHODS:
-        rule = HeldRule(stash, holds_of(name), 1)
+        rule = OccupancyRule(stash, occupancy_of(name), 1)
         plan = Plan.uniform(3, replicas=replicas)
         alone = [rule.of_stage(count).versions for count in plan.in_flight]
         assert all(map(int.__le__, alone, (held.versions for held in rule.of_plan(plan)))), (name, alone)
 
 
 def test_a_number_that_a_method_cannot_work_with_counts_as_all_that_is_admitted() -> None:
-    assert holds_of("pipedream_2bw", 2)(Plan.uniform(4))[0] == Held(4, 2)
-    assert holds_of("gpipe", 1)(Plan.uniform(2, replicas=(2, 1))) == (Held(1, 1), Held(2, 1))
+    assert occupancy_of("pipedream_2bw", 2)(Plan.uniform(4))[0] == StageOccupancy(4, 2)
+    assert occupancy_of("gpipe", 1)(Plan.uniform(2, replicas=(2, 1))) == (StageOccupancy(1, 1), StageOccupancy(2, 1))
 
 
 @settings(max_examples=200)
@@ -145,12 +145,14 @@ def test_a_search_never_counts_more_than_the_whole_plan_holds(data: st.DataObjec
     profile = Profile.of_chain((LAYER,) * len(counts), batch=data.draw(st.integers(m, 20)))
     cluster = Cluster.flat(sum(counts))
     again = data.draw(st.booleans())
-    lag = data.draw(st.integers(0, 1))
-    space = planner.Space.of(profile, cluster, holds=holds_of(name, m), microbatches=m, lag=lag)
+    update_delay = data.draw(st.integers(0, 1))
+    space = planner.Space.of(profile, cluster, holds=occupancy_of(name, m), microbatches=m, update_delay=update_delay)
     plan = space.with_bytes(
         space.plan(tuple(range(1, len(counts))), counts, recompute=(again,) * len(counts)),
     )
-    for (first, last), stage, count, late in zip(space.ends(plan), plan.stages, plan.in_flight, plan.lag, strict=True):
+    for (first, last), stage, count, late in zip(
+        space.ends(plan), plan.stages, plan.in_flight, plan.update_delay, strict=True
+    ):
         if (first, last) == (0, len(counts)):
             continue  # of one stage there is nothing to guess
         need = space.need_bytes(first, last, count, late, again, stage.replicas)

@@ -83,7 +83,7 @@ def test_a_tag_is_what_is_newest_at_the_input_stage(replicas: tuple[int, ...], d
 
 
 @pytest.mark.parametrize(("p", "m", "lags"), LAGS)
-def test_lags_of_the_order_are_those_that_were_measured(p: int, m: int, lags: list[int]) -> None:
+def test_lags_of_the_order_are_those_that_were_measured(p: int, m: int, delays_updates: list[int]) -> None:
     """Of the order, in slots by the paper's rule and as it is here; of the static tables; and of the tags."""
     for s, row in enumerate(nf1b(p, m, 12)):
         before: list[int] = []  # updates before each forward
@@ -92,21 +92,21 @@ def test_lags_of_the_order_are_those_that_were_measured(p: int, m: int, lags: li
             if what == "F":
                 before.append(found["B"])
             elif what == "B":
-                assert found["B"] - before[found["B"] * m] <= lags[s]
+                assert found["B"] - before[found["B"] * m] <= delays_updates[s]
                 found["late"] = max(found["late"], found["B"] - before[found["B"] * m])
             found[what] += 1
-        assert found["late"] == lags[s]
+        assert found["late"] == delays_updates[s]
     live, tagged, between = (
         build(name, Plan.uniform(p), m) for name in ("v_timeprest", "timeprest", "timeprest_interpolated")
     )
     for s in range(p):
         (ops,) = followed(live, s, 8)
         met, late = newest_at(ops, Kind.FORWARD), newest_at(ops, Kind.BACKWARD)
-        assert max(late[n * m] - met[n * m] for n in range(8)) == lags[s]
-        assert live.weights.staleness(s) == between.weights.staleness(s) == lags[s]
+        assert max(late[n * m] - met[n * m] for n in range(8)) == delays_updates[s]
+        assert live.weights.staleness(s) == between.weights.staleness(s) == delays_updates[s]
     # A tag is the version of the input stage, and all stages are as late as that one.
-    assert [tagged.weights.staleness(s) for s in range(p)] == [lags[0]] * p
-    assert verify(lower(tagged)).staleness == (lags[0],) * p
+    assert [tagged.weights.staleness(s) for s in range(p)] == [delays_updates[0]] * p
+    assert verify(lower(tagged)).staleness == (delays_updates[0],) * p
 
 
 def version_difference(p: int, m: int) -> int:

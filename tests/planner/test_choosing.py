@@ -55,12 +55,14 @@ def periods(profile: Profile, cluster: Cluster, names: tuple[str, ...]) -> dict[
     equal = ["-".join([str(workers // stages)] * stages) for stages in range(2, workers + 1)]
     found = {}
     for way in product(names, (1, 2, 4), ("any", "data-parallel", "1", *equal), ("noam", "auto"), (0, 1)):
-        name, m, shape, depth, lag = way
+        name, m, shape, depth, update_delay = way
         if m > profile.batch:
             continue
         try:
-            plan = api.plan(profile, cluster, schedule=name, microbatches=m, shape=shape, in_flight=depth, lag=lag)
-            if lag and name not in ("pipedream", "pipedream_vertical_sync"):
+            plan = api.plan(
+                profile, cluster, schedule=name, microbatches=m, shape=shape, in_flight=depth, update_delay=update_delay
+            )
+            if update_delay and name not in ("pipedream", "pipedream_vertical_sync"):
                 continue
             found[way] = score(plan).period_s
         except PipelineError:
@@ -103,7 +105,7 @@ def test_the_score_is_the_papers_bubble() -> None:
 
 
 def test_what_planning_knows_of_the_methods() -> None:
-    rows = {one.name: (one.flushes, one.splits, one.lags, one.deepens) for one in methods_of(STRAIGHT)}
+    rows = {one.name: (one.flushes, one.splits, one.delays_updates, one.deepens) for one in methods_of(STRAIGHT)}
     assert rows == {
         "naive": (True, True, False, False),
         "gpipe": (True, True, False, False),

@@ -258,7 +258,7 @@ def test_a_graph_of_too_many_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
         planner.classic(GraphText(nodes, star), Cluster.flat(2))
 
 
-@pytest.mark.parametrize("wrong", [{"shape": "2-1"}, {"cuts": (1,)}, {"lag": 1}, {"microbatches": 2}])
+@pytest.mark.parametrize("wrong", [{"shape": "2-1"}, {"cuts": (1,)}, {"update_delay": 1}, {"microbatches": 2}])
 def test_what_it_does_not_know(wrong: dict[str, object]) -> None:
     profile = pd.Profile.of_chain((LayerProfile(1.0, 1.0, 1, 1),) * 2)
     with pytest.raises(PlanError, match="which it does not know"):

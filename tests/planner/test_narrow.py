@@ -36,7 +36,7 @@ def test_the_best_plan_stays(seed: int) -> None:
     for _ in range(20):
         memory = draw.choice([None, None, 60, 100])
         cluster = Cluster.flat(draw.randint(2, 5), draw.choice([1.0, 5.0, 1e9]), draw.choice([0.0, 0.1]), memory)
-        space = Space.of(random_profile(draw), cluster, lag=draw.choice([0, 0, 1]))
+        space = Space.of(random_profile(draw), cluster, update_delay=draw.choice([0, 0, 1]))
         workers = cluster.workers
         states = draw.choice([replicated(workers), straights(workers), of_counts((2, 1)[: workers - 1])])
         starts = None if draw.random() < 0.5 else tuple(state for state in states if state[0] == states[-1][0])

@@ -19,7 +19,7 @@ from pipedream.planner.bisection.feasibility import Needs
 from pipedream.planner.bisection.lower_bounds import Relaxed, period_s
 from pipedream.planner.dynamic_program.oracle import fits
 from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, replicated
-from pipedream.planner.workers.worker_line import Line
+from pipedream.planner.workers.worker_line import WorkerLine
 
 
 def random_chain(draw: random.Random, layers: int) -> Profile:
@@ -41,15 +41,17 @@ def random_chain(draw: random.Random, layers: int) -> Profile:
 
 
 def random_space(draw: random.Random, cluster: Cluster) -> Space:
-    versions: Any = draw.choice([stash, lambda held, lag: 2, lambda held, lag: 1])
+    versions: Any = draw.choice([stash, lambda held, update_delay: 2, lambda held, update_delay: 1])
     profile = random_chain(draw, draw.randint(2, 14))
-    return Space.of(profile, cluster, versions=versions, microbatches=draw.choice([1, 2]), lag=draw.choice([0, 1]))
+    return Space.of(
+        profile, cluster, versions=versions, microbatches=draw.choice([1, 2]), update_delay=draw.choice([0, 1])
+    )
 
 
 def both(draw: random.Random, cluster: Cluster, whole: bool) -> tuple[float, Any, Space]:
     """The best period by the dynamic program, infinite where nothing fits, and what bisection finds."""
     space, recompute = random_space(draw, cluster), draw.choice(RECOMPUTE)
-    states, line = replicated(cluster.workers), Line.of(cluster)
+    states, line = replicated(cluster.workers), WorkerLine.of(cluster)
     starts = tuple(state for state in states if state[0] == cluster.workers) if whole else None
     exact = Pipelines(space, states, starts, whole=False, line=line, recompute=recompute)
     return min(exact.periods.values()), Bisection(space, line, recompute, whole).best(), space
@@ -107,7 +109,7 @@ def test_its_bound_is_one_on_any_cluster(seed: int) -> None:
 def test_relaxed_seconds_are_below_the_true_ones_and_fall(seed: int) -> None:
     draw = random.Random(seed)
     cluster = Cluster((Level(4, 1e10, 1e-4), Level(3, 1e9, 1e-3), Level(2, 2e8)), sums=draw.choice(["ring", "tree"]))
-    space, line = random_space(draw, cluster), Line.of(cluster)
+    space, line = random_space(draw, cluster), WorkerLine.of(cluster)
     relaxed = Relaxed(line)
     needs = Needs.of(space, line, "never")
     pairs = needs.pairs[False]

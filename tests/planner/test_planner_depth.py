@@ -65,13 +65,13 @@ def test_auto_is_full_where_there_is_room_and_between_where_there_is_not() -> No
 def test_a_lag_that_asks_for_depth_is_checked_against_the_memory() -> None:
     """Noam is (6, 2, 1); stage 1 updating behind its next forward needs one more in front of it."""
     five = Profile.of_chain((LayerProfile(1.0, 2.0, 0, 1000, 100),) * 3)
-    free = plan(five, Cluster.flat(5, 1e9), shape="1-3-1", lag=1)
-    assert (free.in_flight, free.lag) == ((6, 2, 1), (0, 1, 0))
+    free = plan(five, Cluster.flat(5, 1e9), shape="1-3-1", update_delay=1)
+    assert (free.in_flight, free.update_delay) == ((6, 2, 1), (0, 1, 0))
     assert plan(five, Cluster.flat(5, 1e9), shape="1-3-1").in_flight == (5, 2, 1)
     assert free.stages[0].peak_bytes == 7 * 1000 + 5 * 100
     tight = Cluster.flat(5, 1e9, memory_bytes=free.stages[0].peak_bytes - 1)
     with pytest.raises(PlanError, match=r"stage 0 .* holds 6 in flight"):
-        plan(five, tight, shape="1-3-1", lag=1)
+        plan(five, tight, shape="1-3-1", update_delay=1)
     assert plan(five, tight, shape="1-3-1").in_flight == (5, 2, 1)
 
 
@@ -84,7 +84,7 @@ def plans(draw: st.DrawFn) -> tuple[Space, tuple[int, ...], tuple[int, ...]]:
     layers = draw(st.lists(layer, min_size=len(counts), max_size=len(counts)))
     profile = Profile.of_chain(tuple(replace(x, forward_s=1.0 * r) for x, r in zip(layers, counts, strict=True)))
     cluster = Cluster.flat(sum(counts), 10.0, 0.0, draw(st.integers(1, 300)))
-    return Space.of(profile, cluster, lag=draw(st.integers(0, 1))), tuple(range(1, len(counts))), counts
+    return Space.of(profile, cluster, update_delay=draw(st.integers(0, 1))), tuple(range(1, len(counts))), counts
 
 
 @given(plans())
@@ -99,7 +99,7 @@ def test_auto_is_legal_and_as_deep_as_fits(case: tuple[Space, tuple[int, ...], t
         return
     found, full = space.at_depth(base, "auto"), base.with_depth("full")
     assert all(a <= b <= c for a, b, c in zip(low.in_flight, found.in_flight, full.in_flight, strict=True))
-    depth.check_in_flight(found.in_flight, counts, found.lag)
+    depth.check_in_flight(found.in_flight, counts, found.update_delay)
     limit = space.cluster.memory_bytes or 0
     assert max(stage.peak_bytes for stage in found.stages) <= limit
     try:

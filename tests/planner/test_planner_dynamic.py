@@ -17,12 +17,16 @@ from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import Pipelines, Space, Versions, every_plan, plan, stash
+from pipedream.planner import Pipelines, Space, VersionsRule, every_plan, plan, stash
 from pipedream.planner.dynamic_program import oracle as exhaustive
 from pipedream.planner.dynamic_program.oracle import peak_bytes
 from pipedream.planner.dynamic_program.recurrence import State, of_counts, replicated, straights
 
-RULES: dict[str, Versions] = {"stash": stash, "double_buffer": lambda held, lag: 2, "flush": lambda held, lag: 1}
+RULES: dict[str, VersionsRule] = {
+    "stash": stash,
+    "double_buffer": lambda held, update_delay: 2,
+    "flush": lambda held, update_delay: 1,
+}
 
 
 def straight(profile: Profile, cluster: Cluster, *, stages: int, **options: Any) -> Plan:
@@ -112,7 +116,9 @@ def test_equals_exhaustive_search(seed: int) -> None:
     for _ in range(200):
         profile, cluster = random_profile(draw, most=6), random_cluster(draw, workers=draw.randint(1, 5))
         versions, microbatches = draw.choice(list(RULES.values())), draw.choice([1, 2, 3])
-        space = Space.of(profile, cluster, versions=versions, microbatches=microbatches, lag=draw.choice([0, 0, 1]))
+        space = Space.of(
+            profile, cluster, versions=versions, microbatches=microbatches, update_delay=draw.choice([0, 0, 1])
+        )
         states, starts, whole, among = _kind(draw, cluster.workers)
         pipelines = Pipelines(space, states, starts, whole)
         try:
@@ -134,7 +140,9 @@ def test_equals_exhaustive_search(seed: int) -> None:
 def test_least_need_is_that_of_the_leanest_plan(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(20):
-        space = Space.of(random_profile(draw, most=5), Cluster.flat(4), microbatches=2, lag=draw.choice([0, 1]))
+        space = Space.of(
+            random_profile(draw, most=5), Cluster.flat(4), microbatches=2, update_delay=draw.choice([0, 1])
+        )
         needs = {one: peak_bytes(space, one) for one in every_plan(space)}
         assert Pipelines(space, replicated(4)).least_bytes == min(needs.values())
         for stages in range(1, max(len(one.stages) for one in needs) + 1):

@@ -16,7 +16,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.site import Site
 from pipedream.planner import Space, plan, stash
 from pipedream.planner.workers.line_orders import Orders
-from pipedream.planner.workers.worker_line import Line
+from pipedream.planner.workers.worker_line import WorkerLine
 from tests.exactly import best_plans
 
 SHAPES: list[tuple[tuple[int, ...] | tuple[int, tuple[int, ...]], ...]] = [
@@ -109,11 +109,11 @@ def check_against_every_plan(draw: random.Random, chains: int) -> None:
     found = refused = several = unlike = redone = crowded = 0
     for _ in range(chains):
         profile, cluster = random_chain(draw, most=4), random_tree(draw)
-        versions: Any = draw.choice([stash, lambda held, lag: 2, lambda held, lag: 1])
+        versions: Any = draw.choice([stash, lambda held, update_delay: 2, lambda held, update_delay: 1])
         options: dict[str, Any] = {
             "microbatches": draw.choice([1, 2]),
             "versions": versions,
-            "lag": draw.choice([0, 1]),
+            "update_delay": draw.choice([0, 1]),
         }
         recompute = draw.choice(["never", "auto", "always"])
         space = Space.of(profile, cluster, **options)
@@ -126,7 +126,7 @@ def check_against_every_plan(draw: random.Random, chains: int) -> None:
             with pytest.raises(PlanError, match="the least that any of them needs"):
                 plan(profile, cluster, recompute=recompute, **options)
             continue
-        if best is None:  # messages of neighbours, and what a lag adds, are known of a whole plan only
+        if best is None:  # messages of neighbours, and what an update delay adds, are known of a whole plan only
             with pytest.raises(PlanError, match="depth noam was asked"):
                 plan(profile, cluster, recompute=recompute, **options)
             continue
@@ -175,7 +175,7 @@ def test_sites_of_a_line_are_those_of_its_workers(seed: int) -> None:
     for _ in range(10):
         cluster = random_tree(draw)
         order = draw.choice(Orders.of(cluster, 100).orders)
-        line = Line.of(cluster, order)
+        line = WorkerLine.of(cluster, order)
         pairs = [(a, r) for a in range(cluster.workers) for r in range(1, cluster.workers - a + 1)]
         for (a, r), site in zip(pairs, line.each(*np.array(pairs).T), strict=True):
             before = order[a - 1] if a else None

@@ -180,14 +180,14 @@ def test_no_worker_is_left_without_work_if_asked(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", [*SHAPES, "2-1"])
 def test_a_lag_is_for_replicated_stages_of_pipelines(shape: str) -> None:
-    found = plan(EIGHT, Cluster.flat(3, 1e9), shape=shape, lag=1)
+    found = plan(EIGHT, Cluster.flat(3, 1e9), shape=shape, update_delay=1)
     many = len(found.stages) > 1
-    assert found.lag == tuple(int(many and stage.replicas > 1) for stage in found.stages)
+    assert found.update_delay == tuple(int(many and stage.replicas > 1) for stage in found.stages)
     assert Plan.from_json(found.to_json()) == found
     without = plan(EIGHT, Cluster.flat(3, 1e9), shape=shape)
-    assert without.lag == (0,) * len(without.stages)
-    for stage, lag, before in zip(found.stages, found.lag, without.stages, strict=True):
-        assert stage.memory.stash_bytes == before.memory.stash_bytes + lag * stage.parameter_bytes
+    assert without.update_delay == (0,) * len(without.stages)
+    for stage, update_delay, before in zip(found.stages, found.update_delay, without.stages, strict=True):
+        assert stage.memory.stash_bytes == before.memory.stash_bytes + update_delay * stage.parameter_bytes
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_lag_is_for_replicated_stages_of_pipelines(shape: str) -> None:
         ({"shape": ()}, r"shape \(\) is not known"),
         ({"shape": "4-1"}, "a plan 4-1 was asked, it takes 5 workers, the cluster has 4; ask for fewer or give more"),
         ({"shape": (1,) * 9}, "a straight pipeline of 9 stages was asked, it takes 9 workers, the cluster has 4"),
-        ({"lag": 2}, "lag 2 was asked for; give 0 .* or 1"),
+        ({"update_delay": 2}, "update delay 2 was asked for; give 0 .* or 1"),
     ],
 )
 def test_refuses_shapes_and_lags(options: dict[str, Any], says: str) -> None:
@@ -211,11 +211,11 @@ def test_refuses_shapes_and_lags(options: dict[str, Any], says: str) -> None:
 
 def test_memory_drives_from_data_parallelism_to_a_pipeline() -> None:
     cluster = Cluster.flat(4, 1e9, memory_bytes=15_000)
-    found = plan(EIGHT, cluster, versions=lambda held, lag: 1)
+    found = plan(EIGHT, cluster, versions=lambda held, update_delay: 1)
     assert found.config == "1-1-1-1"
     assert "data parallelism on 4 workers does not fit the memory" in found.note
     with pytest.raises(PlanError, match=r"none of the data-parallel plans fits: .* 23\.1 kB .* a worker has 15\.0 kB"):
-        plan(EIGHT, cluster, versions=lambda held, lag: 1, shape="data-parallel")
+        plan(EIGHT, cluster, versions=lambda held, update_delay: 1, shape="data-parallel")
 
 
 def test_fewer_versions_and_more_microbatches_need_less() -> None:
@@ -224,7 +224,11 @@ def test_fewer_versions_and_more_microbatches_need_less() -> None:
     heavy = Profile.of_chain((LayerProfile(1.0, 1.0, 8, 1000, 4000),) * 4)
     peaks = [
         max(stage.peak_bytes for stage in plan(heavy, Cluster.flat(4), shape="straight", **asked).stages)
-        for asked in ({}, {"versions": lambda held, lag: 2}, {"versions": lambda held, lag: 2, "microbatches": 4})
+        for asked in (
+            {},
+            {"versions": lambda held, update_delay: 2},
+            {"versions": lambda held, update_delay: 2, "microbatches": 4},
+        )
     ]
     assert peaks == [4 * 1000 + 4 * 4000 + 3 * 8, 2 * 1000 + 4 * 4000 + 3 * 8, 3 * 1000 + 4 * 1000 + 3 * 2]
 

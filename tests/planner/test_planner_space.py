@@ -134,8 +134,8 @@ def test_versions_are_copied_where_one_is_still_read() -> None:
         return [(stage.update_s, stage.copy_s) for stage in by_hand(copied, cluster, (2,), (1, 2), **how).stages]
 
     assert copies() == [(1.0 + 2.0, 2.0), (3.0, 0.0)]
-    assert copies(lag=1) == [(1.0 + 2.0, 2.0), (3.0 + 6.0, 6.0)]
-    assert copies(versions=lambda held, lag: 1) == [(1.0, 0.0), (3.0, 0.0)]
+    assert copies(update_delay=1) == [(1.0 + 2.0, 2.0), (3.0 + 6.0, 6.0)]
+    assert copies(versions=lambda held, update_delay: 1) == [(1.0, 0.0), (3.0, 0.0)]
     assert copies(depth=(1, 1)) == [(1.0, 0.0), (3.0, 0.0)]
     assert [stage.copy_s for stage in whole(copied, cluster, replicas=3).stages] == [0.0]
 
@@ -178,9 +178,9 @@ def test_refuses_cuts_and_says_why(cuts: tuple[int, ...], replicas: tuple[int, .
 
 def test_cuts_by_name() -> None:
     cluster = Cluster.flat(4)
-    by_name = by_hand(_graph(), cluster, ("b", 3), (1, 2, 1), lag=1)
-    assert by_name == by_hand(_graph(), cluster, (1, 3), (1, 2, 1), lag=1)
-    assert by_name.lag == (0, 1, 0)
+    by_name = by_hand(_graph(), cluster, ("b", 3), (1, 2, 1), update_delay=1)
+    assert by_name == by_hand(_graph(), cluster, (1, 3), (1, 2, 1), update_delay=1)
+    assert by_name.update_delay == (0, 1, 0)
     with pytest.raises(
         PlanError, match="before layer 'z' was asked, the model's layers are a, b, c, d, e, f; name one"
     ):

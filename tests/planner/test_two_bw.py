@@ -15,7 +15,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.planner import two_bw_s
 from pipedream.planner.papers import two_bw
-from pipedream.workflows.methods import holds_of, score
+from pipedream.workflows.methods import occupancy_of, score
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=80, parameter_bytes=60, activation_bytes=800)
 CHAIN = Profile.of_chain((LAYER,) * 4, batch=16)
@@ -65,7 +65,7 @@ def test_each_replica_has_as_many_microbatches_as_there_are_stages() -> None:
 def test_memory_is_two_versions_and_what_is_in_flight() -> None:
     """Two stages, each 2 |W| / d + gradients = 360; the first holds two microbatches of 1600 / m. Three messages of
     80 / m are behind it; before the other two, and three gradients on their way."""
-    plan = two_bw(CHAIN, Cluster.flat(2, 20.0), lambda m: holds_of("pipedream_2bw", m), microbatches=4)
+    plan = two_bw(CHAIN, Cluster.flat(2, 20.0), lambda m: occupancy_of("pipedream_2bw", m), microbatches=4)
     assert plan.config == "1-1"
     assert [stage.peak_bytes for stage in plan.stages] == [360 + 2 * 400 + 3 * 20, 360 + 400 + 5 * 20]
     tight = Cluster.flat(2, 20.0, memory_bytes=360 + 2 * 200 + 3 * 10)
@@ -79,14 +79,14 @@ def test_recomputation_costs_a_third_where_a_backward_takes_two_forwards() -> No
     """c_extra = 4/3; only inputs are kept, which lets a plan fit that did not."""
     free = Cluster.flat(2)
     seconds = [
-        two_bw_s(two_bw(CHAIN, free, lambda m: holds_of("pipedream_2bw", m), microbatches=4, recompute=again), 4)
+        two_bw_s(two_bw(CHAIN, free, lambda m: occupancy_of("pipedream_2bw", m), microbatches=4, recompute=again), 4)
         for again in (False, True)
     ]
     assert seconds[1] / seconds[0] == pytest.approx(4 / 3)
-    both = two_bw(CHAIN, free, lambda m: holds_of("pipedream_2bw", m), microbatches=4, recompute=None)
+    both = two_bw(CHAIN, free, lambda m: occupancy_of("pipedream_2bw", m), microbatches=4, recompute=None)
     assert not any(stage.recompute for stage in both.stages)
     tight = Cluster.flat(2, 20.0, memory_bytes=1000)
-    again = two_bw(CHAIN, tight, lambda m: holds_of("pipedream_2bw", m), microbatches=4, recompute=None)
+    again = two_bw(CHAIN, tight, lambda m: occupancy_of("pipedream_2bw", m), microbatches=4, recompute=None)
     assert all(stage.recompute for stage in again.stages)
 
 

@@ -97,13 +97,13 @@ def test_work_of_dense_layers_by_hand(batch: int, widths: list[int], frozen: boo
 
 
 def test_views_cost_nothing_and_gathers_read_what_they_give() -> None:
-    class Views(nn.Module):
+    class WeightPredictions(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.transpose(1, 2)[:, :2].unsqueeze(1).flatten(0, 1).expand(4, -1, -1)
 
-    profile = estimated(nn.Sequential(nn.Embedding(1000, 8), Views()), torch.zeros(4, 5, dtype=torch.long))
-    table, views = profile.layers
-    assert views.forward_s == 0.0
+    profile = estimated(nn.Sequential(nn.Embedding(1000, 8), WeightPredictions()), torch.zeros(4, 5, dtype=torch.long))
+    table, predictions = profile.layers
+    assert predictions.forward_s == 0.0
     rows, tokens = 4 * 5 * 8 * 4, 4 * 5 * 8
     assert table.forward_s == pytest.approx(1e-6 + (2 * rows + tokens) / 1e11)
     assert table.forward_flops == 0

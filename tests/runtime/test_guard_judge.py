@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.runtime.failure.activity import Doing, Pace
+from pipedream.runtime.failure.activity import Activity, Pace
 from pipedream.runtime.failure.peers import Process
-from pipedream.runtime.failure.verdict import SILENT_S, Beat, Judge, Verdict
+from pipedream.runtime.failure.verdict import SILENT_S, Beat, FailureDetector, Verdict
 
 LOOK_S = 0.125
 PROCESS = Process("here", 1, 1)
@@ -18,9 +18,9 @@ class Bench:
     """A judge of rank 0 of three, and the clock it is asked on."""
 
     def __init__(self, stuck_after_s: float = 10.0) -> None:
-        self.doing = Doing()
-        self.doing.place = "stage 0, 0F7"
-        self.judge = Judge(0, self.doing, stuck_after_s=stuck_after_s, store_owner="the launcher")
+        self.activity = Activity()
+        self.activity.place = "stage 0, 0F7"
+        self.detector = FailureDetector(0, self.activity, stuck_after_s=stuck_after_s, store_owner="the launcher")
         self.now_s = 1000.0
         self.counts = {1: 0, 2: 0}
         self.ended: set[int] = set()
@@ -29,7 +29,7 @@ class Bench:
         """Lets some ranks beat, and exchanges."""
         for rank in ranks:
             self.counts[rank] += 1
-        self.judge.hear(
+        self.detector.hear(
             self.now_s, {r: Beat(n, f"stage {r}, {r}F{n}", PROCESS, r in self.ended) for r, n in self.counts.items()}
         )
 
@@ -42,7 +42,7 @@ class Bench:
             self.now_s += LOOK_S
             if answers and look % 4 == 3:
                 self.beat(*beating)
-            verdict = self.judge.look(self.now_s)
+            verdict = self.detector.look(self.now_s)
             if verdict is not None:
                 return self.now_s - start_s, verdict
         return None
@@ -88,15 +88,15 @@ def test_a_store_that_was_slow_makes_nobody_silent() -> None:
 @given(away_s=st.floats(1.0, 1e6), before_s=st.floats(0.0, 4.0))
 def test_a_judge_that_was_away_blames_nobody_for_it(away_s: float, before_s: float) -> None:
     bench = Bench()
-    bench.doing.paces["a forward"] = Pace()
-    bench.doing.paces["a forward"].done = 9
-    bench.doing.begin("a forward")
+    bench.activity.paces["a forward"] = Pace()
+    bench.activity.paces["a forward"].done = 9
+    bench.activity.begin("a forward")
     bench.run(2.0)
     assert bench.run(before_s, beating=()) is None
     bench.now_s += away_s
-    assert bench.judge.look(bench.now_s) is None
+    assert bench.detector.look(bench.now_s) is None
     bench.beat()
-    assert bench.judge.look(bench.now_s) is None
+    assert bench.detector.look(bench.now_s) is None
 
 
 @given(
@@ -110,14 +110,14 @@ def test_nobody_is_blamed_who_was_heard_within_the_time(gaps: list[tuple[float, 
     bench.beat(1, 2)
     heard: dict[int, float] = {1: bench.now_s, 2: bench.now_s}
     answered_s = bench.now_s
-    bench.judge.look(bench.now_s)
+    bench.detector.look(bench.now_s)
     for gap_s, ranks, answers in gaps:
         bench.now_s += gap_s
         if answers:
             bench.beat(*ranks)
             answered_s = bench.now_s
             heard |= dict.fromkeys(ranks, bench.now_s)
-        verdict = bench.judge.look(bench.now_s)
+        verdict = bench.detector.look(bench.now_s)
         if verdict is not None:
             since_s = bench.now_s - (answered_s if verdict.storeless else heard[verdict.rank])
             assert since_s > SILENT_S
@@ -137,10 +137,10 @@ def test_nobody_is_blamed_who_was_heard_within_the_time(gaps: list[tuple[float, 
 )
 def test_a_task_that_hangs(done: int, longest_s: float, stuck_after_s: float, limit_s: float | None) -> None:
     bench = Bench(stuck_after_s)
-    pace = bench.doing.paces.setdefault("a forward", Pace())
+    pace = bench.activity.paces.setdefault("a forward", Pace())
     pace.done, pace.longest_s = done, longest_s
-    bench.doing.where_op = lambda: "stage 0, 0F9"
-    bench.doing.begin("a forward")
+    bench.activity.where_op = lambda: "stage 0, 0F9"
+    bench.activity.begin("a forward")
     found = bench.run(100.0)
     if limit_s is None:
         assert found is None
@@ -156,40 +156,40 @@ def test_a_task_that_hangs(done: int, longest_s: float, stuck_after_s: float, li
 def test_tasks_one_after_the_other_are_not_one_long_task() -> None:
     bench = Bench()
     for _ in range(50):
-        bench.doing.begin("a forward")
+        bench.activity.begin("a forward")
         assert bench.run(9.0) is None
-        bench.doing.end()
-    assert bench.doing.paces["a forward"].done == 50
+        bench.activity.end()
+    assert bench.activity.paces["a forward"].done == 50
 
 
 def test_waiting_is_not_a_task() -> None:
     bench = Bench()
-    bench.doing.paces["a forward"] = pace = Pace()
+    bench.activity.paces["a forward"] = pace = Pace()
     pace.done = 9
-    bench.doing.begin("a forward")
-    bench.doing.end()
+    bench.activity.begin("a forward")
+    bench.activity.end()
     assert bench.run(1000.0) is None
 
 
 def test_a_failed_task_is_no_task() -> None:
     bench = Bench()
-    bench.doing.paces["a forward"] = pace = Pace()
+    bench.activity.paces["a forward"] = pace = Pace()
     pace.done = 9
-    bench.doing.begin("a forward")
-    bench.doing.stop()
+    bench.activity.begin("a forward")
+    bench.activity.stop()
     assert bench.run(1000.0) is None
 
 
 def test_where_says_the_place_and_within_a_task_the_op() -> None:
-    doing = Doing()
-    assert doing.where == "starting"
-    doing.where_op = lambda: "stage 0, 0F3"
-    doing.place = None
-    assert doing.where == "stage 0, 0F3"
-    with doing.task_of("loading data"):
-        assert doing.where == "stage 0, 0F3 (loading data)"
-    with doing.at("saving"):
-        assert doing.where == "saving"
-        with doing.task_of("a forward"):  # of an evaluation, say
-            assert doing.where == "stage 0, 0F3"
-    assert doing.where == "stage 0, 0F3"
+    activity = Activity()
+    assert activity.where == "starting"
+    activity.where_op = lambda: "stage 0, 0F3"
+    activity.place = None
+    assert activity.where == "stage 0, 0F3"
+    with activity.task_of("loading data"):
+        assert activity.where == "stage 0, 0F3 (loading data)"
+    with activity.at("saving"):
+        assert activity.where == "saving"
+        with activity.task_of("a forward"):  # of an evaluation, say
+            assert activity.where == "stage 0, 0F3"
+    assert activity.where == "stage 0, 0F3"

@@ -23,7 +23,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.planner import by_hand
 from pipedream.runtime.comm.message import Message
-from pipedream.runtime.stage.remote_forward import Guest, Parcel
+from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
 from pipedream.runtime.stage.stage_module import StageModule
 from pipedream.schedules.layouts import homes
 
@@ -155,8 +155,8 @@ def test_a_parcel_brings_all_that_the_layers_read() -> None:
     leaves = {name: handle.detach().to(low.get(name, handle.dtype)) for name, handle in home.handles.items()}
     home.layers[0][1].seen += 4  # type: ignore[operator]
     before = [tensor.detach().clone() for tensor in tensors(there)]
-    parcel = Parcel(there, low)
-    found, others = parcel.unpack(Parcel(home, low).pack(leaves).clone())
+    weight_packet = WeightPacket(there, low)
+    found, others = weight_packet.unpack(WeightPacket(home, low).pack(leaves).clone())
     assert found.keys() == leaves.keys()
     for name, leaf in found.items():
         assert leaf.requires_grad
@@ -164,7 +164,7 @@ def test_a_parcel_brings_all_that_the_layers_read() -> None:
         assert leaf.stride() == leaves[name].stride()
         assert torch.equal(leaf, leaves[name])
     layer = there.layers[0][1]
-    with parcel.standing(others):
+    with weight_packet.standing(others):
         assert layer.seen is layer.also
         assert layer.seen == 4.0
         assert torch.equal(layer.mask, home.layers[0][1].mask)  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def test_a_parcel_brings_all_that_the_layers_read() -> None:
         layer.mask = ~layer.mask  # type: ignore[operator]
     assert layer.seen is layer.also
     assert all(torch.equal(now, then) for now, then in zip(tensors(there), before, strict=True)), "nothing is left"
-    with parcel.standing(others):
+    with weight_packet.standing(others):
         assert layer.seen == 5.0, "what a forward wrote is there for the next one"
         assert not torch.equal(layer.mask, home.layers[0][1].mask)  # type: ignore[arg-type]
     assert home.layers[0][1].seen == 4.0
@@ -180,26 +180,28 @@ def test_a_parcel_brings_all_that_the_layers_read() -> None:
 
 def test_a_guest_has_weights_from_a_fetch_to_its_drop() -> None:
     home = stage_of([nn.Linear(3, 3), nn.Tanh()])
-    guest = Guest(home, Parcel(home, {}))
-    message = Message(0, tensors=(Parcel(home, {}).pack({n: h.detach() for n, h in home.handles.items()}),), version=2)
+    remote_forward = RemoteForward(home, WeightPacket(home, {}))
+    message = Message(
+        0, tensors=(WeightPacket(home, {}).pack({n: h.detach() for n, h in home.handles.items()}),), version=2
+    )
     with pytest.raises(AssertionError, match="not fetched"):
-        guest.read(0)
-    guest.fetch(message)
+        remote_forward.read(0)
+    remote_forward.fetch(message)
     with pytest.raises(AssertionError, match="version 2 was fetched, not 3"):
-        guest.read(3)
+        remote_forward.read(3)
     with pytest.raises(AssertionError, match="where others still are"):
-        guest.fetch(message)
-    weights, version = guest.read(2)
+        remote_forward.fetch(message)
+    weights, version = remote_forward.read(2)
     assert (weights.leaves.keys(), version) == (home.handles.keys(), 2)
-    guest.drop()
+    remote_forward.drop()
     with pytest.raises(AssertionError, match="not fetched"):
-        guest.read(2)
+        remote_forward.read(2)
 
 
 def test_a_stage_without_anything_travels_too() -> None:
     empty = stage_of([nn.Tanh()])
-    parcel = Parcel(empty, {})
-    assert parcel.unpack(parcel.pack({})) == ({}, [])
+    weight_packet = WeightPacket(empty, {})
+    assert weight_packet.unpack(weight_packet.pack({})) == ({}, [])
 
 
 def test_an_error_of_a_guest_names_its_rank_and_stage() -> None:

@@ -16,7 +16,7 @@ from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.runtime.comm.channel import Group, LocalGroup, Pending
-from pipedream.runtime.stage.stage_module import Held, StageModule
+from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.update.all_reduce import Reduction, add_up_all, buckets_of, last_backwards
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
@@ -147,7 +147,7 @@ def test_sums_start_while_the_backward_runs_and_only_in_the_last() -> None:
             total += gradient
         held = versions.read(0)
         output = stage.forward(x, held.leaves, k, first=True)
-        kept = Held(held, (), (output,), (), k)
+        kept = SavedForward(held, (), (output,), (), k)
         found, _ = stage.backward(kept, [torch.ones(2, 4)], gradients.lent, ready if k == 2 else None)
         gradients.add(found, 1.0)
         assert not seen or k == 2
@@ -170,7 +170,7 @@ def test_sums_start_while_the_backward_runs_and_only_in_the_last() -> None:
     seen.clear()
     stage = StageModule([("slow", layer)], handles, torch.device("cpu"), seed=0)
     output = stage.forward(torch.randn(2, 4), versions.read(0).leaves, 3, first=True)
-    stage.backward(Held(versions.peek(), (), (output,), (), 3), [torch.ones(2, 4)], [None] * 3, ready)
+    stage.backward(SavedForward(versions.peek(), (), (output,), (), 3), [torch.ones(2, 4)], [None] * 3, ready)
     assert seen == [1, 2, 3]
 
 
@@ -183,17 +183,17 @@ def test_low_precision_gradients_join_in_the_type_of_the_handle() -> None:
 
 
 def test_a_parameter_without_any_gradient_is_left_alone() -> None:
-    group, seats = LocalGroup(2), []
+    group, stage_states = LocalGroup(2), []
     for replica in range(2):
         handles = {"used": nn.Parameter(torch.ones(2)), "unused": nn.Parameter(torch.ones(2))}
         factory = lambda named: torch.optim.SGD(named, lr=0.1, weight_decay=0.5)  # noqa: E731
         optimizer = Optimizer(handles, factory, replicas=2, replica_group=group.member(replica))
-        optimizer.follow(UpdateRule((2,), mean_of_rounds=True), 0, 0, clock=0)
+        optimizer.switch_to(UpdateRule((2,), mean_of_rounds=True), 0, 0, clock=0)
         gradients = Gradients([torch.float32] * 2)
         gradients.add([torch.ones(2) if replica else None, None], 1.0)
         optimizer.close(gradients)
-        seats.append((handles, optimizer, gradients))
-    for handles, optimizer, gradients in seats:
+        stage_states.append((handles, optimizer, gradients))
+    for handles, optimizer, gradients in stage_states:
         optimizer.step(result(optimizer.prepare(gradients))[0])
         assert torch.equal(handles["unused"], torch.ones(2)), "no weight decay, as in one process"
         torch.testing.assert_close(handles["used"].detach(), torch.full((2,), 1 - 0.1 * (0.5 + 0.5)))
@@ -223,16 +223,18 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize(("name", "replicas", "lag"), [(n, *case) for n, all_ in PLANS.items() for case in all_])
+@pytest.mark.parametrize(
+    ("name", "replicas", "update_delay"), [(n, *case) for n, all_ in PLANS.items() for case in all_]
+)
 def test_the_last_backward_before_an_update_stands_in_the_program(
-    name: str, replicas: tuple[int, ...], lag: tuple[int, ...]
+    name: str, replicas: tuple[int, ...], update_delay: tuple[int, ...]
 ) -> None:
-    program = lower(build(name, replace(Plan.uniform(len(replicas), replicas=replicas), lag=lag)))
+    program = lower(build(name, replace(Plan.uniform(len(replicas), replicas=replicas), update_delay=update_delay)))
     rule = program.updates
     for rank in range(program.placement.workers):
         ends = last_backwards(program, rank)
         total = 7 * program.cycle
-        for stage, replica in program.placement.seats(rank):
+        for stage, replica in program.placement.stage_replicas(rank):
             step = program.placement.replicas[stage]
             found = {k for k in range(replica, total, step) if ends(Op(Kind.BACKWARD, stage, k, replica))}
             # These orders do the backwards of a seat in their order.

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipedream.core.errors import ScheduleError
 from pipedream.runtime.stage.saved_tensors import Saved
-from pipedream.runtime.stage.stage_module import Held, StageModule, low_precision_weights
+from pipedream.runtime.stage.stage_module import SavedForward, StageModule, low_precision_weights
 from pipedream.runtime.stage.versions import Versions
 
 
@@ -131,7 +131,7 @@ def _graph_rule(
     low = low_precision_weights(named, handles, autocast)
     stage, versions = StageModule(named, handles, x.device, 0, autocast), Versions(handles, low, single=not led)
     held, saved = versions.peek(), Saved()
-    saved.follow(led)
+    saved.switch_to(led)
     wants = x.is_floating_point()
     value, boxes = stage.enter("", (x.clone(),), (wants,))
     output = saved.run(lambda: stage.forward(value, held.leaves, 0, first=False), value, held)
@@ -143,7 +143,7 @@ def _graph_rule(
                 handle.mul_(share)
         versions.end_update()
     with saved.led_to(versions.peek()):
-        found, back = stage.backward(Held(held, boxes, (output,), (wants,), 0), [slope], [None] * len(handles))
+        found, back = stage.backward(SavedForward(held, boxes, (output,), (wants,), 0), [slope], [None] * len(handles))
     assert versions.storages == 1 + led + bool(low)
     return back[0] if back else None, dict(zip(handles, found, strict=True)), slope
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipedream.runtime.stage.split_backward import split_backward
-from pipedream.runtime.stage.stage_module import Held, StageModule
+from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions
 
 WIDTH = 4
@@ -342,7 +342,7 @@ def test_gradients_are_ready_one_after_the_other_and_whole() -> None:
     }
     stage = StageModule(layers, handles, torch.device("cpu"), seed=0)
 
-    def passed() -> tuple[Held, dict[int, Tensor], Callable[[int, Tensor], None]]:
+    def passed() -> tuple[SavedForward, dict[int, Tensor], Callable[[int, Tensor], None]]:
         weights = Versions(handles, watched=True).read(0)
         torch.manual_seed(0)
         value, entries = stage.enter("", (torch.randn(3, WIDTH),), (True,))
@@ -353,7 +353,7 @@ def test_gradients_are_ready_one_after_the_other_and_whole() -> None:
             assert number not in given
             given[number] = gradient
 
-        return Held(weights, entries, (output,), (True,), 0), given, ready
+        return SavedForward(weights, entries, (output,), (True,), 0), given, ready
 
     ones: list[Tensor | None] = [torch.ones(3, WIDTH)]
     held, wanted, ready = passed()
@@ -378,7 +378,7 @@ def test_sums_grow_in_place() -> None:
     weights = Versions(handles).read(0)
     lent: list[Tensor | None] = [torch.ones(WIDTH, WIDTH), None]
     value, entries = stage.enter("", (torch.ones(2, WIDTH),), (True,))
-    held = Held(weights, entries, (stage.forward(value, weights.leaves, 0, first=False),), (True,), 0)
+    held = SavedForward(weights, entries, (stage.forward(value, weights.leaves, 0, first=False),), (True,), 0)
     stage.backward_inputs(held, [torch.ones(2, WIDTH)])
     found = stage.backward_weights(held, lent)
     assert found[0] is lent[0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipedream.runtime.stage.stage_module import Held, StageModule
+from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.update.optimizer import Gradients
 
@@ -35,7 +35,7 @@ def test_sums_grow_in_place_and_share_nothing() -> None:
         output = stage.forward(value, held.leaves, k, first=False)
         scale = torch.randn(2, 3)
         lent = gradients.lent
-        found, back = stage.backward(Held(held, boxes, (output,), (True,), k), [scale], lent)
+        found, back = stage.backward(SavedForward(held, boxes, (output,), (True,), k), [scale], lent)
         assert k == 0 or all(new is old for new, old in zip(found, lent, strict=True))
         gradients.add(found, 1.0)
         expected += (arrived * scale).sum(0)
@@ -57,7 +57,7 @@ def test_leaves_are_clean_after_a_backward_that_fails() -> None:
     stage = StageModule([("twice", layer)], handles, torch.device("cpu"), seed=0)
     held = Versions(handles).read(0)
     output = stage.forward(torch.ones(2, 3), held.leaves, 0, first=True)
-    kept = Held(held, (), (output,), (), 0)
+    kept = SavedForward(held, (), (output,), (), 0)
     stage.backward(kept, [torch.ones(2, 3)], [None, None])
     with pytest.raises(RuntimeError):  # its graph is gone
         stage.backward(kept, [torch.ones(2, 3)], [torch.zeros(3), None])

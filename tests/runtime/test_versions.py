@@ -200,15 +200,15 @@ def test_kept_views_are_sets_of_their_own() -> None:
     handles = _handles()
     versions = Versions(handles, single=True)
     twice = partial(_filled, handles, 2.0)
-    first = versions.read_view(0, twice)
-    assert versions.read_view(0, partial(_filled, handles, 3.0)) is first, "kept, not computed again"
+    first = versions.read_prediction(0, twice)
+    assert versions.read_prediction(0, partial(_filled, handles, 3.0)) is first, "kept, not computed again"
     expected = {name: 2.0 * handle.detach() for name, handle in handles.items()}
     versions.begin_update(())
     with torch.no_grad():
         for handle in handles.values():
             handle.add_(1.0)
     versions.end_update()
-    second = versions.read_view(1, twice)
+    second = versions.read_prediction(1, twice)
     assert all(torch.equal(first.leaves[name], w) for name, w in expected.items())
     assert (versions.alive, versions.storages) == (3, 3)
     versions.release(first)
@@ -216,8 +216,8 @@ def test_kept_views_are_sets_of_their_own() -> None:
     versions.release(first)
     assert versions.alive == 2
     with pytest.raises(AssertionError, match="the newest is 1"):
-        versions.read_view(0, twice)
-    assert versions.read_view(1, twice) is second
+        versions.read_prediction(0, twice)
+    assert versions.read_prediction(1, twice) is second
     versions.release(second)
     versions.release(second)
     assert (versions.alive, versions.storages) == (1, 3), "free sets are used again"

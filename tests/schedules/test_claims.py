@@ -88,7 +88,7 @@ def test_in_flight_staleness_and_versions(name: str, p: int, m: int) -> None:
         if claims.staleness:
             assert staleness(timeline, s) == claims.staleness(p, counted, s) == schedule.weights.staleness(s)
         if claims.versions:
-            each = sum(schedule.weights.versions(stage) for stage, _ in schedule.placement.seats(s))
+            each = sum(schedule.weights.versions(stage) for stage, _ in schedule.placement.stage_replicas(s))
             each += min(1, len(schedule.placement.visits(s)))
             assert timeline.peak_versions[s] == claims.versions(p, counted, s) == each
 

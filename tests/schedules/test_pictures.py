@@ -59,7 +59,7 @@ def picture(schedule: Schedule, slots: int) -> list[str]:
             last = max(i for i in range(slots) if rows[rank][i] != ".")
             rows[rank][last] = rows[rank][last].rstrip("'") + "'"
         else:
-            shared = len(schedule.placement.seats(rank)) > 1
+            shared = len(schedule.placement.stage_replicas(rank)) > 1
             rows[rank][slot] = str(op) if shared else f"{op.kind.value}{op.index}"
     width = max(len(cell) for row in rows for cell in row)
     lines = []

@@ -97,9 +97,9 @@ def test_the_proof_counts_guests(size: tuple[int, int, int], forwards: int) -> N
     timeline = simulate(program, costs(schedule.plan), 2 * m)
     assert timeline.peak_versions == proof.peak_versions
     for rank in range(p):
-        guests = proof.peak_versions[rank] - len(placement.seats(rank))
-        assert (guests > 0) == (len(placement.visits(rank)) > 0)
-        assert guests <= min(forwards, len(placement.visits(rank)))
+        remote_forwards = proof.peak_versions[rank] - len(placement.stage_replicas(rank))
+        assert (remote_forwards > 0) == (len(placement.visits(rank)) > 0)
+        assert remote_forwards <= min(forwards, len(placement.visits(rank)))
     if forwards == 1:
         claims = schedule.claims
         assert claims.in_flight is not None
@@ -198,7 +198,7 @@ def test_a_fetch_that_is_not_there_or_not_in_time(rank: int, stage: int) -> None
     assert f"{stage}F8: needs {stage}H8, which comes later" in refused(rank, later)
     assert re.search(rf"{arrives}: {stage}H8, which reads it, does not follow", refused(rank, unread))
     assert "done before" in refused(rank, lambda items: [*items, fetch])
-    others = Op(Kind.FETCH, PROGRAM.placement.seats(rank)[0][0], 8)
+    others = Op(Kind.FETCH, PROGRAM.placement.stage_replicas(rank)[0][0], 8)
     assert "weights that live here, or that nothing here is to read" in refused(rank, lambda items: [others, *items])
 
 

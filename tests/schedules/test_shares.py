@@ -37,8 +37,8 @@ def test_two_buffers_must_reach_over_the_warm_up(
 
 
 def test_two_buffers_do_not_lag() -> None:
-    """With lag 1 upstream, stage 1 may wait for a minibatch more than stage 0 has in flight; 2BW has no lag."""
-    plan = replace(Plan.uniform(2, replicas=(3, 2)), in_flight=(2, 3), lag=(1, 1), depth="hand")
+    """With update delay 1 upstream, stage 1 may wait for a minibatch more than stage 0 has in flight; 2BW has no update delay."""
+    plan = replace(Plan.uniform(2, replicas=(3, 2)), in_flight=(2, 3), update_delay=(1, 1), depth="hand")
     build("pipedream", plan)
-    with pytest.raises(ScheduleError, match=r"\(2, 3\): they need the lag \(1, 1\) of the plan"):
+    with pytest.raises(ScheduleError, match=r"\(2, 3\): they need the update delay \(1, 1\) of the plan"):
         build("pipedream_2bw", plan)

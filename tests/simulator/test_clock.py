@@ -101,7 +101,9 @@ def test_what_holds_for_every_schedule_and_cost(run: tuple[Schedule, Costs, int]
         assert tag.microbatch in schedule.updates.members(tag.stage, tag.applied_to + 1)
     for rank, peak in enumerate(timeline.peak_versions):
         visiting = min(1, len(placement.visits(rank)))
-        assert 1 <= peak <= visiting + sum(schedule.weights.versions(stage) for stage, _ in placement.seats(rank))
+        assert (
+            1 <= peak <= visiting + sum(schedule.weights.versions(stage) for stage, _ in placement.stage_replicas(rank))
+        )
 
     assert simulate(program, costs_, total) == timeline
 

@@ -96,10 +96,10 @@ def test_buckets_by_hand() -> None:
     assert bucket_costs(16 << 20, 2, 1 << 20) == ((1 / 16, 16.0), (5 / 16, 15.0), (13 / 16, 7.0), (1.0, 3.0))
 
 
-def data_parallel(parameter_bytes: int, backward_s: float, lag: int = 0) -> Plan:
-    """One replicated stage of a forward of 1 s; with a lag in front of a stage that takes no time."""
+def data_parallel(parameter_bytes: int, backward_s: float, update_delay: int = 0) -> Plan:
+    """One replicated stage of a forward of 1 s; with an update delay in front of a stage that takes no time."""
     rows = (Stage(0, 1, 2, 1.0, backward_s, 0.25, parameter_bytes=parameter_bytes),)
-    if not lag:
+    if not update_delay:
         return Plan(rows, (1,), Cluster.flat(2, 1 << 20), unit="microbatch")
     rows += (Stage(1, 2),)
     return Plan(rows, (3, 1), Cluster.flat(3, 1 << 20), (1, 0), unit="microbatch")
@@ -129,7 +129,7 @@ def test_what_shows_of_a_sum(size: int, backward_s: float, shows_s: float) -> No
 
 @pytest.mark.parametrize(("size", "shows_s"), [(1 << 20, 0.0), (9 << 20, 3.0)])
 def test_the_forward_behind_a_lagging_update_hides_its_sum(size: int, shows_s: float) -> None:
-    plan = data_parallel(size, 27.0, lag=1)
+    plan = data_parallel(size, 27.0, update_delay=1)
     assert round_s(plan, overlap=True) == pytest.approx(1.0 + 27.0 + shows_s + 0.25)
     assert round_s(plan, overlap=False) == pytest.approx(1.0 + 27.0 + size / (1 << 20) + 0.25)
 

@@ -112,7 +112,7 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
     kinds = ([span.kind for span in timeline.of_rank(first)] for first, *_ in schedule.placement.ranks)
     held_most = tuple(max(accumulate(steps.get(kind, 0) for kind in row), default=0) for row in kinds)
     for rank in range(timeline.workers):
-        ((stage, replica),) = schedule.placement.seats(rank)
+        ((stage, replica),) = schedule.placement.stage_replicas(rank)
         row = rows[stage]
         mine = range(replica, total, schedule.placement.replicas[stage])
         read = {k: schedule.weights.forward_version(stage, k) for k in mine}

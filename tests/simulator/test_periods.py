@@ -112,20 +112,22 @@ def test_busy_share_of_replicated_plans(replicas: tuple[int, ...]) -> None:
     assert min(steady(full, skip=150).busy_shares) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("update_delay", [0, 1])
 @pytest.mark.parametrize("slots", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize("replicas", AT_NOAM, ids=str)
-def test_full_depth_hides_messages_of_replicated_plans(replicas: tuple[int, ...], slots: float, lag: int) -> None:
+def test_full_depth_hides_messages_of_replicated_plans(
+    replicas: tuple[int, ...], slots: float, update_delay: int
+) -> None:
     """One-way message times of several slots: at the paper's depth they show, at full they do not."""
-    plan, lags = balanced(replicas), tuple(lag if r > 1 else 0 for r in replicas)
+    plan, delays_updates = balanced(replicas), tuple(update_delay if r > 1 else 0 for r in replicas)
     # Latency alone, as longer messages than a slot would be the bottleneck themselves; sums cost nothing here.
     # Where a lagging sum begins with the backward already, the paper's depth may be enough.
     far = Cluster.flat(plan.workers, latency_s=slots * 3.0)
     seconds, overlapped = replace(costs(plan, overlap=False), cluster=far), replace(costs(plan), cluster=far)
     round_trips = (2 * slots,) * (len(replicas) - 1)
     shares = []
-    for counts in (full(replicas, round_trips, lags), noam(replicas, lags)):
-        program = lower(build("pipedream", replace(plan, in_flight=counts, lag=lags)))
+    for counts in (full(replicas, round_trips, delays_updates), noam(replicas, delays_updates)):
+        program = lower(build("pipedream", replace(plan, in_flight=counts, update_delay=delays_updates)))
         shares.append(min(steady(simulate(program, seconds, 600), skip=400).busy_shares))
         assert simulate(program, overlapped, 600).makespan_s <= simulate(program, seconds, 600).makespan_s
     assert shares[0] == pytest.approx(1.0)

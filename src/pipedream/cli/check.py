@@ -29,7 +29,7 @@ def check(file: Path, profile: Path | None, schedule: str | None, microbatches: 
             "schedule": plan.schedule,
             "microbatches": plan.microbatches,
             "in_flight": list(plan.in_flight),
-            "lag": list(plan.lag),
+            "update_delay": list(plan.update_delay),
             "differences": list(found.differences),
             "period_s": found.score.period_s,
             "samples_per_s": found.samples_per_s,

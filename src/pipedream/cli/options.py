@@ -26,7 +26,6 @@ __all__ = [
     "Depth",
     "Device",
     "Json",
-    "Lag",
     "Microbatches",
     "PlanSchedule",
     "PlansSchedule",
@@ -36,6 +35,7 @@ __all__ = [
     "ScheduleName",
     "SeveralValues",
     "Straight",
+    "UpdateDelay",
     "cluster_of",
     "depth_of",
     "measured",
@@ -54,7 +54,9 @@ Depth = Annotated[
 Straight = Annotated[bool, typer.Option("--straight", help="One stage for each worker.")]
 DataParallel = Annotated[bool, typer.Option("--data-parallel", help="One stage on all workers.")]
 Config = Annotated[str | None, typer.Option("--config", metavar="R0-R1-...", help="Workers of each stage: 2-1.")]
-Lag = Annotated[int, typer.Option("--lag", min=0, max=1, help="1: replicated stages update behind their next forward.")]
+UpdateDelay = Annotated[
+    int, typer.Option("--update-delay", min=0, max=1, help="1: replicated stages update behind their next forward.")
+]
 ClusterName = Annotated[
     Path | None,
     typer.Option(

@@ -21,10 +21,10 @@ from pipedream.cli.options import (
     DataParallel,
     Depth,
     Json,
-    Lag,
     Microbatches,
     PlanSchedule,
     Straight,
+    UpdateDelay,
     cluster_of,
     depth_of,
     measured,
@@ -84,7 +84,7 @@ def plan(
         int | None, typer.Option(min=1, help="Samples of a minibatch, for a graph.txt, which does not say; 1.")
     ] = None,
     in_flight: Depth = "noam",
-    lag: Lag = 0,
+    update_delay: UpdateDelay = 0,
     straight: Straight = False,
     data_parallel: DataParallel = False,
     config: Config = None,
@@ -167,7 +167,7 @@ def plan(
             "--devices": devices is not None,
             "--cost-model": cost_model != "pipedream",
             "--strategy": strategy != "search",
-            "--lag": bool(lag),
+            "--update-delay": bool(update_delay),
             "--cuts": cuts is not None,
             "--recompute": recompute != "never",
             "--output": output is not None,
@@ -198,9 +198,9 @@ def plan(
     compared: tuple[planner.Candidate, ...] = ()
     simulated_s: float | None = None
     if cost_model == "classic":
-        if shape != "any" or cuts is not None or lag or microbatches or recompute != "never":
+        if shape != "any" or cuts is not None or update_delay or microbatches or recompute != "never":
             raise PlanError(
-                "--cost-model classic knows no --straight, --data-parallel, --config, --cuts, --lag, --recompute and "
+                "--cost-model classic knows no --straight, --data-parallel, --config, --cuts, --update-delay, --recompute and "
                 "--microbatches; leave them out, or plan with --cost-model pipedream"
             )
         answer = api.classic(given, joined, schedule=schedule, in_flight=depth_of(in_flight))
@@ -219,7 +219,7 @@ def plan(
                 microbatches=microbatches,
                 in_flight=depth,
                 shape=shape,
-                lag=lag,
+                update_delay=update_delay,
                 recompute=recompute,
                 allow_asynchronous=allow_asynchronous,
             )
@@ -235,7 +235,7 @@ def plan(
                 in_flight=depth,
                 shape=shape,
                 cuts=None if cuts is None else tuple(int(c) if c.isdecimal() else c for c in cuts.split(",") if c),
-                lag=lag,
+                update_delay=update_delay,
                 recompute=recompute,
                 cost_model=cost_model,
                 strategy=strategy,
@@ -269,7 +269,7 @@ def plan(
             "speedup_over_data_parallel": _ratio(parallel_s, simulated_s or slowest_s),
             "planning_s": seconds,
             "in_flight": list(found.in_flight),
-            "lag": list(found.lag),
+            "update_delay": list(found.update_delay),
             "schedule": found.schedule,
             "microbatches": found.microbatches,
             "note": found.note,

@@ -18,10 +18,10 @@ from pipedream.cli.options import (
     Depth,
     Device,
     Json,
-    Lag,
     Microbatches,
     RecipeFile,
     Straight,
+    UpdateDelay,
     depth_of,
     print_json,
     shape_of,
@@ -66,7 +66,7 @@ def train(
     straight: Straight = False,
     data_parallel: DataParallel = False,
     config: Config = None,
-    lag: Lag = 0,
+    update_delay: UpdateDelay = 0,
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Keep only inputs: each backward does its forward again.")
     ] = False,
@@ -105,9 +105,9 @@ def train(
     summary.json, weights.pt, trace.json (Perfetto) and report.html in the run folder.
     """
     shape = shape_of(straight=straight, data_parallel=data_parallel, config=config, usual="pipeline")
-    if plan is not None and (shape != "pipeline" or lag or chunks):
+    if plan is not None and (shape != "pipeline" or update_delay or chunks):
         raise PlanError(
-            "--plan already says stages, workers and lag; give it without --straight, --config, --chunks and the like"
+            "--plan already says stages, workers and update delay; give it without --straight, --config, --chunks and the like"
         )
     given = Plan.load(plan) if plan is not None else None
     count = workers or _planned_workers(given, config, resume, schedule) or 2
@@ -142,7 +142,7 @@ def train(
         phases=phases,
         plan=given,
         shape=shape,
-        lag=lag,
+        update_delay=update_delay,
         recompute=recompute,
         in_flight=depth_of(in_flight),
         chunks=chunks,

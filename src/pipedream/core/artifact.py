@@ -29,6 +29,8 @@ class Artifact:
     """
 
     FORMAT: ClassVar[int] = 1
+    RENAMED: ClassVar[dict[str, str]] = {}
+    """Names that fields had in older files, each with today's name."""
 
     def to_json(self) -> str:
         """Returns the noun as JSON text, keys in field order."""
@@ -160,6 +162,8 @@ def _decode_dataclass(kind: type, value: Any, place: str) -> Any:
     _expect(isinstance(value, dict), place, "an object", value)
     hints = typing.get_type_hints(kind)
     fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
+    renamed: dict[str, str] = getattr(kind, "RENAMED", {})
+    value = {renamed.get(name, name): item for name, item in value.items()}
     unknown = sorted(set(value) - set(fields))
     if unknown:
         raise ArtifactError(f"{place} has unknown fields {unknown}; it may have {sorted(fields)}")

@@ -15,7 +15,7 @@ from pipedream.core.artifact import Artifact
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import Compensation
 
-__all__ = ["Checkpoint", "Group", "StageState", "Stored"]
+__all__ = ["Checkpoint", "ParameterGroup", "SavedStage", "Stored"]
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TYPE = re.compile(r"[a-z][a-z0-9_]*")
@@ -49,7 +49,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """One parameter group of an optimizer: names of its parameters, and its options (rate, decay, ...)."""
 
     names: tuple[str, ...]
@@ -57,7 +57,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class StageState:
+class SavedStage:
     """What a stage's optimizer has beside its tensors.
 
     Attributes:
@@ -72,7 +72,7 @@ class StageState:
         rounds_before: updates of the input stage under the plans and phases before, which `updates` does not count.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[ParameterGroup, ...]
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     scheduler: Any = None
     updates: int = 0
@@ -126,7 +126,7 @@ class Checkpoint(Artifact):
     microbatches: int
     seed: int
     plan: Plan
-    stages: tuple[StageState, ...]
+    stages: tuple[SavedStage, ...]
     tensors: dict[str, Stored] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     random: tuple[str, ...] = ()

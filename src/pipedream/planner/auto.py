@@ -29,10 +29,10 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.planner.search import counts_of, plan
-from pipedream.planner.tables.method_occupancy import Holds
+from pipedream.planner.tables.method_occupancy import PlanOccupancy
 from pipedream.planner.tables.search_space import Space
 
-__all__ = ["Candidate", "Comparison", "Method", "Score", "choose"]
+__all__ = ["Candidate", "Comparison", "PlannerMethod", "Score", "choose"]
 
 _FEW_WORKERS = 8  # of more, only those depths are tried that leave no worker out
 _MOST_PARTS = 64
@@ -40,14 +40,14 @@ _ALIKE = 1e-9  # relative: periods nearer than this are equal
 
 
 @dataclass(frozen=True)
-class Method:
+class PlannerMethod:
     """What planning must know of a method.
 
     Attributes:
         name: of the method.
         flushes: an update waits until nothing is in flight; otherwise gradients are late.
         splits: a minibatch may be split into microbatches.
-        lags, deepens: a plan's lag, and its depth, make a difference.
+        delays_updates, deepens: a plan's update delay, and its depth, make a difference.
         holds: from a number of microbatches to the rule of what the stages of a plan hold.
         splits_backward: its input and weight gradients are made apart.
     """
@@ -55,9 +55,9 @@ class Method:
     name: str
     flushes: bool
     splits: bool
-    lags: bool
+    delays_updates: bool
     deepens: bool
-    holds: Callable[[int], Holds]
+    holds: Callable[[int], PlanOccupancy]
     splits_backward: bool = False
 
 
@@ -74,7 +74,7 @@ class Candidate:
     """A way to train, and what is known of it.
 
     Attributes:
-        schedule, microbatches, depth, lag: the way.
+        schedule, microbatches, depth, update_delay: the way.
         shape: of the plan, as it was asked for.
         config: of the plan; '' where there is none.
         bound_s: it cannot take less per minibatch.
@@ -86,7 +86,7 @@ class Candidate:
     schedule: str
     microbatches: int
     depth: str
-    lag: int
+    update_delay: int
     shape: str
     config: str = ""
     bound_s: float = 0.0
@@ -97,7 +97,7 @@ class Candidate:
 
     def __str__(self) -> str:
         parts = f", m = {self.microbatches}" if self.microbatches > 1 else ""
-        return f"{self.schedule} on {self.config or self.shape}{parts}, {self.depth}{', lag 1' if self.lag else ''}"
+        return f"{self.schedule} on {self.config or self.shape}{parts}, {self.depth}{', update delay 1' if self.update_delay else ''}"
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ class Comparison:
 
     def __str__(self) -> str:
         head = (
-            f"{'method':<24}  {'plan':<12}  {'m':>4}  {'depth':<5}  {'lag':>3}  {'minibatch':>10}  {'samples/s':>9}  "
+            f"{'method':<24}  {'plan':<12}  {'m':>4}  {'depth':<5}  {'delay':>5}  {'minibatch':>10}  {'samples/s':>9}  "
             f"{'bubble':>6}  {'peak':>9}"
         )
         rows = [
-            f"{one.schedule:<24}  {one.config:<12}  {one.microbatches:>4}  {one.depth:<5}  {one.lag:>3}  "
+            f"{one.schedule:<24}  {one.config:<12}  {one.microbatches:>4}  {one.depth:<5}  {one.update_delay:>5}  "
             f"{format_seconds(one.period_s):>10}  {self.plan.batch / one.period_s if one.period_s else inf:>9.4g}  "
             f"{one.bubble or 0.0:>6.1%}  {format_bytes(one.peak_bytes):>9}"
             for one in self.candidates
@@ -132,15 +132,15 @@ class _Ways:
 
     profile: Profile
     cluster: Cluster
-    methods: Sequence[Method]
+    methods: Sequence[PlannerMethod]
     shapes: tuple[str, ...]
     microbatches: int | None
     depth: str | tuple[int, ...]
-    lag: int
+    update_delay: int
     all_workers: bool
     recompute: str
 
-    def all(self) -> Iterator[tuple[Candidate, Method, str | tuple[int, ...]]]:
+    def all(self) -> Iterator[tuple[Candidate, PlannerMethod, str | tuple[int, ...]]]:
         """Yields the ways; of those that come to the same only the first."""
         splits = _splits(self.profile.batch) if self.microbatches is None else [self.microbatches]
         for method in self.methods:
@@ -149,18 +149,24 @@ class _Ways:
                 for m in splits if method.splits else [1]:
                     for depth in depths:
                         word = depth if isinstance(depth, str) else "hand"
-                        for lag in (0, 1) if method.lags and not self.lag else (self.lag if method.lags else 0,):
-                            yield Candidate(method.name, m, word, lag, shape), method, depth
+                        for update_delay in (
+                            (0, 1)
+                            if method.delays_updates and not self.update_delay
+                            else (self.update_delay if method.delays_updates else 0,)
+                        ):
+                            yield Candidate(method.name, m, word, update_delay, shape), method, depth
 
-    def plan(self, way: Candidate, method: Method, depth: str | tuple[int, ...]) -> Plan:
+    def plan(self, way: Candidate, method: PlannerMethod, depth: str | tuple[int, ...]) -> Plan:
         """Returns the plan of a way. Raises PlanError: none fits, or it comes to the same as another way."""
         holds = method.holds(way.microbatches)
-        free = self._unlimited(way.shape, way.lag)
-        if way.lag and not any(free.lag):
-            raise PlanError("no stage lags")
+        free = self._unlimited(way.shape, way.update_delay)
+        if way.update_delay and not any(free.update_delay):
+            raise PlanError("no stage delays its updates")
         if method.flushes and max(free.replicas) > way.microbatches:
             raise PlanError("fewer microbatches than replicas")
-        space = Space.of(self.profile, self.cluster, lag=way.lag, microbatches=way.microbatches, holds=holds)
+        space = Space.of(
+            self.profile, self.cluster, update_delay=way.update_delay, microbatches=way.microbatches, holds=holds
+        )
         try:
             found = space.at_depth(replace(free, cluster=self.cluster), "noam")  # the best of all fits: so of those
         except PlanError:
@@ -170,7 +176,7 @@ class _Ways:
                 holds=holds,
                 microbatches=way.microbatches,
                 shape=way.shape,
-                lag=way.lag,
+                update_delay=way.update_delay,
                 all_workers=self.all_workers,
                 recompute=self.recompute,
             )
@@ -180,18 +186,18 @@ class _Ways:
             raise PlanError("no deeper than the paper's depth")
         return replace(found, schedule=method.name, microbatches=way.microbatches, bound_s=0.0)  # of other updates
 
-    def _unlimited(self, shape: str, lag: int) -> Plan:
-        if (shape, lag) not in self._plans:
+    def _unlimited(self, shape: str, update_delay: int) -> Plan:
+        if (shape, update_delay) not in self._plans:
             again = "always" if self.recompute == "always" else "never"
-            self._plans[shape, lag] = plan(
+            self._plans[shape, update_delay] = plan(
                 self.profile,
                 self.cluster.unlimited(),
                 shape=shape,
-                lag=lag,
+                update_delay=update_delay,
                 all_workers=self.all_workers,
                 recompute=again,
             )
-        return self._plans[shape, lag]
+        return self._plans[shape, update_delay]
 
     @cached_property
     def _plans(self) -> dict[tuple[str, int], Plan]:
@@ -201,13 +207,13 @@ class _Ways:
 def choose(
     profile: Profile,
     cluster: Cluster,
-    methods: Sequence[Method],
+    methods: Sequence[PlannerMethod],
     score: Callable[[Plan], Score],
     *,
     shape: str | tuple[int, ...] = "any",
     microbatches: int | None = None,
     depth: str | tuple[int, ...] = "noam",
-    lag: int = 0,
+    update_delay: int = 0,
     all_workers: bool = False,
     recompute: str = "never",
 ) -> Comparison:
@@ -223,7 +229,7 @@ def choose(
             'pipeline' leaves out plans of one stage; any other shape is taken alone.
         microbatches: None tries powers of two up to the samples of a minibatch.
         depth: 'noam' also tries 'auto' where a method can be deeper.
-        lag: 0 also tries 1 where a method can lag.
+        update_delay: 0 also tries 1 where a method can update delay.
         all_workers, recompute: see `plan`.
 
     Raises:
@@ -236,7 +242,7 @@ def choose(
             "halves of a backward; name that schedule alone, and see 'pipedream simulate --weight-s'"
         )
     shapes = _shapes(shape, cluster, all_workers)
-    ways = _Ways(profile, cluster, methods, shapes, microbatches, depth, lag, all_workers, recompute)
+    ways = _Ways(profile, cluster, methods, shapes, microbatches, depth, update_delay, all_workers, recompute)
     planned: list[tuple[float, int, Candidate, Plan]] = []
     refused: list[Candidate] = []
     seen = set()
@@ -246,7 +252,7 @@ def choose(
         except PipelineError as error:
             refused.append(replace(way, why=str(error)))
             continue
-        key = (method.name, way.microbatches, found.stages, found.in_flight, found.lag, found.order)
+        key = (method.name, way.microbatches, found.stages, found.in_flight, found.update_delay, found.order)
         if key in seen:
             continue
         seen.add(key)
@@ -303,13 +309,17 @@ def _splits(batch: int) -> list[int]:
     return [1 << power for power in range(min(batch, _MOST_PARTS).bit_length())]
 
 
-def _bound_s(plan: Plan, method: Method) -> float:
+def _bound_s(plan: Plan, method: PlannerMethod) -> float:
     m, stages, sites = plan.microbatches, plan.stages, plan.sites
     passes = [(stage.forward_s + stage.redone_s) / site.speed for stage, site in zip(stages, sites, strict=True)]
     if not method.flushes:
         return max(
-            float(site.compute_s(stage.forward_s, stage.redone_s, stage.update_s, 0 if lag else stage.parameter_bytes))
-            for stage, site, lag in zip(stages, sites, plan.lag, strict=True)
+            float(
+                site.compute_s(
+                    stage.forward_s, stage.redone_s, stage.update_s, 0 if update_delay else stage.parameter_bytes
+                )
+            )
+            for stage, site, update_delay in zip(stages, sites, plan.update_delay, strict=True)
         )
     ends = [
         stage.update_s / site.speed + float(site.sum_s(stage.parameter_bytes, stage.redone_s / m))

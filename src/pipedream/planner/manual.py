@@ -10,7 +10,7 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.planner.dynamic_program.recurrence import check_recompute
-from pipedream.planner.tables.method_occupancy import Holds, Versions, stash
+from pipedream.planner.tables.method_occupancy import PlanOccupancy, VersionsRule, stash
 from pipedream.planner.tables.search_space import Space
 
 __all__ = ["by_hand", "check_cuts", "whole"]
@@ -21,7 +21,7 @@ def whole(
     cluster: Cluster,
     *,
     replicas: int = 1,
-    versions: Versions = stash,
+    versions: VersionsRule = stash,
     microbatches: int = 1,
 ) -> Plan:
     """Returns the plan of one stage: one worker alone, or data parallelism over `replicas` workers.
@@ -38,11 +38,11 @@ def by_hand(
     cuts: tuple[int | str, ...],
     replicas: tuple[int, ...] | None = None,
     *,
-    versions: Versions = stash,
-    holds: Holds | None = None,
+    versions: VersionsRule = stash,
+    holds: PlanOccupancy | None = None,
     microbatches: int = 1,
     depth: str | tuple[int, ...] = "noam",
-    lag: int = 0,
+    update_delay: int = 0,
     recompute: str = "never",
     part_ties: bool = False,
 ) -> Plan:
@@ -51,7 +51,7 @@ def by_hand(
     Args:
         cuts: indices or names of layers.
         replicas: workers of each stage; one each unless given.
-        lag: of the replicated stages of a pipeline.
+        update_delay: of the replicated stages of a pipeline.
         versions, holds: what the method holds of what is admitted, see `plan`.
         recompute: which stages keep only their input: 'never' any, 'auto' those that do not fit the memory at the
             paper's depth otherwise, 'always' all.
@@ -76,7 +76,15 @@ def by_hand(
             f"replicas {counts} take {sum(counts)} workers, the cluster has {cluster.workers}; ask for fewer or give "
             "more workers"
         )
-    space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches, holds=holds, downsets=())
+    space = Space.of(
+        profile,
+        cluster,
+        versions=versions,
+        update_delay=update_delay,
+        microbatches=microbatches,
+        holds=holds,
+        downsets=(),
+    )
     check_recompute(recompute)
     found = space.plan(places, counts, note="cut by hand", recompute=(recompute == "always",) * len(counts))
     if recompute == "auto":

@@ -18,9 +18,9 @@ from pipedream.planner.dynamic_program.recurrence import Pipelines, State, of_co
 from pipedream.planner.dynamic_program.shortage import Shortage
 from pipedream.planner.tables.search_space import Space
 from pipedream.planner.workers.line_orders import Orders
-from pipedream.planner.workers.worker_line import Line
+from pipedream.planner.workers.worker_line import WorkerLine
 
-__all__ = ["Lines"]
+__all__ = ["PipelineSearch"]
 
 _MOST_WORK = 5e8
 """Comparisons of costs in all searches of one plan: about ten seconds."""
@@ -32,7 +32,7 @@ _MOST_STATES = 3e8
 
 
 @dataclass(frozen=True, eq=False)
-class Lines:
+class PipelineSearch:
     """The searches of a space over its lines.
 
     Attributes:
@@ -44,14 +44,14 @@ class Lines:
 
     space: Space
     recompute: str
-    lines: tuple[Line, ...]
+    lines: tuple[WorkerLine, ...]
     kind: str
 
     @classmethod
-    def of(cls, space: Space, recompute: str = "never") -> Lines:
+    def of(cls, space: Space, recompute: str = "never") -> PipelineSearch:
         """Returns the lines of a space's cluster."""
         orders = Orders.of(space.cluster, int(min(max(_MOST_WORK // _work(space), 1), _MOST_ORDERS)))
-        return cls(space, recompute, tuple(Line.of(space.cluster, order) for order in orders.orders), orders.kind)
+        return cls(space, recompute, tuple(WorkerLine.of(space.cluster, order) for order in orders.orders), orders.kind)
 
     @property
     def workers(self) -> int:
@@ -77,7 +77,7 @@ class Lines:
 
     def whole(self, counts: Iterable[int]) -> Plan | None:
         """Returns the fastest plan of one stage on so many workers, of equals the first; None where none fits."""
-        best: tuple[float, int, Line, bool] | None = None
+        best: tuple[float, int, WorkerLine, bool] | None = None
         end = len(self.space.profile.layers)
         forward_s, backward_s = self.space.passes_s(0, end)
         tried = np.array(list(counts))

@@ -19,8 +19,8 @@ from pipedream.core.units import format_bytes, format_seconds
 from pipedream.planner.bound import with_bound
 from pipedream.planner.dynamic_program.recurrence import check_recompute
 from pipedream.planner.dynamic_program.shortage import refuse
-from pipedream.planner.pipelines import Lines
-from pipedream.planner.tables.method_occupancy import Holds, Versions, stash
+from pipedream.planner.pipelines import PipelineSearch
+from pipedream.planner.tables.method_occupancy import PlanOccupancy, VersionsRule, stash
 from pipedream.planner.tables.search_space import Space
 
 __all__ = ["SHAPES", "counts_of", "plan"]
@@ -35,12 +35,12 @@ def plan(
     profile: Profile,
     cluster: Cluster,
     *,
-    versions: Versions = stash,
-    holds: Holds | None = None,
+    versions: VersionsRule = stash,
+    holds: PlanOccupancy | None = None,
     microbatches: int = 1,
     depth: str | tuple[int, ...] = "noam",
     shape: str | tuple[int, ...] = "any",
-    lag: int = 0,
+    update_delay: int = 0,
     all_workers: bool = False,
     recompute: str = "never",
 ) -> Plan:
@@ -54,7 +54,7 @@ def plan(
     bisection (`planner.bisection.bisection`); the plan's bound then says how far from the best it may be.
 
     Args:
-        versions: versions of the weights that a stage holds, from its count in flight and its lag.
+        versions: versions of the weights that a stage holds, from its count in flight and its update delay.
         holds: what the method holds of what is admitted; None: all of it, in so many `versions`. Where this depends on
             the whole plan (vertical sync), the search takes the least, and the memory is checked again.
         microbatches: parts that a minibatch is split into.
@@ -63,7 +63,7 @@ def plan(
             'pipeline' takes at least two stages, if the model and the workers allow them; 'straight' exactly
             one stage for each worker; 'data-parallel' one stage on all workers; and replica counts, as '2-1'
             or (2, 1), stages of these.
-        lag: of the replicated stages of a pipeline: 1 puts their updates behind the next forward.
+        update_delay: of the replicated stages of a pipeline: 1 puts their updates behind the next forward.
         all_workers: 'any' and 'pipeline' leave no worker without work.
         recompute: which stages keep only their input between forward and backward, and do the forward again:
             'never' any, 'auto' those that do not fit the memory otherwise, 'always' all.
@@ -73,20 +73,22 @@ def plan(
             nothing fits the memory at this depth.
     """
     check_recompute(recompute)
-    space = Space.of(profile, cluster, versions=versions, lag=lag, microbatches=microbatches, holds=holds)
+    space = Space.of(
+        profile, cluster, versions=versions, update_delay=update_delay, microbatches=microbatches, holds=holds
+    )
 
     def alike(space: Space, counts: tuple[int, ...]) -> Plan:
-        return with_bound(_of_counts(Lines.of(space, recompute), counts), space)
+        return with_bound(_of_counts(PipelineSearch.of(space, recompute), counts), space)
 
     def straight(space: Space) -> Plan:
-        found = Lines.of(space, recompute).straight()
+        found = PipelineSearch.of(space, recompute).straight()
         if found is None:
             raise PlanError("no straight pipeline fits")
         best = "best found" if space.spare_bytes else "optimal"
         return with_bound(replace(found, note=f"{best} among straight pipelines"), space)
 
     def search(space: Space) -> Plan:
-        lines = Lines.of(space, recompute)
+        lines = PipelineSearch.of(space, recompute)
         if shape in ("any", "pipeline"):
             found = _fastest(lines, shape == "pipeline", all_workers)
         elif shape == "data-parallel":
@@ -197,13 +199,13 @@ def counts_of(shape: str | tuple[int, ...]) -> tuple[int, ...]:
     return counts
 
 
-def _parallel(lines: Lines) -> Plan:
+def _parallel(lines: PipelineSearch) -> Plan:
     workers = lines.workers
     found = lines.whole((workers,)) or refuse(lines.shortage_of_counts((workers,)), "data-parallel plans")
     return replace(found, note=f"data parallelism was asked{_beside(found, lines, (1,))}")
 
 
-def _of_counts(lines: Lines, counts: tuple[int, ...]) -> Plan:
+def _of_counts(lines: PipelineSearch, counts: tuple[int, ...]) -> Plan:
     """The best plan with these replicas of its stages."""
     is_straight = max(counts) == 1
     kind, sizes = ("straight pipeline", f" of {len(counts)} stages") if is_straight else ("plan", f" {_config(counts)}")
@@ -215,7 +217,7 @@ def _of_counts(lines: Lines, counts: tuple[int, ...]) -> Plan:
     return replace(found, note=f"{best} among {kinds}{_beside(found, lines, (lines.workers,), rivals)}")
 
 
-def _fastest(lines: Lines, as_pipeline: bool, all_workers: bool) -> Plan:
+def _fastest(lines: PipelineSearch, as_pipeline: bool, all_workers: bool) -> Plan:
     """The fastest plan of all, or of those with several stages where there can be any."""
     workers = lines.workers
     one = lines.whole((workers,) if all_workers else range(1, workers + 1))
@@ -272,7 +274,7 @@ def _config(counts: tuple[int, ...]) -> str:
     return "-".join(map(str, counts))
 
 
-def _beside(best: Plan, lines: Lines, ones: Iterable[int], pipelines: Iterable[Plan | None] = ()) -> str:
+def _beside(best: Plan, lines: PipelineSearch, ones: Iterable[int], pipelines: Iterable[Plan | None] = ()) -> str:
     """What the next best kinds would take: one stage on so many workers, and pipelines that were found."""
     rivals = {str(count): lines.whole((count,)) for count in ones}
     rivals |= {plan.config: plan for plan in pipelines if plan is not None}

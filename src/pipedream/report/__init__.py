@@ -1,7 +1,7 @@
 """Numbers and spans to ink: text for the terminal, SVG, trace files, the page of a run, the gallery of schedules."""
 
 from pipedream.report.curve import curve_svg
-from pipedream.report.gallery import Entry, gallery
+from pipedream.report.gallery import GalleryEntry, gallery
 from pipedream.report.html import page, save_page
 from pipedream.report.scatter import Pair, scatter_svg
 from pipedream.report.svg import timeline_svg
@@ -9,7 +9,7 @@ from pipedream.report.text import grid, grid_rich
 from pipedream.report.trace import save_trace, trace
 
 __all__ = [
-    "Entry",
+    "GalleryEntry",
     "Pair",
     "curve_svg",
     "gallery",

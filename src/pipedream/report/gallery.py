@@ -12,13 +12,13 @@ from pipedream.report.axis import figure
 from pipedream.report.tables import NOTHING
 from pipedream.report.text import grid
 
-__all__ = ["Entry", "gallery", "prose"]
+__all__ = ["GalleryEntry", "gallery", "prose"]
 
 _GRID_WIDTH = 150
 
 
 @dataclass(frozen=True)
-class Entry:
+class GalleryEntry:
     """One method of the gallery.
 
     Attributes:
@@ -38,7 +38,7 @@ class Entry:
     choose: str = ""
 
 
-def gallery(entries: Iterable[Entry], compensated: Iterable[tuple[Schedule, str, str]] = ()) -> str:
+def gallery(entries: Iterable[GalleryEntry], compensated: Iterable[tuple[Schedule, str, str]] = ()) -> str:
     """Returns the Markdown page.
 
     Args:
@@ -83,12 +83,12 @@ def prose(docstring: str | None) -> str:
     return "\n\n".join(kept)
 
 
-def _bubble(entry: Entry) -> float:
+def _bubble(entry: GalleryEntry) -> float:
     """Returns the bubble of a minibatch where a schedule flushes, else the one in the middle of a long run."""
     return (measure if entry.schedule.flushes else steady)(entry.run).bubble
 
 
-def _overview(entry: Entry) -> str:
+def _overview(entry: GalleryEntry) -> str:
     ranks = measure(entry.run).per_rank
     name = entry.schedule.name
     cells = (
@@ -102,7 +102,7 @@ def _overview(entry: Entry) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _section(entry: Entry) -> str:
+def _section(entry: GalleryEntry) -> str:
     schedule = entry.schedule
     workers = schedule.placement.workers
     lines = ["", f"## {schedule.name}", ""]
@@ -146,7 +146,7 @@ def _compensated(methods: Iterable[tuple[Schedule, str, str]]) -> list[str]:
     return lines
 
 
-def _claims(entry: Entry) -> list[str]:
+def _claims(entry: GalleryEntry) -> list[str]:
     schedule, claims = entry.schedule, entry.schedule.claims
     p, m = schedule.placement.workers, schedule.microbatches
     ranks = measure(entry.run).per_rank

@@ -15,22 +15,30 @@ from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.occupancy import most_in_flight
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Group, LocalChannel, LocalGroup, Receiver, Sender
-from pipedream.runtime.comm.distributed import Line, WireGroup, WireReceiver, WireSender
+from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedGroup, DistributedReceiver, DistributedSender
 from pipedream.runtime.results.losses import Loss, Metric
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer
-from pipedream.runtime.stage.remote_forward import Guest, Parcel
+from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
 from pipedream.runtime.stage.saved_tensors import Saved
 from pipedream.runtime.stage.stage_module import StageModule, low_precision_weights
 from pipedream.runtime.stage.versions import Versions
-from pipedream.runtime.stage_state import Seated
+from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.update.loss_scale import LossScale, Scaling
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 from pipedream.runtime.update.tied_weights import Shared, TiedSum, own_copies
-from pipedream.runtime.update_barrier import Coupling
+from pipedream.runtime.update_barrier import UpdateBarrier
 from pipedream.runtime.worker import Worker
 
-__all__ = ["Settings", "Wires", "connect", "data_channels", "guests_of", "local_crew", "wire_worker"]
+__all__ = [
+    "Connections",
+    "Settings",
+    "connect",
+    "data_channels",
+    "distributed_worker",
+    "local_workers",
+    "remote_forwards_of",
+]
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Wires:
+class Connections:
     """Process groups of a run.
 
     Attributes:
@@ -74,7 +82,7 @@ class Wires:
     pairs: Mapping[int, dist.ProcessGroup]
 
 
-def connect(program: Program, device: torch.device, shared: Sequence[Shared] = ()) -> Wires:
+def connect(program: Program, device: torch.device, shared: Sequence[Shared] = ()) -> Connections:
     """Makes the process groups of a program, or of several over the same channels; every rank calls it.
 
     Args:
@@ -93,10 +101,10 @@ def connect(program: Program, device: torch.device, shared: Sequence[Shared] = (
         for number, c in enumerate(program.channels)
     }
     holders = tuple(dist.new_group(list(one.ranks(program.placement)), backend=backend) for one in shared)
-    return Wires(everyone, stages, holders, pairs)
+    return Connections(everyone, stages, holders, pairs)
 
 
-def local_crew(
+def local_workers(
     programs: Sequence[Program],
     evaluation: Program,
     layers: Sequence[tuple[str, nn.Module]],
@@ -125,12 +133,12 @@ def local_crew(
     holders = [(one, one.ranks(placement), LocalGroup(len(one.ranks(placement)))) for one in shared]
     crew = []
     for rank in range(placement.workers):
-        seats = {}
-        for stage, replica in placement.seats(rank):
+        stage_states = {}
+        for stage, replica in placement.stage_replicas(rank):
             own_layers, own_handles = layers, handles[stage]
             if replica:
                 own_layers, own_handles = _copied(layers, handles[stage])
-            seats[stage] = _seat(
+            stage_states[stage] = _stage_state(
                 programs,
                 stage,
                 own_layers,
@@ -146,8 +154,8 @@ def local_crew(
                 rank,
                 program,
                 evaluation,
-                seats,
-                guests_of(rank, program, layers, dict(enumerate(handles)), settings, device),
+                stage_states,
+                remote_forwards_of(rank, program, layers, dict(enumerate(handles)), settings, device),
                 {n: channels[n] for n, c in enumerate(program.channels) if c.sender == rank},
                 {n: channels[n] for n, c in enumerate(program.channels) if c.receiver == rank},
                 {other: channel for (owner, other), channel in results.items() if owner == rank},
@@ -161,7 +169,7 @@ def local_crew(
     return crew
 
 
-def wire_worker(
+def distributed_worker(
     rank: int,
     programs: Sequence[Program],
     evaluation: Program,
@@ -169,15 +177,15 @@ def wire_worker(
     handles: Mapping[int, dict[str, nn.Parameter]],
     settings: Settings,
     device: torch.device,
-    wires: Wires,
-    guests: dict[int, Guest],
+    wires: Connections,
+    remote_forwards: dict[int, RemoteForward],
     shared: Sequence[Shared] = (),
 ) -> Worker:
     """Returns this process's worker, joined to the others by torch.distributed.
 
     Args:
-        programs, evaluation, layers, settings, device, shared: as of `local_crew`.
-        guests: of `guests_of`, for this rank.
+        programs, evaluation, layers, settings, device, shared: as of `local_workers`.
+        remote_forwards: of `remote_forwards_of`, for this rank.
         handles: stage -> its trained parameters, for the stages of this rank.
         wires: of `connect`.
     """
@@ -190,16 +198,16 @@ def wire_worker(
         if rank not in (channel.sender, channel.receiver):
             continue
         peer = channel.receiver if rank == channel.sender else channel.sender
-        line = Line(peer, number, channel.depth, wires.everyone, wires.pairs[number], device)
+        line = ChannelEndpoint(peer, number, channel.depth, wires.everyone, wires.pairs[number], device)
         if rank == channel.sender:
             # A replica that begins a forward has ended all backwards but those of what it has in flight: their
             # activations were taken by the stage behind, whose gradients were taken here. The end of a stream is one
             # more message. Waiting for an older one thus waits for nothing that is still to be done.
             # Of weights two may be unread: those of an update that turned out not to be, and the word of the end.
             most = 1 if channel.carries == "weights" else in_flight[min(channel.source, channel.target)]
-            senders[number] = WireSender(line, most + 1)
+            senders[number] = DistributedSender(line, most + 1)
         else:
-            receivers[number] = WireReceiver(line)
+            receivers[number] = DistributedReceiver(line)
     result_senders: dict[int, Sender] = {}
     result_receivers: dict[int, Receiver] = {}
     cpu = torch.device("cpu")
@@ -209,40 +217,40 @@ def wire_worker(
             if owner == other or rank not in (owner, other):
                 continue
             peer = other if rank == owner else owner
-            line = Line(peer, number, 2, wires.everyone, wires.everyone, cpu)
+            line = ChannelEndpoint(peer, number, 2, wires.everyone, wires.everyone, cpu)
             if rank == owner:
-                result_senders[other] = WireSender(line, most_out)
+                result_senders[other] = DistributedSender(line, most_out)
             else:
-                result_receivers[owner] = WireReceiver(line)
-    seats = {
-        stage: _seat(
+                result_receivers[owner] = DistributedReceiver(line)
+    stage_states = {
+        stage: _stage_state(
             programs,
             stage,
             layers,
             handles[stage],
             settings,
             device,
-            WireGroup(group) if (group := wires.stages[stage]) is not None else None,
+            DistributedGroup(group) if (group := wires.stages[stage]) is not None else None,
             shared,
             copies=own_copies(handles[stage], stage, [one.among(handles) for one in shared]),
         )
-        for stage, _ in placement.seats(rank)
+        for stage, _ in placement.stage_replicas(rank)
     }
     return _worker(
         rank,
         program,
         evaluation,
-        seats,
-        guests,
+        stage_states,
+        remote_forwards,
         senders,
         receivers,
         result_senders,
         result_receivers,
         settings,
         device,
-        WireGroup(wires.everyone),
+        DistributedGroup(wires.everyone),
         [
-            (one, WireGroup(group))
+            (one, DistributedGroup(group))
             for one, group in zip(shared, wires.holders, strict=True)
             if group is not None and rank in one.ranks(placement)
         ],
@@ -251,24 +259,24 @@ def wire_worker(
 
 def data_channels(
     rank: int, programs: Sequence[Program], everyone: dist.ProcessGroup
-) -> tuple[dict[int, WireSender], WireReceiver | None]:
+) -> tuple[dict[int, DistributedSender], DistributedReceiver | None]:
     """Returns the channels on which replica 0 of the input stage hands the others their data.
 
     Returns: replica -> sender, at replica 0; the receiver, at the others. Nothing at other stages.
     """
     program, placement = programs[0], programs[0].placement
     first, *others = placement.readers
-    senders: dict[int, WireSender] = {}
+    senders: dict[int, DistributedSender] = {}
     receiver = None
     for replica, other in enumerate(others, start=1):
         if rank not in (first, other):
             continue
         number = len(program.channels) + placement.workers**2 + replica  # behind those of the results
-        line = Line(other if rank == first else first, number, 2, everyone, everyone, torch.device("cpu"))
+        line = ChannelEndpoint(other if rank == first else first, number, 2, everyone, everyone, torch.device("cpu"))
         if rank == first:
-            senders[replica] = WireSender(line, _most_out(programs))
+            senders[replica] = DistributedSender(line, _most_out(programs))
         else:
-            receiver = WireReceiver(line)
+            receiver = DistributedReceiver(line)
     return senders, receiver
 
 
@@ -286,7 +294,7 @@ def _copied(
     return copied, {name: memo[id(handle)] for name, handle in handles.items()}
 
 
-def _seat(
+def _stage_state(
     programs: Sequence[Program],
     stage: int,
     layers: Sequence[tuple[str, nn.Module]],
@@ -296,7 +304,7 @@ def _seat(
     replica_group: Group | None,
     shared: Sequence[Shared],
     copies: dict[str, nn.Parameter] | None = None,
-) -> Seated:
+) -> StageState:
     """Returns a seat; `copies` are trained in the place of the handles, where another seat has some of these too."""
     plan = programs[0].plan
     mine = layers[plan.stages[stage].first : plan.stages[stage].last]
@@ -305,8 +313,8 @@ def _seat(
     handles = copies or handles
     versions = Versions(handles, low, watched=replica_group is not None)
     # Weights change between forward and backward.
-    moves = [p.weights for p in programs if p.weights.staleness(stage) > 0 or p.weights.views(stage)]
-    seat = Seated(
+    moves = [p.weights for p in programs if p.weights.staleness(stage) > 0 or p.weights.predictions(stage)]
+    stage_state = StageState(
         module=module,
         versions=versions,
         gradients=Gradients([handle.dtype for handle in handles.values()]),
@@ -322,29 +330,31 @@ def _seat(
         ),
         saved=Saved() if any(rule.backward_rule == "graph" for rule in moves) else None,
     )
-    seat.check(programs, stage)
-    return seat
+    stage_state.check(programs, stage)
+    return stage_state
 
 
-def guests_of(
+def remote_forwards_of(
     rank: int,
     program: Program,
     layers: Sequence[tuple[str, nn.Module]],
     handles: Mapping[int, dict[str, nn.Parameter]],
     settings: Settings,
     device: torch.device,
-) -> dict[int, Guest]:
+) -> dict[int, RemoteForward]:
     """Returns stage -> guest, for the stages whose forwards a rank runs on weights that live elsewhere.
 
     Args:
-        program, layers, settings, device: as of `local_crew`.
+        program, layers, settings, device: as of `local_workers`.
         handles: stage -> its trained parameters; while layers that share one still do.
     """
     found = {}
     for stage, _ in program.placement.visits(rank):
         mine = layers[program.plan.stages[stage].first : program.plan.stages[stage].last]
         module = StageModule(mine, dict(handles[stage]), device, settings.seed, settings.autocast)
-        found[stage] = Guest(module, Parcel(module, low_precision_weights(mine, handles[stage], settings.autocast)))
+        found[stage] = RemoteForward(
+            module, WeightPacket(module, low_precision_weights(mine, handles[stage], settings.autocast))
+        )
     return found
 
 
@@ -352,8 +362,8 @@ def _worker(
     rank: int,
     program: Program,
     evaluation: Program,
-    seats: dict[int, Seated],
-    guests: dict[int, Guest],
+    stage_states: dict[int, StageState],
+    remote_forwards: dict[int, RemoteForward],
     senders: Mapping[int, Sender],
     receivers: Mapping[int, Receiver],
     result_senders: Mapping[int, Sender],
@@ -364,9 +374,9 @@ def _worker(
     tied: Sequence[tuple[Shared, Group]] = (),
 ) -> Worker:
     replicas = program.placement.replicas
-    trained = {stage: seat.optimizer.named for stage, seat in seats.items()}
+    trained = {stage: stage_state.optimizer.named for stage, stage_state in stage_states.items()}
     sums = [
-        TiedSum(one, {stage: trained[stage] for stage in one.among(seats).stages}, replicas, group)
+        TiedSum(one, {stage: trained[stage] for stage in one.among(stage_states).stages}, replicas, group)
         for one, group in tied
     ]
     results = Results(rank, program.placement.ranks[-1], result_senders, result_receivers, list(settings.metrics))
@@ -374,13 +384,14 @@ def _worker(
         rank,
         program=program,
         evaluation=evaluation,
-        seats=seats,
-        guests=guests,
-        parcels={
-            stage: Parcel(
-                seat.module, low_precision_weights(seat.module.layers, seat.module.handles, settings.autocast)
+        stage_states=stage_states,
+        remote_forwards=remote_forwards,
+        weight_packets={
+            stage: WeightPacket(
+                stage_state.module,
+                low_precision_weights(stage_state.module.layers, stage_state.module.handles, settings.autocast),
             )
-            for stage, seat in seats.items()
+            for stage, stage_state in stage_states.items()
             if program.placement.is_fetched(stage)
         },
         senders=dict(senders),
@@ -388,5 +399,5 @@ def _worker(
         results=results,
         scorer=Scorer(settings.loss, settings.metrics, results, settings.policy.on_nan),
         device=device,
-        coupling=Coupling(settings.policy, everyone, seats, sums),
+        coupling=UpdateBarrier(settings.policy, everyone, stage_states, sums),
     )

@@ -14,20 +14,20 @@ import torch.distributed as dist
 from torch import nn
 
 from pipedream.core.artifact import decode, encode
-from pipedream.core.checkpoint import Checkpoint, StageState
+from pipedream.core.checkpoint import Checkpoint, SavedStage
 from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.checkpoint import optimizer_state, parameters
 from pipedream.runtime.checkpoint import writer as checkpoints
 from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.data import rng as generators
-from pipedream.runtime.stage_state import Seated
+from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.worker import Worker
 
-__all__ = ["Keeper", "share_with_replicas"]
+__all__ = ["Checkpointer", "share_with_replicas"]
 
 
-class Keeper:
+class Checkpointer:
     """Saves and restores the workers of this process.
 
     Args:
@@ -73,9 +73,9 @@ class Keeper:
         if not wait:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         said = gather_texts(json.dumps([stages, generators.state(self._device)]), self._group)
-        whole: dict[int, StageState] = {}
+        whole: dict[int, SavedStage] = {}
         for text in said:
-            whole |= {int(s): decode(StageState, state, "a stage") for s, state in json.loads(text)[0].items()}
+            whole |= {int(s): decode(SavedStage, state, "a stage") for s, state in json.loads(text)[0].items()}
         page = Checkpoint(
             **position,
             schedule=self._program.schedule,
@@ -120,12 +120,12 @@ class Keeper:
         state = parameters.named_state(self._model)
         tensors: dict[str, torch.Tensor] = {}
         stages: dict[int, Any] = {}
-        for stage, seat in self._seats(speakers=True):
+        for stage, stage_state in self._stage_states(speakers=True):
             tensors |= {f"model/{name}": state[name].detach() for name in self._names[stage] if name in state}
-            tensors |= optimizer_state.tensors_of(seat.optimizer)
-            tensors |= {} if seat.views is None else seat.views.tensors()
+            tensors |= optimizer_state.tensors_of(stage_state.optimizer)
+            tensors |= {} if stage_state.predictions is None else stage_state.predictions.tensors()
             stages[stage] = encode(
-                replace(optimizer_state.saved(seat.optimizer), norm_square=self._workers[0].coupling.norm_square)
+                replace(optimizer_state.saved(stage_state.optimizer), norm_square=self._workers[0].coupling.norm_square)
             )
         return tensors, stages
 
@@ -138,15 +138,15 @@ class Keeper:
         parameters.load(self._model, values, mine)
         share_with_replicas(self._workers)
         same = self._counts_alike(page)
-        for stage, seat in self._seats():
-            seat.versions.reload()
+        for stage, stage_state in self._stage_states():
+            stage_state.versions.reload()
             # Seats of one process that train the same weights shall not share their optimizers' tensors.
-            alone = len(self._workers) == 1 and not _copies_of(seat)
+            alone = len(self._workers) == 1 and not _copies_of(stage_state)
             own = found if alone else {name: tensor.clone() for name, tensor in found.items()}
-            if seat.views is not None:
-                seat.views.restore(own)
+            if stage_state.predictions is not None:
+                stage_state.predictions.restore(own)
             try:
-                optimizer_state.restore(seat.optimizer, page.stages, own, stage=stage if same else None)
+                optimizer_state.restore(stage_state.optimizer, page.stages, own, stage=stage if same else None)
             except PipelineError:
                 raise
             except Exception as error:  # an optimizer and a scheduler are the user's, and check little
@@ -171,12 +171,17 @@ class Keeper:
                 # A buffer that is not part of state dicts may be missing; it keeps its value.
                 if name in state and (name in saved or f"model/{name}" in page.tensors):
                     yield f"model/{name}"
-        trained = {name for _, seat in self._seats() for name in seat.optimizer.named}
+        trained = {name for _, stage_state in self._stage_states() for name in stage_state.optimizer.named}
         here = {name for stage in self._stages() for name in self._names[stage]}
         # A shared weight goes by its first name, which may be that of a layer elsewhere.
         yield from (f"model/{name}" for name in trained - here if f"model/{name}" in page.tensors)
-        averaged = any(seat.optimizer.ema for _, seat in self._seats())
-        stepped = {name for _, seat in self._seats() if seat.views is not None for name in seat.views.tensors()}
+        averaged = any(stage_state.optimizer.ema for _, stage_state in self._stage_states())
+        stepped = {
+            name
+            for _, stage_state in self._stage_states()
+            if stage_state.predictions is not None
+            for name in stage_state.predictions.tensors()
+        }
         for name in page.tensors:
             kind, _, rest = name.partition("/")
             of_steps = kind in ("optimizer", "compensation")
@@ -192,14 +197,14 @@ class Keeper:
         return alike and page.microbatches == self._program.microbatches
 
     def _stages(self) -> list[int]:
-        return sorted({stage for stage, _ in self._seats()})
+        return sorted({stage for stage, _ in self._stage_states()})
 
-    def _seats(self, speakers: bool = False) -> list[tuple[int, Seated]]:
+    def _stage_states(self, speakers: bool = False) -> list[tuple[int, StageState]]:
         ranks = self._program.placement.ranks
         return [
-            (stage, seat)
+            (stage, stage_state)
             for worker in self._workers
-            for stage, seat in worker.seats.items()
+            for stage, stage_state in worker.stage_states.items()
             if not speakers or ranks[stage][0] == worker.rank
         ]
 
@@ -209,21 +214,23 @@ def share_with_replicas(workers: Sequence[Worker]) -> None:
     live in one process, and weights that several stages hold to the copies that are trained."""
     ranks, by_rank = workers[0].program.placement.ranks, {worker.rank: worker for worker in workers}
     for worker in workers:
-        for stage, seat in worker.seats.items():
+        for stage, stage_state in worker.stage_states.items():
             home = by_rank.get(ranks[stage][0])
-            source = seat if home is None else home.seats[stage]
-            if source is not seat:
+            source = stage_state if home is None else home.stage_states[stage]
+            if source is not stage_state:
                 with torch.no_grad():
-                    for here, there in zip(_tensors(seat), _tensors(source), strict=True):
+                    for here, there in zip(_tensors(stage_state), _tensors(source), strict=True):
                         here.copy_(there)
-            for name in _copies_of(seat):
-                seat.versions.handles[name].data.copy_(seat.module.handles[name].detach())
+            for name in _copies_of(stage_state):
+                stage_state.versions.handles[name].data.copy_(stage_state.module.handles[name].detach())
 
 
-def _copies_of(seat: Seated) -> list[str]:
+def _copies_of(stage_state: StageState) -> list[str]:
     """Returns the names of the weights of which another seat trains the user's own."""
-    return [name for name, handle in seat.versions.handles.items() if handle is not seat.module.handles[name]]
+    return [
+        name for name, handle in stage_state.versions.handles.items() if handle is not stage_state.module.handles[name]
+    ]
 
 
-def _tensors(seat: Seated) -> list[torch.Tensor]:
-    return [t for _, layer in seat.module.layers for t in (*layer.parameters(), *layer.buffers())]
+def _tensors(stage_state: StageState) -> list[torch.Tensor]:
+    return [t for _, layer in stage_state.module.layers for t in (*layer.parameters(), *layer.buffers())]

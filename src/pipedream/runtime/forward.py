@@ -13,13 +13,13 @@ from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, to_device, unflatten
-from pipedream.runtime.mailbox import Mail
+from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer
 from pipedream.runtime.stage.recompute import Run
-from pipedream.runtime.stage.remote_forward import Guest, Parcel
-from pipedream.runtime.stage.stage_module import Held, outputs_of
-from pipedream.runtime.stage_state import Seated
+from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
+from pipedream.runtime.stage.stage_module import SavedForward, outputs_of
+from pipedream.runtime.stage_state import StageState
 
 __all__ = ["Forwards", "Stream"]
 
@@ -56,7 +56,7 @@ class Forwards:
 
     Args:
         rank: whose.
-        mail: of the rank.
+        mailbox: of the rank.
         scorer: of the last stage's outputs.
         results: where outputs go.
         device: where it computes.
@@ -64,10 +64,16 @@ class Forwards:
     """
 
     def __init__(
-        self, rank: int, mail: Mail, scorer: Scorer, results: Results, device: torch.device, where: Callable[[], str]
+        self,
+        rank: int,
+        mailbox: Mailbox,
+        scorer: Scorer,
+        results: Results,
+        device: torch.device,
+        where: Callable[[], str],
     ) -> None:
         self._rank = rank
-        self._mail = mail
+        self._mailbox = mailbox
         self._scorer = scorer
         self._results = results
         self._device = device
@@ -78,25 +84,25 @@ class Forwards:
         self._program, self._stream = program, stream
         self._last = program.placement.stages - 1
 
-    def training(self, op: Op, seat: Seated | Guest, message: Message) -> tuple[Held, Run]:
+    def training(self, op: Op, stage_state: StageState | RemoteForward, message: Message) -> tuple[SavedForward, Run]:
         """Returns what is kept of a microbatch for its backward, and its forward, which fills that in."""
         # The tags tell what was read, so that they can be compared with what is asked for here.
-        weights, version = seat.read(self._program.weights.forward_version(op.stage, op.index))
-        held = Held(weights, (), (), message.gradients, op.index, version)
-        targets = self._mail.take("input", op) if op.stage == self._last else None
+        weights, version = stage_state.read(self._program.weights.forward_version(op.stage, op.index))
+        held = SavedForward(weights, (), (), message.gradients, op.index, version)
+        targets = self._mailbox.take("input", op) if op.stage == self._last else None
 
         def run(message: Message, again: bool = False) -> Message:
             if op.stage == 0:
                 value = self._value_of(message)
             else:
-                value, held.entries = seat.module.enter(message.structure, message.tensors, message.gradients)
-            read = seat.read_again(held) if again else weights
-            output = seat.forward(value, read, self._stream.number(op.index), op.stage == 0)
+                value, held.entries = stage_state.module.enter(message.structure, message.tensors, message.gradients)
+            read = stage_state.read_again(held) if again else weights
+            output = stage_state.forward(value, read, self._stream.number(op.index), op.stage == 0)
             if targets is None:
                 structure, held.outputs, wants = outputs_of(output)
                 return message.carrying(structure, held.outputs, wants, version)
             key, wanted = self._stream.minibatch(op.index), self._value_of(targets)
-            with seat.module.casting():
+            with stage_state.module.casting():
                 value, held.weight, held.scale = self._scorer.score(
                     key, message, output, wanted, self._rank, self._where(), again
                 )
@@ -105,41 +111,43 @@ class Forwards:
 
         return held, run
 
-    def again(self, op: Op, seat: Seated, message: Message) -> Held:
+    def again(self, op: Op, stage_state: StageState, message: Message) -> SavedForward:
         """Returns what a forward elsewhere has left of a microbatch: its input, on which the backward does it again."""
-        seat.next_forward = op.index + 1
+        stage_state.next_forward = op.index + 1
         if message.content is Content.EMPTY:
-            return Held(None, (), (), (), op.index)
-        held, run = self.training(op, seat, message)
+            return SavedForward(None, (), (), (), op.index)
+        held, run = self.training(op, stage_state, message)
         held.again = lambda: run(message, True)
         return held
 
-    def alone(self, op: Op, seat: Seated | Guest, message: Message) -> Message:
+    def alone(self, op: Op, stage_state: StageState | RemoteForward, message: Message) -> Message:
         """Runs a forward that has no backward."""
         there: AbstractContextManager[None] = nullcontext()
-        if isinstance(seat, Guest):
-            leaves, there = seat.leaves, seat.evaluating()
+        if isinstance(stage_state, RemoteForward):
+            leaves, there = stage_state.leaves, stage_state.evaluating()
         else:
-            leaves = self._leaves_of(seat)
+            leaves = self._leaves_of(stage_state)
         with torch.no_grad(), there:
-            output = seat.module.forward(self._value_of(message), leaves, self._stream.number(op.index), op.stage == 0)
+            output = stage_state.module.forward(
+                self._value_of(message), leaves, self._stream.number(op.index), op.stage == 0
+            )
             if op.stage < self._last:
                 return message.carrying(*flatten(output))
             if self._stream.predicts:
                 self._results.give_output(op.index, message.carrying(*flatten(output)))
             else:
-                with seat.module.casting():
-                    self._scorer.assess(message, output, self._value_of(self._mail.take("input", op)))
+                with stage_state.module.casting():
+                    self._scorer.assess(message, output, self._value_of(self._mailbox.take("input", op)))
         return message
 
-    def lend(self, stage: int, index: int, seat: Seated, parcel: Parcel) -> Message:
+    def lend(self, stage: int, index: int, stage_state: StageState, weight_packet: WeightPacket) -> Message:
         """Returns the weights of a seat for the forwards from a microbatch on, which are elsewhere."""
         version = self._program.weights.forward_version(stage, index) if self._stream.trains else 0
-        leaves = seat.versions.peek(version).leaves if self._stream.trains else self._leaves_of(seat)
-        return Message(index, tensors=(parcel.pack(leaves),), version=version)
+        leaves = stage_state.versions.peek(version).leaves if self._stream.trains else self._leaves_of(stage_state)
+        return Message(index, tensors=(weight_packet.pack(leaves),), version=version)
 
-    def _leaves_of(self, seat: Seated) -> dict[str, torch.Tensor]:
-        return seat.optimizer.ema if self._stream.ema else seat.versions.peek().leaves
+    def _leaves_of(self, stage_state: StageState) -> dict[str, torch.Tensor]:
+        return stage_state.optimizer.ema if self._stream.ema else stage_state.versions.peek().leaves
 
     def _value_of(self, message: Message) -> Any:
         return to_device(unflatten(message.structure, message.tensors), self._device)  # type: ignore[arg-type]

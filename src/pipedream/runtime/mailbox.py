@@ -16,14 +16,14 @@ from pipedream.core.schedule.program import Channel
 from pipedream.runtime.comm.channel import Receiver, Sender
 from pipedream.runtime.comm.message import Content, Ending, Message, copied
 
-__all__ = ["Mail"]
+__all__ = ["Mailbox"]
 
 _FORWARD = ("activation", "input", "weights", "kept")
 """What comes before anything that goes back: with it the end of a stream is told."""
 _NEVER = 2**62  # more microbatches than a stream has
 
 
-class Mail:
+class Mailbox:
     """Messages of one rank. Life: `begin` a stream; receive, take, hand on and send; `end`; `finish`.
 
     Args:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipedream.core.errors import PipelineError
 from pipedream.core.schedule.program import Program
-from pipedream.core.schedule.timeline import Span, Tag, Timeline
+from pipedream.core.schedule.timeline import GradientVersions, Span, Timeline
 from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.results.recorder import peak_bytes
 from pipedream.runtime.worker import Worker
@@ -72,7 +72,7 @@ def timeline(
         microbatches=workers[0].trained.get(phase, (0, 0))[1] * program.microbatches,
         minibatch_microbatches=program.microbatches,
         batch=batch,
-        tags=tuple(Tag(*tag) for part in parts for tag in part["tags"]),
+        tags=tuple(GradientVersions(*tag) for part in parts for tag in part["tags"]),
         peak_bytes=tuple(part["peak_bytes"] for part in parts),
         peak_versions=tuple(part["versions"] for part in parts),
     )

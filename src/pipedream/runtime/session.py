@@ -26,12 +26,12 @@ from pipedream.runtime.assemble import (
     Settings,
     connect,
     data_channels,
-    guests_of,
-    local_crew,
-    wire_worker,
+    distributed_worker,
+    local_workers,
+    remote_forwards_of,
 )
 from pipedream.runtime.checkpoint import parameters
-from pipedream.runtime.checkpointing import Keeper, share_with_replicas
+from pipedream.runtime.checkpointing import Checkpointer, share_with_replicas
 from pipedream.runtime.clock import in_process, on_wire
 from pipedream.runtime.comm.channel import Receiver, Sender, close_all
 from pipedream.runtime.comm.message import Ending
@@ -40,7 +40,7 @@ from pipedream.runtime.data.batch_adapter import Taking
 from pipedream.runtime.data.iterate import Extent
 from pipedream.runtime.data.microbatches import Door
 from pipedream.runtime.data.source import Supply
-from pipedream.runtime.failure.activity import Doing
+from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.failure.interrupts import Interrupts
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S
@@ -95,7 +95,7 @@ class Session:
         self._names = [parameters.stage_names(graph, stage.first, stage.last) for stage in stages]
         named = list(zip([layer.name for layer in graph.layers], layers, strict=True))
         self._guard: Guard | None = None
-        self._doing = Doing()
+        self._activity = Activity()
         self._stuck_after_s = stuck_after_s
         self._group: dist.ProcessGroup | None = None
         self._doors: dict[int, Door] = {}
@@ -103,7 +103,7 @@ class Session:
             parameters.materialise(model, named, device, settings.seed)
             handles = [parameters.trained(model, names) for names in self._names]
             shared = shared_weights(model, [layers[stage.first : stage.last] for stage in stages])
-            self.workers = local_crew(programs, evaluation, named, handles, settings, device, shared)
+            self.workers = local_workers(programs, evaluation, named, handles, settings, device, shared)
             self._names_here = {name for names in self._names for name in names}
             self._handing: list[Sender | Receiver] = []
             self._supply = Supply(programs, range(program.placement.workers))
@@ -114,14 +114,14 @@ class Session:
             self._handing = [*senders.values(), *([] if receiver is None else [receiver])]
             self._supply = Supply(programs, [self.rank], self._group, senders, receiver)
         writing = dist.new_group(backend="gloo") if self.distributed else None
-        self.keeper = Keeper(model, self.workers, self._names, self._group, writing, device)
+        self.checkpointer = Checkpointer(model, self.workers, self._names, self._group, writing, device)
         self.interrupts = Interrupts(patient=self.distributed)
         for worker in self.workers:
             worker.wishes_to_stop = lambda: self.interrupts.heard
-        self._doing.where_op = lambda: self.lead.where
+        self._activity.where_op = lambda: self.lead.where
         if self.distributed:
-            self.lead.doing = self._doing
-        self._doing.place = _LOOP
+            self.lead.activity = self._activity
+        self._activity.place = _LOOP
 
     def _join_others(self, processes: int, named: Sequence[tuple[str, nn.Module]], evaluation: Program) -> Worker:
         program, model = self._programs[0], self.model
@@ -135,9 +135,9 @@ class Session:
         wires = connect(program, self.device, shared)
         self._group = wires.everyone
         store = dist.distributed_c10d._get_default_store()
-        self._guard = Guard(store, self.rank, processes, self._doing, stuck_after_s=self._stuck_after_s)
+        self._guard = Guard(store, self.rank, processes, self._activity, stuck_after_s=self._stuck_after_s)
         agree("plan or schedule", "\n".join(p.to_json() for p in self._programs), self._group)
-        own_stages = [stage for stage, _ in placement.seats(self.rank)]
+        own_stages = [stage for stage, _ in placement.stage_replicas(self.rank)]
         own = {name for stage in own_stages for name in self._names[stage]}
         self._names_here = own
         drawn = {name for name, tensor in parameters.named_state(model).items() if tensor.is_meta}
@@ -147,13 +147,22 @@ class Session:
         parameters.share_initial(model, self._names, placement, self.rank, self._group, drawn)
         spread(model, shared, wires.holders, placement, self.rank)
         foreign = {stage: parameters.trained(model, self._names[stage]) for stage, _ in placement.visits(self.rank)}
-        guests = guests_of(self.rank, program, named, foreign, self._settings, self.device)
+        remote_forwards = remote_forwards_of(self.rank, program, named, foreign, self._settings, self.device)
         parameters.drop_foreign(model, own)
-        for guest in guests.values():
-            guest.empty()
+        for remote_forward in remote_forwards.values():
+            remote_forward.empty()
         handles = {stage: parameters.trained(model, self._names[stage]) for stage in own_stages}
-        return wire_worker(
-            self.rank, self._programs, evaluation, named, handles, self._settings, self.device, wires, guests, shared
+        return distributed_worker(
+            self.rank,
+            self._programs,
+            evaluation,
+            named,
+            handles,
+            self._settings,
+            self.device,
+            wires,
+            remote_forwards,
+            shared,
         )
 
     @property
@@ -166,10 +175,10 @@ class Session:
         """Phase -> (begin, end), for the phases that were trained here: counts of minibatches."""
         return self.workers[0].trained
 
-    def follow(self, phase: int) -> None:
+    def switch_to(self, phase: int) -> None:
         """Takes up the program of a phase, at a drain."""
         for worker in self.workers:
-            worker.follow(self._programs[phase], phase)
+            worker.switch_to(self._programs[phase], phase)
 
     @property
     def distributed(self) -> bool:
@@ -270,23 +279,23 @@ class Session:
 
     def _run(self, streams: Sequence[Generator[Any, None, None]]) -> Iterator[Any]:
         events = on_wire(streams[0]) if len(streams) == 1 else in_process(streams, self.program.placement.readers)
-        self._doing.place = None
+        self._activity.place = None
         try:
             for event in events:
-                self._doing.place = _LOOP
+                self._activity.place = _LOOP
                 yield event
-                self._doing.place = None
+                self._activity.place = None
         except PipelineError as error:
             raise self._told(error) from error.__cause__
         except Exception as error:  # of the user's loader, say
             text = f"{type(error).__name__}: {error}"
             raise self._told(WorkerError(self.rank, self.lead.where, text)) from error
         finally:
-            self._doing.place = _LOOP
+            self._activity.place = _LOOP
 
     def _told(self, error: PipelineError) -> PipelineError:
         """Returns the error to raise here: this rank's own, told to all others, or the one that caused it."""
-        self._doing.stop()
+        self._activity.stop()
         if self._guard is None:
             return error
         lost = isinstance(error.__cause__, RuntimeError) and any(w in str(error) for w in _LOST_WORDS)
@@ -308,14 +317,16 @@ class Session:
 
     def state_dict(self, ema: bool = False, predicted: bool = True) -> dict[str, torch.Tensor]:
         """Returns the whole model's state at rank 0 under the user's names; an empty one elsewhere."""
-        with self._doing.at("collecting the weights"):
+        with self._activity.at("collecting the weights"):
             return self._state_dict(ema, predicted)
 
     def _state_dict(self, ema: bool, predicted: bool) -> dict[str, torch.Tensor]:
         state = parameters.named_state(self.model)
         own = {name: tensor for name, tensor in state.items() if name in self._names_here}
         if ema or not predicted:
-            optimizers = [seat.optimizer for worker in self.workers for seat in worker.seats.values()]
+            optimizers = [
+                stage_state.optimizer for worker in self.workers for stage_state in worker.stage_states.values()
+            ]
             others = {n: t for one in optimizers for n, t in (one.ema if ema else one.unpredicted()).items()}
             same = {id(tensor): others[name] for name, tensor in state.items() if name in others}
             own = {name: same.get(id(tensor), tensor) for name, tensor in own.items()}
@@ -328,32 +339,32 @@ class Session:
         parameters.load(self.model, state, self._names_here)
         share_with_replicas(self.workers)
         for worker in self.workers:
-            for seat in worker.seats.values():
-                seat.versions.reload()
-                for name, average in seat.optimizer.ema.items():
-                    average.copy_(seat.versions.handles[name].detach())
+            for stage_state in worker.stage_states.values():
+                stage_state.versions.reload()
+                for name, average in stage_state.optimizer.ema.items():
+                    average.copy_(stage_state.versions.handles[name].detach())
 
     def save(self, folder: Path, position: Mapping[str, Any], *, keep: int | None, wait: bool) -> Path:
-        """Writes a checkpoint, see `Keeper.save`."""
+        """Writes a checkpoint, see `Checkpointer.save`."""
         try:
-            with self._doing.at("saving a checkpoint"):
-                return self.keeper.save(folder, position, keep=keep, wait=wait)
+            with self._activity.at("saving a checkpoint"):
+                return self.checkpointer.save(folder, position, keep=keep, wait=wait)
         except PipelineError as error:
             raise self._told(error) from error.__cause__
 
     def load(self, path: Path, begin: Callable[[Checkpoint], None]) -> Checkpoint:
-        """Takes up a checkpoint, see `Keeper.load`."""
-        with self._doing.at("reading a checkpoint"):
-            return self.keeper.load(path, begin)
+        """Takes up a checkpoint, see `Checkpointer.load`."""
+        with self._activity.at("reading a checkpoint"):
+            return self.checkpointer.load(path, begin)
 
     def check_saved(self, *, wait: bool) -> None:
         """Raises what went wrong with a checkpoint that is written in the background."""
         try:
             if wait:
-                with self._doing.at("saving a checkpoint"):
-                    self.keeper.writer.finish()
+                with self._activity.at("saving a checkpoint"):
+                    self.checkpointer.writer.finish()
             else:
-                self.keeper.writer.check()
+                self.checkpointer.writer.check()
         except PipelineError as error:
             raise self._told(error) from error.__cause__
 
@@ -374,7 +385,7 @@ class Session:
 
     def rate(self) -> tuple[float, int]:
         """Returns the learning rate now, before the stages' factors, and the rounds of the input stage so far."""
-        return self.lead.rate, self.lead.seats[min(self.lead.seats)].optimizer.rounds
+        return self.lead.rate, self.lead.stage_states[min(self.lead.stage_states)].optimizer.rounds
 
     def status(self) -> dict[int, dict[str, float]]:
         """Returns rank -> busy share since the last call and peak bytes; of other processes, their last word."""
@@ -388,7 +399,7 @@ class Session:
 
     def close(self, failed: bool) -> None:
         """Ends the channels, in order; after a failure there is nothing left to end."""
-        self._doing.place = "closing the pipeline"
+        self._activity.place = "closing the pipeline"
         self.interrupts.stop()
         self._supply.close()
         if not failed:

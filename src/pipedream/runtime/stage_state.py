@@ -17,26 +17,26 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.tagged import Interpolated
 from pipedream.core.schedule.weights import WeightRule
 from pipedream.runtime.comm.channel import Pending
-from pipedream.runtime.stage.predictions import Intermediate, Views
+from pipedream.runtime.stage.predictions import Intermediate, WeightPredictions
 from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.saved_tensors import Saved
-from pipedream.runtime.stage.stage_module import Held, StageModule
+from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.velocity import check_velocity
 from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.all_reduce import add_up_all
 from pipedream.runtime.update.compensation import check_compensations
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 
-__all__ = ["Seated", "evaluating"]
+__all__ = ["StageState", "evaluating"]
 
 
 @dataclass
-class Seated:
+class StageState:
     """What lives on one seat of a rank: a stage replica with its weights and its optimizer.
 
     Attributes:
         recomputation: of the forward in the backward; None where its graph is kept.
-        views: weights that are computed; None where passes read versions.
+        predictions: weights that are computed; None where passes read versions.
         intermediate: weights of backwards between two versions; None where they read versions or views.
         saved: what the run's first forward saves; None where no phase has the rule 'graph'.
         next_forward: microbatch of its next forward.
@@ -48,7 +48,7 @@ class Seated:
     gradients: Gradients
     optimizer: Optimizer
     recomputation: Recomputation | None = None
-    views: Views | None = None
+    predictions: WeightPredictions | None = None
     intermediate: Intermediate | None = None
     saved: Saved | None = None
     next_forward: int = 0
@@ -64,10 +64,10 @@ class Seated:
         """
         for program in programs:
             check_compensations(program.updates.compensation, self.optimizer.optimizer)
-            if any(view.by == VELOCITY for view in program.weights.views(stage)):
+            if any(prediction.by == VELOCITY for prediction in program.weights.predictions(stage)):
                 check_velocity(self.optimizer.optimizer)
 
-    def follow(self, program: Program, stage: int, clock: int) -> None:
+    def switch_to(self, program: Program, stage: int, clock: int) -> None:
         """Takes up another program at a drain, where one version of the weights is left.
 
         What views are made of goes on where the method before made it too, and begins anew otherwise.
@@ -79,22 +79,24 @@ class Seated:
         """
         rule = self._rule = program.weights
         late, mean = rule.staleness(stage), rule.mean_staleness(stage)
-        self.optimizer.follow(program.updates, stage, late, clock, mean_staleness=mean)
-        self.versions.follow(rule.held_until is None or rule.kept_until(stage) is not None)
+        self.optimizer.switch_to(program.updates, stage, late, clock, mean_staleness=mean)
+        self.versions.switch_to(rule.held_until is None or rule.kept_until(stage) is not None)
         if self.saved is not None:
-            self.saved.follow(leads=rule.backward_rule == "graph" and rule.held_until is not None)
+            self.saved.switch_to(leads=rule.backward_rule == "graph" and rule.held_until is not None)
         self.intermediate = Intermediate(rule.between, self.versions) if isinstance(rule, Interpolated) else None
         self.recomputation = Recomputation(self.module) if program.plan.stages[stage].recompute else None
-        before = {} if self.views is None else self.views.tensors()
-        self.views = Views(rule, stage, self.versions, self.optimizer) if rule.views(stage) else None
-        if self.views is not None:
-            self.views.restore(before)
+        before = {} if self.predictions is None else self.predictions.tensors()
+        self.predictions = (
+            WeightPredictions(rule, stage, self.versions, self.optimizer) if rule.predictions(stage) else None
+        )
+        if self.predictions is not None:
+            self.predictions.restore(before)
 
     def begin(self) -> None:
         """Gets ready for a stream."""
         self.next_forward = 0
-        if self.views is not None:
-            self.views.begin()
+        if self.predictions is not None:
+            self.predictions.begin()
         self._counts = [int(norm.num_batches_tracked) for norm in self._norms() if norm.num_batches_tracked is not None]
 
     def end(self) -> Generator[Pending[Any], None, None]:
@@ -128,12 +130,12 @@ class Seated:
 
         Its backward releases them, where they are held for it.
         """
-        if self.views is not None and self._rule.held_until is not Kind.FORWARD:
-            return self.views.read(version)
+        if self.predictions is not None and self._rule.held_until is not Kind.FORWARD:
+            return self.predictions.read(version)
         found = (self.versions.peek if self._rule.held_until is Kind.FORWARD else self.versions.read)(version)
         return found, found.version
 
-    def read_again(self, held: Held) -> WeightSet:
+    def read_again(self, held: SavedForward) -> WeightSet:
         """Returns the weights that a forward reads when its backward does it again."""
         assert held.weights is not None
         if self._rule.backward_rule == "stash":
@@ -141,20 +143,20 @@ class Seated:
         held.redone = self._newer(held)
         return held.redone
 
-    def _newer(self, held: Held) -> WeightSet:
+    def _newer(self, held: SavedForward) -> WeightSet:
         """Returns the weights of a backward that does not read those of its forward."""
         assert held.weights is not None
         return self.versions.peek() if self.intermediate is None else self.intermediate.read(held.weights)
 
     def at_forward(self) -> AbstractContextManager[None]:
         """Returns the context of a forward that has read a version, or a view of it."""
-        return nullcontext() if self.views is None else self.views.forward()
+        return nullcontext() if self.predictions is None else self.predictions.forward()
 
-    def at_backward(self, held: Held) -> AbstractContextManager[None]:
+    def at_backward(self, held: SavedForward) -> AbstractContextManager[None]:
         """Returns the context of a backward."""
         if self.saved is not None and self.saved.leads:
             return self.saved.led_to(self._newer(held))
-        return nullcontext() if self.views is None else self.views.backward()
+        return nullcontext() if self.predictions is None else self.predictions.backward()
 
     def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
         """Runs the layers in training; see `StageModule.forward`."""
@@ -166,7 +168,7 @@ class Seated:
         assert self.optimizer.reduction is not None
         self.optimizer.reduction.put(index, self.gradients.complete(index, gradient))
 
-    def add(self, held: Held, found: list[torch.Tensor | None]) -> None:
+    def add(self, held: SavedForward, found: list[torch.Tensor | None]) -> None:
         """Takes in a microbatch's gradients of the weights, with which the seat is done with it."""
         self.gradients.add(found, held.weight)
         if held.weights is not None:
@@ -199,21 +201,21 @@ class Seated:
             compensator.penalise(self.versions.peek().leaves, self.versions.peek(read).leaves)
         coming = program.weights.readable(stage, behind, newest, step=step, total=total)
         self.versions.begin_update(coming)
-        if self.views is not None:
-            self.views.begin_update()
+        if self.predictions is not None:
+            self.predictions.begin_update()
         self.optimizer.step(present_share)
         self.versions.end_update()
-        if self.views is not None:
-            self.views.end_update()
+        if self.predictions is not None:
+            self.predictions.end_update()
         tags = [(*tag, newest) for tag in self.tags]
         self.tags.clear()
         return tags
 
 
 @contextmanager
-def evaluating(seats: Iterable[Seated]) -> Iterator[None]:
+def evaluating(stage_states: Iterable[StageState]) -> Iterator[None]:
     """Sets the modules to evaluation, and back to the mode that each had."""
-    flags = [flag for seat in seats for flag in seat.module.train(False)]
+    flags = [flag for stage_state in stage_states for flag in stage_state.module.train(False)]
     try:
         yield
     finally:

@@ -19,30 +19,32 @@ import torch
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Group, Pending
-from pipedream.runtime.stage_state import Seated
+from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.update.tied_weights import TiedSum
 
-__all__ = ["Coupling"]
+__all__ = ["UpdateBarrier"]
 
 
-class Coupling:
+class UpdateBarrier:
     """What decides over the updates of one rank's stages.
 
     Args:
         policy: what was chosen of the run's couplings.
         group: adds a number up over all ranks.
-        seats: stage -> what lives here.
+        stage_states: stage -> what lives here.
         tied: sums over the stages that hold weights together.
 
     Attributes:
         norm_square: square of the newest global norm that is known and finite; 0 before there is one.
     """
 
-    def __init__(self, policy: Policy, group: Group, seats: Mapping[int, Seated], tied: Sequence[TiedSum] = ()) -> None:
+    def __init__(
+        self, policy: Policy, group: Group, stage_states: Mapping[int, StageState], tied: Sequence[TiedSum] = ()
+    ) -> None:
         self._limit, self._skips = policy.clip_grad_norm, policy.skips
         self._locally = policy.clip == "local"
         self._group = group
-        self._seats = seats
+        self._stage_states = stage_states
         self._tied = tuple(tied)
         self._hears_of_all = False
         self._delay = 0
@@ -50,7 +52,7 @@ class Coupling:
         self._norms: deque[Pending[torch.Tensor]] = deque()
         self.norm_square = 0.0
 
-    def follow(self, program: Program) -> None:
+    def switch_to(self, program: Program) -> None:
         """Takes up another program, at a drain."""
         wanted = self._skips or (self._limit is not None and not self._locally)
         self._hears_of_all = wanted and program.couples_updates
@@ -59,22 +61,24 @@ class Coupling:
     def prepare(self, stage: int, wish: float) -> Generator[Any, None, tuple[float, bool]]:
         """Prepares the update of a stage as `Optimizer.prepare`, and decides over it; yields where it would wait."""
         if not self._hears_of_all and not self._tied:
-            seat = self._seats[stage]
-            prepared = yield from seat.optimizer.prepare(seat.gradients, wish)
-            self._decide_alone(seat)
+            stage_state = self._stage_states[stage]
+            prepared = yield from stage_state.optimizer.prepare(stage_state.gradients, wish)
+            self._decide_alone(stage_state)
             return prepared
         if not self._prepared:
             gathered = {}
-            for number, seat in self._seats.items():
-                gathered[number] = yield from seat.optimizer.gather(seat.gradients, wish)
+            for number, stage_state in self._stage_states.items():
+                gathered[number] = yield from stage_state.optimizer.gather(stage_state.gradients, wish)
             for one in self._tied:
                 yield from one.add_up({number: found.sums for number, found in gathered.items()})
-            self._prepared = {n: seat.optimizer.normalise(gathered[n]) for n, seat in self._seats.items()}
+            self._prepared = {
+                n: stage_state.optimizer.normalise(gathered[n]) for n, stage_state in self._stage_states.items()
+            }
             if self._hears_of_all:
                 yield from self._decide_together()
             else:
-                for seat in self._seats.values():
-                    self._decide_alone(seat)
+                for stage_state in self._stage_states.values():
+                    self._decide_alone(stage_state)
         return self._prepared.pop(stage)
 
     def settle(self) -> Generator[Any, None, None]:
@@ -82,26 +86,26 @@ class Coupling:
         while self._norms:
             yield from self._hear()
 
-    def _decide_alone(self, seat: Seated) -> None:
+    def _decide_alone(self, stage_state: StageState) -> None:
         if self._limit is not None or self._skips:
-            square = seat.optimizer.squares
-            self._decide(seat, square, square)
+            square = stage_state.optimizer.squares
+            self._decide(stage_state, square, square)
 
     def _decide_together(self) -> Generator[Any, None, None]:
-        squares = {stage: seat.optimizer.squares for stage, seat in self._seats.items()}
+        squares = {stage: stage_state.optimizer.squares for stage, stage_state in self._stage_states.items()}
         # Replicas hold the same gradients after their sum: each gives its share of the stage's square.
-        mine = sum(squares[stage] / seat.optimizer.replicas for stage, seat in self._seats.items())
+        mine = sum(squares[stage] / stage_state.optimizer.replicas for stage, stage_state in self._stage_states.items())
         self._norms.append(self._group.add_up(torch.tensor([mine], dtype=torch.float64)))
         heard = 0.0
         if len(self._norms) > self._delay:
             heard = yield from self._hear()
-        for stage, seat in self._seats.items():
+        for stage, stage_state in self._stage_states.items():
             own = squares[stage]
             if not self._delay:
-                self._decide(seat, heard, own if self._locally else heard)
+                self._decide(stage_state, heard, own if self._locally else heard)
             else:
                 # The global norm of this very update is no less than the stage's own, whatever the older one was.
-                self._decide(seat, own, max(own, self.norm_square))
+                self._decide(stage_state, own, max(own, self.norm_square))
 
     def _hear(self) -> Generator[Any, None, float]:
         pending = self._norms.popleft()
@@ -112,13 +116,13 @@ class Coupling:
             self.norm_square = square
         return square
 
-    def _decide(self, seat: Seated, whole: float, bound: float) -> None:
+    def _decide(self, stage_state: StageState, whole: float, bound: float) -> None:
         """Skips an update, or clips its gradients in place.
 
         Args:
             whole: sum of the squares of all that is skipped together.
             bound: square of the norm that clips.
         """
-        seat.optimizer.finite = isfinite(whole) or not self._skips
-        if self._limit is not None and seat.optimizer.finite:
-            seat.optimizer.clip(self._limit, bound**0.5)
+        stage_state.optimizer.finite = isfinite(whole) or not self._skips
+        if self._limit is not None and stage_state.optimizer.finite:
+            stage_state.optimizer.clip(self._limit, bound**0.5)

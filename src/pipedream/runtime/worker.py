@@ -16,21 +16,21 @@ import torch
 from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Move, Program
-from pipedream.core.schedule.timeline import Tag
+from pipedream.core.schedule.timeline import GradientVersions
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender
 from pipedream.runtime.comm.message import Content, Ending, Message
 from pipedream.runtime.data.microbatches import Door, Intake
-from pipedream.runtime.failure.activity import Doing
+from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.forward import Forwards, Stream
-from pipedream.runtime.mailbox import Mail
+from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import Done, Output, Results
 from pipedream.runtime.results.scoring import Scorer
-from pipedream.runtime.stage.remote_forward import Guest, Parcel
-from pipedream.runtime.stage.stage_module import Held
-from pipedream.runtime.stage_state import Seated, evaluating
+from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
+from pipedream.runtime.stage.stage_module import SavedForward
+from pipedream.runtime.stage_state import StageState, evaluating
 from pipedream.runtime.update.all_reduce import last_backwards
-from pipedream.runtime.update_barrier import Coupling
+from pipedream.runtime.update_barrier import UpdateBarrier
 
 __all__ = ["Worker"]
 
@@ -48,9 +48,9 @@ class Worker:
         rank: of this worker.
         program: of the training, or of its first phase, verified.
         evaluation: the program of forwards alone.
-        seats: stage -> what lives here.
-        guests: stage -> what runs here on weights that live elsewhere.
-        parcels: stage -> how the weights of a seat travel to where they are fetched.
+        stage_states: stage -> what lives here.
+        remote_forwards: stage -> what runs here on weights that live elsewhere.
+        weight_packets: stage -> how the weights of a seat travel to where they are fetched.
         senders, receivers: channel number -> its end, for the channels of the programs.
         results: this rank's part in losses and metrics.
         scorer: of the last stage's outputs.
@@ -68,18 +68,18 @@ class Worker:
         *,
         program: Program,
         evaluation: Program,
-        seats: dict[int, Seated],
-        guests: dict[int, Guest],
-        parcels: dict[int, Parcel],
+        stage_states: dict[int, StageState],
+        remote_forwards: dict[int, RemoteForward],
+        weight_packets: dict[int, WeightPacket],
         senders: dict[int, Sender],
         receivers: dict[int, Receiver],
         results: Results,
         scorer: Scorer,
         device: torch.device,
-        coupling: Coupling,
+        coupling: UpdateBarrier,
     ) -> None:
         self.rank = rank
-        self.seats, self.guests, self._parcels = seats, guests, parcels
+        self.stage_states, self.remote_forwards, self._weight_packets = stage_states, remote_forwards, weight_packets
         self._evaluation = evaluation
         self.senders = senders
         self.receivers = receivers
@@ -90,26 +90,26 @@ class Worker:
         self.recorder = Recorder(rank, device)
         self.ending = Ending.DATA
         self._total: int | None = None
-        self._mail = Mail(rank, program.placement, program.channels, senders, receivers)
-        self._forwards = Forwards(rank, self._mail, scorer, results, device, lambda: self.where)
+        self._mailbox = Mailbox(rank, program.placement, program.channels, senders, receivers)
+        self._forwards = Forwards(rank, self._mailbox, scorer, results, device, lambda: self.where)
         self.done_minibatches = 0
         self.clock = 0
         self.trained: dict[int, tuple[int, int]] = {}
         self._at: tuple[Program, Instruction] | None = None
-        self.doing = Doing()
+        self.activity = Activity()
         self.wishes_to_stop: Callable[[], bool] = lambda: False
-        self.follow(program, 0)
+        self.switch_to(program, 0)
         self._begin(Stream(), None)
 
-    def follow(self, program: Program, phase: int) -> None:
+    def switch_to(self, program: Program, phase: int) -> None:
         """Takes up a verified program over the same channels, at a drain; `phase` is its number in the run."""
         self.program = program
         self._ends_update = last_backwards(program, self.rank)
-        self.recorder.follow(phase)
-        self._scorer.follow(program)
-        self.coupling.follow(program)
-        for stage, seat in self.seats.items():
-            seat.follow(program, stage, self.clock)
+        self.recorder.switch_to(phase)
+        self._scorer.switch_to(program)
+        self.coupling.switch_to(program)
+        for stage, stage_state in self.stage_states.items():
+            stage_state.switch_to(program, stage, self.clock)
         self.clock = 0
 
     # -- the three things a worker does -------------------------------------------------------------
@@ -126,27 +126,27 @@ class Worker:
         """
         stream = Stream(self.program.microbatches, self.done_minibatches, trains=True)
         self._begin(stream, door, self.program.round_minibatches, until)
-        self._mail.begin(self.program.microbatches)
-        for seat in self.seats.values():
-            seat.begin()
+        self._mailbox.begin(self.program.microbatches)
+        for stage_state in self.stage_states.values():
+            stage_state.begin()
         yield from (event for event in self._run(self.program) if not isinstance(event, Op))
         yield from self.coupling.settle()
-        for seat in self.seats.values():
-            yield from seat.end()
+        for stage_state in self.stage_states.values():
+            yield from stage_state.end()
         self.clock += self.program.updates.updates(0, self._total or 0)
         begin, _ = self.trained.get(self.recorder.phase, (self.done_minibatches, 0))
         self.done_minibatches += (self._total or 0) // self.program.microbatches
         if self._total:
             self.trained[self.recorder.phase] = begin, self.done_minibatches
-        self.recorder.note_peak(max(seat.versions.peak for seat in self.seats.values()))
+        self.recorder.note_peak(max(stage_state.versions.peak for stage_state in self.stage_states.values()))
 
     def evaluate(self, door: Door | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Runs forwards alone, and ends with one `Done` that holds the means over all minibatches."""
         self._begin(Stream(ema=ema), door)
-        with evaluating(self.seats.values()):
+        with evaluating(self.stage_states.values()):
             yield from (event for event in self._run(self._evaluation) if not isinstance(event, Op))
         owners = self.program.placement.ranks[self._last]
-        if self._last in self.seats:
+        if self._last in self.stage_states:
             self.results.announce(0)
         yield (yield from self.results.gather(0, range(len(owners)), self.rate))
 
@@ -154,7 +154,7 @@ class Worker:
         """Runs forwards alone, and yields the outputs in order, at rank 0 only."""
         self._begin(Stream(predicts=True, ema=ema), door)
         ahead, given = self.program.plan.in_flight[0], 0
-        with evaluating(self.seats.values()):
+        with evaluating(self.stage_states.values()):
             for event in self._run(self._evaluation):
                 if not isinstance(event, Op):
                     yield event
@@ -174,7 +174,7 @@ class Worker:
     @property
     def rate(self) -> float:
         """The learning rate now, before the stages' factors."""
-        return self.seats[min(self.seats)].optimizer.rate
+        return self.stage_states[min(self.stage_states)].optimizer.rate
 
     def _output(self, index: int) -> Generator[Any, None, Output]:
         return self.results.take_output(index, self.program.placement.rank_of(self._last, index))
@@ -188,14 +188,14 @@ class Worker:
             try:
                 if isinstance(instruction, Op):
                     if instruction.kind is Kind.FETCH:
-                        self.guests[instruction.stage].fetch(self._mail.take("weights", instruction))
+                        self.remote_forwards[instruction.stage].fetch(self._mailbox.take("weights", instruction))
                         continue
                     if instruction.kind is Kind.FORWARD:
                         self._forward_op(instruction)
                     elif instruction.kind is Kind.UPDATE:
                         yield from self._update_op(instruction)
                     else:
-                        with self.doing.task_of(_BACKWARDS[instruction.kind]):
+                        with self.activity.task_of(_BACKWARDS[instruction.kind]):
                             self._backward_op(instruction)
                     yield instruction
                 elif instruction.kind is Move.RECEIVE:
@@ -208,45 +208,49 @@ class Worker:
                 text = f"{type(error).__name__}: {str(error).strip() or repr(error)}"
                 raise WorkerError(self.rank, self.where, text) from error
         # The end of a stream comes once on each channel that carries forwards; read those still unread.
-        while unread := self._mail.unread(program.channels):
+        while unread := self._mailbox.unread(program.channels):
             yield from self._receive(program, unread[0], self._total or 0)
 
     # -- forward ------------------------------------------------------------------------------------
 
     def _forward_op(self, op: Op) -> None:
-        message = self._admit(op) if op.stage == 0 else self._mail.take("activation", op)
+        message = self._admit(op) if op.stage == 0 else self._mailbox.take("activation", op)
         if message is None:
             return
         start = self.recorder.mark()
-        self.doing.begin("a forward" if self._stream.trains else "a forward without training")
-        guest = self.guests.get(op.stage)
-        seat = guest or self.seats[op.stage]
+        self.activity.begin("a forward" if self._stream.trains else "a forward without training")
+        remote_forward = self.remote_forwards.get(op.stage)
+        stage_state = remote_forward or self.stage_states[op.stage]
         if message.content is Content.EMPTY:
             result = message
-            if self._stream.trains and guest is None:
-                self._held[op.stage, op.index] = Held(None, (), (), (), op.index)
+            if self._stream.trains and remote_forward is None:
+                self._held[op.stage, op.index] = SavedForward(None, (), (), (), op.index)
                 if op.stage == self._last:
                     self.results.note(self._stream.minibatch(op.index), message, self.results.nothing)
         elif self._stream.trains:
-            held, run = self._forwards.training(op, seat, message)
-            with seat.at_forward():
-                result = run(message) if seat.recomputation is None else seat.recomputation.forward(held, message, run)
-            if guest is None:
+            held, run = self._forwards.training(op, stage_state, message)
+            with stage_state.at_forward():
+                result = (
+                    run(message)
+                    if stage_state.recomputation is None
+                    else stage_state.recomputation.forward(held, message, run)
+                )
+            if remote_forward is None:
                 self._held[op.stage, op.index] = held
         else:
-            result = self._forwards.alone(op, seat, message)
+            result = self._forwards.alone(op, stage_state, message)
         if op.stage < self._last:
-            self._mail.hand_on("activation", op.stage + 1, result)
+            self._mailbox.hand_on("activation", op.stage + 1, result)
         else:
-            self._mail.drop("input", op)
-        if guest is not None and self._stream.trains:
-            self._mail.hand_on("kept", op.stage, message)
+            self._mailbox.drop("input", op)
+        if remote_forward is not None and self._stream.trains:
+            self._mailbox.hand_on("kept", op.stage, message)
             if (op.index + 1) % self._stream.split == 0:
-                guest.drop()
-        self.doing.end()
-        seat.next_forward = op.index + self.program.placement.replicas[op.stage]
+                remote_forward.drop()
+        self.activity.end()
+        stage_state.next_forward = op.index + self.program.placement.replicas[op.stage]
         self.recorder.note("F", op.stage, self._stream.number(op.index), start)
-        ends = self._stream.minibatch(seat.next_forward) > self._stream.minibatch(op.index)
+        ends = self._stream.minibatch(stage_state.next_forward) > self._stream.minibatch(op.index)
         if op.stage == self._last and self._stream.trains and ends:
             self.results.announce(self._stream.minibatch(op.index))
 
@@ -255,52 +259,54 @@ class Worker:
         if self._stream.trains and self.program.placement.replicas[0] == 1 and self.wishes_to_stop():
             self._stop_feed(Ending.INTERRUPT)
         assert self._intake is not None
-        with self.doing.task_of("loading data"):
+        with self.activity.task_of("loading data"):
             found = self._intake.take(op.index)
         if isinstance(found, Ending):
             self._end(self._intake.ended_at * self._stream.split, found)
             return None
         inputs, targets = found
-        self._mail.hand_on("input", self._last, targets)
+        self._mailbox.hand_on("input", self._last, targets)
         return inputs
 
     # -- backward and update ------------------------------------------------------------------------
 
     def _backward_op(self, op: Op) -> None:
         """Does a backward, or a half of it: the gradients of what arrived, or later those of the weights."""
-        seat = self.seats[op.stage]
+        stage_state = self.stage_states[op.stage]
         if self.program.placement.is_fetched(op.stage):
-            self._held[op.stage, op.index] = self._forwards.again(op, seat, self._mail.take("kept", op))
+            self._held[op.stage, op.index] = self._forwards.again(op, stage_state, self._mailbox.take("kept", op))
         held = self._held[op.stage, op.index]
         makes_inputs, makes_weights = op.kind is not Kind.WEIGHT_GRADIENT, op.kind is not Kind.INPUT_GRADIENT
-        last = makes_weights and seat.optimizer.reduction is not None and self._ends_update(op)
-        message = self._mail.take("gradient", op) if makes_inputs and op.stage < self._last else None
+        last = makes_weights and stage_state.optimizer.reduction is not None and self._ends_update(op)
+        message = self._mailbox.take("gradient", op) if makes_inputs and op.stage < self._last else None
         start = self.recorder.mark()
         back: list[torch.Tensor | None] = []
         found: list[torch.Tensor | None] = []
         if held.weights is not None:
-            scale = seat.optimizer.scale
-            with seat.at_backward(held):
-                lent, ready = (seat.gradients.lent, seat.give if last else None) if makes_weights else ([], None)
+            scale = stage_state.optimizer.scale
+            with stage_state.at_backward(held):
+                lent, ready = (
+                    (stage_state.gradients.lent, stage_state.give if last else None) if makes_weights else ([], None)
+                )
                 if not makes_inputs:
-                    found = seat.module.backward_weights(held, lent, ready)
+                    found = stage_state.module.backward_weights(held, lent, ready)
                 elif makes_weights:
-                    found, back = seat.module.backward(held, held.given(message, scale), lent, ready)
+                    found, back = stage_state.module.backward(held, held.given(message, scale), lent, ready)
                 else:
-                    back = seat.module.backward_inputs(held, held.given(message, scale))
+                    back = stage_state.module.backward_inputs(held, held.given(message, scale))
         if makes_weights:
-            seat.add(self._held.pop((op.stage, op.index)), found)
+            stage_state.add(self._held.pop((op.stage, op.index)), found)
         if last:
-            seat.optimizer.close(seat.gradients, float(self.wishes_to_stop()))
+            stage_state.optimizer.close(stage_state.gradients, float(self.wishes_to_stop()))
         if makes_inputs and op.stage:
             content = Content.EMPTY if held.weights is None else Content.DATA
-            self._mail.hand_on(
+            self._mailbox.hand_on(
                 "gradient", op.stage - 1, Message(op.index, content, tensors=tuple(back), weight=held.weight)
             )
         self.recorder.note(op.kind.value, op.stage, self._stream.number(op.index), start)
 
     def _update_op(self, op: Op) -> Generator[Any, None, None]:
-        seat = self.seats[op.stage]
+        stage_state = self.stage_states[op.stage]
         before = self.recorder.mark()
         shared = self.program.placement.replicas[op.stage] > 1
         wish = shared and self.wishes_to_stop()
@@ -308,16 +314,16 @@ class Worker:
         if shared or (self.program.couples_updates and not self.program.norm_delay):
             self.recorder.note("wait", op.stage, op.index, before)
         start = self.recorder.mark()
-        with self.doing.task_of("an update"):
-            tags = seat.update(self.program, op, share, self._total)
+        with self.activity.task_of("an update"):
+            tags = stage_state.update(self.program, op, share, self._total)
         for microbatch, forward_version, backward_version, newest in tags:
             number = self._stream.number(microbatch)
-            self.recorder.tag(Tag(op.stage, number, forward_version, backward_version, newest))
+            self.recorder.tag(GradientVersions(op.stage, number, forward_version, backward_version, newest))
         before_drain = self._stream.base * self.program.microbatches // self.program.updates.per_update[op.stage]
         self.recorder.note("U", op.stage, before_drain + op.index, start)
         if wishes:
             self._stop_feed(Ending.INTERRUPT)
-        if op.stage == min(self.seats):
+        if op.stage == min(self.stage_states):
             m = self.program.microbatches
             members = self.program.updates.members(op.stage, op.index, self._total)
             if self.program.updates.mean_of_rounds and self._total is None:
@@ -330,7 +336,7 @@ class Worker:
 
     def _receive(self, program: Program, number: int, index: int) -> Generator[Any, None, None]:
         start = self.recorder.mark()
-        ended = yield from self._mail.receive(number, index)
+        ended = yield from self._mailbox.receive(number, index)
         self.recorder.note("wait", program.channels[number].target, self._stream.number(index), start)
         if ended is not None and self._total is None:
             self._end(*ended)
@@ -340,32 +346,32 @@ class Worker:
         channel = program.channels[number]
         if channel.carries == "weights":
             stage = channel.source
-            weights = self._forwards.lend(stage, index, self.seats[stage], self._parcels[stage])
-            self._mail.hand_on("weights", stage, weights)
-        self._mail.send(number, index)
+            weights = self._forwards.lend(stage, index, self.stage_states[stage], self._weight_packets[stage])
+            self._mailbox.hand_on("weights", stage, weights)
+        self._mailbox.send(number, index)
         self.recorder.note("send", channel.source, self._stream.number(index), start)
 
     def _end(self, total: int, ending: Ending) -> None:
         """Ends the stream at `total` microbatches and tells the stages behind."""
         self._total = total
         self.ending = ending
-        self._mail.end(total, ending)
+        self._mailbox.end(total, ending)
 
     # -- small things -------------------------------------------------------------------------------
 
     def _begin(self, stream: Stream, door: Door | None, cycle: int = 1, until: int | None = None) -> None:
         """Forgets the stream before, and gets ready for the next."""
         self._door = door
-        replica = dict(self.program.placement.seats(self.rank)).get(0, 0)
+        replica = dict(self.program.placement.stage_replicas(self.rank)).get(0, 0)
         self._intake: Intake | None = (
             None if door is None else door.open(stream.split, replica, stream.base, cycle, until)
         )
         self._stream, self._total = stream, None
-        self._mail.begin()
+        self._mailbox.begin()
         self._forwards.begin(self.program, stream)
-        for guest in self.guests.values():
-            guest.drop()
-        self._held: dict[tuple[int, int], Held] = {}
+        for remote_forward in self.remote_forwards.values():
+            remote_forward.drop()
+        self._held: dict[tuple[int, int], SavedForward] = {}
         self.results.begin()
 
     def _stop_feed(self, ending: Ending) -> None:

@@ -26,12 +26,12 @@ def evaluation(plan: Plan, placement: Placement | None = None) -> Schedule:
     placed = placement or plan.placement
 
     def order(rank: int) -> Iterator[Op]:
-        seats = placed.passes(rank, forward=True)
+        stage_replicas = placed.passes(rank, forward=True)
         yield from (Op(Kind.FETCH, stage, 0, replica) for stage, replica in placed.visits(rank))
-        if not seats:
+        if not stage_replicas:
             return
         for slot in count():  # a wave: all stages of a rank, each as far behind the data as it stands behind the input
-            for stage, replica in seats:
+            for stage, replica in stage_replicas:
                 k = slot - stage
                 if k >= 0 and k % plan.replicas[stage] == replica:
                     yield forward((stage, replica), k)

@@ -12,10 +12,10 @@ from itertools import count
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.depth import legal
-from pipedream.core.plan.placement import Placement, Seat
+from pipedream.core.plan.placement import Placement, StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.prediction import View
+from pipedream.core.schedule.prediction import WeightPrediction
 from pipedream.core.schedule.schedule import Claims, Order, Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import Flush, Latest
@@ -28,7 +28,6 @@ __all__ = [
     "Turns",
     "W",
     "admitted",
-    "at_one_seat",
     "backward",
     "check_handing",
     "endless",
@@ -40,9 +39,10 @@ __all__ = [
     "minibatch_by_minibatch",
     "one_forward_one_backward",
     "one_forward_one_input_gradient",
+    "one_stage_per_rank",
     "recomputing",
-    "refuse_lag",
     "refuse_split",
+    "refuse_update_delay",
     "share_out",
     "unflushed",
     "update",
@@ -56,29 +56,29 @@ SPLIT = (F, I, W)
 """Kinds of op of a microbatch whose backward is split."""
 
 
-def forward(seat: Seat, microbatch: int) -> Op:
+def forward(stage_replica: StageReplica, microbatch: int) -> Op:
     """Returns the forward of a microbatch at a seat."""
-    return Op(F, seat[0], microbatch, seat[1])
+    return Op(F, stage_replica[0], microbatch, stage_replica[1])
 
 
-def backward(seat: Seat, microbatch: int) -> Op:
+def backward(stage_replica: StageReplica, microbatch: int) -> Op:
     """Returns the backward of a microbatch at a seat."""
-    return Op(B, seat[0], microbatch, seat[1])
+    return Op(B, stage_replica[0], microbatch, stage_replica[1])
 
 
-def input_gradient(seat: Seat, microbatch: int) -> Op:
+def input_gradient(stage_replica: StageReplica, microbatch: int) -> Op:
     """Returns the half of a backward that the stage before waits for."""
-    return Op(Kind.INPUT_GRADIENT, seat[0], microbatch, seat[1])
+    return Op(Kind.INPUT_GRADIENT, stage_replica[0], microbatch, stage_replica[1])
 
 
-def weight_gradient(seat: Seat, microbatch: int) -> Op:
+def weight_gradient(stage_replica: StageReplica, microbatch: int) -> Op:
     """Returns the half of a backward that only the update waits for."""
-    return Op(W, seat[0], microbatch, seat[1])
+    return Op(W, stage_replica[0], microbatch, stage_replica[1])
 
 
-def update(seat: Seat, number: int) -> Op:
+def update(stage_replica: StageReplica, number: int) -> Op:
     """Returns the update that makes version `number` at a seat."""
-    return Op(U, seat[0], number, seat[1])
+    return Op(U, stage_replica[0], number, stage_replica[1])
 
 
 class Turns:
@@ -90,102 +90,106 @@ class Turns:
 
     def __init__(self, mine: range) -> None:
         self._mine = mine
-        self._taken: Counter[tuple[Kind, Seat]] = Counter()
+        self._taken: Counter[tuple[Kind, StageReplica]] = Counter()
 
-    def left(self, kind: Kind, seat: Seat) -> int:
+    def left(self, kind: Kind, stage_replica: StageReplica) -> int:
         """Returns how many microbatches are still to have this kind of op."""
-        return len(self._mine) - self._taken[kind, seat]
+        return len(self._mine) - self._taken[kind, stage_replica]
 
-    def take(self, *steps: tuple[Kind, Seat], times: int = 1) -> Iterator[Op]:
+    def take(self, *steps: tuple[Kind, StageReplica], times: int = 1) -> Iterator[Op]:
         """Yields the next op of each of these, so many times; leaves out those that have none left, or none as yet: a
         backward needs its forward, a weight gradient its input gradient."""
         for _ in range(times):
-            for kind, seat in steps:
+            for kind, stage_replica in steps:
                 before = {F: None, B: F, I: F, W: I}[kind]
-                most = len(self._mine) if before is None else self._taken[before, seat]
-                if self._taken[kind, seat] < most:
-                    yield Op(kind, seat[0], self._mine[self._taken[kind, seat]], seat[1])
-                    self._taken[kind, seat] += 1
+                most = len(self._mine) if before is None else self._taken[before, stage_replica]
+                if self._taken[kind, stage_replica] < most:
+                    yield Op(kind, stage_replica[0], self._mine[self._taken[kind, stage_replica]], stage_replica[1])
+                    self._taken[kind, stage_replica] += 1
 
 
-def at_one_seat(placement: Placement, ops: Callable[[Seat], Iterator[Op]]) -> Order:
+def one_stage_per_rank(placement: Placement, ops: Callable[[StageReplica], Iterator[Op]]) -> Order:
     """Returns the order of a placement with one seat a rank, from what a seat does.
 
     Raises:
         ScheduleError: a rank has several seats.
     """
     for rank in range(placement.workers):
-        if len(seats := placement.seats(rank)) > 1:
+        if len(stage_replicas := placement.stage_replicas(rank)) > 1:
             raise ScheduleError(
                 "a method with one stage a worker was asked for, but in this plan worker "
-                f"{rank} has the stages {', '.join(str(stage) for stage, _ in seats)}; plan for the method that is "
+                f"{rank} has the stages {', '.join(str(stage) for stage, _ in stage_replicas)}; plan for the method that is "
                 "wanted, or take one with several stages a worker, as the plan's own"
             )
 
     def order(rank: int) -> Iterator[Op]:
-        (seat,) = placement.seats(rank)
-        return ops(seat)
+        (stage_replica,) = placement.stage_replicas(rank)
+        return ops(stage_replica)
 
     return order
 
 
-def one_forward_one_backward(seat: Seat, *, mine: range, warmup: int) -> Iterator[Op]:
+def one_forward_one_backward(stage_replica: StageReplica, *, mine: range, warmup: int) -> Iterator[Op]:
     """Yields `warmup` forwards, then one forward and one backward in turn, then the backwards that are left.
 
     Args:
-        seat: the (stage, replica).
+        stage_replica: the (stage, replica).
         mine: the seat's microbatches.
         warmup: W_s, forwards before the first backward beside the one that belongs to it.
     """
     for i in range(len(mine) + warmup):
         if i < len(mine):
-            yield forward(seat, mine[i])
+            yield forward(stage_replica, mine[i])
         if i >= warmup:
-            yield backward(seat, mine[i - warmup])
+            yield backward(stage_replica, mine[i - warmup])
 
 
-def one_forward_one_input_gradient(seat: Seat, *, mine: range, warmup: int, behind: int) -> Iterator[Op]:
+def one_forward_one_input_gradient(
+    stage_replica: StageReplica, *, mine: range, warmup: int, behind: int
+) -> Iterator[Op]:
     """Yields 1F1B with its backwards split: weight gradients come `behind` later than input gradients, then the rest.
 
     Args:
-        seat, mine, warmup: as for `one_forward_one_backward`.
+        stage_replica, mine, warmup: as for `one_forward_one_backward`.
         behind: input gradients between that of a microbatch and its weight gradient.
     """
     for i in range(len(mine) + warmup):
         if i < len(mine):
-            yield forward(seat, mine[i])
+            yield forward(stage_replica, mine[i])
         if i >= warmup:
-            yield input_gradient(seat, mine[i - warmup])
+            yield input_gradient(stage_replica, mine[i - warmup])
             if i >= warmup + behind:
-                yield weight_gradient(seat, mine[i - warmup - behind])
-    yield from (weight_gradient(seat, k) for k in mine[max(0, len(mine) - behind) :])
+                yield weight_gradient(stage_replica, mine[i - warmup - behind])
+    yield from (weight_gradient(stage_replica, k) for k in mine[max(0, len(mine) - behind) :])
 
 
-def with_updates(ops: Iterator[Op], *, replicas: int, per_update: int, lag: int = 0) -> Iterator[Op]:
+def with_updates(ops: Iterator[Op], *, replicas: int, per_update: int, update_delay: int = 0) -> Iterator[Op]:
     """Yields an order with an update after the seat's last backward of each, or after the forward behind it.
 
     Args:
         ops: forwards and backwards of one seat, backwards (or the weight gradients of split ones) in order.
         replicas: of the stage; the seat takes every so-manieth microbatch.
         per_update: microbatches in an update, over all replicas; at least `replicas`.
-        lag: 1 puts the next forward before the update.
+        update_delay: 1 puts the next forward before the update.
     """
     due: Op | None = None
     for op in ops:
         yield op
         if op.kind in (B, W) and (op.index + replicas) // per_update > op.index // per_update:
             due = update((op.stage, op.replica), op.index // per_update + 1)
-        if due is not None and (not lag or op.kind is F):
+        if due is not None and (not update_delay or op.kind is F):
             yield due
             due = None
 
 
-def flushed(seat: Seat, *, replicas: int, microbatches: int, ops: Callable[[range], Iterator[Op]]) -> Iterator[Op]:
+def flushed(
+    stage_replica: StageReplica, *, replicas: int, microbatches: int, ops: Callable[[range], Iterator[Op]]
+) -> Iterator[Op]:
     """Yields, minibatch after minibatch, the ops on the seat's share of its microbatches and one update."""
     for number in count():
         first = number * microbatches
-        yield from ops(range(first + (seat[1] - first) % replicas, first + microbatches, replicas))
-        yield update(seat, number + 1)
+        yield from ops(range(first + (stage_replica[1] - first) % replicas, first + microbatches, replicas))
+        yield update(stage_replica, number + 1)
 
 
 def minibatch_by_minibatch(m: int, ops: Callable[[int, range], Iterator[Op]]) -> Order:
@@ -251,18 +255,20 @@ def unflushed(plan: Plan, per_update: int | None = None) -> Order:
 
     Args:
         plan: one seat a rank; ScheduleError otherwise.
-        per_update: microbatches in an update of every stage, over its replicas, without a lag; None: a round of the
-            stage's replicas, with the plan's lag.
+        per_update: microbatches in an update of every stage, over its replicas, without an update delay; None: a round of the
+            stage's replicas, with the plan's update delay.
     """
 
-    def ops(seat: Seat) -> Iterator[Op]:
-        stage = seat[0]
+    def ops(stage_replica: StageReplica) -> Iterator[Op]:
+        stage = stage_replica[0]
         replicas = plan.replicas[stage]
-        steady = one_forward_one_backward(seat, mine=endless(seat, replicas), warmup=plan.in_flight[stage] - 1)
-        lag = plan.lag[stage] if per_update is None else 0
-        return with_updates(steady, replicas=replicas, per_update=per_update or replicas, lag=lag)
+        steady = one_forward_one_backward(
+            stage_replica, mine=endless(stage_replica, replicas), warmup=plan.in_flight[stage] - 1
+        )
+        update_delay = plan.update_delay[stage] if per_update is None else 0
+        return with_updates(steady, replicas=replicas, per_update=per_update or replicas, update_delay=update_delay)
 
-    return at_one_seat(plan.placement, ops)
+    return one_stage_per_rank(plan.placement, ops)
 
 
 def latest(
@@ -270,20 +276,20 @@ def latest(
     per_update: int | None = None,
     *,
     backward_rule: str = "graph",
-    forward_view: View | None = None,
-    backward_view: View | None = None,
-    shares_view: int = 1,
+    forward_prediction: WeightPrediction | None = None,
+    backward_prediction: WeightPrediction | None = None,
+    shares_prediction: int = 1,
 ) -> Latest:
     """Returns the rule of the newest weights for `unflushed` of the same plan."""
     return Latest(
         warmup=tuple(count - 1 for count in plan.in_flight),
         replicas=plan.replicas,
-        lag=plan.lag if per_update is None else (0,) * len(plan.stages),
+        update_delay=plan.update_delay if per_update is None else (0,) * len(plan.stages),
         per_update=plan.replicas if per_update is None else (per_update,) * len(plan.stages),
         backward_rule=backward_rule,
-        forward_view=forward_view,
-        backward_view=backward_view,
-        shares_view=shares_view,
+        forward_prediction=forward_prediction,
+        backward_prediction=backward_prediction,
+        shares_prediction=shares_prediction,
     )
 
 
@@ -314,12 +320,12 @@ def refuse_split(name: str, microbatches: int | None) -> None:
         )
 
 
-def refuse_lag(name: str, plan: Plan) -> None:
-    """Refuses a plan whose depth needs its lag. Raises ScheduleError: the method updates once a minibatch, without."""
+def refuse_update_delay(name: str, plan: Plan) -> None:
+    """Refuses a plan whose depth needs its update delay. Raises ScheduleError: the method updates once a minibatch, without."""
     if legal(plan.in_flight, plan.replicas) != plan.in_flight:
         raise ScheduleError(
-            f"schedule {name!r} at in-flight counts {plan.in_flight}: they need the lag {plan.lag} of the plan, "
-            "but this method updates once a minibatch and does not lag; plan without a lag"
+            f"schedule {name!r} at in-flight counts {plan.in_flight}: they need the update delay {plan.update_delay} of the plan, "
+            "but this method updates once a minibatch and does not update delay; plan without an update delay"
         )
 
 
@@ -338,6 +344,6 @@ def check_handing(name: str, plan: Plan, m: int) -> None:
         )
 
 
-def endless(seat: Seat, replicas: int) -> range:
+def endless(stage_replica: StageReplica, replicas: int) -> range:
     """Returns all microbatches of a seat (2 to the 62nd: more than any run has)."""
-    return range(seat[1], 2**62, replicas)
+    return range(stage_replica[1], 2**62, replicas)

@@ -151,7 +151,7 @@ class _Clock:
             )
         self.meetings: dict[tuple[int, int], _Meeting] = {}
         self.last_updates = [
-            max(program.updates.updates(stage, total) for stage, _ in placement.seats(rank.number))
+            max(program.updates.updates(stage, total) for stage, _ in placement.stage_replicas(rank.number))
             for rank in self.ranks
         ]
 

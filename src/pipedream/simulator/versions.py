@@ -13,16 +13,16 @@ from typing import Any
 from pipedream.core.plan.memory import DEFERRED_SHARE, message_bytes, peers_of
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Program
-from pipedream.core.schedule.timeline import Span, Tag
+from pipedream.core.schedule.timeline import GradientVersions, Span
 from pipedream.core.schedule.weights import WeightRule
 
-__all__ = ["Held", "follow"]
+__all__ = ["MemoryTrace", "follow"]
 
 _new: Callable[..., Any] = tuple.__new__  # makes a named tuple without a call in Python
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryTrace:
     """What one rank has held.
 
     Attributes:
@@ -32,7 +32,7 @@ class Held:
     """
 
     peak_versions: int
-    tags: tuple[Tag, ...]
+    tags: tuple[GradientVersions, ...]
     memory: tuple[int, ...]
 
 
@@ -171,13 +171,15 @@ class _Seat:
         self.has_sums = False
         return self.held_bytes + self.update_bytes
 
-    def tags(self, program: Program, stage: int) -> list[Tag]:
+    def tags(self, program: Program, stage: int) -> list[GradientVersions]:
         rule, per_update, read, stride = program.weights, program.updates.per_update[stage], self.read, self.stride
         if type(rule).backward_version is WeightRule.backward_version:  # that of the forward
             versions = ((k, read[k // stride], read[k // stride]) for k in self.order)
         else:
             versions = ((k, read[k // stride], rule.backward_version(stage, k)) for k in self.order)
-        return [_new(Tag, (stage, k, forward, backward, k // per_update)) for k, forward, backward in versions]
+        return [
+            _new(GradientVersions, (stage, k, forward, backward, k // per_update)) for k, forward, backward in versions
+        ]
 
 
 class _Visit:
@@ -218,7 +220,7 @@ class _Visit:
         return most
 
 
-def follow(program: Program, rank: int, total: int, spans: Iterable[Span], in_flight: tuple[int, ...]) -> Held:
+def follow(program: Program, rank: int, total: int, spans: Iterable[Span], in_flight: tuple[int, ...]) -> MemoryTrace:
     """Returns what a rank held in a run of `total` microbatches.
 
     Args:
@@ -228,13 +230,17 @@ def follow(program: Program, rank: int, total: int, spans: Iterable[Span], in_fl
         spans: of the rank, in the order of its ops.
         in_flight: microbatches that a replica of each stage holds (`core.schedule.occupancy.most_in_flight`).
     """
-    seats = {
-        stage: _Seat(program, stage, replica, total, in_flight) for stage, replica in program.placement.seats(rank)
+    stage_replicas = {
+        stage: _Seat(program, stage, replica, total, in_flight)
+        for stage, replica in program.placement.stage_replicas(rank)
     }
     trains = len(program.kinds) > 1
     visits = {stage: _Visit(program, stage, total) for stage, _ in program.placement.visits(rank)}
-    memory = [sum(seat.start_bytes for seat in seats.values()) + sum(visit.held_bytes for visit in visits.values())]
-    several = len(seats) + len(visits) > 1
+    memory = [
+        sum(stage_replica.start_bytes for stage_replica in stage_replicas.values())
+        + sum(visit.held_bytes for visit in visits.values())
+    ]
+    several = len(stage_replicas) + len(visits) > 1
     most_visiting = 0
     for _, kind, stage, index, _, _ in spans:
         if kind == "wait":
@@ -244,25 +250,31 @@ def follow(program: Program, rank: int, total: int, spans: Iterable[Span], in_fl
             most_visiting = max(most_visiting, 1 + visiting)
             most = visits[stage].forward(index)
             others = [held.held_bytes for at, held in visits.items() if at != stage]
-            memory.append(most + sum(seat.held_bytes for seat in seats.values()) + sum(others))
+            memory.append(
+                most + sum(stage_replica.held_bytes for stage_replica in stage_replicas.values()) + sum(others)
+            )
             continue
-        seat = seats[stage]
+        stage_replica = stage_replicas[stage]
         if kind == "F":
-            most = seat.forward() if trains else seat.held_bytes
+            most = stage_replica.forward() if trains else stage_replica.held_bytes
         elif kind == "B":
-            most = seat.backward(index)
+            most = stage_replica.backward(index)
         elif kind == "I":
-            most = seat.input_gradient()
+            most = stage_replica.input_gradient()
         elif kind == "W":
-            most = seat.weight_gradient(index)
+            most = stage_replica.weight_gradient(index)
         elif kind == "U":
-            most = seat.update(index)
+            most = stage_replica.update(index)
         else:
-            most = seat.held_bytes
+            most = stage_replica.held_bytes
         most += sum(visit.held_bytes for visit in visits.values())
-        memory.append(most + sum(s.held_bytes for s in seats.values() if s is not seat) if several else most)
-    return Held(
-        peak_versions=sum(seat.peak for seat in seats.values()) + most_visiting,
-        tags=tuple(tag for stage, seat in seats.items() for tag in seat.tags(program, stage)),
+        memory.append(
+            most + sum(s.held_bytes for s in stage_replicas.values() if s is not stage_replica) if several else most
+        )
+    return MemoryTrace(
+        peak_versions=sum(stage_replica.peak for stage_replica in stage_replicas.values()) + most_visiting,
+        tags=tuple(
+            tag for stage, stage_replica in stage_replicas.items() for tag in stage_replica.tags(program, stage)
+        ),
         memory=tuple(memory),
     )

@@ -16,7 +16,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan, Stage
 from pipedream.core.units import check_factor
 from pipedream.pipeline import Pipeline
-from pipedream.runtime.comm import process_group as talk
+from pipedream.runtime.comm import process_group as process_group
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.training.run_folder import last_segment, software_versions, summarise, write_run
 from pipedream.workflows import api
@@ -61,7 +61,7 @@ def emulate(
     scaled = emulated_plan(plan if in_flight is None else plan.with_depth(in_flight), dilation, byte_scale)
     if minibatches < 1:
         raise PlanError(f"{minibatches} minibatches were asked for; run at least 1")
-    rank, processes = talk.join("cpu")
+    rank, processes = process_group.join("cpu")
     if processes != plan.workers:
         raise PlanError(
             f"the plan {plan.config} has {plan.workers} workers, found {processes} processes; an emulation needs a "
@@ -69,7 +69,7 @@ def emulate(
         )
     set_threads(processes)
     named = f"runs/emulated-{plan.config}-{datetime.now():%Y%m%d-%H%M%S}"
-    folder = Path(talk.from_rank_0(lambda: str(out or named), rank))
+    folder = Path(process_group.from_rank_0(lambda: str(out or named), rank))
     name, parts = asked_of(scaled, schedule, microbatches)
     with emulated_pipeline(scaled, schedule=name, microbatches=parts) as pipeline:
         if rank == 0 and not quiet:
@@ -179,7 +179,7 @@ def emulated_pipeline(plan: Plan, *, schedule: str = "pipedream", microbatches: 
     parts = built.microbatches
     if plan.unit == "microbatch":
         plan = replace(plan, unit="minibatch", stages=tuple(_of_minibatch(stage, parts) for stage in plan.stages))
-    rank, _ = talk.join("cpu")
+    rank, _ = process_group.join("cpu")
     speed = plan.cluster.speeds[sorted(set(plan.order))[rank] if plan.order else rank]
     stages = [_at_speed(stage, speed) for stage in plan.stages]
     return Pipeline(

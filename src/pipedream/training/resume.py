@@ -12,7 +12,7 @@ from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError
 from pipedream.core.model.profile import Profile
 from pipedream.runtime.checkpoint.writer import complete, contents, newest
-from pipedream.runtime.comm import process_group as talk
+from pipedream.runtime.comm import process_group as process_group
 
 __all__ = ["CHECKPOINTS", "Start", "check_unused", "find", "is_shared", "settings"]
 
@@ -76,7 +76,7 @@ def find(resume: str | os.PathLike[str] | None, out: str | os.PathLike[str] | No
             )
         return str(found)
 
-    text = talk.from_rank_0(chosen, rank)
+    text = process_group.from_rank_0(chosen, rank)
     if not text:
         return None
     path = Path(text)
@@ -107,12 +107,14 @@ def is_shared(folder: Path, rank: int) -> bool:
         mark.write_text(token, encoding="utf-8")
         return token
 
-    token = talk.from_rank_0(marked, rank)
+    token = process_group.from_rank_0(marked, rank)
     try:
         seen = mark.read_text(encoding="utf-8") == token
     except OSError:
         seen = False
-    everywhere = all(text == "yes" for text in talk.gather_texts("yes" if seen else "no", talk.everyone()))
+    everywhere = all(
+        text == "yes" for text in process_group.gather_texts("yes" if seen else "no", process_group.everyone())
+    )
     if rank == 0:
         mark.unlink(missing_ok=True)
     return everywhere

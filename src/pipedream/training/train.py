@@ -22,7 +22,7 @@ from pipedream.pipeline import Pipeline
 from pipedream.planner import SHAPES, counts_of
 from pipedream.recipe import Recipe, blaming, make_recipe
 from pipedream.runtime.checkpoint.files import load_weights
-from pipedream.runtime.comm import process_group as talk
+from pipedream.runtime.comm import process_group as process_group
 from pipedream.runtime.data.batch_adapter import Take
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S
@@ -69,7 +69,7 @@ def train_recipe(
     compensation: Any = None,
     plan: Plan | None = None,
     shape: str | tuple[int, ...] = "pipeline",
-    lag: int = 0,
+    update_delay: int = 0,
     recompute: bool = False,
     in_flight: str | tuple[int, ...] = "noam",
     chunks: int | None = None,
@@ -102,7 +102,7 @@ def train_recipe(
         compensation: as of `Pipeline`; the recipe's unless said, where a method does not flush.
         plan: made before; None profiles the model here and plans.
         shape: what to plan, see `pipedream.plan`; 'pipeline' and 'any' use all workers.
-        lag: 1 puts the updates of replicated stages behind their next forward.
+        update_delay: 1 puts the updates of replicated stages behind their next forward.
         recompute: every stage does its forward again in its backward; False leaves it to the plan.
         in_flight: depth: 'noam', 'full', 'auto' or counts.
         chunks: stages of each worker, for methods that put several on one.
@@ -130,8 +130,8 @@ def train_recipe(
             finished and the run folder written.
     """
     began = time.perf_counter()
-    place = talk.device_of(device)
-    rank, processes = talk.join(place)
+    place = process_group.device_of(device)
+    rank, processes = process_group.join(place)
     set_threads(processes)
     console = Console(quiet=quiet or rank != 0, highlight=False, markup=False, soft_wrap=True)
     start = resuming.find(resume, out, rank)
@@ -159,13 +159,15 @@ def train_recipe(
             f"the recipe's target is on {recipe.target[0]!r}, its metrics are {sorted(recipe.metrics)}; name one "
             "of them, or 'loss'"
         )
-    folder = Path(talk.from_rank_0(lambda: str(out or (start and start.folder) or _new_folder(recipe.name)), rank))
+    folder = Path(
+        process_group.from_rank_0(lambda: str(out or (start and start.folder) or _new_folder(recipe.name)), rank)
+    )
     if start is None:
         resuming.check_unused(folder)
     profile = None
     if start is not None:
         profile = start.profile
-        same = start.page.plan.workers == count and shape == "pipeline" and not lag
+        same = start.page.plan.workers == count and shape == "pipeline" and not update_delay
         plan = plan or (start.page.plan if same else None)
     if plan is None:
         with blaming("while its model was profiled on its first batch"):
@@ -177,7 +179,7 @@ def train_recipe(
             microbatches=microbatches,
             in_flight=in_flight,
             shape=shape,
-            lag=lag,
+            update_delay=update_delay,
             all_workers=True,
             chunks=chunks,
             allow_asynchronous=allow_asynchronous,

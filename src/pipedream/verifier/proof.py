@@ -33,7 +33,7 @@ class Proof:
         totals: microbatches of the runs that were checked.
         residues: at how many residues of the period a drain may begin; more than were checked where
             replica counts have a large common multiple.
-        seats: the (stage, replica) pairs of each rank.
+        stage_replicas: the (stage, replica) pairs of each rank.
         peak_in_flight: of each rank, microbatches forwarded and not yet backwarded; 0 without backwards. What a forward
             away from home has read is counted there until the next fetch of its stage, and at home during its backward.
         peak_versions: of each rank, distinct sets of weights alive at once, the newest included, and fetched ones, from
@@ -42,7 +42,7 @@ class Proof:
             rank holds at its worst moment may be less than their sum, for they are not at their most together.
         staleness: of each stage, the most updates that a gradient is late.
         mean_staleness: of each stage, how many they are on the mean (`WeightRule.mean_staleness`).
-        guests: of each rank, the stages whose forwards it runs on weights that it fetches; they count in its peaks.
+        remote_forwards: of each rank, the stages whose forwards it runs on fetched weights; they count in its peaks.
     """
 
     schedule: str
@@ -50,14 +50,14 @@ class Proof:
     microbatches: int
     totals: tuple[int, ...]
     residues: int
-    seats: tuple[tuple[tuple[int, int], ...], ...]
+    stage_replicas: tuple[tuple[tuple[int, int], ...], ...]
     peak_in_flight: tuple[int, ...]
     peak_versions: tuple[int, ...]
     seat_in_flight: tuple[tuple[int, ...], ...]
     seat_versions: tuple[tuple[int, ...], ...]
     staleness: tuple[int, ...]
     mean_staleness: tuple[float, ...]
-    guests: tuple[tuple[int, ...], ...] = ()
+    remote_forwards: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.totals[:6])) + (", ..." if len(self.totals) > 6 else "")
@@ -70,19 +70,21 @@ class Proof:
             f"runs of {shown} microbatches, a drain from {len(self.totals) - 1} of {self.residues} residues",
             self._row("rank", "stages", "in flight", "versions", "staleness", "mean" if differ else ""),
         ]
-        for rank, seats in enumerate(self.seats):
-            late = [self.staleness[stage] for stage, _ in seats]
-            means = [f"{self.mean_staleness[stage]:.3g}" if differ else "" for stage, _ in seats]
-            names = [str(stage) for stage, _ in seats]
-            several = len(seats) > 1  # each stage by itself below
+        for rank, stage_replicas in enumerate(self.stage_replicas):
+            late = [self.staleness[stage] for stage, _ in stage_replicas]
+            means = [f"{self.mean_staleness[stage]:.3g}" if differ else "" for stage, _ in stage_replicas]
+            names = [str(stage) for stage, _ in stage_replicas]
+            several = len(stage_replicas) > 1  # each stage by itself below
             held = self.peak_in_flight[rank], self.peak_versions[rank]
             rows.append(self._row(rank, ",".join(names), *held, max(late), "" if several else means[0]))
             if several:
                 each = zip(self.seat_in_flight[rank], self.seat_versions[rank], late, strict=True)
                 lines = zip(names, each, means, strict=True)
                 rows += [self._row("", f". {name}", *counts, mean) for name, counts, mean in lines]
-            if self.guests and self.guests[rank]:
-                rows.append(f"{'':>4}  + forwards of {', '.join(map(str, self.guests[rank]))} on fetched weights")
+            if self.remote_forwards and self.remote_forwards[rank]:
+                rows.append(
+                    f"{'':>4}  + forwards of {', '.join(map(str, self.remote_forwards[rank]))} on fetched weights"
+                )
         return "\n".join(rows)
 
     @staticmethod
@@ -110,7 +112,7 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
     totals, residues = _totals(program)
     _check_reach(program, totals[-1])
     ranks = range(program.placement.workers)
-    most = [[(0, 0)] * (1 + len(program.placement.seats(rank))) for rank in ranks]
+    most = [[(0, 0)] * (1 + len(program.placement.stage_replicas(rank))) for rank in ranks]
     for total in totals:
         run = unroll(program, total)
         check_rules(run)
@@ -124,14 +126,14 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
         microbatches=program.microbatches,
         totals=totals,
         residues=residues,
-        seats=tuple(program.placement.seats(rank) for rank in range(program.placement.workers)),
+        stage_replicas=tuple(program.placement.stage_replicas(rank) for rank in range(program.placement.workers)),
         peak_in_flight=tuple(rank[0][0] for rank in most),
         peak_versions=tuple(rank[0][1] for rank in most),
         seat_in_flight=tuple(tuple(held for held, _ in rank[1:]) for rank in most),
         seat_versions=tuple(tuple(count for _, count in rank[1:]) for rank in most),
         staleness=tuple(_staleness(program, stage, totals[-1]) for stage in range(program.placement.stages)),
         mean_staleness=tuple(_mean_staleness(program, stage) for stage in range(program.placement.stages)),
-        guests=tuple(tuple(stage for stage, _ in program.placement.visits(rank)) for rank in ranks),
+        remote_forwards=tuple(tuple(stage for stage, _ in program.placement.visits(rank)) for rank in ranks),
     )
 
 
@@ -182,14 +184,14 @@ def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
         ScheduleError: more versions alive at a stage than its weight rule allows.
     """
     program = run.program
-    seats = program.placement.seats(rank)
+    stage_replicas = program.placement.stage_replicas(rank)
     if len(program.kinds) == 1:
-        return [(0, len(seats) + len(program.placement.visits(rank))), *[(0, 1)] * len(seats)]
+        return [(0, len(stage_replicas) + len(program.placement.visits(rank))), *[(0, 1)] * len(stage_replicas)]
     held: list[tuple[int, int]] = []
     alive: list[tuple[int, int]] = []
     peaks: list[tuple[int, int]] = []
     last = ends_backward(program.kinds)
-    for stage, replica in seats:
+    for stage, replica in stage_replicas:
         lives = list(_lives(run, stage, replica))
         allowed = program.weights.versions(stage)
         found, position = _peak(lives)
@@ -245,7 +247,7 @@ def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]
     dies = [*made[1:], len(run.streams[program.placement.ranks[stage][replica]])]
     last = ends_backward(program.kinds)
     until = program.weights.kept_until(stage)
-    views: dict[int, tuple[int, int]] = {}
+    predictions: dict[int, tuple[int, int]] = {}
     for k in range(replica, run.total, program.placement.replicas[stage]):
         first = program.weights.forward_version(stage, k)
         second = program.weights.backward_version(stage, k)
@@ -253,12 +255,12 @@ def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]
         if until is None:
             dies[first] = max(dies[first], end if program.weights.held_until is Kind.BACKWARD else begin)
         else:  # the version is read once, by the first forward; a set of its own keeps the view
-            made_at, _ = views.get(first, (begin, begin))
-            views[first] = made_at, begin + 1 if until is Kind.FORWARD else end
+            made_at, _ = predictions.get(first, (begin, begin))
+            predictions[first] = made_at, begin + 1 if until is Kind.FORWARD else end
             dies[first] = max(dies[first], made_at)
         if until is not Kind.BACKWARD:
             dies[second] = max(dies[second], end)
-    return (*zip(made, dies, strict=True), *views.values())
+    return (*zip(made, dies, strict=True), *predictions.values())
 
 
 def _peak(spans: list[tuple[int, int]]) -> tuple[int, int]:

@@ -29,7 +29,7 @@ def check_rules(run: Unrolled) -> None:
         _check_fetched(run, rank)
     _check_lent(run)
     for (rank, stage, update), position in run.synced.items():
-        replica = dict(run.program.placement.seats(rank))[stage]
+        replica = dict(run.program.placement.stage_replicas(rank))[stage]
         place = run.ops.get(Op(Kind.UPDATE, stage, update, replica))
         if place is None or place[1] < position:
             raise run.error(rank, position, f"no update {stage}U{update} follows this sum")

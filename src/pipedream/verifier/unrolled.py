@@ -128,7 +128,7 @@ def _check_lacks_nothing(program: Program, rank: int, total: int, found: Collect
         for k in range(replica, total, placement.replicas[stage])
     ]
     if len(program.kinds) > 1:
-        for stage, replica in placement.seats(rank):
+        for stage, replica in placement.stage_replicas(rank):
             numbers = range(1, program.updates.updates(stage, total) + 1)
             wanted += [Op(Kind.UPDATE, stage, n, replica) for n in numbers]
     lacking = [op for op in (*program.fetches(rank, total), *wanted) if op not in found]
@@ -142,7 +142,7 @@ def _check_lacks_nothing(program: Program, rank: int, total: int, found: Collect
 
 def _index(run: Unrolled, rank: int) -> None:
     placement, channels = run.program.placement, run.program.channels
-    seats, passes = set(placement.seats(rank)), set(placement.passes(rank, forward=True))
+    stage_replicas, passes = set(placement.stage_replicas(rank)), set(placement.passes(rank, forward=True))
     fetches = set(run.program.fetches(rank, run.total))
     for position, instruction in enumerate(run.streams[rank]):
         kind = instruction.kind
@@ -153,7 +153,7 @@ def _index(run: Unrolled, rank: int) -> None:
                 raise run.error(rank, position, "an op of a kind that this schedule does not have")
             stage, replica = instruction.stage, instruction.replica
             expected = replica if kind is Kind.UPDATE else placement.replica(stage, instruction.index)
-            here = passes if kind in (Kind.FORWARD, Kind.FETCH) else seats
+            here = passes if kind in (Kind.FORWARD, Kind.FETCH) else stage_replicas
             if (stage, replica) not in here or replica != expected:
                 raise run.error(rank, position, f"an op of another rank or replica ({replica} of stage {stage})")
             if instruction in run.ops:
@@ -163,7 +163,7 @@ def _index(run: Unrolled, rank: int) -> None:
         assert isinstance(instruction, Transfer)
         number, index = instruction.channel, instruction.index
         if kind is Move.SYNC:
-            if number not in {stage for stage, _ in seats}:
+            if number not in {stage for stage, _ in stage_replicas}:
                 raise run.error(rank, position, f"a sum over stage {number}, which is not on this rank")
             if run.synced.setdefault((rank, number, index), position) != position:
                 raise run.error(rank, position, "this sum was joined before")
@@ -246,7 +246,7 @@ def _carries(op: Op, need: Op) -> str:
 def _check_whole_rank(run: Unrolled, op: Op, rank: int, position: int) -> None:
     """Checks that a rank whose updates wait for all stages has the gradients of all its own before it makes one."""
     program = run.program
-    for stage, replica in program.placement.seats(rank):
+    for stage, replica in program.placement.stage_replicas(rank):
         for need in program.requires(Op(Kind.UPDATE, stage, op.index, replica), run.total):
             place = run.ops.get(need)
             if need.kind is not Kind.UPDATE and place is not None and place[0] == rank and place[1] > position:

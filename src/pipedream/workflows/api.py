@@ -24,15 +24,15 @@ from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.runtime.comm import process_group as talk
+from pipedream.runtime.comm import process_group as process_group
 from pipedream.runtime.comm.values import to_device
 from pipedream.verifier import verify
 from pipedream.workflows import layouts as laying
 from pipedream.workflows.methods import (
     asked_of,
     for_method,
-    holds_of,
     methods_of,
+    occupancy_of,
     plan_of_file,
     score,
     versions_of,
@@ -101,9 +101,9 @@ def profile(
             ).to_json()
 
     def measured() -> str:
-        inputs = to_device(sample if isinstance(sample, tuple) else (sample,), talk.device_of(device))
+        inputs = to_device(sample if isinstance(sample, tuple) else (sample,), process_group.device_of(device))
         if not any(parameter.is_meta for parameter in model.parameters()):
-            model.to(talk.device_of(device))
+            model.to(process_group.device_of(device))
         captured = capture(model, inputs)
         return profiling.measure(
             captured.layers,
@@ -121,8 +121,8 @@ def profile(
         ).to_json()
 
     if device == "meta":
-        return Profile.from_json(talk.made_once(estimated, profiling.here()), "rank 0's profile")
-    return Profile.from_json(talk.made_once(measured, device), "rank 0's profile")
+        return Profile.from_json(process_group.made_once(estimated, profiling.here()), "rank 0's profile")
+    return Profile.from_json(process_group.made_once(measured, device), "rank 0's profile")
 
 
 def plan(
@@ -134,7 +134,7 @@ def plan(
     in_flight: str | tuple[int, ...] = "noam",
     shape: str | tuple[int, ...] = "any",
     cuts: tuple[int | str, ...] | None = None,
-    lag: int = 0,
+    update_delay: int = 0,
     all_workers: bool = False,
     recompute: str = "never",
     cost_model: str = "pipedream",
@@ -156,7 +156,7 @@ def plan(
             replica counts, as '2-1' or (2, 1), stages of these.
         cuts: by hand: the layers, by index or name, that begin a stage, for a shape of replica counts; by any other
             shape each stage has one worker.
-        lag: 1 puts the updates of a pipeline's replicated stages behind their next forward.
+        update_delay: 1 puts the updates of a pipeline's replicated stages behind their next forward.
         all_workers: 'any' and 'pipeline' leave no worker without work.
         recompute: which stages keep only their input between forward and backward, and do the forward again: 'never'
             any, 'auto' those that do not fit the memory otherwise, 'always' all.
@@ -170,9 +170,9 @@ def plan(
         PlanError: nothing fits, or the model or the cluster does not allow the shape.
     """
     if cost_model == "classic":
-        if shape != "any" or cuts is not None or lag or microbatches or recompute != "never":
+        if shape != "any" or cuts is not None or update_delay or microbatches or recompute != "never":
             raise PlanError(
-                "the classic cost model was asked for, with a shape, cuts, a lag, recomputation or microbatches, which "
+                "the classic cost model was asked for, with a shape, cuts, an update delay, recomputation or microbatches, which "
                 "it does not know; leave them out, or plan with the cost model pipedream"
             )
         return classic(profile, cluster, schedule=schedule, in_flight=in_flight).plan
@@ -186,15 +186,15 @@ def plan(
             "many, or profile larger minibatches"
         )
     if strategy == "2bw":
-        if (shape, cuts, lag, in_flight) != ("any", None, 0, "noam"):
+        if (shape, cuts, update_delay, in_flight) != ("any", None, 0, "noam"):
             raise PlanError(
-                "strategy 2bw was asked for with a shape, cuts, a lag or a depth, which it chooses or does not know; "
+                "strategy 2bw was asked for with a shape, cuts, an update delay or a depth, which it chooses or does not know; "
                 "leave them out"
             )
         planner.check_recompute(recompute)
         again = {"never": False, "auto": None, "always": True}[recompute]
         found = planner.two_bw(
-            profile, cluster, lambda m: holds_of("pipedream_2bw", m), microbatches=microbatches, recompute=again
+            profile, cluster, lambda m: occupancy_of("pipedream_2bw", m), microbatches=microbatches, recompute=again
         )
         return replace(found, schedule="pipedream_2bw")
     if strategy != "search":
@@ -208,15 +208,21 @@ def plan(
             microbatches=microbatches,
             in_flight=in_flight,
             shape=shape,
-            lag=lag,
+            update_delay=update_delay,
             all_workers=all_workers,
             recompute=recompute,
             allow_asynchronous=allow_asynchronous,
         ).plan
     if schedules.layout_of(schedule) is not None:
-        if shape not in ("any", "pipeline") or cuts is not None or lag or in_flight != "noam" or recompute == "auto":
+        if (
+            shape not in ("any", "pipeline")
+            or cuts is not None
+            or update_delay
+            or in_flight != "noam"
+            or recompute == "auto"
+        ):
             raise PlanError(
-                f"schedule {schedule!r} lays its stages out on all workers, but a shape, cuts, a lag, a depth or "
+                f"schedule {schedule!r} lays its stages out on all workers, but a shape, cuts, an update delay, a depth or "
                 "recomputation of some stages was asked for; leave these out"
             )
         again = recompute == "always"
@@ -225,14 +231,19 @@ def plan(
         raise PlanError(f"{chunks} chunks were asked of {schedule!r}, whose workers have one stage each; leave it out")
     counts = None if isinstance(shape, str) and shape in planner.SHAPES else planner.counts_of(shape)
     if schedules.is_torch_csv(schedule):
-        if shape == "data-parallel" or lag or (counts is not None and max(counts) > 1):
-            raise PlanError(f"schedule {schedule!r} has no replicas; leave the shape and the lag to the file")
+        if shape == "data-parallel" or update_delay or (counts is not None and max(counts) > 1):
+            raise PlanError(f"schedule {schedule!r} has no replicas; leave the shape and the update delay to the file")
         return plan_of_file(profile, cluster, schedule, microbatches, cuts, depth=in_flight, recompute=recompute)
 
     def search(parts: int) -> Plan:
-        rule, small = holds_of(schedule, parts), schedules.smallest(schedule)
+        rule, small = occupancy_of(schedule, parts), schedules.smallest(schedule)
         again = "always" if small.plan.stages[0].recompute else recompute  # the method may let stages recompute
-        how: dict[str, Any] = {"microbatches": parts, "depth": in_flight, "lag": lag, "recompute": again}
+        how: dict[str, Any] = {
+            "microbatches": parts,
+            "depth": in_flight,
+            "update_delay": update_delay,
+            "recompute": again,
+        }
         if cuts is not None:
             how["part_ties"] = small.flushes
             return planner.by_hand(profile, cluster, cuts, counts, holds=rule, **how)
@@ -251,7 +262,7 @@ def choose(
     microbatches: int | None = None,
     in_flight: str | tuple[int, ...] = "noam",
     shape: str | tuple[int, ...] = "any",
-    lag: int = 0,
+    update_delay: int = 0,
     all_workers: bool = False,
     recompute: str = "never",
     allow_asynchronous: bool = False,
@@ -263,7 +274,7 @@ def choose(
 
     Args:
         profile, cluster, all_workers, recompute: see `plan`.
-        microbatches, in_flight, shape, lag: see `planner.choose`: what is said is kept, what is not is searched.
+        microbatches, in_flight, shape, update_delay: kept where given, else searched; see `planner.choose`.
         allow_asynchronous: also the methods whose gradients are late, which learn otherwise than one process does.
         names: of the methods to compare; () compares all that may be taken.
 
@@ -280,7 +291,7 @@ def choose(
         shape=shape,
         microbatches=microbatches,
         depth=in_flight,
-        lag=lag,
+        update_delay=update_delay,
         all_workers=all_workers,
         recompute=recompute,
     )

@@ -11,12 +11,12 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.memory import peers_of, stage_memory
 from pipedream.core.plan.plan import Plan, Stage
 from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.occupancy import Held, held
+from pipedream.core.schedule.occupancy import StageOccupancy, occupancy
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.planner import Score, Space
 from pipedream.verifier import Proof, verify
-from pipedream.workflows.methods import asked_of, holds_of, refuse_visitors, score
+from pipedream.workflows.methods import asked_of, occupancy_of, refuse_visitors, score
 
 __all__ = ["Check", "check_memory", "check_plan"]
 
@@ -112,7 +112,7 @@ def check_memory(plan: Plan, built: Schedule, profile: Profile | None) -> tuple[
         plan = _with_bytes(replace(plan, bound_s=0.0), built)  # nothing is proved of a plan that was edited
     else:
         plan, differences = _renewed(plan, profile, built)
-    _check_memory(plan, held(built))
+    _check_memory(plan, occupancy(built))
     refuse_visitors(replace(built, plan=plan))
     return plan, differences
 
@@ -145,7 +145,7 @@ def _renewed(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple
         profile,
         plan.cluster,
         microbatches=plan.microbatches,
-        holds=holds_of(plan.schedule, plan.microbatches, built.updates.compensation),
+        holds=occupancy_of(plan.schedule, plan.microbatches, built.updates.compensation),
         downsets=downsets,
     )
     places = [space.downsets.index(downset) for downset in (0, *downsets)]
@@ -202,7 +202,7 @@ def _span(names: tuple[str, ...]) -> str:
 def _with_bytes(plan: Plan, built: Schedule) -> Plan:
     """Returns the plan with the peak bytes of what its stages hold, from its own figures."""
     parts = built.microbatches if plan.unit == "minibatch" else 1
-    last, holds = len(plan.stages) - 1, held(built)
+    last, holds = len(plan.stages) - 1, occupancy(built)
     peers = peers_of(plan.replicas, [one.in_flight for one in holds])
     stages = []
     for s, (stage, one, its_peers) in enumerate(zip(plan.stages, holds, peers, strict=True)):
@@ -213,7 +213,7 @@ def _with_bytes(plan: Plan, built: Schedule) -> Plan:
             deferred=one.deferred,
             per_update=-(-built.microbatches // stage.replicas),
             flushes=built.flushes,
-            lag=plan.lag[s],
+            update_delay=plan.update_delay[s],
             recompute=stage.recompute,
             peers=its_peers,
             kept_tensors=one.kept_tensors,
@@ -222,7 +222,7 @@ def _with_bytes(plan: Plan, built: Schedule) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-def _check_memory(plan: Plan, holds: tuple[Held, ...]) -> None:
+def _check_memory(plan: Plan, holds: tuple[StageOccupancy, ...]) -> None:
     if (s := plan.overfull) is not None:
         stage, one = plan.stages[s], holds[s]
         beside = " beside the other stages of its worker" if plan.is_shared else ""

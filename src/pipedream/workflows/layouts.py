@@ -14,7 +14,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
 from pipedream.core.plan.plan import Plan
-from pipedream.workflows.methods import holds_of, refuse_overfull, refuse_visitors
+from pipedream.workflows.methods import occupancy_of, refuse_overfull, refuse_visitors
 
 __all__ = ["lay_out"]
 
@@ -59,7 +59,7 @@ def lay_out(
     stages = tuple(replace(stage, replicas=layout.replicas, recompute=recompute) for stage in cut.stages)
     note = f"fastest straight cut into {count} stages, {len(order) // p} on each of {p} workers: {layout.words}"
     plan = replace(
-        cut, stages=stages, in_flight=depth.noam(replicas), lag=(0,) * count, cluster=cluster, order=order, bound_s=0.0
+        cut, stages=stages, in_flight=depth.noam(replicas), update_delay=(0,) * count, cluster=cluster, order=order, bound_s=0.0
     )  # fmt: skip
     built = schedules.build(schedule, plan, microbatches)
     plan, m = built.plan, built.microbatches  # the method may let stages recompute
@@ -69,7 +69,7 @@ def lay_out(
             f"{profile.batch} samples; profile larger minibatches, or ask for fewer microbatches"
         )
     plan = replace(plan, schedule=built.name, microbatches=m, note=note)
-    space = planner.Space.of(profile, cluster, holds=holds_of(schedule, m), microbatches=m)
+    space = planner.Space.of(profile, cluster, holds=occupancy_of(schedule, m), microbatches=m)
     plan = space.with_bytes(plan)
     refuse_overfull(plan)
     refuse_visitors(replace(built, plan=plan))
@@ -82,7 +82,7 @@ def _cut(profile: Profile, row: Cluster) -> Plan:
     Methods that are laid out flush, and keep weights equal that several stages hold (`core.schedule.coupling`).
     """
     graph = profile.graph
-    versions = lambda in_flight, lag: 1  # noqa: E731
+    versions = lambda in_flight, update_delay: 1  # noqa: E731
     try:
         return planner.plan(profile, row, versions=versions, shape="straight")
     except PlanError:

@@ -17,15 +17,15 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.occupancy import Held, held
+from pipedream.core.schedule.occupancy import StageOccupancy, occupancy
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.units import format_bytes
 
 __all__ = [
     "asked_of",
     "for_method",
-    "holds_of",
     "methods_of",
+    "occupancy_of",
     "plan_of_file",
     "refuse_overfull",
     "refuse_visitors",
@@ -37,7 +37,7 @@ __all__ = [
 _MOST_SIMULATED = 128  # workers, or microbatches until replicas come round: more take seconds
 
 
-def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -> list[planner.Method]:
+def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -> list[planner.PlannerMethod]:
     """Returns the methods of these names, or all of the registry: those that flush, and, if allowed, the others.
 
     Those whose backward reads other weights than its forward, or weights that are predicted, are taken by name alone:
@@ -83,7 +83,7 @@ def simulated_period_s(plan: Plan) -> float | None:
     return None
 
 
-def holds_of(schedule: str, microbatches: int | None = None, compensation: Any = None) -> planner.Holds:
+def occupancy_of(schedule: str, microbatches: int | None = None, compensation: Any = None) -> planner.PlanOccupancy:
     """Returns a method's rule from a plan to what each of its stages holds, read off the method's own schedule.
 
     Args:
@@ -99,44 +99,44 @@ def holds_of(schedule: str, microbatches: int | None = None, compensation: Any =
     """
     layout = schedules.layout_of(schedule)
     if schedules.is_torch_csv(schedule):
-        rows = held(schedules.load_torch_csv(schedule))
-        return lambda plan: rows if len(plan.stages) == len(rows) else (Held(1, 1),) * len(plan.stages)
+        rows = occupancy(schedules.load_torch_csv(schedule))
+        return lambda plan: rows if len(plan.stages) == len(rows) else (StageOccupancy(1, 1),) * len(plan.stages)
 
     def build(plan: Plan, parts: int | None = None) -> Schedule:
         built = schedules.build(schedule, plan, parts)
         return built if compensation is None else built.compensated(compensation)
 
-    def holds(plan: Plan) -> tuple[Held, ...]:
+    def holds(plan: Plan) -> tuple[StageOccupancy, ...]:
         for parts in () if microbatches is None else (microbatches, max(microbatches, *plan.replicas)):
             with suppress(ScheduleError):
-                return held(build(plan, parts))
+                return occupancy(build(plan, parts))
         try:
             built = build(plan)
         except ScheduleError:
             if layout is None or plan.order:
                 raise
-            return (Held(1, 1),) * len(plan.stages)
+            return (StageOccupancy(1, 1),) * len(plan.stages)
         if microbatches is None:
-            return held(built)
+            return occupancy(built)
         # It does not work with so few: then all that is admitted.
-        return tuple(replace(one, in_flight=count) for one, count in zip(held(built), plan.in_flight, strict=True))
+        return tuple(replace(one, in_flight=count) for one, count in zip(occupancy(built), plan.in_flight, strict=True))
 
     return holds
 
 
 def versions_of(schedule: str) -> Callable[[int, int], int]:
-    """Returns a method's rule from a stage's in-flight count and its lag to its versions of the weights, read
+    """Returns a method's rule from a stage's in-flight count and its update delay to its versions of the weights, read
     off the method's own weight rule on a small plan.
 
     Raises:
         ScheduleError: no such method.
     """
 
-    def versions(in_flight: int, lag: int) -> int:
+    def versions(in_flight: int, update_delay: int) -> int:
         small = Plan.uniform(in_flight)
-        if lag:
-            small = replace(Plan.uniform(2, replicas=(2, 1)), in_flight=(in_flight, 1), lag=(lag, 0))
-        return held(schedules.build(schedule, small))[0].versions
+        if update_delay:
+            small = replace(Plan.uniform(2, replicas=(2, 1)), in_flight=(in_flight, 1), update_delay=(update_delay, 0))
+        return occupancy(schedules.build(schedule, small))[0].versions
 
     versions(1, 0)
     return versions
@@ -145,10 +145,10 @@ def versions_of(schedule: str) -> Callable[[int, int], int]:
 def _is_stored(name: str) -> bool:
     """Whether each gradient is the true one at weights that its stage has had."""
     weights = schedules.build(name, Plan.uniform(2)).weights
-    return weights.backward_rule == "stash" and weights.forward_view is None
+    return weights.backward_rule == "stash" and weights.forward_prediction is None
 
 
-def _method(name: str) -> planner.Method:
+def _method(name: str) -> planner.PlannerMethod:
     """Returns what planning must know of a method, as small plans show it."""
     if schedules.layout_of(name) is not None:
         raise ScheduleError(
@@ -167,16 +167,16 @@ def _method(name: str) -> planner.Method:
     except ScheduleError:
         splits = False
     try:
-        lags = held(schedules.build(name, replace(small, lag=(1, 0)))) != held(built)
+        delays_updates = occupancy(schedules.build(name, replace(small, update_delay=(1, 0)))) != occupancy(built)
     except ScheduleError:
-        lags = False
-    return planner.Method(
+        delays_updates = False
+    return planner.PlannerMethod(
         name=built.name,
         flushes=built.flushes,
         splits=splits,
-        lags=lags,
-        deepens=held(deep) != held(built),
-        holds=lambda microbatches: holds_of(name, microbatches),
+        delays_updates=delays_updates,
+        deepens=occupancy(deep) != occupancy(built),
+        holds=lambda microbatches: occupancy_of(name, microbatches),
         splits_backward=built.splits_backward,
     )
 
@@ -201,7 +201,7 @@ def for_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | 
         return replace(plan, schedule=built.name)
     if microbatches is None:
         space = planner.Space.of(
-            profile, plan.cluster, holds=holds_of(schedule, built.microbatches), microbatches=built.microbatches
+            profile, plan.cluster, holds=occupancy_of(schedule, built.microbatches), microbatches=built.microbatches
         )
         plan = space.with_bytes(plan)
     # The search's seconds have an update each round of the replicas; these update once a minibatch.
@@ -246,7 +246,7 @@ def plan_of_file(
         )
     parts = read.microbatches
     line = Cluster.flat(stages, cluster.bandwidth_bytes_per_s) if read.plan.order else cluster
-    rule = holds_of(name)
+    rule = occupancy_of(name)
     if cuts is None:
         found = planner.plan(
             profile, line, holds=rule, microbatches=parts, depth=depth, shape="straight", recompute=recompute

@@ -14,7 +14,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.survey import Fan, Link, Seen, Sum, Survey, machines_of
 from pipedream.probe import links, machine
 from pipedream.profiler.about import device_text
-from pipedream.runtime.comm import process_group as talk
+from pipedream.runtime.comm import process_group as process_group
 from pipedream.runtime.failure.launch import set_threads
 
 __all__ = ["Step", "probe", "steps_of"]
@@ -40,17 +40,17 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
         PlanError: a lone process, or ranks of a machine that are not neighbours.
     """
     began = time.perf_counter()
-    place = talk.device_of(device)
-    rank, processes = talk.join(place)
+    place = process_group.device_of(device)
+    rank, processes = process_group.join(place)
     if processes == 1:
         raise PlanError(
             "a lone process has no links to measure; start a worker for each place of the cluster (torchrun ... -m "
             "pipedream.cli probe), or try it here with --workers 2"
         )
     set_threads(processes)
-    everyone = talk.everyone()
+    everyone = process_group.everyone()
     mine = json.dumps([machine.machine_name(), machine.memory_name(place)])
-    names = [json.loads(text) for text in talk.gather_texts(mine, everyone)]  # all compute at once behind it
+    names = [json.loads(text) for text in process_group.gather_texts(mine, everyone)]  # all compute at once behind it
     seen = Seen(
         names[rank][0],
         device_text(place),
@@ -63,11 +63,11 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
     found: list[Link | Fan | Sum] = []
     for step in (*needed, *further):
         late = step in further and time.perf_counter() - began > 0.8 * most_s
-        if talk.broadcast_text("late" if late else "", everyone):
+        if process_group.broadcast_text("late" if late else "", everyone):
             break
         found += _measured(step, rank, place, target_s)
     rows = {kind.__name__: [encode(one) for one in found if isinstance(one, kind)] for kind in (Link, Fan, Sum)}
-    texts = talk.gather_texts(json.dumps({"seen": encode(seen)} | rows), everyone)
+    texts = process_group.gather_texts(json.dumps({"seen": encode(seen)} | rows), everyone)
     everything = [json.loads(text) for text in texts]
 
     def all_of(kind: type[Any]) -> tuple[Any, ...]:
@@ -76,7 +76,7 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
     survey = Survey(
         tuple(decode(Seen, one["seen"], "Seen") for one in everything), all_of(Link), all_of(Fan), all_of(Sum)
     )
-    seconds = talk.broadcast_text(str(time.perf_counter() - began), everyone)
+    seconds = process_group.broadcast_text(str(time.perf_counter() - began), everyone)
     return Survey(survey.workers, survey.links, survey.fans, survey.sums, float(seconds))
 
 
@@ -135,9 +135,9 @@ def _measured(step: Step, rank: int, device: Any, target_s: float) -> list[Link 
 
 
 def _sum(level: int, ranks: tuple[int, ...], rank: int, device: Any, target_s: float) -> list[Link | Fan | Sum]:
-    group = talk.group_of(ranks)
+    group = process_group.group_of(ranks)
     if rank not in ranks:
         return []
     latency_s, rate = links.sum_over(group, len(ranks), device, target_s)
-    talk.leave(group)
+    process_group.leave(group)
     return [Sum(level, ranks, latency_s, rate)] if rank == ranks[0] else []

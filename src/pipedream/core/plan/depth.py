@@ -15,7 +15,7 @@ A depth is legal where no stage waits for what is never sent: W_u r_u >= X(u, s)
     X(u, s) = W_s r_s                                   neither lags
               (W_s + 1) r_s - gcd(r_u, r_s)             s lags
               W_s r_s - r_u + 1                         u lags
-              (W_s + 1) r_s - r_u                       both lag
+              (W_s + 1) r_s - r_u                       both update delay
 
 Why: minibatch k's backward at s comes behind the forward of minibatch k + W_s r_s there, or, where s lags,
 behind all forwards of its round's W_s-th successor, for the update before it waits for those of all
@@ -37,8 +37,8 @@ Counts = tuple[int, ...]
 _MOST_IN_FLIGHT = 10_000  # no memory holds more, and a proof of it would take all of this machine's
 
 
-def noam(replicas: Counts, lag: Counts = ()) -> Counts:
-    """Returns the in-flight count of each stage at the paper's depth, raised where a lag asks for it.
+def noam(replicas: Counts, update_delay: Counts = ()) -> Counts:
+    """Returns the in-flight count of each stage at the paper's depth, raised where an update delay asks for it.
 
     >>> noam((1, 1, 1, 1))
     (4, 3, 2, 1)
@@ -46,44 +46,44 @@ def noam(replicas: Counts, lag: Counts = ()) -> Counts:
     (2, 1)
     """
     counts = tuple((sum(replicas[s:]) - 1) // replicas[s] + 1 for s in range(len(replicas)))
-    return legal(counts, replicas, lag)
+    return legal(counts, replicas, update_delay)
 
 
-def full(replicas: Counts, round_trip_slots: tuple[float, ...], lag: Counts = ()) -> Counts:
+def full(replicas: Counts, round_trip_slots: tuple[float, ...], update_delay: Counts = ()) -> Counts:
     """Returns the in-flight count of each stage at the depth that hides messages and barriers.
 
     Args:
         replicas: workers of each stage.
         round_trip_slots: for each boundary, (c_fwd + c_bwd) / T: seconds of an activation message and of
             a gradient message over the period per minibatch.
-        lag: of each stage; where one asks for more depth upstream, there is more.
+        update_delay: of each stage; where one asks for more depth upstream, there is more.
 
     >>> full((1, 1, 1), (0.0, 0.0))
     (3, 2, 1)
     >>> full((1, 1), (0.5,))
     (3, 1)
     """
-    lags = lag or (0,) * len(replicas)
+    delays_updates = update_delay or (0,) * len(replicas)
     warmup = [0]
     for s in range(len(replicas) - 2, -1, -1):
         here, after = replicas[s], replicas[s + 1]
         ahead = warmup[0] * after + here + 2 * after - 2 * gcd(here, after) + ceil(round_trip_slots[s] - 1e-9)
         warmup.insert(0, ceil(ahead / here))
-        warmup[0] = max(warmup[0], _least(s, warmup, replicas, lags))
+        warmup[0] = max(warmup[0], _least(s, warmup, replicas, delays_updates))
     return tuple(w + 1 for w in warmup)
 
 
-def legal(in_flight: Counts, replicas: Counts, lag: Counts = ()) -> Counts:
+def legal(in_flight: Counts, replicas: Counts, update_delay: Counts = ()) -> Counts:
     """Returns the smallest legal counts that are nowhere below the given ones.
 
     >>> legal((1, 1, 3), (2, 1, 1))
     (2, 3, 3)
     """
-    lags = lag or (0,) * len(replicas)
+    delays_updates = update_delay or (0,) * len(replicas)
     warmup: list[int] = []
     for s in range(len(replicas) - 1, -1, -1):
         warmup.insert(0, in_flight[s] - 1)
-        warmup[0] = max(warmup[0], _least(s, warmup, replicas, lags))
+        warmup[0] = max(warmup[0], _least(s, warmup, replicas, delays_updates))
     return tuple(w + 1 for w in warmup)
 
 
@@ -112,7 +112,7 @@ def fitting(low: Counts, high: Counts, most: Counts, replicas: Counts) -> Counts
     return tuple(found)
 
 
-def check_in_flight(in_flight: Counts, replicas: Counts, lag: Counts = ()) -> None:
+def check_in_flight(in_flight: Counts, replicas: Counts, update_delay: Counts = ()) -> None:
     """Checks a depth written by hand: legal as this module's first lines have it.
 
     Raises:
@@ -125,30 +125,30 @@ def check_in_flight(in_flight: Counts, replicas: Counts, lag: Counts = ()) -> No
         )
     if not 1 <= min(in_flight) <= max(in_flight) <= _MOST_IN_FLIGHT:
         raise PlanError(f"in-flight counts must be between 1 and {_MOST_IN_FLIGHT}, found {in_flight}")
-    lags = lag or (0,) * len(replicas)
+    delays_updates = update_delay or (0,) * len(replicas)
     warmup = [count - 1 for count in in_flight]
     for u in range(len(replicas)):
         for s in range(u + 1, len(replicas)):
-            wanted, sent = _wanted(u, s, warmup[s], replicas, lags), warmup[u] * replicas[u]
+            wanted, sent = _wanted(u, s, warmup[s], replicas, delays_updates), warmup[u] * replicas[u]
             if wanted > sent:
-                late = [t for t in (u, s) if lags[t]]
-                because = f", with lag 1 at stage {' and '.join(map(str, late))}" if late else ""
+                late = [t for t in (u, s) if delays_updates[t]]
+                because = f", with update delay 1 at stage {' and '.join(map(str, late))}" if late else ""
                 raise PlanError(
                     f"in-flight counts {in_flight}{because}: stage {s} would wait for {wanted} warm-up minibatches, "
-                    f"but stage {u} sends only {sent}; counts must not grow towards the output, and a lag needs "
-                    f"more upstream; {legal(in_flight, replicas, lag)} would do"
+                    f"but stage {u} sends only {sent}; counts must not grow towards the output, and an update delay needs "
+                    f"more upstream; {legal(in_flight, replicas, update_delay)} would do"
                 )
 
 
-def _wanted(u: int, s: int, warmup: int, replicas: Counts, lag: Counts) -> int:
+def _wanted(u: int, s: int, warmup: int, replicas: Counts, update_delay: Counts) -> int:
     """Returns X(u, s), from W_s."""
     here, there = replicas[s], replicas[u]
-    if lag[s]:
-        return (warmup + 1) * here - (there if lag[u] else gcd(here, there))
-    return warmup * here - (there - 1 if lag[u] else 0)
+    if update_delay[s]:
+        return (warmup + 1) * here - (there if update_delay[u] else gcd(here, there))
+    return warmup * here - (there - 1 if update_delay[u] else 0)
 
 
-def _least(u: int, warmup: list[int], replicas: Counts, lag: Counts) -> int:
+def _least(u: int, warmup: list[int], replicas: Counts, update_delay: Counts) -> int:
     """Returns the least W_u for the stages behind it; `warmup` begins at stage u."""
     behind = range(u + 1, len(replicas))
-    return max((-(-_wanted(u, s, warmup[s - u], replicas, lag) // replicas[u]) for s in behind), default=0)
+    return max((-(-_wanted(u, s, warmup[s - u], replicas, update_delay) // replicas[u]) for s in behind), default=0)

@@ -149,7 +149,7 @@ def moments(
     in_flight: int,
     per_update: int = 1,
     flushes: bool = False,
-    lag: int = 0,
+    update_delay: int = 0,
     recompute: bool = False,
     peers: Peers | None = None,
     kept_tensors: int = 0,
@@ -163,7 +163,7 @@ def moments(
         in_flight: microbatches forwarded and not yet backwarded, at most.
         per_update: microbatches of the replica in one update.
         flushes: nothing is in flight at an update.
-        lag: 1 where a forward comes between the last backward of an update and the update.
+        update_delay: 1 where a forward comes between the last backward of an update and the update.
         recompute: of a microbatch in flight only the input is kept.
         peers: whom it talks to; None: one worker before and one behind, which holds one microbatch more.
         kept_tensors: for each weight, that compensations of delay keep; an update needs one more for a while.
@@ -192,9 +192,9 @@ def moments(
     further = min(in_flight, per_update - 1) if flushes else in_flight
     if per_update > 1:
         found.append(at(whole, most(further), working + sizes.largest_parameter_bytes))
-    if per_update > 1 or lag:
+    if per_update > 1 or update_delay:
         found.append(at(whole, most(further), working))
-    left = (0 if flushes else max(in_flight - 1, 0) + lag) * waiting
+    left = (0 if flushes else max(in_flight - 1, 0) + update_delay) * waiting
     return (*found, at(whole, left, sizes.update_working_bytes + (whole if kept_tensors else 0)))
 
 

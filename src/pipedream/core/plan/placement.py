@@ -15,9 +15,9 @@ from math import lcm
 
 from pipedream.core.artifact import Artifact
 
-__all__ = ["Dispatched", "Placement", "Seat"]
+__all__ = ["Dispatched", "Placement", "StageReplica"]
 
-Seat = tuple[int, int]
+StageReplica = tuple[int, int]
 """A (stage, replica)."""
 
 
@@ -103,15 +103,17 @@ class Placement(Artifact):
         receives = self.rank_of if carries in ("gradient", "kept") else self.forward_rank
         return sends(source, microbatch), receives(target, microbatch)
 
-    def passes(self, rank: int, *, forward: bool) -> tuple[Seat, ...]:
+    def passes(self, rank: int, *, forward: bool) -> tuple[StageReplica, ...]:
         """Returns the (stage, replica) pairs whose forwards, or whose backwards, a rank runs."""
-        return self.seats(rank)
+        return self.stage_replicas(rank)
 
-    def visits(self, rank: int) -> tuple[Seat, ...]:
+    def visits(self, rank: int) -> tuple[StageReplica, ...]:
         """Returns the (stage, replica) pairs whose forwards a rank runs on weights that live elsewhere."""
-        return tuple(seat for seat in self.passes(rank, forward=True) if self.is_fetched(seat[0]))
+        return tuple(
+            stage_replica for stage_replica in self.passes(rank, forward=True) if self.is_fetched(stage_replica[0])
+        )
 
-    def seats(self, rank: int) -> tuple[Seat, ...]:
+    def stage_replicas(self, rank: int) -> tuple[StageReplica, ...]:
         """Returns the (stage, replica) pairs that live on a rank."""
         return tuple(
             (stage, replica)
@@ -157,9 +159,9 @@ class Dispatched(Placement):
     def readers(self) -> tuple[int, ...]:
         return self.forwards[:1]
 
-    def passes(self, rank: int, *, forward: bool) -> tuple[Seat, ...]:
+    def passes(self, rank: int, *, forward: bool) -> tuple[StageReplica, ...]:
         if not forward:
-            return self.seats(rank)
+            return self.stage_replicas(rank)
         return tuple((stage, 0) for stage, owner in enumerate(self.forwards) if owner == rank)
 
     def __str__(self) -> str:

@@ -34,7 +34,7 @@ class Plan(Artifact):
     Attributes:
         stages: in the order of the model; each begins where the one before ends.
         in_flight: for each stage the forwards that a replica holds before its first backward.
-        lag: for each stage, 0 (the update follows its backward) or 1 (the next forward comes between).
+        update_delay: for each stage, 0 (the update follows its backward) or 1 (the next forward comes between).
         cluster: the workers and links that it was planned for.
         model: class of the model; '' for plans without one.
         batch: samples in the minibatch that the seconds and bytes are for.
@@ -53,11 +53,12 @@ class Plan(Artifact):
     """
 
     FORMAT = 1
+    RENAMED: ClassVar[dict[str, str]] = {"lag": "update_delay"}
 
     stages: tuple[Stage, ...]
     in_flight: tuple[int, ...]
     cluster: Cluster
-    lag: tuple[int, ...] = ()
+    update_delay: tuple[int, ...] = ()
     model: str = ""
     batch: int = 1
     unit: str = "minibatch"
@@ -76,10 +77,12 @@ class Plan(Artifact):
         for before, after in zip(self.stages, self.stages[1:], strict=False):
             if before.last != after.first:
                 raise ValueError(f"a stage ends before layer {before.last}, the next begins at {after.first}")
-        if not self.lag:
-            object.__setattr__(self, "lag", (0,) * len(self.stages))
-        if len(self.lag) != len(self.stages) or not set(self.lag) <= {0, 1}:
-            raise ValueError(f"lag needs 0 or 1 for each of {len(self.stages)} stages, found {self.lag}")
+        if not self.update_delay:
+            object.__setattr__(self, "update_delay", (0,) * len(self.stages))
+        if len(self.update_delay) != len(self.stages) or not set(self.update_delay) <= {0, 1}:
+            raise ValueError(
+                f"update_delay needs 0 or 1 for each of {len(self.stages)} stages, found {self.update_delay}"
+            )
         if self.unit not in ("minibatch", "microbatch"):
             raise ValueError(f"unit is minibatch or microbatch, found {self.unit!r}")
         if self.workers > self.cluster.workers:
@@ -90,11 +93,11 @@ class Plan(Artifact):
             raise ValueError(f"the replicas of a stage are on workers of their own, found {self.order}")
         if self.order and not 0 <= min(self.order) <= max(self.order) < self.cluster.workers:
             raise ValueError(f"the order names workers below {self.cluster.workers}, found {self.order}")
-        for stage, lag in zip(self.stages, self.lag, strict=True):
-            if lag and (stage.replicas == 1 or len(self.stages) == 1):
-                raise ValueError("lag is 0 where a stage is not replicated, and in a one-stage plan")
+        for stage, update_delay in zip(self.stages, self.update_delay, strict=True):
+            if update_delay and (stage.replicas == 1 or len(self.stages) == 1):
+                raise ValueError("update delay is 0 where a stage is not replicated, and in a one-stage plan")
         try:
-            depth.check_in_flight(self.in_flight, self.replicas, self.lag)
+            depth.check_in_flight(self.in_flight, self.replicas, self.update_delay)
         except PlanError as error:
             raise ValueError(str(error)) from None
 
@@ -317,11 +320,11 @@ class Plan(Artifact):
             PlanError: an unknown word, or counts that are not legal (`depth.check_in_flight`).
         """
         if wanted == "noam":
-            return replace(self, in_flight=depth.noam(self.replicas, self.lag), depth="noam")
+            return replace(self, in_flight=depth.noam(self.replicas, self.update_delay), depth="noam")
         if wanted == "full":
             period = self.slowest_stage_s
             slots = tuple(seconds / period if period else 0.0 for seconds in self.round_trips_s)
-            return replace(self, in_flight=depth.full(self.replicas, slots, self.lag), depth="full")
+            return replace(self, in_flight=depth.full(self.replicas, slots, self.update_delay), depth="full")
         if wanted == "auto":
             raise PlanError(
                 "depth auto was asked for a plan that is made already: it is chosen against the memory of a worker, "
@@ -329,7 +332,7 @@ class Plan(Artifact):
             )
         if isinstance(wanted, str):
             raise PlanError(f"depth {wanted!r} is not known; write noam, full, auto or counts as in 3,2,1")
-        depth.check_in_flight(tuple(wanted), self.replicas, self.lag)
+        depth.check_in_flight(tuple(wanted), self.replicas, self.update_delay)
         return replace(self, in_flight=tuple(wanted), depth="hand")
 
     def check_layers(self, layers: int) -> None:
@@ -367,8 +370,8 @@ class Plan(Artifact):
             ]
             width = max(2, *(len("+".join(devices)) for devices in taken))
             columns.append(("on", width, lambda s, stage: "+".join(taken[s])))
-        if any(self.lag):
-            columns.insert(7, ("lag", 3, lambda s, stage: str(self.lag[s])))
+        if any(self.update_delay):
+            columns.insert(7, ("delay", 5, lambda s, stage: str(self.update_delay[s])))
         if max(self.replicas) > 1:
             sync_s = self.sync_s
             columns.insert(

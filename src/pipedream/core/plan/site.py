@@ -22,11 +22,11 @@ import numpy as np
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.cost import all_reduce_bytes, visible_sum_s
 
-__all__ = ["Port", "Site", "telling"]
+__all__ = ["PortLoad", "Site", "telling"]
 
 
 @dataclass(frozen=True)
-class Port:
+class PortLoad:
     """A port that a stage's messages cross: its seconds for each byte of a minibatch.
 
     Attributes:
@@ -39,12 +39,12 @@ class Port:
     weights: float
 
 
-def telling(ports: Iterable[Port]) -> tuple[Port, ...]:
+def telling(ports: Iterable[PortLoad]) -> tuple[PortLoad, ...]:
     """Returns the ports that may be the busiest, in a fixed order.
 
     None that is idle, and none of which another carries at least as much of all three kinds.
     """
-    kept: list[Port] = []
+    kept: list[PortLoad] = []
     for port in sorted(set(ports), key=lambda port: (port.before, port.behind, port.weights), reverse=True):
         mine = (port.before, port.behind, port.weights)
         others = ((other.before, other.behind, other.weights) for other in kept)
@@ -72,7 +72,7 @@ class Site:
     sum_bytes_per_s: float = 1e30
     sum_latency_s: float = 0.0
     sums: str = "ring"
-    ports: tuple[Port, ...] = ()
+    ports: tuple[PortLoad, ...] = ()
 
     @classmethod
     def of(cls, cluster: Cluster, workers: Sequence[int], before: int | None = None, behind: int | None = None) -> Site:
@@ -89,7 +89,7 @@ class Site:
         """
         count = len(workers)
         summed = all_reduce_bytes(1, count, how=cluster.sums) / count  # once in as many minibatches
-        ports: dict[Port, None] = {}
+        ports: dict[PortLoad, None] = {}
         for number, level in enumerate(cluster.levels):
             inside = Counter(cluster.component(number, worker) for worker in workers)
             sides = [None if side is None else cluster.component(number, side) for side in (before, behind)]
@@ -97,7 +97,7 @@ class Site:
             for component, held in inside.items():
                 share = held / count  # of the minibatches
                 first, second = (share / rate if side not in (None, component) else 0.0 for side in sides)
-                ports[Port(first, second, summed / rate if len(inside) > 1 else 0.0)] = None
+                ports[PortLoad(first, second, summed / rate if len(inside) > 1 else 0.0)] = None
         memories = [memory for worker in workers if (memory := cluster.memories[worker]) is not None]
         rate, latency_s = cluster.sum_link(cluster.reach(*workers))
         return cls(

@@ -350,9 +350,9 @@ def check(chosen: tuple[Compensation, ...], weights: WeightRule, *, flushes: boo
             f"compensations {' and '.join(moving)} make up for the same delay twice, for each of them predicts the "
             "weights; choose one"
         )
-    ahead = weights.forward_view is not None
+    ahead = weights.forward_prediction is not None
     spikes = all(isinstance(one, SpikeCompensation) for one in chosen if one.moves_weights)
-    forward_alone = weights.backward_rule != "stash" and weights.backward_view is None
+    forward_alone = weights.backward_rule != "stash" and weights.backward_prediction is None
     if moving and ahead and not (forward_alone and spikes):
         raise ScheduleError(
             f"compensation {moving[0]} was asked of a method whose forwards read predicted weights: both make up for "
@@ -371,7 +371,7 @@ def check(chosen: tuple[Compensation, ...], weights: WeightRule, *, flushes: boo
                 "at, but the backward rule 'recompute' takes it at the newest; leave it out, or take a method that "
                 "stashes weights"
             )
-        if weights.forward_view is not None:
+        if weights.forward_prediction is not None:
             raise ScheduleError(
                 "compensation gap_aware needs the weights that a gradient was taken at, but the method's forwards read "
                 "predictions, which are gone when the update comes; take a method that stashes weights"

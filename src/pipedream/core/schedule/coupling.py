@@ -133,12 +133,12 @@ def norm_delay(schedule: Schedule) -> int:
     enough = (deepest // schedule.cycle + 3) * schedule.cycle  # the order repeats itself by then
     delay = 1
     for rank in range(placement.workers):
-        if len(placement.seats(rank)) > 1:
+        if len(placement.stage_replicas(rank)) > 1:
             raise ScheduleError(
                 f"clipping by the delayed global norm was asked of {schedule.name!r}, which puts several stages on a "
                 "worker; take clip='local'"
             )
-        ((stage, _),) = placement.seats(rank)
+        ((stage, _),) = placement.stage_replicas(rank)
         step = placement.replicas[stage]
         made = 0
         for op in islice(schedule.order(rank), 4 * enough + 8):

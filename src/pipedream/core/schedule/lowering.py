@@ -133,7 +133,7 @@ def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, str, in
         return numbers.get((*placement.ends(carries, source, target, k), carries, source))
 
     trains = len(schedule.kinds) > 1
-    lent = dict.fromkeys((stage for stage, _ in placement.seats(rank) if placement.is_fetched(stage)), 0)
+    lent = dict.fromkeys((stage for stage, _ in placement.stage_replicas(rank) if placement.is_fetched(stage)), 0)
 
     def lend(stage: int, version: int) -> Iterator[Transfer]:
         """Sends a version to where it is fetched, once for each update whose forwards read it; in a run of forwards
@@ -189,7 +189,9 @@ def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankP
     anchor = Kind.FORWARD if forwards else Kind.BACKWARD  # a rank may have backwards alone
     window: list[Instruction] = []
     first = second = None
-    for instruction in islice(stream, 100 * (settled + 3 * cycle) * len(forwards or placement.seats(rank)) + 1000):
+    for instruction in islice(
+        stream, 100 * (settled + 3 * cycle) * len(forwards or placement.stage_replicas(rank)) + 1000
+    ):
         window.append(instruction)
         if isinstance(instruction, Op) and instruction.kind is anchor:
             if first is None and instruction.index >= settled:
@@ -220,7 +222,7 @@ def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankP
         for stage, _ in placement.passes(rank, forward=kind is Kind.FORWARD)
     )
     if len(schedule.kinds) > 1:
-        wanted += sum(cycle // schedule.updates.per_update[stage] for stage, _ in placement.seats(rank))
+        wanted += sum(cycle // schedule.updates.per_update[stage] for stage, _ in placement.stage_replicas(rank))
     found = sum(isinstance(item, Op) and item.kind is not Kind.FETCH for item in window[first:second])
     if found != wanted or not all(repeats(i) for i in range(start, len(window) - length)):
         raise ScheduleError(

@@ -13,11 +13,11 @@ from pipedream.core.schedule.op import Kind, Op, ends_backward
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
 
-__all__ = ["Held", "held", "most_in_flight"]
+__all__ = ["StageOccupancy", "most_in_flight", "occupancy"]
 
 
 @dataclass(frozen=True)
-class Held:
+class StageOccupancy:
     """What a replica of a stage holds at most.
 
     Attributes:
@@ -33,14 +33,14 @@ class Held:
     deferred: int = 0
 
 
-def held(schedule: Schedule) -> tuple[Held, ...]:
+def occupancy(schedule: Schedule) -> tuple[StageOccupancy, ...]:
     """Returns what each stage of a schedule holds, in its fullest replica."""
     found = []
     for stage in range(len(schedule.plan.stages)):
         in_flight, deferred = _in_flight(schedule, stage)
         kept = schedule.updates.kept_tensors(schedule.weights.staleness(stage))
         sets = schedule.weights.versions(stage) + schedule.weights.buffers(stage)
-        found.append(Held(in_flight, sets, kept_tensors=kept, deferred=deferred))
+        found.append(StageOccupancy(in_flight, sets, kept_tensors=kept, deferred=deferred))
     return tuple(found)
 
 

@@ -19,13 +19,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp, isfinite
 
-__all__ = ["AVERAGE", "DIFFERENCE", "VELOCITY", "Between", "View"]
+__all__ = ["AVERAGE", "DIFFERENCE", "VELOCITY", "Between", "WeightPrediction"]
 
 VELOCITY, DIFFERENCE, AVERAGE = "velocity", "difference", "average"
 
 
 @dataclass(frozen=True)
-class View:
+class WeightPrediction:
     """How a view is computed from a version.
 
     Attributes:

@@ -230,7 +230,7 @@ class Program(Artifact):
         for kind in self.kinds:
             for stage, replica in self.placement.passes(rank, forward=kind is Kind.FORWARD):
                 passes += len(range(replica, total, self.placement.replicas[stage]))
-        for stage, _ in self.placement.seats(rank) if len(self.kinds) > 1 else ():
+        for stage, _ in self.placement.stage_replicas(rank) if len(self.kinds) > 1 else ():
             updates += self.updates.updates(stage, total)
         return passes, updates
 
@@ -354,7 +354,7 @@ def format_instructions(instructions: tuple[Instruction, ...]) -> str:
 
 
 def _parse(text: str, placement: Placement, rank: int, place: str) -> tuple[Instruction, ...]:
-    replica = dict(placement.passes(rank, forward=True)) | dict(placement.seats(rank))
+    replica = dict(placement.passes(rank, forward=True)) | dict(placement.stage_replicas(rank))
     found: list[Instruction] = []
     for token in text.split():
         op = re.fullmatch(r"(\d+)([FBIWUH])(\d+)", token)

@@ -172,14 +172,14 @@ class Schedule:
         """
 
         def order(rank: int) -> Iterator[Op]:
-            seats = len(self.placement.seats(rank))
+            stage_replicas = len(self.placement.stage_replicas(rank))
             due: list[Op] = []
             for op in self.order(rank):
                 if op.kind is not Kind.UPDATE:
                     yield op
                     continue
                 due.append(op)
-                if len(due) == seats:
+                if len(due) == stage_replicas:
                     yield from due
                     due.clear()
 
@@ -260,7 +260,7 @@ def truncate(order: Iterator[Op], schedule: Schedule, rank: int, total: int) -> 
     for kind in schedule.kinds:
         for stage, replica in schedule.placement.passes(rank, forward=kind is Kind.FORWARD):
             missing += len(range(replica, total, schedule.placement.replicas[stage]))
-    for stage, _ in schedule.placement.seats(rank) if makes_updates else ():
+    for stage, _ in schedule.placement.stage_replicas(rank) if makes_updates else ():
         missing += updates.updates(stage, total)
     idle = 0
     while missing:

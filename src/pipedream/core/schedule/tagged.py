@@ -90,7 +90,7 @@ class Tagged(_Newer):
 
 @dataclass(frozen=True)
 class Interpolated(_Newer):
-    """Stashing, with a backward between the stash and the newest weights: see `views.Between`.
+    """Stashing, with a backward between the stash and the newest weights: see `predictions.Between`.
 
     A forward reads the newest weights of its stage, which are kept until its backward. That one is at weights computed
     from these and from what is newest then.

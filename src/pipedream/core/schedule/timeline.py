@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pipedream.core.artifact import Artifact
 from pipedream.core.units import format_seconds
 
-__all__ = ["WORK", "MemoryStep", "Span", "Tag", "Timeline"]
+__all__ = ["WORK", "GradientVersions", "MemoryStep", "Span", "Timeline"]
 
 WORK = ("F", "B", "I", "W", "U")
 """Kinds of span in which a rank computes."""
@@ -38,7 +38,7 @@ class Span(NamedTuple):
     end_s: float
 
 
-class Tag(NamedTuple):
+class GradientVersions(NamedTuple):
     """What a gradient carries: at which versions it was taken and which version it updates.
 
     Attributes:
@@ -100,7 +100,7 @@ class Timeline(Artifact):
     microbatches: int
     minibatch_microbatches: int = 1
     batch: int = 1
-    tags: tuple[Tag, ...] = ()
+    tags: tuple[GradientVersions, ...] = ()
     peak_bytes: tuple[int, ...] = ()
     peak_versions: tuple[int, ...] = ()
     memory: tuple[tuple[int, ...], ...] = ()

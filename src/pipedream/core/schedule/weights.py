@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 from pipedream.core.artifact import decode, encode
 from pipedream.core.errors import ArtifactError
 from pipedream.core.schedule.op import Kind
-from pipedream.core.schedule.prediction import AVERAGE, VELOCITY, View
+from pipedream.core.schedule.prediction import AVERAGE, VELOCITY, WeightPrediction
 
 __all__ = ["BACKWARD_RULES", "DoubleBuffer", "Flush", "Latest", "Stash", "VerticalSync", "WeightRule"]
 
@@ -43,13 +43,13 @@ class WeightRule(ABC):
         name: how files and tables call it.
         backward_rule: 'stash': the true gradient at the weights that the forward read; 'recompute' or 'graph' where the
             backward reads others.
-        forward_view, backward_view: what a pass reads in place of its version; None is the version itself.
+        forward_prediction, backward_prediction: what a pass reads in place of its version; None is the version itself.
     """
 
     name: ClassVar[str]
     backward_rule: ClassVar[str] = "stash"
-    forward_view: ClassVar[View | None] = None
-    backward_view: ClassVar[View | None] = None
+    forward_prediction: ClassVar[WeightPrediction | None] = None
+    backward_prediction: ClassVar[WeightPrediction | None] = None
     rules: ClassVar[dict[str, type[WeightRule]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -93,10 +93,12 @@ class WeightRule(ABC):
         """Returns the mean over the microbatches of an update; that of `staleness` where they are all as late."""
         return float(self.staleness(stage))
 
-    def views(self, stage: int) -> tuple[View, ...]:
+    def predictions(self, stage: int) -> tuple[WeightPrediction, ...]:
         """Returns the views of a stage that are not the version itself."""
-        given = (view for view in (self.forward_view, self.backward_view) if view is not None)
-        return tuple(view for view in given if view.horizons[stage])
+        given = (
+            prediction for prediction in (self.forward_prediction, self.backward_prediction) if prediction is not None
+        )
+        return tuple(prediction for prediction in given if prediction.horizons[stage])
 
     def kept_until(self, stage: int) -> Kind | None:
         """Returns which pass is the last to read a forward's view that is kept; None where none is."""
@@ -157,13 +159,13 @@ class Stash(WeightRule):
     """Weight stashing: the newest weights at the forward, the same at the backward.
 
     PipeDream, SOSP 2019, section 3.3: w(t+1) = w(t) - lr grad f(w_0(t-p+1), ..., w_{p-1}(t)). Stage s is
-    W_s + lag updates late.
+    W_s + update delay updates late.
     """
 
     name: ClassVar[str] = "stash"
     warmup: tuple[int, ...]
     replicas: tuple[int, ...]
-    lag: tuple[int, ...]
+    update_delay: tuple[int, ...]
 
     def forward_version(self, stage: int, microbatch: int) -> int:
         return max(0, microbatch // self.replicas[stage] - self.staleness(stage))
@@ -172,7 +174,7 @@ class Stash(WeightRule):
         return self.staleness(stage) + 1
 
     def staleness(self, stage: int) -> int:
-        return self.warmup[stage] + self.lag[stage]
+        return self.warmup[stage] + self.update_delay[stage]
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ class VerticalSync(WeightRule):
     name: ClassVar[str] = "vertical_sync"
     warmup: tuple[int, ...]
     replicas: tuple[int, ...]
-    lag: tuple[int, ...]
+    update_delay: tuple[int, ...]
 
     def forward_version(self, stage: int, microbatch: int) -> int:
         first = self.replicas[0]
@@ -220,8 +222,8 @@ class VerticalSync(WeightRule):
     @property
     def _rounds_late(self) -> int:
         """Rounds of the input stage: r_0 times as many microbatches must cover (W_s + lag_s) r_s of each."""
-        each = zip(self.warmup, self.lag, self.replicas, strict=True)
-        return max(-(-(wait + lag) * count // self.replicas[0]) for wait, lag, count in each)
+        each = zip(self.warmup, self.update_delay, self.replicas, strict=True)
+        return max(-(-(wait + update_delay) * count // self.replicas[0]) for wait, update_delay, count in each)
 
     def _settled(self, stage: int) -> range:
         """Returns one cycle of updates of a stage, behind the warm-up."""
@@ -259,16 +261,16 @@ class Latest(WeightRule):
     """The newest weights that there are: at the forward, and again at the backward.
 
     One set of weights, which the optimizer writes while microbatches are in flight: update n of a stage comes behind
-    the last backward of its microbatches (or, with a lag, behind the forward after that), so what is newest at an op is
+    the last backward of its microbatches (or, with an update delay, behind the forward after that), so what is newest at an op is
     arithmetic. With the rule 'stash' what a forward has read, its view or the version itself, is kept, and the backward
     reads it too.
 
     Attributes:
-        warmup, replicas, lag: of each stage.
+        warmup, replicas, update_delay: of each stage.
         per_update: for each stage, microbatches in one update, over all replicas; at least the replicas.
         backward_rule: see the module's first words.
-        forward_view, backward_view: what a pass reads in place of the newest weights.
-        shares_view: microbatches of which the first at a seat has its forward's view computed, for all of them (XPipe's
+        forward_prediction, backward_prediction: what a pass reads in place of the newest weights.
+        shares_prediction: microbatches that share the forward prediction computed for the first of them (XPipe's
             bellwether): 1, or those of an update.
 
     Raises:
@@ -278,18 +280,18 @@ class Latest(WeightRule):
     name: ClassVar[str] = "latest"
     warmup: tuple[int, ...]
     replicas: tuple[int, ...]
-    lag: tuple[int, ...]
+    update_delay: tuple[int, ...]
     per_update: tuple[int, ...]
     # Fields here; other rules have one value for all.
     backward_rule: str = field(default="graph", kw_only=True)  # type: ignore[misc]
-    forward_view: View | None = field(default=None, kw_only=True)  # type: ignore[misc]
-    backward_view: View | None = field(default=None, kw_only=True)  # type: ignore[misc]
-    shares_view: int = field(default=1, kw_only=True)
+    forward_prediction: WeightPrediction | None = field(default=None, kw_only=True)  # type: ignore[misc]
+    backward_prediction: WeightPrediction | None = field(default=None, kw_only=True)  # type: ignore[misc]
+    shares_prediction: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        ahead, back = self.forward_view, self.backward_view
-        lengths = {len(row) for row in (self.warmup, self.replicas, self.lag, self.per_update)}
-        lengths |= {len(view.horizons) for view in (ahead, back) if view is not None}
+        ahead, back = self.forward_prediction, self.backward_prediction
+        lengths = {len(row) for row in (self.warmup, self.replicas, self.update_delay, self.per_update)}
+        lengths |= {len(prediction.horizons) for prediction in (ahead, back) if prediction is not None}
         if len(lengths) != 1:
             raise ValueError(f"one number a stage is wanted everywhere, found {sorted(lengths)} numbers")
         if any(count < replicas for count, replicas in zip(self.per_update, self.replicas, strict=True)):
@@ -298,21 +300,21 @@ class Latest(WeightRule):
             )
         if self.backward_rule not in BACKWARD_RULES:
             raise ValueError(f"a backward rule is {', '.join(BACKWARD_RULES)}, found {self.backward_rule!r}")
-        if self.backward_rule == "stash" and (back is not None or self.shares_view > 1):
+        if self.backward_rule == "stash" and (back is not None or self.shares_prediction > 1):
             raise ValueError(
                 "with the rule 'stash' each backward reads what its own forward has read, and has no view of its own"
             )
-        if self.shares_view != 1 and {self.shares_view} != set(self.per_update):
+        if self.shares_prediction != 1 and {self.shares_prediction} != set(self.per_update):
             raise ValueError(
-                f"a view is shared by the {self.per_update} microbatches of an update, not {self.shares_view}"
+                f"a view is shared by the {self.per_update} microbatches of an update, not {self.shares_prediction}"
             )
         if ahead is not None and back is not None and ahead.by == back.by == AVERAGE:
             raise ValueError("only one of the two views can be by an average: they would need one each")
 
     def forward_version(self, stage: int, microbatch: int) -> int:
         replicas = self.replicas[stage]
-        group = microbatch - microbatch % self.shares_view
-        first = microbatch if self.shares_view == 1 else group + (microbatch - group) % replicas
+        group = microbatch - microbatch % self.shares_prediction
+        first = microbatch if self.shares_prediction == 1 else group + (microbatch - group) % replicas
         return max(0, (first - self._late(stage)) // self.per_update[stage])
 
     def backward_version(self, stage: int, microbatch: int) -> int:
@@ -333,23 +335,23 @@ class Latest(WeightRule):
 
     def mean_staleness(self, stage: int) -> float:
         late, count = self._late(stage), self.per_update[stage]
-        if self.shares_view == 1:  # behind the warm-up, each with weights of its own
+        if self.shares_prediction == 1:  # behind the warm-up, each with weights of its own
             return late / count
         return sum(-((i % self.replicas[stage] - late) // count) for i in range(count)) / count
 
     def kept_until(self, stage: int) -> Kind | None:
-        if self.forward_view is None or not self.forward_view.horizons[stage]:
+        if self.forward_prediction is None or not self.forward_prediction.horizons[stage]:
             return None
         if self.backward_rule == "stash":
             return Kind.BACKWARD
-        return Kind.FORWARD if self.shares_view > self.replicas[stage] else None
+        return Kind.FORWARD if self.shares_prediction > self.replicas[stage] else None
 
     def buffers(self, stage: int) -> int:
-        ways = {view.by for view in self.views(stage)} - {VELOCITY}
+        ways = {prediction.by for prediction in self.predictions(stage)} - {VELOCITY}
         # The weights, while a view stands in their storage; and what is not the optimizer's own.
-        aside = AVERAGE in ways or (self.backward_rule != "stash" and bool(self.views(stage)))
+        aside = AVERAGE in ways or (self.backward_rule != "stash" and bool(self.predictions(stage)))
         return aside + len(ways)
 
     def _late(self, stage: int) -> int:
         """Returns by how many microbatches a forward is ahead of the backward at its point of the order."""
-        return (self.warmup[stage] + self.lag[stage]) * self.replicas[stage]
+        return (self.warmup[stage] + self.update_delay[stage]) * self.replicas[stage]

@@ -23,7 +23,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.planner.bisection.feasibility import Needs, Period
 from pipedream.planner.bisection.latest_start import latest
 from pipedream.planner.tables.search_space import Space
-from pipedream.planner.workers.worker_line import Line
+from pipedream.planner.workers.worker_line import WorkerLine
 
 __all__ = ["TOLERANCE", "Bisection"]
 
@@ -48,7 +48,7 @@ class Bisection:
     """
 
     space: Space
-    line: Line
+    line: WorkerLine
     recompute: str = "never"
     all_workers: bool = False
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipedream.planner.bisection.lower_bounds import Pairs, Relaxed, period_s
 from pipedream.planner.tables.search_space import Space
-from pipedream.planner.workers.worker_line import Line
+from pipedream.planner.workers.worker_line import WorkerLine
 
 __all__ = ["Needs", "Period"]
 
@@ -27,7 +27,7 @@ class Needs:
     """
 
     space: Space
-    line: Line
+    line: WorkerLine
     places: Any
     index: Any
     pairs: dict[bool, Pairs]
@@ -35,7 +35,7 @@ class Needs:
     _held: dict[tuple[int, int, bool], Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, space: Space, line: Line, recompute: str) -> Needs:
+    def of(cls, space: Space, line: WorkerLine, recompute: str) -> Needs:
         """Returns the needs of a space on a line. `recompute` is one of `recurrence.RECOMPUTE`."""
         places = np.array(space.positions)
         allowed = space.precede.copy()
@@ -102,7 +102,7 @@ class Needs:
         return self._held[key]
 
     def _most_held(self, memory_bytes: float, replicas: int, again: bool) -> Any:
-        pairs, lag = self.pairs[again], self.space.lag if replicas > 1 else 0
+        pairs, update_delay = self.pairs[again], self.space.update_delay if replicas > 1 else 0
         first, last = self.places[pairs.first], self.places[pairs.last]
         most = np.full(len(first), self.workers)
         if np.isinf(memory_bytes):
@@ -112,7 +112,7 @@ class Needs:
             middle = (low[open_] + high[open_]) // 2
             for held in np.unique(middle):
                 some = open_[middle == held]
-                need = self.space.need_bytes(first[some], last[some], int(held), lag, again, replicas)
+                need = self.space.need_bytes(first[some], last[some], int(held), update_delay, again, replicas)
                 fits = need + self.space.spare_bytes <= memory_bytes
                 low[some[fits]] = held
                 high[some[~fits]] = held

@@ -24,7 +24,7 @@ import numpy as np
 
 from pipedream.core.plan.cost import visible_sum_s
 from pipedream.planner.tables.search_space import Space
-from pipedream.planner.workers.worker_line import Line, Sites
+from pipedream.planner.workers.worker_line import Sites, WorkerLine
 
 __all__ = ["Pairs", "Relaxed", "period_s"]
 
@@ -89,7 +89,7 @@ def period_s(pairs: Pairs, sites: Sites, how: str) -> Any:
 class Relaxed:
     """The relaxed sites of a line, by their count of workers."""
 
-    line: Line
+    line: WorkerLine
 
     @property
     def workers(self) -> int:

@@ -81,7 +81,7 @@ def ranked(
 
 def fits(space: Space, plan: Plan) -> bool:
     """Tells whether each stage fits the smallest of its workers, as a search counts it: with the least of messages
-    (`Space.need_bytes`), and where a lag does not yet ask for more depth."""
+    (`Space.need_bytes`), and where an update delay does not yet ask for more depth."""
     return _fits(space, plan, partial(_need, space))
 
 
@@ -99,8 +99,10 @@ def _fits(space: Space, plan: Plan, need: Callable[..., int]) -> bool:
 
 
 def _needs(space: Space, plan: Plan, need: Callable[..., int]) -> list[int]:
-    rows = zip(space.ends(plan), plan.stages, noam(plan.replicas), plan.lag, strict=True)
-    return [need(*ends, held, lag, stage.recompute, stage.replicas) for ends, stage, held, lag in rows]
+    rows = zip(space.ends(plan), plan.stages, noam(plan.replicas), plan.update_delay, strict=True)
+    return [
+        need(*ends, held, update_delay, stage.recompute, stage.replicas) for ends, stage, held, update_delay in rows
+    ]
 
 
 def _need(space: Space, *how: Any) -> int:

@@ -11,7 +11,7 @@ it to the output. With A(a, w, r) for layers a and on, run by the line's last w 
 
 where stage [a, b) fits the memory of its smallest worker at (w - 1) // r + 1 in flight; a stage that does not may keep
 only its input and do its forward again, if that is asked. What is searched is a set of such (w, r):
-all of them; r = 1 for straight pipelines; one for each stage where the counts are given. (Where a lag
+all of them; r = 1 for straight pipelines; one for each stage where the counts are given. (Where an update delay
 raises the depth upstream, `core.plan.plan.depth.legal`, that is not known here: the depth is applied after the search,
 and the memory checked again.)
 
@@ -36,11 +36,11 @@ import numpy as np
 
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.site import Port, Site
-from pipedream.core.schedule.occupancy import Held
+from pipedream.core.plan.site import PortLoad, Site
+from pipedream.core.schedule.occupancy import StageOccupancy
 from pipedream.planner.dynamic_program.shortage import Shortage
 from pipedream.planner.tables.search_space import Space
-from pipedream.planner.workers.worker_line import Line
+from pipedream.planner.workers.worker_line import WorkerLine
 
 __all__ = ["RECOMPUTE", "Pipelines", "State", "check_recompute", "of_counts", "rank", "replicated", "straights"]
 
@@ -92,7 +92,7 @@ class Pipelines:
     states: tuple[State, ...]
     starts: tuple[State, ...] | None = None
     whole: bool = True
-    line: Line | None = None
+    line: WorkerLine | None = None
     recompute: str = "never"
 
     def best(self, note: str = "") -> Plan | None:
@@ -138,8 +138,8 @@ class Pipelines:
         return self.states if self.starts is None else self.starts
 
     @cached_property
-    def _line(self) -> Line:
-        return self.line or Line.of(self.space.cluster)
+    def _line(self) -> WorkerLine:
+        return self.line or WorkerLine.of(self.space.cluster)
 
     @cached_property
     def _sites(self) -> dict[State, Site]:
@@ -179,18 +179,18 @@ class Pipelines:
 
     @cached_property
     def _updates(self) -> tuple[Any, Any]:
-        """Seconds of the updates of all stages, without and with a lag, which one stage alone never has."""
+        """Seconds of the updates of all stages, without and with an update delay, which one stage alone never has."""
         ends = self._places[:, None], self._places[None, :]
-        without, lagging = (np.array(self.space.update_s(*ends, lag), dtype=float) for lag in (0, 1))
-        lagging[0, -1] = without[0, -1]
-        return without, lagging
+        without, delayed = (np.array(self.space.update_s(*ends, update_delay), dtype=float) for update_delay in (0, 1))
+        delayed[0, -1] = without[0, -1]
+        return without, delayed
 
     @cached_property
     def _costs(self) -> dict[Any, Any]:
         return {}
 
     @cached_property
-    def _needs(self) -> dict[tuple[Held, Held, int, bool, bool], Any]:
+    def _needs(self) -> dict[tuple[StageOccupancy, StageOccupancy, int, bool, bool], Any]:
         return {}
 
     def _cost(self, site: Site, recompute: bool) -> Any:
@@ -202,12 +202,12 @@ class Pipelines:
         return np.maximum(compute_s, port_s)
 
     def _compute_s(self, site: Site, recompute: bool) -> Any:
-        lag = self.space.lag if site.replicas > 1 else 0
-        if (recompute, lag) not in self._rows:
-            rows = (*(self._redone if recompute else self._passes), self._updates[lag], self._bytes[0])
-            self._rows[recompute, lag] = tuple(row[self._allowed] for row in rows)
+        update_delay = self.space.update_delay if site.replicas > 1 else 0
+        if (recompute, update_delay) not in self._rows:
+            rows = (*(self._redone if recompute else self._passes), self._updates[update_delay], self._bytes[0])
+            self._rows[recompute, update_delay] = tuple(row[self._allowed] for row in rows)
         found = np.full(self._allowed.shape, np.inf)
-        found[self._allowed] = site.compute_s(*self._rows[recompute, lag])
+        found[self._allowed] = site.compute_s(*self._rows[recompute, update_delay])
         return found
 
     @cached_property
@@ -215,7 +215,7 @@ class Pipelines:
         """What `Site.compute_s` asks of the stages that are allowed, one after the other."""
         return {}
 
-    def _kept(self, key: Site | tuple[Port, ...] | tuple[Site, bool], make: Callable[[], Any]) -> Any:
+    def _kept(self, key: Site | tuple[PortLoad, ...] | tuple[Site, bool], make: Callable[[], Any]) -> Any:
         if key in self._costs:
             return self._costs[key]
         made = make()
@@ -225,13 +225,19 @@ class Pipelines:
 
     def _need(self, state: State, recompute: bool) -> Any:
         workers, replicas = state
-        held, lag = (workers - 1) // replicas + 1, self.space.lag if replicas > 1 else 0
-        # One stage alone does not lag.
+        held, update_delay = (workers - 1) // replicas + 1, self.space.update_delay if replicas > 1 else 0
+        # One stage alone does not update delay.
         share = -(-self.space.microbatches // replicas)
-        key = self.space.held(held, lag, replicas), self.space.held(held, 0, replicas), share, replicas > 1, recompute
+        key = (
+            self.space.held(held, update_delay, replicas),
+            self.space.held(held, 0, replicas),
+            share,
+            replicas > 1,
+            recompute,
+        )
         if key not in self._needs:
             ends = self._places[:, None], self._places[None, :]
-            need = self.space.need_bytes(*ends, held, lag, recompute, replicas) + self.space.spare_bytes
+            need = self.space.need_bytes(*ends, held, update_delay, recompute, replicas) + self.space.spare_bytes
             need[0, -1] = self.space.need_bytes(0, int(self._places[-1]), held, 0, recompute, replicas)
             self._needs[key] = need
         return self._needs[key]

@@ -21,8 +21,8 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_seconds
 from pipedream.planner.papers.classic_levels import LevelTable, alone_s, solve
-from pipedream.planner.papers.classic_states import States
-from pipedream.planner.tables.method_occupancy import Versions, stash
+from pipedream.planner.papers.classic_states import CutStates
+from pipedream.planner.tables.method_occupancy import VersionsRule, stash
 from pipedream.planner.tables.search_space import Space
 
 __all__ = ["Classic", "classic"]
@@ -49,7 +49,7 @@ def classic(
     graph: GraphText | Profile,
     cluster: Cluster,
     *,
-    versions: Versions = stash,
+    versions: VersionsRule = stash,
     depth: str | tuple[int, ...] = "noam",
 ) -> Classic:
     """Finds the original planner's answer.
@@ -75,7 +75,7 @@ def classic(
             "know; give one width a level, or plan with --cost-model pipedream"
         )
     text = GraphText.of(graph) if isinstance(graph, Profile) else graph
-    states = States.of(text)
+    states = CutStates.of(text)
     tables = solve(states, cluster.levels)
     end = len(states) - 1
     stages = _flat(tables, 0, end, 1)
@@ -132,9 +132,9 @@ def _plan(
     graph: GraphText | Profile,
     text: GraphText,
     cluster: Cluster,
-    states: States,
+    states: CutStates,
     stages: list[_Found],
-    versions: Versions,
+    versions: VersionsRule,
     depth: str | tuple[int, ...],
 ) -> Plan:
     """The plan of these stages, over the nodes stage by stage in an order in which they can run."""

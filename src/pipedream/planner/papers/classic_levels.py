@@ -31,7 +31,7 @@ import numpy as np
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Level
-from pipedream.planner.papers.classic_states import States
+from pipedream.planner.papers.classic_states import CutStates
 
 __all__ = ["LevelTable", "alone_s", "solve"]
 
@@ -54,7 +54,7 @@ class LevelTable:
         table: A as table[m - 1, j, row of i]; infinite where j < i.
     """
 
-    states: States
+    states: CutStates
     level: Level
     below: int
     cost: Any
@@ -94,7 +94,7 @@ class LevelTable:
         return int(before[k]), int(q) + 1
 
 
-def solve(states: States, levels: tuple[Level, ...]) -> list[LevelTable]:
+def solve(states: CutStates, levels: tuple[Level, ...]) -> list[LevelTable]:
     """Returns the tables of all levels, innermost first; of the outermost only the row i = 0.
 
     Raises:

@@ -25,14 +25,14 @@ from pipedream.core.errors import PlanError
 from pipedream.core.model.graph_txt import GraphText, in_order
 from pipedream.planner.cuts.downsets import bits, rows
 
-__all__ = ["MOST_STATES", "States"]
+__all__ = ["MOST_STATES", "CutStates"]
 
 MOST_STATES = 4000
 """More than this are refused: the search takes their square in memory, and their cube in time."""
 
 
 @dataclass(frozen=True, eq=False)
-class States:
+class CutStates:
     """The cuts of a graph in an order in which they can be passed, and sums over what has run at each.
 
     Attributes:
@@ -51,7 +51,7 @@ class States:
     output_bytes: Any
 
     @classmethod
-    def of(cls, graph: GraphText) -> States:
+    def of(cls, graph: GraphText) -> CutStates:
         """Returns the states of a graph.
 
         Raises:

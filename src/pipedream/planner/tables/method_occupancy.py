@@ -7,24 +7,24 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.occupancy import Held
+from pipedream.core.schedule.occupancy import StageOccupancy
 
-__all__ = ["HeldRule", "Holds", "Versions", "stash"]
+__all__ = ["OccupancyRule", "PlanOccupancy", "VersionsRule", "stash"]
 
-Versions = Callable[[int, int], int]
-"""From the minibatches in flight at a stage, and its lag, to the versions of its weights alive at once."""
+VersionsRule = Callable[[int, int], int]
+"""From the minibatches in flight at a stage, and its update delay, to the versions of its weights alive at once."""
 
-Holds = Callable[[Plan], tuple[Held, ...]]
+PlanOccupancy = Callable[[Plan], tuple[StageOccupancy, ...]]
 """From a plan to what each of its stages holds under a method, which is read off the method's schedule."""
 
 
-def stash(in_flight: int, lag: int) -> int:
-    """Returns the versions that weight stashing holds: one for each minibatch in flight, and one for a lag."""
-    return in_flight + lag
+def stash(in_flight: int, update_delay: int) -> int:
+    """Returns the versions that weight stashing holds: one for each minibatch in flight, and one for an update delay."""
+    return in_flight + update_delay
 
 
 @dataclass(frozen=True, eq=False)
-class HeldRule:
+class OccupancyRule:
     """What is held of what is admitted.
 
     Attributes:
@@ -33,31 +33,33 @@ class HeldRule:
         microbatches: parts of a minibatch.
     """
 
-    versions: Versions
-    holds: Holds | None
+    versions: VersionsRule
+    holds: PlanOccupancy | None
     microbatches: int
 
-    def of_stage(self, in_flight: int, lag: int = 0, replicas: int = 1) -> Held:
+    def of_stage(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:
         """Returns the least that a stage holds, of which the neighbours are not known.
 
         It is that of the input stage of a small plan; but for the versions where these are a matter of all stages
         (vertical sync), of which a stage that is not the last has at least two.
         """
         if self.holds is None:
-            return Held(in_flight, self.versions(in_flight, lag))
+            return StageOccupancy(in_flight, self.versions(in_flight, update_delay))
         share = -(-self.microbatches // replicas)  # replicas matter by their share of a minibatch alone
-        key = in_flight, lag, max(-(-self.microbatches // share), 1 + lag)
+        key = in_flight, update_delay, max(-(-self.microbatches // share), 1 + update_delay)
         if key not in self._known:
-            small = replace(Plan.uniform(2, replicas=(key[2], 1)), in_flight=(in_flight, 1), lag=(lag, 0))
+            small = replace(
+                Plan.uniform(2, replicas=(key[2], 1)), in_flight=(in_flight, 1), update_delay=(update_delay, 0)
+            )
             found = self.holds(small)[0]
             self._known[key] = replace(found, versions=min(found.versions, 2)) if self._is_of_all else found
         return self._known[key]
 
-    def of_plan(self, plan: Plan) -> tuple[Held, ...]:
+    def of_plan(self, plan: Plan) -> tuple[StageOccupancy, ...]:
         """Returns what the stages of a whole plan hold."""
         if self.holds is not None:
             return self.holds(plan)
-        return tuple(self.of_stage(*row, 1) for row in zip(plan.in_flight, plan.lag, strict=True))
+        return tuple(self.of_stage(*row, 1) for row in zip(plan.in_flight, plan.update_delay, strict=True))
 
     @cached_property
     def _is_of_all(self) -> bool:
@@ -67,5 +69,5 @@ class HeldRule:
         return more > few
 
     @cached_property
-    def _known(self) -> dict[tuple[int, int, int], Held]:
+    def _known(self) -> dict[tuple[int, int, int], StageOccupancy]:
         return {}

@@ -2,7 +2,7 @@
 
 A place is a downset of the graph (`lattice`). Places 0 to n are the layers before each index, in the graph's order;
 behind them come those downsets that this order does not pass. The cost of a stage is a function of (first place, last
-place, replicas) and its memory one of (first, last, in_flight, lag); a search needs nothing else but `positions`, the
+place, replicas) and its memory one of (first, last, in_flight, update delay); a search needs nothing else but `positions`, the
 places that it may use, and `precede`, which pairs of them make a stage.
 
 Seconds are added exactly (as integers over a common power of two) and rounded once. So stages that cost
@@ -34,11 +34,11 @@ from pipedream.core.plan.memory import (
 )
 from pipedream.core.plan.plan import Plan, Stage
 from pipedream.core.plan.site import Site
-from pipedream.core.schedule.occupancy import Held
+from pipedream.core.schedule.occupancy import StageOccupancy
 from pipedream.core.units import format_bytes
 from pipedream.planner.cuts.cut_places import places
 from pipedream.planner.cuts.downsets import Lattice, bits, rows
-from pipedream.planner.tables.method_occupancy import HeldRule, Holds, Versions, stash
+from pipedream.planner.tables.method_occupancy import OccupancyRule, PlanOccupancy, VersionsRule, stash
 from pipedream.planner.tables.profile_tables import by_size, exact, input_bytes, sums
 from pipedream.planner.tables.working_peaks import Peaks, PlaceTables
 
@@ -54,8 +54,8 @@ class Space:
 
     Attributes:
         profile, cluster: as given.
-        versions: versions of the weights alive at once, from the count in flight and the lag.
-        lag: of the replicated stages of a pipeline; others have none (`Plan.lag`).
+        versions: versions of the weights alive at once, from the count in flight and the update delay.
+        update_delay: of the replicated stages of a pipeline; others have none (`Plan.update_delay`).
         microbatches: parts of a minibatch; activations in flight and inputs are those of one part.
         scale: seconds are integers over this power of two.
         forward, backward: seconds of all layers before a place, times `scale`; the loss is part of the last
@@ -73,8 +73,8 @@ class Space:
 
     profile: Profile
     cluster: Cluster
-    versions: Versions
-    lag: int
+    versions: VersionsRule
+    update_delay: int
     microbatches: int
     scale: int
     forward: Any
@@ -86,7 +86,7 @@ class Space:
     downsets: tuple[int, ...]
     positions: tuple[int, ...]
     is_whole: bool = True
-    holds: Holds | None = None
+    holds: PlanOccupancy | None = None
     spare_bytes: int = 0
 
     @classmethod
@@ -95,10 +95,10 @@ class Space:
         profile: Profile,
         cluster: Cluster,
         *,
-        versions: Versions = stash,
-        lag: int = 0,
+        versions: VersionsRule = stash,
+        update_delay: int = 0,
         microbatches: int = 1,
-        holds: Holds | None = None,
+        holds: PlanOccupancy | None = None,
         downsets: Iterable[int] | None = None,
     ) -> Space:
         """Returns the space of a profile on a cluster.
@@ -107,10 +107,12 @@ class Space:
             downsets: to cut at; all that a best plan may need, or good ones where there are too many of them.
 
         Raises:
-            PlanError: fewer than one microbatch, or a lag that is neither 0 nor 1.
+            PlanError: fewer than one microbatch, or an update delay that is neither 0 nor 1.
         """
-        if lag not in (0, 1):
-            raise PlanError(f"lag {lag} was asked for; give 0 (the paper's) or 1 (updates behind the next forward)")
+        if update_delay not in (0, 1):
+            raise PlanError(
+                f"update delay {update_delay} was asked for; give 0 (the paper's) or 1 (updates behind the next forward)"
+            )
         if microbatches < 1:
             raise PlanError(f"a minibatch is split into at least 1 microbatch, found {microbatches}; give 1 or more")
         layers, count = profile.layers, len(profile.layers)
@@ -138,7 +140,7 @@ class Space:
             profile,
             cluster,
             versions,
-            lag,
+            update_delay,
             microbatches,
             scale,
             np.array(sums(exact(forward, scale), steps), dtype=object),
@@ -172,17 +174,17 @@ class Space:
         sizes = inside.sum(axis=1)
         return (inside @ inside.T >= sizes[:, None]) & (sizes[:, None] < sizes[None, :])
 
-    def update_s(self, first: Index, last: Index, lag: int = 0) -> Any:
+    def update_s(self, first: Index, last: Index, update_delay: int = 0) -> Any:
         """Returns the seconds of one update of a stage: its share of the optimizer's step, by parameter bytes.
 
         Stages that hold versions copy their weights first, where a forward that is in flight reads them: all but the
         one at the output, which has none in flight, unless it lags.
         """
-        copy_s = self._copies(last, lag) * self._share(self.profile.copy_s, first, last)
+        copy_s = self._copies(last, update_delay) * self._share(self.profile.copy_s, first, last)
         return self._share(self.profile.update_s, first, last) + copy_s
 
-    def _copies(self, last: Index, lag: int) -> Any:
-        return (self.held(2).versions > 1) & (bool(lag) | (np.asarray(last) != len(self.profile.layers)))
+    def _copies(self, last: Index, update_delay: int) -> Any:
+        return (self.held(2).versions > 1) & (bool(update_delay) | (np.asarray(last) != len(self.profile.layers)))
 
     def _share(self, seconds: float, first: Index, last: Index) -> Any:
         held = self.parameters[last] - self.parameters[first]
@@ -214,23 +216,36 @@ class Space:
         return Site.of(flat, range(1, replicas + 1), 0, replicas + 1)
 
     def need_bytes(
-        self, first: Index, last: Index, in_flight: int, lag: int = 0, recompute: bool = False, replicas: int = 1
+        self,
+        first: Index,
+        last: Index,
+        in_flight: int,
+        update_delay: int = 0,
+        recompute: bool = False,
+        replicas: int = 1,
     ) -> Any:
         """Returns the least peak bytes of a worker of a stage that admits so many microbatches.
 
         How many messages it holds depends on its neighbours, which a search does not know: it has at least one on
         either side, and the one before it holds at least as much. The figures of a plan (`with_bytes`) are never below.
         """
-        held = self.held(in_flight, lag, replicas)
-        before = self.held(in_flight + 1, lag, replicas)  # at the paper's depth it admits one more
+        held = self.held(in_flight, update_delay, replicas)
+        before = self.held(in_flight + 1, update_delay, replicas)  # at the paper's depth it admits one more
         peers = Peers(waiting=before.in_flight + 1, sums=replicas > 1)
-        return stage_bytes(self.sizes(first, last), peers=peers, **self._how(held, lag, recompute, replicas))
+        return stage_bytes(self.sizes(first, last), peers=peers, **self._how(held, update_delay, recompute, replicas))
 
     def memory(
-        self, first: int, last: int, held: Held, peers: Peers, lag: int = 0, recompute: bool = False, replicas: int = 1
+        self,
+        first: int,
+        last: int,
+        held: StageOccupancy,
+        peers: Peers,
+        update_delay: int = 0,
+        recompute: bool = False,
+        replicas: int = 1,
     ) -> StageMemory:
         """Returns what a worker of a stage holds at its worst moment, its neighbours being known."""
-        return stage_memory(self.sizes(first, last), peers=peers, **self._how(held, lag, recompute, replicas))
+        return stage_memory(self.sizes(first, last), peers=peers, **self._how(held, update_delay, recompute, replicas))
 
     def sizes(self, first: Index, last: Index) -> StageSizes:
         """Returns what the layers of a stage need for one microbatch, the largest."""
@@ -250,33 +265,33 @@ class Space:
             update_working_bytes=self.peaks.update_working_bytes(first, last),
         )
 
-    def _how(self, held: Held, lag: int, recompute: bool, replicas: int) -> dict[str, Any]:
+    def _how(self, held: StageOccupancy, update_delay: int, recompute: bool, replicas: int) -> dict[str, Any]:
         return {
             "versions": held.versions,
             "in_flight": held.in_flight,
             "deferred": held.deferred,
             "per_update": -(-self.microbatches // replicas),
             "flushes": held.versions == 1,
-            "lag": lag,
+            "update_delay": update_delay,
             "recompute": recompute,
             "kept_tensors": held.kept_tensors,
         }
 
-    def held(self, in_flight: int, lag: int = 0, replicas: int = 1) -> Held:
+    def held(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:
         """Returns what a stage holds of which its neighbours are not known (`planner.tables.method_occupancy`)."""
-        return self._rule.of_stage(in_flight, lag, replicas)
+        return self._rule.of_stage(in_flight, update_delay, replicas)
 
     @cached_property
-    def _rule(self) -> HeldRule:
-        return HeldRule(self.versions, self.holds, self.microbatches)
+    def _rule(self) -> OccupancyRule:
+        return OccupancyRule(self.versions, self.holds, self.microbatches)
 
-    def stage(self, first: int, last: int, replicas: int = 1, recompute: bool = False, lag: int = 0) -> Stage:
+    def stage(self, first: int, last: int, replicas: int = 1, recompute: bool = False, update_delay: int = 0) -> Stage:
         """Returns the stage between two places; what it holds at its worst is a matter of the whole plan."""
         key = first, last
         if key not in self._stages:
             self._stages[key] = self._stage(first, last)
         stage = replace(self._stages[key], replicas=replicas, recompute=recompute)
-        return self._updating(stage, first, last, bool(self._copies(last, lag)))
+        return self._updating(stage, first, last, bool(self._copies(last, update_delay)))
 
     def _updating(self, stage: Stage, first: int, last: int, copies: bool) -> Stage:
         copy_s = float(self._share(self.profile.copy_s, first, last)) if copies else 0.0
@@ -328,13 +343,13 @@ class Space:
             recompute: which stages keep their input alone; none unless given.
         """
         counts = replicas or (1,) * (len(cuts) + 1)
-        lags = tuple(self.lag if count > 1 and cuts else 0 for count in counts)
-        in_flight = depths.noam(counts, lags)
+        delays_updates = tuple(self.update_delay if count > 1 and cuts else 0 for count in counts)
+        in_flight = depths.noam(counts, delays_updates)
         again, spans = recompute or (False,) * len(counts), pairwise((0, *cuts, len(self.profile.layers)))
-        rows = zip(spans, counts, again, lags, strict=True)
-        stages = tuple(self.stage(*span, count, redone, lag) for span, count, redone, lag in rows)
+        rows = zip(spans, counts, again, delays_updates, strict=True)
+        stages = tuple(self.stage(*span, count, redone, update_delay) for span, count, redone, update_delay in rows)
         model, batch = self.profile.model, self.profile.batch
-        return Plan(stages, in_flight, self.cluster, lags, model, batch, note=note, order=order)
+        return Plan(stages, in_flight, self.cluster, delays_updates, model, batch, note=note, order=order)
 
     def at_depth(self, plan: Plan, depth: str | tuple[int, ...]) -> Plan:
         """Returns the plan at a depth, its peak bytes renewed and within the memory of a worker.
@@ -370,9 +385,11 @@ class Space:
         helds = self._rule.of_plan(plan)
         peers = peers_of(plan.replicas, [held.in_flight for held in helds])
         stages = []
-        for span, stage, held, one, lag in zip(self.ends(plan), plan.stages, helds, peers, plan.lag, strict=True):
-            memory = self.memory(*span, held, one, lag, stage.recompute, stage.replicas)
-            copies = held.versions > 1 and held.in_flight + lag > 1
+        for span, stage, held, one, update_delay in zip(
+            self.ends(plan), plan.stages, helds, peers, plan.update_delay, strict=True
+        ):
+            memory = self.memory(*span, held, one, update_delay, stage.recompute, stage.replicas)
+            copies = held.versions > 1 and held.in_flight + update_delay > 1
             stages.append(replace(self._updating(stage, *span, copies), peak_bytes=memory.total_bytes, memory=memory))
         return replace(plan, stages=tuple(stages))
 
@@ -389,8 +406,8 @@ class Space:
         ends, held, count = self.ends(plan)[s], plan.in_flight[s], plan.replicas[s]
         peers = peers_of(plan.replicas, [one.in_flight for one in self._rule.of_plan(plan)])[s]
         while limit is not None and held > 1:
-            holds = self.held(held, plan.lag[s], count)
-            if self.memory(*ends, holds, peers, plan.lag[s], again, count).total_bytes <= limit:
+            holds = self.held(held, plan.update_delay[s], count)
+            if self.memory(*ends, holds, peers, plan.update_delay[s], again, count).total_bytes <= limit:
                 break
             held -= 1
         return held

@@ -16,9 +16,9 @@ import numpy as np
 
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.cost import all_reduce_bytes
-from pipedream.core.plan.site import Port, Site, telling
+from pipedream.core.plan.site import PortLoad, Site, telling
 
-__all__ = ["Line", "Sites"]
+__all__ = ["Sites", "WorkerLine"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Sites:
 
 
 @dataclass(frozen=True, eq=False)
-class Line:
+class WorkerLine:
     """The workers of a cluster in the order in which stages take them.
 
     Attributes:
@@ -59,7 +59,7 @@ class Line:
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, cluster: Cluster, order: Iterable[int] = ()) -> Line:
+    def of(cls, cluster: Cluster, order: Iterable[int] = ()) -> WorkerLine:
         """Returns the line of a cluster; as its workers stand unless an order is given."""
         return cls(cluster, tuple(order) or tuple(range(cluster.workers)))
 
@@ -91,7 +91,7 @@ class Line:
                     rate,
                     latency_s,
                     self.cluster.sums,
-                    telling(Port(*one) for one in each),
+                    telling(PortLoad(*one) for one in each),
                 )
             sites.append(known[row])
         return sites

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipedream.core.checkpoint import Group, StageState
+from pipedream.core.checkpoint import ParameterGroup, SavedStage
 from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.runtime.update.optimizer import Optimizer
 
@@ -46,7 +46,7 @@ def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     return found
 
 
-def saved(optimizer: Optimizer) -> StageState:
+def saved(optimizer: Optimizer) -> SavedStage:
     """Returns what the optimizer and its scheduler have beside tensors.
 
     Raises:
@@ -58,7 +58,7 @@ def saved(optimizer: Optimizer) -> StageState:
     for group in optimizer.optimizer.param_groups:
         options = {key: _plain(value) for key, value in group.items() if key not in _NOT_OPTIONS}
         held = tuple(names[id(p)] for p in group["params"] if id(p) in names)
-        groups.append(Group(held, _checked(options, f"options of {kind}")))
+        groups.append(ParameterGroup(held, _checked(options, f"options of {kind}")))
     numbers = {
         name: _checked({k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}, f"state of {kind}")
         for name, state in _states(optimizer).items()
@@ -67,7 +67,7 @@ def saved(optimizer: Optimizer) -> StageState:
     if optimizer.scheduler is not None:
         state = optimizer.scheduler.state_dict()
         scheduler = _checked(_plain(state), f"state of {type(optimizer.scheduler).__name__}")
-    return StageState(
+    return SavedStage(
         tuple(groups),
         {n: s for n, s in numbers.items() if s},
         scheduler,
@@ -80,7 +80,7 @@ def saved(optimizer: Optimizer) -> StageState:
 
 
 def restore(
-    optimizer: Optimizer, stages: Sequence[StageState], tensors: Mapping[str, torch.Tensor], *, stage: int | None
+    optimizer: Optimizer, stages: Sequence[SavedStage], tensors: Mapping[str, torch.Tensor], *, stage: int | None
 ) -> None:
     """Puts a checkpoint's state into a stage's optimizer and scheduler.
 
@@ -125,7 +125,7 @@ def restore(
 
 
 def _restore_scheduler(
-    optimizer: Optimizer, stages: Sequence[StageState], sources: Sequence[tuple[int, int]], stage: int | None
+    optimizer: Optimizer, stages: Sequence[SavedStage], sources: Sequence[tuple[int, int]], stage: int | None
 ) -> None:
     source = stages[sources[0][0]] if stage is None else stages[stage]
     if (optimizer.scheduler is None) != (source.scheduler is None):
@@ -195,7 +195,7 @@ def _at(state: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _source(
-    held: Sequence[str], places: Mapping[str, tuple[int, int]], stages: Sequence[StageState], number: int
+    held: Sequence[str], places: Mapping[str, tuple[int, int]], stages: Sequence[SavedStage], number: int
 ) -> tuple[int, int]:
     """Returns the saved (stage, group) whose options a new group takes over."""
     found = list(dict.fromkeys(places[name] for name in held if name in places))
@@ -213,7 +213,7 @@ def _source(
 def _state_of(
     name: str,
     places: Mapping[str, tuple[int, int]],
-    stages: Sequence[StageState],
+    stages: Sequence[SavedStage],
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
     state: dict[str, Any] = _beneath(f"optimizer/{name}/", tensors)

@@ -35,14 +35,14 @@ from pipedream.runtime.comm.message import (
     take_payload,
 )
 
-__all__ = ["Line", "WireGroup", "WireReceiver", "WireSender"]
+__all__ = ["ChannelEndpoint", "DistributedGroup", "DistributedReceiver", "DistributedSender"]
 
 _HEADER_BYTES = 8 * HEADER_WORDS
 _MOST_JOINED_BYTES = 1 << 17  # copying so many costs less than the 50 us of a second message of gloo
 _CLOSED = 1 << 30  # `flags` of the messages that complete the receives which are posted when a channel closes
 
 
-class Line:
+class ChannelEndpoint:
     """What two ends of a channel must agree on.
 
     Attributes:
@@ -121,7 +121,7 @@ class _Capacity:
         return self.size_bytes
 
 
-class WireSender(Sender):
+class DistributedSender(Sender):
     """The sending end.
 
     Args:
@@ -129,7 +129,7 @@ class WireSender(Sender):
         most_out: messages that are kept; one that is older than these has been taken at the other end.
     """
 
-    def __init__(self, line: Line, most_out: int) -> None:
+    def __init__(self, line: ChannelEndpoint, most_out: int) -> None:
         self._line = line
         self._most_out = most_out
         self._capacity = _Capacity(line.depth)
@@ -188,10 +188,10 @@ class WireSender(Sender):
         return self._sent_bytes
 
 
-class WireReceiver(Receiver):
+class DistributedReceiver(Receiver):
     """The receiving end; posts its first receives at once."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: ChannelEndpoint) -> None:
         self._line = line
         self._posted: deque[tuple[dist.Work, torch.Tensor, dist.Work | None, torch.Tensor | None]] = deque()
         self._size_bytes = 0
@@ -245,7 +245,7 @@ class WireReceiver(Receiver):
 
 
 class _Arrival(Pending[Message]):
-    def __init__(self, receiver: WireReceiver) -> None:
+    def __init__(self, receiver: DistributedReceiver) -> None:
         self._receiver = receiver
 
     def ready(self) -> bool:
@@ -255,7 +255,7 @@ class _Arrival(Pending[Message]):
         return self._receiver.take()
 
 
-class WireGroup(Group):
+class DistributedGroup(Group):
     """Sums by all-reduce in a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import IterDataPipe
 
 from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.runtime.data.jsonable import from_json, to_json
-from pipedream.runtime.data.order import Order
+from pipedream.runtime.data.order import DataOrder
 
 __all__ = ["Extent", "Given", "Marked", "Reading", "WholeReading", "announce", "nothing_found", "share", "shut"]
 
@@ -83,7 +83,7 @@ class Marked(Reading):
         state: of `state`, to go on from; None to begin.
     """
 
-    def __init__(self, loader: Any, order: Order, extent: Extent, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, loader: Any, order: DataOrder, extent: Extent, state: Mapping[str, Any] | None) -> None:
         self._loader, self._order, self._extent, self._from = loader, order, extent, state
         self._begin = extent.first_epoch
         if state:
@@ -158,7 +158,7 @@ class WholeReading(Marked):
     any count of minibatches given out is known although one was read ahead.
     """
 
-    def __init__(self, loader: Any, order: Order, extent: Extent, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, loader: Any, order: DataOrder, extent: Extent, state: Mapping[str, Any] | None) -> None:
         super().__init__(loader, order, extent, state)
         self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._kept: dict[tuple[int, int], tuple[Any, dict[str, Any]]] = {}

@@ -21,7 +21,7 @@ import torch
 
 from pipedream.runtime.data import rng as generators
 
-__all__ = ["Order", "generators_of", "undisturbed"]
+__all__ = ["DataOrder", "generators_of", "undisturbed"]
 
 _PLACES = ("generator", "sampler.generator", "batch_sampler.generator", "batch_sampler.sampler.generator")
 
@@ -50,14 +50,14 @@ def undisturbed(loader: Any) -> Iterator[None]:
             generator.set_state(state)
 
 
-class Order:
+class DataOrder:
     """The state of the draws that decide the order of the data.
 
     Life: the first `drawing` or `snapshot` takes over the global generators' state, if no `restore` came before.
     """
 
     def __init__(self) -> None:
-        self._states: generators.States | None = None
+        self._states: generators.RngStates | None = None
         self._inside = False
 
     @contextmanager
@@ -72,7 +72,7 @@ class Order:
             return
         mine = self._begun()
         others = generators.read(only_torch)
-        generators.write(generators.States(mine.torch, None, None) if only_torch else mine)
+        generators.write(generators.RngStates(mine.torch, None, None) if only_torch else mine)
         self._inside = True
         try:
             yield
@@ -95,7 +95,7 @@ class Order:
             if place in state["generators"]:
                 generator.set_state(generators.tensor_of(state["generators"][place]))
 
-    def _begun(self) -> generators.States:
+    def _begun(self) -> generators.RngStates:
         if self._states is None:
             self._states = generators.read()
         return self._states

@@ -13,10 +13,10 @@ import torch
 from pipedream.core.errors import ArtifactError
 from pipedream.runtime.data.jsonable import base64_of, bytes_of
 
-__all__ = ["States", "decoded", "encoded", "read", "restore", "state", "tensor_of", "text_of", "write"]
+__all__ = ["RngStates", "decoded", "encoded", "read", "restore", "state", "tensor_of", "text_of", "write"]
 
 
-class States(NamedTuple):
+class RngStates(NamedTuple):
     """States on the CPU; None for what was not read, and for numpy where it is not loaded."""
 
     torch: torch.Tensor
@@ -24,15 +24,15 @@ class States(NamedTuple):
     numpy: Any
 
 
-def read(only_torch: bool = False) -> States:
+def read(only_torch: bool = False) -> RngStates:
     """Returns the states now; only torch's where the others cannot matter, which is 100 us faster."""
     if only_torch:
-        return States(torch.get_rng_state(), None, None)
+        return RngStates(torch.get_rng_state(), None, None)
     numpy: Any = sys.modules.get("numpy")
-    return States(torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state())
+    return RngStates(torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state())
 
 
-def write(states: States) -> None:
+def write(states: RngStates) -> None:
     """Sets the generators; what is None is left alone."""
     torch.set_rng_state(states.torch)
     if states.python is not None:
@@ -41,7 +41,7 @@ def write(states: States) -> None:
         sys.modules["numpy"].random.set_state(states.numpy)
 
 
-def encoded(states: States) -> dict[str, Any]:
+def encoded(states: RngStates) -> dict[str, Any]:
     """Returns states, read as a whole, as JSON has them."""
     version, words, normal = states.python
     found: dict[str, Any] = {"torch": text_of(states.torch), "python": [version, _packed(words), normal]}
@@ -51,11 +51,11 @@ def encoded(states: States) -> dict[str, Any]:
     return found
 
 
-def decoded(found: Mapping[str, Any]) -> States:
+def decoded(found: Mapping[str, Any]) -> RngStates:
     """Returns the states that `encoded` wrote. Raises KeyError, ValueError or TypeError where they are none."""
     version, words, normal = found["python"]
     numpy = found.get("numpy") if "numpy" in sys.modules else None
-    return States(
+    return RngStates(
         tensor_of(found["torch"]),
         (version, tuple(_unpacked(words)), normal),
         None if numpy is None else (numpy[0], _unpacked(numpy[1]), *numpy[2:]),

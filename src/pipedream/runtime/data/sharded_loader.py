@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from pipedream.runtime.data.iterate import Extent, Given, Marked, announce, nothing_found, shut
-from pipedream.runtime.data.order import Order
+from pipedream.runtime.data.order import DataOrder
 
 __all__ = ["Dealer", "DealtReading", "can_be_dealt"]
 
@@ -58,7 +58,7 @@ class Dealer:
         self._seeds = torch.Generator()
         self._own: DataLoader[Any] | None = None
 
-    def begin(self, order: Order) -> tuple[Iterator[Any], torch.Tensor]:
+    def begin(self, order: DataOrder) -> tuple[Iterator[Any], torch.Tensor]:
         """Draws what torch's DataLoader draws at the start of an epoch, in its order.
 
         Returns: the index lists of the epoch; the generator state that the own DataLoader draws its workers' seed
@@ -79,7 +79,7 @@ class Dealer:
                 self.seeded = user.persistent_workers
         return lists, state
 
-    def draw(self, lists: Iterator[Any], order: Order) -> Any:
+    def draw(self, lists: Iterator[Any], order: DataOrder) -> Any:
         """Returns the next index list, or `_NOTHING`."""
         with order.drawing(self._only_torch):
             found = next(lists, _NOTHING)
@@ -190,7 +190,7 @@ class DealtReading(Marked):
         order, extent, state: as in `Marked`.
     """
 
-    def __init__(self, dealer: Dealer, order: Order, extent: Extent, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, dealer: Dealer, order: DataOrder, extent: Extent, state: Mapping[str, Any] | None) -> None:
         self._dealer = dealer
         if state:
             dealer.seeded = bool(state.get("seeded", False))

@@ -23,7 +23,7 @@ from pipedream.runtime.data.batch_adapter import Taking
 from pipedream.runtime.data.feed import Feed
 from pipedream.runtime.data.iterate import Extent, Marked, WholeReading, share
 from pipedream.runtime.data.microbatches import Door, HandedDoor, OwnDoor
-from pipedream.runtime.data.order import Order, generators_of
+from pipedream.runtime.data.order import DataOrder, generators_of
 from pipedream.runtime.data.sharded_loader import Dealer, DealtReading, can_be_dealt
 
 __all__ = ["Supply"]
@@ -55,7 +55,7 @@ class Supply:
         self._group = group
         self._senders = dict(senders or {})
         self._receiver = receiver
-        self._order = Order()
+        self._order = DataOrder()
         self._dealers: dict[bool, Dealer] = {}
         self._readings: dict[bool, Marked] = {}
         self._lent: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -74,7 +74,7 @@ class Supply:
     def look_at(self, loader: Any, take: Taking) -> dict[int, Door]:
         """Opens a loader once, for forwards alone; the order of the training does not notice."""
         self._lent = [(generator, generator.get_state()) for generator in generators_of(loader).values()]
-        return self._open(loader, take, Extent(), None, Order(), training=False)
+        return self._open(loader, take, Extent(), None, DataOrder(), training=False)
 
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
         """Returns what is needed to go on reading the training data from a position; empty where it is not read.
@@ -104,7 +104,13 @@ class Supply:
             self._readings.pop(training).close()
 
     def _open(
-        self, loader: Any, take: Taking, extent: Extent, state: Mapping[str, Any] | None, order: Order, training: bool
+        self,
+        loader: Any,
+        take: Taking,
+        extent: Extent,
+        state: Mapping[str, Any] | None,
+        order: DataOrder,
+        training: bool,
     ) -> dict[int, Door]:
         self._end(training)
         if self._group is not None and len(self._input) > 1:
@@ -116,7 +122,13 @@ class Supply:
         return {rank: OwnDoor(feed) for rank, feed in zip(self._here, feeds, strict=True)}
 
     def _open_apart(
-        self, loader: Any, take: Taking, extent: Extent, state: Mapping[str, Any] | None, order: Order, training: bool
+        self,
+        loader: Any,
+        take: Taking,
+        extent: Extent,
+        state: Mapping[str, Any] | None,
+        order: DataOrder,
+        training: bool,
     ) -> dict[int, Door]:
         """Opens a loader where the replicas of the input stage are processes; replica 0 says how it is read."""
         replicas = len(self._input)
@@ -151,7 +163,7 @@ class Supply:
         return {rank: OwnDoor(Feed(whole, take), self._senders)}
 
     def _whole(
-        self, loader: Any, order: Order, extent: Extent, state: Mapping[str, Any] | None, training: bool
+        self, loader: Any, order: DataOrder, extent: Extent, state: Mapping[str, Any] | None, training: bool
     ) -> Marked:
         """Opens a reading of all minibatches."""
         if can_be_dealt(loader):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Doing", "Pace"]
+__all__ = ["Activity", "Pace"]
 
 
 class Pace:
@@ -26,7 +26,7 @@ class Pace:
         self.longest_s = 0.0
 
 
-class Doing:
+class Activity:
     """What a rank does now.
 
     Life: `where_op` is set when there is a worker; `begin` and `end` around each task, `at` around what is no op.

@@ -1,7 +1,7 @@
 """When one worker fails, all end: the guard.
 
 Each rank's heartbeat goes through the process group's store, with the first failure that any rank has told. A
-thread judges what comes back (`judge.py`). The main thread usually wakes by itself when a worker dies, because
+thread judges what comes back (`detector.py`). The main thread usually wakes by itself when a worker dies, because
 that worker's connections close; one that waits for a stopped or a healthy third worker would wait on, and a
 blocking wait of gloo cannot be called off from Python, so after a grace the thread ends the process. A worker
 of the same machine that gives no sign of life is ended too: it may be stopped, and would stay for ever.
@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from pipedream.core.errors import PeerError, WorkerError
 from pipedream.runtime.failure import notes
-from pipedream.runtime.failure.activity import Doing
+from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.heartbeat import Heartbeat
 from pipedream.runtime.failure.peers import Process
-from pipedream.runtime.failure.verdict import STUCK_AFTER_S, Judge, Verdict
+from pipedream.runtime.failure.verdict import STUCK_AFTER_S, FailureDetector, Verdict
 
 __all__ = ["Guard"]
 
@@ -43,19 +43,19 @@ class Guard:
         store: of the process group; the guard takes clients of its own from it.
         rank: of this worker.
         ranks: how many there are. All of them make their guards.
-        doing: what this rank does.
-        stuck_after_s: see `Judge`.
+        activity: what this rank does.
+        stuck_after_s: see `FailureDetector`.
     """
 
     def __init__(
-        self, store: Any, rank: int, ranks: int, doing: Doing, *, stuck_after_s: float = STUCK_AFTER_S
+        self, store: Any, rank: int, ranks: int, activity: Activity, *, stuck_after_s: float = STUCK_AFTER_S
     ) -> None:
         self._rank = rank
-        self._doing = doing
+        self._activity = activity
         self._store_is_rank_0s = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         owner = "rank 0" if self._store_is_rank_0s else "the launcher"
-        self._judge = Judge(rank, doing, stuck_after_s=stuck_after_s, store_owner=owner)
-        self._heartbeat = Heartbeat(_own_client(store, rank), rank, ranks, lambda: doing.where)
+        self._detector = FailureDetector(rank, activity, stuck_after_s=stuck_after_s, store_owner=owner)
+        self._heartbeat = Heartbeat(_own_client(store, rank), rank, ranks, lambda: activity.where)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pipedream-guard", daemon=True)
         self._thread.start()
@@ -92,15 +92,15 @@ class Guard:
         while not self._over.wait(_LOOK_S):
             if self._heartbeat.exchanges != exchanges:
                 exchanges = self._heartbeat.exchanges
-                self._judge.hear(time.monotonic(), self._heartbeat.beats)
-            if (now := self._doing.where) != place:
+                self._detector.hear(time.monotonic(), self._heartbeat.beats)
+            if (now := self._activity.where) != place:
                 place = now
                 notes.leave_place(place)
             told = self._heartbeat.report
             if told is not None:
                 self._give_up(told[1])
                 return
-            verdict = self._judge.look(time.monotonic())
+            verdict = self._detector.look(time.monotonic())
             if verdict is not None:
                 self._act(verdict)
                 return
@@ -113,7 +113,7 @@ class Guard:
         if verdict.storeless:
             # The others of this machine see the same: one of them says it.
             speaks = self._rank == min(self._ranks_here())
-            if self._store_is_rank_0s and self._rank and (server := self._judge.process_of(0)):
+            if self._store_is_rank_0s and self._rank and (server := self._detector.process_of(0)):
                 verdict = self._blame_rank_0(verdict, server)
         else:
             first = self._heartbeat.tell(verdict)
@@ -128,18 +128,18 @@ class Guard:
     def _blame_rank_0(self, verdict: Verdict, server: Process) -> Verdict:
         if not server.is_here:
             return verdict
-        where = self._judge.others[0].where
+        where = self._detector.others[0].where
         return Verdict(0, where, verdict.cause.replace("this rank cannot", "the others cannot"), silent=True)
 
     def _ranks_here(self) -> list[int]:
         """Returns the ranks of this machine that can speak."""
-        here = [rank for rank, beat in self._judge.others.items() if beat.process.is_here and not beat.ended]
+        here = [rank for rank, beat in self._detector.others.items() if beat.process.is_here and not beat.ended]
         return [self._rank, *(rank for rank in here if rank or not self._store_is_rank_0s)]
 
     def _give_up(self, verdict: Verdict) -> None:
         """Ends what gives no sign of life, gives this rank's main thread a grace, and ends it."""
         if verdict.silent and verdict.rank != self._rank:
-            process = self._judge.process_of(verdict.rank)
+            process = self._detector.process_of(verdict.rank)
             if process is not None:
                 process.kill()
         if not self._over.wait(_GRACE_S):

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipedream.runtime.failure.activity import Doing
+from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.peers import Process
 
-__all__ = ["SILENT_S", "STUCK_AFTER_S", "Beat", "Judge", "Verdict"]
+__all__ = ["SILENT_S", "STUCK_AFTER_S", "Beat", "FailureDetector", "Verdict"]
 
 SILENT_S = 6.0
 """A rank that is not heard of for so long is given up: twelve beats, and it leaves as long again within the 15 s
@@ -64,19 +64,19 @@ class Verdict:
     storeless: bool = False
 
 
-class Judge:
+class FailureDetector:
     """Judges the other ranks, the store, and this rank's own main thread.
 
     Args:
         rank: of this worker.
-        doing: of this worker.
+        activity: of this worker.
         stuck_after_s: a task may always take so long; 0 does not judge tasks.
         store_owner: who serves the store, in words.
     """
 
-    def __init__(self, rank: int, doing: Doing, *, stuck_after_s: float, store_owner: str) -> None:
+    def __init__(self, rank: int, activity: Activity, *, stuck_after_s: float, store_owner: str) -> None:
         self._rank = rank
-        self._doing = doing
+        self._activity = activity
         self._stuck_after_s = stuck_after_s
         self._store_owner = store_owner
         self._beats: dict[int, Beat] = {}
@@ -133,19 +133,19 @@ class Judge:
             return None
         return Verdict(
             self._rank,
-            self._doing.where,
+            self._activity.where,
             f"the store, which {self._store_owner} serves, has not answered for {self._unanswered_s:.1f} s "
             "(stopped, ended, machine or link gone); this rank cannot reach the others and ends",
             storeless=True,
         )
 
     def _stuck(self, since_s: float) -> Verdict | None:
-        task = self._doing.task
+        task = self._activity.task
         if task is None or task != self._task:
             self._task, self._task_s = task, 0.0
             return None
         self._task_s += since_s
-        pace = self._doing.paces.get(task[0])
+        pace = self._activity.paces.get(task[0])
         if not self._stuck_after_s or pace is None or pace.done < _FIRST_TASKS:
             return None
         limit_s = max(self._stuck_after_s, _TIMES_LONGEST * pace.longest_s)
@@ -153,7 +153,7 @@ class Judge:
             return None
         return Verdict(
             self._rank,
-            self._doing.where,
+            self._activity.where,
             f"no progress in {task[0]} for {self._task_s:.1f} s; before, it took {pace.longest_s:.2g} s at the longest",
             f"if so long a time is expected, raise stuck_after_s (--stuck-after), now {self._stuck_after_s:g} s; "
             "0 turns this off",

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from pipedream.core.schedule.timeline import WORK, Span, Tag
-from pipedream.runtime.results.stopwatch import Stopwatch
+from pipedream.core.schedule.timeline import WORK, GradientVersions, Span
+from pipedream.runtime.results.stopwatch import OpTimer
 
 __all__ = ["Recorder", "peak_bytes"]
 
@@ -32,14 +32,14 @@ class Recorder:
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._device = device
-        self._watch = Stopwatch(device)
+        self._watch = OpTimer(device)
         self._spans: deque[tuple[int, str, int, int, Any, Any]] = deque(maxlen=_MOST_KEPT)
         self._looked: Any = None
-        self._tags: deque[tuple[int, Tag]] = deque(maxlen=_MOST_KEPT)
+        self._tags: deque[tuple[int, GradientVersions]] = deque(maxlen=_MOST_KEPT)
         self.phase = 0
         self.peaks: dict[int, tuple[int, int]] = {}
 
-    def follow(self, phase: int) -> None:
+    def switch_to(self, phase: int) -> None:
         """Takes up another phase, at a drain."""
         if phase != self.phase and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -57,7 +57,7 @@ class Recorder:
         """Notes a span that began at `start` and ends now."""
         self._spans.append((self.phase, kind, stage, index, start, self._watch.mark()))
 
-    def tag(self, tag: Tag) -> None:
+    def tag(self, tag: GradientVersions) -> None:
         """Notes what a gradient carried."""
         self._tags.append((self.phase, tag))
 
@@ -71,7 +71,7 @@ class Recorder:
         resolve = self._watch.resolve()
         return [Span(self._rank, k, s, i, resolve(a), resolve(b)) for p, k, s, i, a, b in self._spans if p == phase]
 
-    def tags(self, phase: int) -> list[Tag]:
+    def tags(self, phase: int) -> list[GradientVersions]:
         """Returns the tags of a phase so far."""
         return [tag for p, tag in self._tags if p == phase]
 

@@ -34,7 +34,7 @@ class Scorer:
         self._on_nan = on_nan
         self._mean_of_rounds = self._has_units = False
 
-    def follow(self, program: Program) -> None:
+    def switch_to(self, program: Program) -> None:
         """Takes up another program, at a drain."""
         updates = program.updates
         self._mean_of_rounds = updates.mean_of_rounds

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Stopwatch"]
+__all__ = ["OpTimer"]
 
 
-class Stopwatch:
+class OpTimer:
     """Marks moments without waiting for the device.
 
     A moment is a number of seconds (`time.perf_counter`), or an event in the GPU's stream whose time is

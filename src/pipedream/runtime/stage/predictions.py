@@ -16,16 +16,16 @@ from contextlib import contextmanager
 import torch
 
 from pipedream.core.schedule.op import Kind
-from pipedream.core.schedule.prediction import AVERAGE, DIFFERENCE, VELOCITY, Between, View
+from pipedream.core.schedule.prediction import AVERAGE, DIFFERENCE, VELOCITY, Between, WeightPrediction
 from pipedream.core.schedule.weights import WeightRule
 from pipedream.runtime.stage.velocity import add_velocity, check_velocity
 from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.optimizer import Optimizer
 
-__all__ = ["Intermediate", "Views"]
+__all__ = ["Intermediate", "WeightPredictions"]
 
 
-class Views:
+class WeightPredictions:
     """The computed weights of one seat.
 
     Args:
@@ -42,17 +42,21 @@ class Views:
         self._stage = stage
         self._versions = versions
         self._optimizer = optimizer
-        self._forward = _moving(rule.forward_view, stage)
-        self._backward = _moving(rule.backward_view, stage)
+        self._forward = _moving(rule.forward_prediction, stage)
+        self._backward = _moving(rule.backward_prediction, stage)
         self._until = rule.kept_until(stage)
-        views = [view for view in (self._forward, self._backward) if view is not None]
-        for view in views:
-            if view.by == VELOCITY:
+        predictions = [prediction for prediction in (self._forward, self._backward) if prediction is not None]
+        for prediction in predictions:
+            if prediction.by == VELOCITY:
                 check_velocity(optimizer.optimizer)
         self._handles = list(versions.handles.values())
         # Before the first update nothing has been added.
-        self._added = {view.by: [torch.zeros_like(h) for h in self._handles] for view in views if view.by != VELOCITY}
-        self._gamma = next((view.gamma(stage) for view in views if view.by == AVERAGE), 0.0)
+        self._added = {
+            prediction.by: [torch.zeros_like(h) for h in self._handles]
+            for prediction in predictions
+            if prediction.by != VELOCITY
+        }
+        self._gamma = next((prediction.gamma(stage) for prediction in predictions if prediction.by == AVERAGE), 0.0)
         self._aside: list[torch.Tensor] = []
         self._shared: list[torch.Tensor] = []
         self._shared_asked: int | None = None
@@ -65,7 +69,7 @@ class Views:
     def read(self, version: int) -> tuple[WeightSet, int]:
         """Returns what a forward reads of a version (see `Versions.read`), and the version that this is a view of."""
         if self._until is Kind.BACKWARD:
-            found = self._versions.read_view(version, self._fill)
+            found = self._versions.read_prediction(version, self._fill)
             return found, found.version
         if self._until is None:
             found = self._versions.read(version)
@@ -130,12 +134,12 @@ class Views:
         return [handle.data for handle in self._handles]
 
     @contextmanager
-    def _standing(self, view: View | list[torch.Tensor]) -> Iterator[None]:
+    def _standing(self, prediction: WeightPrediction | list[torch.Tensor]) -> Iterator[None]:
         self._put_aside()
-        if isinstance(view, View):
-            self._advance(view, self._weights)
+        if isinstance(prediction, WeightPrediction):
+            self._advance(prediction, self._weights)
         else:
-            _copy(self._weights, view)
+            _copy(self._weights, prediction)
         self._versions.cast()
         try:
             yield
@@ -153,11 +157,11 @@ class Views:
         _copy(targets, self._weights)
         self._advance(self._forward, targets)
 
-    def _advance(self, view: View, targets: list[torch.Tensor]) -> None:
+    def _advance(self, prediction: WeightPrediction, targets: list[torch.Tensor]) -> None:
         """Moves tensors that hold the weights by the view's horizon."""
-        horizon = view.horizons[self._stage]
-        if view.by != VELOCITY:
-            for target, added in zip(targets, self._added[view.by], strict=True):
+        horizon = prediction.horizons[self._stage]
+        if prediction.by != VELOCITY:
+            for target, added in zip(targets, self._added[prediction.by], strict=True):
                 target.add_(added, alpha=horizon)
             return
         self._optimizer.catch_up(self._optimizer.due)  # the rate of the coming update
@@ -193,9 +197,9 @@ class Intermediate:
         return self._made
 
 
-def _moving(view: View | None, stage: int) -> View | None:
+def _moving(prediction: WeightPrediction | None, stage: int) -> WeightPrediction | None:
     """Returns a view, or None where it is the version itself."""
-    return view if view is not None and view.horizons[stage] else None
+    return prediction if prediction is not None and prediction.horizons[stage] else None
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

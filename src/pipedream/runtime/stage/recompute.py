@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.runtime.comm.message import Message
-from pipedream.runtime.stage.stage_module import Held, StageModule
+from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 
 __all__ = ["Recomputation", "Run", "without_graph"]
 
@@ -77,7 +77,7 @@ class Recomputation:
         self._moving = [_Slot(m, name) for m in owners for name, b in m._buffers.items() if b is not None]
         self._still: list[_Slot] | None = None
 
-    def forward(self, held: Held, message: Message, run: Run) -> Message:
+    def forward(self, held: SavedForward, message: Message, run: Run) -> Message:
         """Runs a forward that keeps nothing but what it takes to do it again, in `held.again`.
 
         Raises:

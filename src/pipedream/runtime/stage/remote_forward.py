@@ -21,13 +21,13 @@ from torch import nn
 
 from pipedream.runtime.comm.message import Message, Spec, dimension_order, join_payload, take_payload
 from pipedream.runtime.stage.recompute import Run, without_graph
-from pipedream.runtime.stage.stage_module import Held, StageModule
+from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import WeightSet
 
-__all__ = ["Guest", "Parcel"]
+__all__ = ["RemoteForward", "WeightPacket"]
 
 
-class Parcel:
+class WeightPacket:
     """What travels of a stage, as uint8[n].
 
     Args:
@@ -85,14 +85,14 @@ class Parcel:
 class _Forgetting:
     """Runs forwards that keep nothing: their backwards are elsewhere."""
 
-    def forward(self, held: Held, message: Message, run: Run) -> Message:
+    def forward(self, held: SavedForward, message: Message, run: Run) -> Message:
         """Runs one; see `Recomputation.forward`."""
         result = without_graph(run, message)
         held.entries, held.outputs = (), ()
         return result
 
 
-class Guest:
+class RemoteForward:
     """A stage whose forwards run here on weights that are fetched.
 
     Life: `fetch`, then forwards, then `drop`.
@@ -103,11 +103,11 @@ class Guest:
         next_forward: microbatch of its next forward.
     """
 
-    def __init__(self, module: StageModule, parcel: Parcel) -> None:
+    def __init__(self, module: StageModule, weight_packet: WeightPacket) -> None:
         self.module = module
         self.recomputation = _Forgetting()
         self.next_forward = 0
-        self._parcel = parcel
+        self._parcel = weight_packet
         self._weights: WeightSet | None = None
         self._others: list[torch.Tensor] = []
 
@@ -140,7 +140,7 @@ class Guest:
         assert self._weights.version == version, f"version {self._weights.version} was fetched, not {version}"
         return self._weights, version
 
-    def read_again(self, held: Held) -> WeightSet:
+    def read_again(self, held: SavedForward) -> WeightSet:
         """Raises AssertionError: a forward is done again at home."""
         raise AssertionError(f"the forward of microbatch {held.microbatch} was to be done again away from home")
 

@@ -54,7 +54,7 @@ class Saved:
         self._checked = self._led = self.leads = False
         self._goal: Mapping[str, torch.Tensor] = {}
 
-    def follow(self, leads: bool) -> None:
+    def switch_to(self, leads: bool) -> None:
         """Takes up another method's rule at a drain."""
         self.leads = leads
 

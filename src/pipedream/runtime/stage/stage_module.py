@@ -29,7 +29,7 @@ from pipedream.runtime.comm.values import flatten, unflatten
 from pipedream.runtime.stage.split_backward import Deferred, split_backward
 from pipedream.runtime.stage.versions import WeightSet
 
-__all__ = ["Entry", "Held", "StageModule", "low_precision_weights", "outputs_of"]
+__all__ = ["Entry", "SavedForward", "StageModule", "low_precision_weights", "outputs_of"]
 
 # Layers whose weights autocast casts before each use (torch.amp's op lists: linear, convolutions, recurrent
 # cells). Norms and embeddings stay in full precision there, so they do here.
@@ -67,7 +67,7 @@ class Entry(NamedTuple):
 
 
 @dataclass
-class Held:
+class SavedForward:
     """What a stage keeps of a microbatch between its forward and its backward.
 
     Attributes:
@@ -205,7 +205,7 @@ class StageModule:
 
     def backward(
         self,
-        held: Held,
+        held: SavedForward,
         gradients: Sequence[torch.Tensor | None],
         lent: Sequence[torch.Tensor | None],
         ready: Callable[[int, torch.Tensor], None] | None = None,
@@ -229,7 +229,9 @@ class StageModule:
                 torch.autograd.backward(outputs, arrived)
             return [leaf.grad for leaf in leaves], [box[0] if box else None for box, _ in held.entries]
 
-    def backward_inputs(self, held: Held, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def backward_inputs(
+        self, held: SavedForward, gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         """Returns the gradients of what arrived alone; `backward_weights` does the rest of the backward.
 
         Args:
@@ -243,7 +245,7 @@ class StageModule:
 
     def backward_weights(
         self,
-        held: Held,
+        held: SavedForward,
         lent: Sequence[torch.Tensor | None],
         ready: Callable[[int, torch.Tensor], None] | None = None,
     ) -> list[torch.Tensor | None]:
@@ -314,7 +316,7 @@ class StageModule:
 
 
 def _with_gradients(
-    held: Held, gradients: Sequence[torch.Tensor | None]
+    held: SavedForward, gradients: Sequence[torch.Tensor | None]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns the outputs that a gradient came for, and the gradients."""
     pairs = [

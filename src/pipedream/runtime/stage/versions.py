@@ -73,7 +73,7 @@ class Versions:
         handles: name -> the user's parameter, for those that are trained.
         low_precision: name -> type of the leaf, for weights that autocast would cast.
         watched: gradients of the leaves are wanted while a backward still runs (`WeightSet.ready`).
-        single: there is one set, and updates do not mind its readers; another method changes it (`follow`).
+        single: there is one set, and updates do not mind its readers; another method changes it (`switch_to`).
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Versions:
         """Returns a version, the newest unless said, for use at once: for a forward that has no backward."""
         return self._sets[self.newest if version is None else version]
 
-    def read_view(self, version: int, fill: Callable[[Mapping[str, torch.Tensor]], None]) -> WeightSet:
+    def read_prediction(self, version: int, fill: Callable[[Mapping[str, torch.Tensor]], None]) -> WeightSet:
         """Returns the view of a version for a forward, which must `release` it after its backward.
 
         Args:
@@ -221,7 +221,7 @@ class Versions:
         left.version = self.newest = 0
         self._sets[0] = left
 
-    def follow(self, single: bool) -> None:
+    def switch_to(self, single: bool) -> None:
         """Takes up another method's rule at a drain; sets that are free then are let go, for it may need fewer.
 
         The peak begins anew.

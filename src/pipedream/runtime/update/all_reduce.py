@@ -38,7 +38,7 @@ def last_backwards(program: Program, rank: int) -> Callable[[Op], bool]:
     passes = [op for op in program.ranks[rank].warmup if isinstance(op, Op) and op.kind is not Kind.UPDATE]
     # From `settled` on, the answer repeats itself every cycle.
     settled = (max((op.index for op in passes), default=0) // cycle + 1) * cycle
-    open_ = {stage for stage, _ in program.placement.seats(rank)}
+    open_ = {stage for stage, _ in program.placement.stage_replicas(rank)}
     before: dict[int, int] = {}
     last: set[tuple[int, int]] = set()
     for op in program.stream(rank):

@@ -121,7 +121,7 @@ class Optimizer:
     Raises:
         ScheduleError: the optimizer wants to compute the loss itself.
 
-    What belongs to the method comes, and changes, with `follow`.
+    What belongs to the method comes, and changes, with `switch_to`.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Optimizer:
         self.updates = 0
         self.rounds_before = 0
 
-    def follow(
+    def switch_to(
         self, updates: UpdateRule, stage: int, staleness: int, clock: int, *, mean_staleness: float | None = None
     ) -> None:
         """Takes up another method's updates at a drain, and counts them anew from the common clock.

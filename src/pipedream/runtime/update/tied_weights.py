@@ -57,14 +57,14 @@ def shared_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> t
         PlanError: stages share a view of a weight, or a module with state that moves.
     """
     holders: dict[int, set[int]] = defaultdict(set)
-    views: dict[int, set[int]] = defaultdict(set)
+    predictions: dict[int, set[int]] = defaultdict(set)
     moving: dict[int, set[int]] = defaultdict(set)
     for stage, layers in enumerate(stages):
         for layer in layers:
             for parameter in layer.parameters():
                 if parameter.requires_grad:
                     holders[id(parameter)].add(stage)
-                    views[parameter.untyped_storage()._cdata].add(id(parameter))
+                    predictions[parameter.untyped_storage()._cdata].add(id(parameter))
             for module in layer.modules():
                 if any(buffer is not None for buffer in module._buffers.values()):
                     moving[id(module)].add(stage)
@@ -73,7 +73,7 @@ def shared_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> t
                         if statistics is not None:
                             moving[statistics.untyped_storage()._cdata].add(stage)
     named = dict(model.named_parameters())
-    for parts in views.values():
+    for parts in predictions.values():
         if len(parts) > 1 and len(set.union(*(holders[part] for part in parts))) > 1:
             names = ", ".join(name for name, parameter in named.items() if id(parameter) in parts)
             raise PlanError(

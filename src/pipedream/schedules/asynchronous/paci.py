@@ -22,7 +22,7 @@ from pipedream.schedules.idioms import (
     check_handing,
     latest,
     recomputing,
-    refuse_lag,
+    refuse_update_delay,
     share_out,
     unflushed,
 )
@@ -40,10 +40,10 @@ def paci(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "g
         backward_rule: 'graph', 'recompute', or 'stash'.
 
     Raises:
-        ScheduleError: too few microbatches for a stage's replicas, or a depth that needs the plan's lag.
+        ScheduleError: too few microbatches for a stage's replicas, or a depth that needs the plan's update delay.
         ValueError: an option that is none.
     """
-    refuse_lag("paci", plan)
+    refuse_update_delay("paci", plan)
     plan = recomputing(plan, backward_rule, BACKWARD_RULES)
     m = share_out("paci", plan, microbatches, admitted(plan))
     check_handing("paci", plan, m)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.prediction import VELOCITY, View
+from pipedream.core.schedule.prediction import VELOCITY, WeightPrediction
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules.asynchronous.pipelined_backprop import one_set
 from pipedream.schedules.idioms import latest
@@ -57,7 +57,7 @@ def predicting(name: str, plan: Plan, microbatches: int | None, by: str, scale: 
         raise ScheduleError(f"schedule {name!r} predicts weights that are to come; give a scale from 0 on, not {scale}")
     bare = one_set(name, plan, microbatches, backward_rule)
     horizons = tuple(scale * bare.weights.staleness(stage) for stage in range(len(plan.stages)))
-    weights = latest(bare.plan, backward_rule=backward_rule, forward_view=View(by, horizons))
+    weights = latest(bare.plan, backward_rule=backward_rule, forward_prediction=WeightPrediction(by, horizons))
     return replace(bare, weights=weights)
 
 

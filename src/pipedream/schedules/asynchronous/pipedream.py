@@ -42,7 +42,7 @@ def stashing(name: str, plan: Plan, microbatches: int | None) -> Schedule:
         plan=plan,
         placement=plan.placement,
         order=unflushed(plan),
-        weights=Stash(_warmup(plan), plan.replicas, plan.lag),
+        weights=Stash(_warmup(plan), plan.replicas, plan.update_delay),
         updates=UpdateRule(plan.replicas, mean_of_rounds=True),
         claims=Claims(
             in_flight=lambda p, m, s: min(p - s, m),
@@ -64,7 +64,7 @@ def pipedream_vertical_sync(plan: Plan, microbatches: int | None = None) -> Sche
         plan=plan,
         placement=plan.placement,
         order=unflushed(plan),
-        weights=VerticalSync(_warmup(plan), plan.replicas, plan.lag),
+        weights=VerticalSync(_warmup(plan), plan.replicas, plan.update_delay),
         updates=UpdateRule(plan.replicas, mean_of_rounds=True),
         claims=Claims(
             in_flight=lambda p, m, s: min(p - s, m),

@@ -63,9 +63,9 @@ def one_set(name: str, plan: Plan, microbatches: int | None, backward_rule: str)
 
 def concurrent(plan: Plan) -> Plan:
     """Returns the plan at twice the warm-up of the paper's depth at least: that of the concurrent clock."""
-    twice = tuple(2 * count - 1 for count in noam(plan.replicas, plan.lag))
+    twice = tuple(2 * count - 1 for count in noam(plan.replicas, plan.update_delay))
     deep = tuple(max(pair) for pair in zip(twice, plan.in_flight, strict=True))
-    deep = legal(deep, plan.replicas, plan.lag)
+    deep = legal(deep, plan.replicas, plan.update_delay)
     return plan if deep == plan.in_flight else replace(plan, in_flight=deep, depth="hand")
 
 

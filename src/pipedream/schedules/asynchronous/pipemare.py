@@ -17,7 +17,7 @@ from __future__ import annotations
 from math import exp
 
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.prediction import AVERAGE, View
+from pipedream.core.schedule.prediction import AVERAGE, WeightPrediction
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.schedules.asynchronous.pipelined_backprop import concurrent
@@ -25,7 +25,7 @@ from pipedream.schedules.idioms import (
     check_handing,
     latest,
     recomputing,
-    refuse_lag,
+    refuse_update_delay,
     share_out,
     unflushed,
 )
@@ -52,10 +52,10 @@ def pipemare(
         backward_rule: 'graph', or 'recompute'.
 
     Raises:
-        ScheduleError: too few microbatches for a stage's replicas, or a depth that needs the plan's lag.
+        ScheduleError: too few microbatches for a stage's replicas, or a depth that needs the plan's update delay.
         ValueError: an option that is none.
     """
-    refuse_lag("pipemare", plan)
+    refuse_update_delay("pipemare", plan)
     plan = concurrent(recomputing(plan, backward_rule))
     first = plan.replicas[0]
     usual = max(len(plan.stages), (plan.in_flight[0] - 1) * first if first > 1 else 0)
@@ -63,13 +63,13 @@ def pipemare(
     check_handing("pipemare", plan, m)
     bare = latest(plan, m)
     back = horizons or tuple(bare.mean_staleness(stage) for stage in range(len(plan.stages)))
-    view = View(AVERAGE, tuple(-horizon for horizon in back), decay)
+    prediction = WeightPrediction(AVERAGE, tuple(-horizon for horizon in back), decay)
     return Schedule(
         name="pipemare",
         plan=plan,
         placement=plan.placement,
         order=unflushed(plan, m),
-        weights=latest(plan, m, backward_rule=backward_rule, backward_view=view),
+        weights=latest(plan, m, backward_rule=backward_rule, backward_prediction=prediction),
         updates=UpdateRule((m,) * len(plan.stages)),
         microbatches=m,
         claims=Claims(

@@ -10,7 +10,7 @@ momentum, Adam's and AdamW's corrected m / (sqrt(v) + eps)), T = p - 1 - s updat
 from __future__ import annotations
 
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.prediction import VELOCITY, View
+from pipedream.core.schedule.prediction import VELOCITY, WeightPrediction
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.schedules.idioms import latest, recomputing, refuse_split, unflushed
@@ -36,13 +36,13 @@ def pipeoptim(
     """
     refuse_split("pipeoptim", microbatches)
     plan = recomputing(plan, backward_rule)
-    ahead = View(by, tuple(float(latest(plan).staleness(s)) for s in range(len(plan.stages))))
+    ahead = WeightPrediction(by, tuple(float(latest(plan).staleness(s)) for s in range(len(plan.stages))))
     return Schedule(
         name="pipeoptim",
         plan=plan,
         placement=plan.placement,
         order=unflushed(plan),
-        weights=latest(plan, backward_rule=backward_rule, forward_view=ahead),
+        weights=latest(plan, backward_rule=backward_rule, forward_prediction=ahead),
         updates=UpdateRule(plan.replicas, mean_of_rounds=True),
         claims=Claims(
             in_flight=lambda p, m, s: min(p - s, m),

@@ -14,7 +14,7 @@ predicts for the forward, p - s updates ahead, and keeps what it read for the ba
 from __future__ import annotations
 
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.prediction import VELOCITY, View
+from pipedream.core.schedule.prediction import VELOCITY, WeightPrediction
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.schedules.idioms import latest, recomputing, refuse_split, unflushed
@@ -41,14 +41,14 @@ def spectrain(
     refuse_split("spectrain", microbatches)
     plan = recomputing(plan, backward_rule)
     stages, bare = range(len(plan.stages)), latest(plan)
-    ahead = View(by, tuple(s // 2 + bare.staleness(s) for s in stages))
-    back = View(by, tuple(s // 2 for s in stages))
+    ahead = WeightPrediction(by, tuple(s // 2 + bare.staleness(s) for s in stages))
+    back = WeightPrediction(by, tuple(s // 2 for s in stages))
     return Schedule(
         name="spectrain",
         plan=plan,
         placement=plan.placement,
         order=unflushed(plan),
-        weights=latest(plan, backward_rule=backward_rule, forward_view=ahead, backward_view=back),
+        weights=latest(plan, backward_rule=backward_rule, forward_prediction=ahead, backward_prediction=back),
         updates=UpdateRule(plan.replicas, mean_of_rounds=True),
         claims=Claims(
             in_flight=lambda p, m, s: min(p - s, m),
@@ -69,13 +69,13 @@ def spectrain_v2(plan: Plan, microbatches: int | None = None, *, by: str = VELOC
         ValueError: an option that is none.
     """
     refuse_split("spectrain_v2", microbatches)
-    ahead = View(by, tuple(latest(plan).staleness(s) + 1 for s in range(len(plan.stages))))
+    ahead = WeightPrediction(by, tuple(latest(plan).staleness(s) + 1 for s in range(len(plan.stages))))
     return Schedule(
         name="spectrain_v2",
         plan=plan,
         placement=plan.placement,
         order=unflushed(plan),
-        weights=latest(plan, backward_rule="stash", forward_view=ahead),
+        weights=latest(plan, backward_rule="stash", forward_prediction=ahead),
         updates=UpdateRule(plan.replicas, mean_of_rounds=True),
         claims=Claims(
             in_flight=lambda p, m, s: min(p - s, m),

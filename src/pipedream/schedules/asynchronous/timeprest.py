@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 
-from pipedream.core.plan.placement import Seat
+from pipedream.core.plan.placement import StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.schedule import Claims, Schedule
@@ -35,10 +35,10 @@ from pipedream.core.schedule.tagged import Tagged
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import Latest, WeightRule
 from pipedream.schedules.idioms import (
-    at_one_seat,
     backward,
     endless,
     forward,
+    one_stage_per_rank,
     recomputing,
     share_out,
     update,
@@ -114,31 +114,33 @@ def nf1b(
     m = share_out(name, plan, microbatches, 3)
     waits = _warmup(plan, m)
     depth = tuple(wait - (-m // count) for wait, count in zip(waits, plan.replicas, strict=True))
-    lag = (0,) * len(plan.stages)
+    update_delay = (0,) * len(plan.stages)
     plan = recomputing(
-        plan if (plan.in_flight, plan.lag) == (depth, lag) else replace(plan, in_flight=depth, lag=lag, depth="hand"),
+        plan
+        if (plan.in_flight, plan.update_delay) == (depth, update_delay)
+        else replace(plan, in_flight=depth, update_delay=update_delay, depth="hand"),
         backward_rule,
     )
 
-    def ops(seat: Seat) -> Iterator[Op]:
-        stage, replicas = seat[0], plan.replicas[seat[0]]
+    def ops(stage_replica: StageReplica) -> Iterator[Op]:
+        stage, replicas = stage_replica[0], plan.replicas[stage_replica[0]]
         ahead = waits[stage] * replicas
-        forwards, backwards = iter(endless(seat, replicas)), iter(endless(seat, replicas))
+        forwards, backwards = iter(endless(stage_replica, replicas)), iter(endless(stage_replica, replicas))
         k, back = next(forwards), next(backwards)
         for number in count():
             while k < ahead + (number + 1) * m:
-                yield forward(seat, k)
+                yield forward(stage_replica, k)
                 k = next(forwards)
             while back < (number + 1) * m:
-                yield backward(seat, back)
+                yield backward(stage_replica, back)
                 back = next(backwards)
-            yield update(seat, number + 1)
+            yield update(stage_replica, number + 1)
 
     return Schedule(
         name=name,
         plan=plan,
         placement=plan.placement,
-        order=at_one_seat(plan.placement, ops),
+        order=one_stage_per_rank(plan.placement, ops),
         weights=rule(waits, plan.replicas, m),
         updates=UpdateRule((m,) * len(plan.stages)),
         microbatches=m,

@@ -13,7 +13,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import DoubleBuffer
-from pipedream.schedules.idioms import admitted, refuse_lag, unflushed
+from pipedream.schedules.idioms import admitted, refuse_update_delay, unflushed
 from pipedream.schedules.method import Method, Picture
 
 __all__ = ["METHODS", "double_buffered", "pipedream_2bw"]
@@ -25,7 +25,7 @@ def pipedream_2bw(plan: Plan, microbatches: int | None = None) -> Schedule:
     Raises:
         ScheduleError: floor(m / r_s) < W_s at some stage: a forward would read a version not yet made. (The
             paper asks m >= p; m = p - 1 works too and leaves the update no slack.) Or a depth that is legal only
-            with the plan's lag, which this method has no use for.
+            with the plan's update delay, which this method has no use for.
     """
     return double_buffered("pipedream_2bw", plan, microbatches)
 
@@ -36,7 +36,7 @@ def double_buffered(name: str, plan: Plan, microbatches: int | None) -> Schedule
     Raises:
         ScheduleError: see `pipedream_2bw`.
     """
-    refuse_lag(name, plan)
+    refuse_update_delay(name, plan)
     warmup = tuple(count - 1 for count in plan.in_flight)
     m = microbatches or admitted(plan)
     for stage, (wait, replicas) in enumerate(zip(warmup, plan.replicas, strict=True)):

@@ -11,7 +11,7 @@ microbatches of the minibatch read that. The backward reads the weights that the
 from __future__ import annotations
 
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.prediction import VELOCITY, View
+from pipedream.core.schedule.prediction import VELOCITY, WeightPrediction
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.schedules.idioms import (
@@ -19,7 +19,7 @@ from pipedream.schedules.idioms import (
     check_handing,
     latest,
     recomputing,
-    refuse_lag,
+    refuse_update_delay,
     share_out,
     unflushed,
 )
@@ -38,15 +38,15 @@ def xpipe(plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY, ba
         backward_rule: 'graph', or 'recompute'.
 
     Raises:
-        ScheduleError: too few microbatches for a stage's replicas, or a depth that needs the plan's lag.
+        ScheduleError: too few microbatches for a stage's replicas, or a depth that needs the plan's update delay.
         ValueError: an option that is none.
     """
-    refuse_lag("xpipe", plan)
+    refuse_update_delay("xpipe", plan)
     plan = recomputing(plan, backward_rule)
     m = share_out("xpipe", plan, microbatches, admitted(plan))
     check_handing("xpipe", plan, m)
-    ahead = View(by, tuple(float(latest(plan, m).staleness(s)) for s in range(len(plan.stages))))
-    weights = latest(plan, m, backward_rule=backward_rule, forward_view=ahead, shares_view=m)
+    ahead = WeightPrediction(by, tuple(float(latest(plan, m).staleness(s)) for s in range(len(plan.stages))))
+    weights = latest(plan, m, backward_rule=backward_rule, forward_prediction=ahead, shares_prediction=m)
     return Schedule(
         name="xpipe",
         plan=plan,

@@ -51,10 +51,13 @@ def chimera(plan: Plan, microbatches: int | None = None) -> Schedule:
         """The ops of p microbatches, each behind the slot in which it starts, a forward being as long as a backward."""
         found = []
         for up, stage in enumerate((rank, p - 1 - rank)):
-            seat = (stage, up)
+            stage_replica = (stage, up)
             for i in range(p // 2):
                 k = first + 2 * i + up
-                found += [(2 * i + stage, forward(seat, k)), (2 * p - 1 - stage + 2 * i, backward(seat, k))]
+                found += [
+                    (2 * i + stage, forward(stage_replica, k)),
+                    (2 * p - 1 - stage + 2 * i, backward(stage_replica, k)),
+                ]
         return found
 
     def order(rank: int) -> Iterator[Op]:

@@ -77,13 +77,13 @@ def _in_pairs(p: int, m: int) -> list[list[Op]]:
     taken = dict.fromkeys(((kind, s, up) for kind in "FB" for s in range(p) for up in (0, 1)), 0)
 
     def next_of(rank: int) -> tuple[str, int, int] | None:
-        seats = sorted(((rank, 0), (p - 1 - rank, 1)), reverse=True)
-        for s, up in seats:
+        stage_replicas = sorted(((rank, 0), (p - 1 - rank, 1)), reverse=True)
+        for s, up in stage_replicas:
             done = taken["B", s, up]
             if done < before["F", s, up] and (s == p - 1 or done < before["B", s + 1, up]):
                 return "B", s, up
-        held = sum(taken["F", *seat] - taken["B", *seat] for seat in seats)
-        for s, up in seats if held <= 2 * p - 2 else ():
+        held = sum(taken["F", *stage_replica] - taken["B", *stage_replica] for stage_replica in stage_replicas)
+        for s, up in stage_replicas if held <= 2 * p - 2 else ():
             made = taken["F", s, up]
             if made < m // 2 and (s == 0 or made < before["F", s - 1, up]):
                 return "F", s, up

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.placement import Seat
+from pipedream.core.plan.placement import StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.schedule import Claims, Schedule
@@ -71,11 +71,11 @@ def _minibatch(rank: int, p: int, mine: range) -> Iterator[Op]:
     """Yields what a worker does with the microbatches of one minibatch, numbered as the steps of the released code."""
     there, back = (rank, 0), (2 * p - 1 - rank, 0)
     turns = Turns(mine)
-    put_off: deque[Seat] = deque()
+    put_off: deque[StageReplica] = deque()
 
-    def backward(seat: Seat, later: bool) -> Iterator[Op]:
-        yield from turns.take((I, seat))
-        put_off.append(seat)
+    def backward(stage_replica: StageReplica, later: bool) -> Iterator[Op]:
+        yield from turns.take((I, stage_replica))
+        put_off.append(stage_replica)
         if not later:
             yield from weight_gradient()
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.core.plan.placement import Seat
+from pipedream.core.plan.placement import StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.schedule import Claims, Schedule
-from pipedream.schedules.idioms import at_one_seat, backward, flushed, flushing, forward, share_out
+from pipedream.schedules.idioms import backward, flushed, flushing, forward, one_stage_per_rank, share_out
 from pipedream.schedules.method import Method, Picture
 
 __all__ = ["METHODS", "gpipe"]
@@ -24,18 +24,20 @@ def gpipe(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns GPipe; 4 microbatches a stage unless asked (the paper: m >= 4 p makes the bubble negligible)."""
     m = share_out("gpipe", plan, microbatches, 4 * len(plan.stages))
 
-    def ops(seat: Seat) -> Iterator[Op]:
+    def ops(stage_replica: StageReplica) -> Iterator[Op]:
         def all_forward_all_backward(mine: range) -> Iterator[Op]:
-            yield from (forward(seat, k) for k in mine)
-            yield from (backward(seat, k) for k in mine)
+            yield from (forward(stage_replica, k) for k in mine)
+            yield from (backward(stage_replica, k) for k in mine)
 
-        return flushed(seat, replicas=plan.replicas[seat[0]], microbatches=m, ops=all_forward_all_backward)
+        return flushed(
+            stage_replica, replicas=plan.replicas[stage_replica[0]], microbatches=m, ops=all_forward_all_backward
+        )
 
     return flushing(
         "gpipe",
         plan,
         m,
-        at_one_seat(plan.placement, ops),
+        one_stage_per_rank(plan.placement, ops),
         Claims(
             bubble=lambda p, m: (p - 1) / (m + p - 1),
             in_flight=lambda p, m, s: m,

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.core.plan.placement import Seat
+from pipedream.core.plan.placement import StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.schedules.idioms import (
-    at_one_seat,
     flushed,
     flushing,
     one_forward_one_backward,
+    one_stage_per_rank,
     share_out,
 )
 from pipedream.schedules.method import Method, Picture
@@ -30,17 +30,17 @@ def naive(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns naive model parallelism; a minibatch is not split unless asked."""
     m = share_out("naive", plan, microbatches, 1)
 
-    def ops(seat: Seat) -> Iterator[Op]:
+    def ops(stage_replica: StageReplica) -> Iterator[Op]:
         def one_at_a_time(mine: range) -> Iterator[Op]:
-            return one_forward_one_backward(seat, mine=mine, warmup=0)
+            return one_forward_one_backward(stage_replica, mine=mine, warmup=0)
 
-        return flushed(seat, replicas=plan.replicas[seat[0]], microbatches=m, ops=one_at_a_time)
+        return flushed(stage_replica, replicas=plan.replicas[stage_replica[0]], microbatches=m, ops=one_at_a_time)
 
     return flushing(
         "naive",
         plan,
         m,
-        at_one_seat(plan.placement, ops),
+        one_stage_per_rank(plan.placement, ops),
         Claims(
             # Nothing overlaps at all: one of p workers works. Also true for unequal times of F and B.
             bubble=lambda p, m: (p - 1) / p,

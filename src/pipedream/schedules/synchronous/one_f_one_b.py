@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.core.plan.placement import Seat
+from pipedream.core.plan.placement import StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.schedules.idioms import (
-    at_one_seat,
     flushed,
     flushing,
     one_forward_one_backward,
+    one_stage_per_rank,
     share_out,
 )
 from pipedream.schedules.method import Method, Picture
@@ -30,19 +30,19 @@ def one_f_one_b(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns 1F1B with a flush; 4 microbatches a stage unless asked, the depth is the plan's."""
     m = share_out("1f1b", plan, microbatches, 4 * len(plan.stages))
 
-    def ops(seat: Seat) -> Iterator[Op]:
+    def ops(stage_replica: StageReplica) -> Iterator[Op]:
         def in_turn(mine: range) -> Iterator[Op]:
             # A stage cannot warm up with more than the minibatch has for it.
-            warmup = min(plan.in_flight[seat[0]] - 1, max(len(mine) - 1, 0))
-            return one_forward_one_backward(seat, mine=mine, warmup=warmup)
+            warmup = min(plan.in_flight[stage_replica[0]] - 1, max(len(mine) - 1, 0))
+            return one_forward_one_backward(stage_replica, mine=mine, warmup=warmup)
 
-        return flushed(seat, replicas=plan.replicas[seat[0]], microbatches=m, ops=in_turn)
+        return flushed(stage_replica, replicas=plan.replicas[stage_replica[0]], microbatches=m, ops=in_turn)
 
     return flushing(
         "1f1b",
         plan,
         m,
-        at_one_seat(plan.placement, ops),
+        one_stage_per_rank(plan.placement, ops),
         Claims(
             bubble=lambda p, m: (p - 1) / (m + p - 1),
             in_flight=lambda p, m, s: min(p - s, m),

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.core.plan.placement import Seat
+from pipedream.core.plan.placement import StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.schedules.idioms import (
     SPLIT,
-    at_one_seat,
     flushed,
     flushing,
     one_forward_one_input_gradient,
+    one_stage_per_rank,
     share_out,
 )
 from pipedream.schedules.method import Method, Picture
@@ -34,21 +34,23 @@ def zb_h1(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns ZB-H1; 4 microbatches a stage unless asked, the depth is the plan's."""
     m = share_out("zb_h1", plan, microbatches, 4 * len(plan.stages))
 
-    def ops(seat: Seat) -> Iterator[Op]:
-        count = plan.in_flight[seat[0]]
+    def ops(stage_replica: StageReplica) -> Iterator[Op]:
+        count = plan.in_flight[stage_replica[0]]
 
         def in_turn(mine: range) -> Iterator[Op]:
             # All stages hold as many as the fullest.
             behind = max(plan.in_flight) - count
-            return one_forward_one_input_gradient(seat, mine=mine, warmup=min(count, len(mine)) - 1, behind=behind)
+            return one_forward_one_input_gradient(
+                stage_replica, mine=mine, warmup=min(count, len(mine)) - 1, behind=behind
+            )
 
-        return flushed(seat, replicas=plan.replicas[seat[0]], microbatches=m, ops=in_turn)
+        return flushed(stage_replica, replicas=plan.replicas[stage_replica[0]], microbatches=m, ops=in_turn)
 
     return flushing(
         "zb_h1",
         plan,
         m,
-        at_one_seat(plan.placement, ops),
+        one_stage_per_rank(plan.placement, ops),
         Claims(
             assumption="straight pipeline, paper's depth, equal stages, messages cost nothing; "
             "m at least p, f = i = w (the makespan: w at most f and i)",

@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipedream.core.plan.depth import legal
-from pipedream.core.plan.placement import Seat
+from pipedream.core.plan.placement import StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.schedules.idioms import (
     SPLIT,
-    at_one_seat,
     flushed,
     flushing,
     one_forward_one_input_gradient,
+    one_stage_per_rank,
     share_out,
 )
 from pipedream.schedules.method import Method, Picture
@@ -35,24 +35,26 @@ __all__ = ["METHODS", "zb_h2"]
 def zb_h2(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns ZB-H2; 4 microbatches a stage unless asked, twice the warm-up forwards of the plan's depth."""
     m = share_out("zb_h2", plan, microbatches, 4 * len(plan.stages))
-    # Legal where no stage lags: a depth that rests on a lag, which a flush does not have, is not when doubled.
+    # Legal where no stage delays its updates: a depth that rests on an update delay, which a flush does not have, is not when doubled.
     warmups = [count - 1 for count in legal(tuple(2 * count - 1 for count in plan.in_flight), plan.replicas)]
 
-    def ops(seat: Seat) -> Iterator[Op]:
-        warmup = warmups[seat[0]]
+    def ops(stage_replica: StageReplica) -> Iterator[Op]:
+        warmup = warmups[stage_replica[0]]
 
         def in_turn(mine: range) -> Iterator[Op]:
             # All stages hold as many as the fullest.
             behind = max(warmups) - warmup
-            return one_forward_one_input_gradient(seat, mine=mine, warmup=min(warmup, len(mine) - 1), behind=behind)
+            return one_forward_one_input_gradient(
+                stage_replica, mine=mine, warmup=min(warmup, len(mine) - 1), behind=behind
+            )
 
-        return flushed(seat, replicas=plan.replicas[seat[0]], microbatches=m, ops=in_turn)
+        return flushed(stage_replica, replicas=plan.replicas[stage_replica[0]], microbatches=m, ops=in_turn)
 
     return flushing(
         "zb_h2",
         plan,
         m,
-        at_one_seat(plan.placement, ops),
+        one_stage_per_rank(plan.placement, ops),
         Claims(
             assumption="straight pipeline, paper's depth, equal stages, messages cost nothing; "
             "m at least 2p - 1, f = i = w (the makespan: i <= f <= w)",
