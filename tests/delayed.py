@@ -434,7 +434,7 @@ def train(
             seen: list[Any] = []
             for s, stage in enumerate(parts if len(xs) else ()):
                 seen.append(value)
-                weights = stage.made[paper.forward(s, k)].view(paper.by, paper.ahead(s))
+                weights = stage.made[paper.forward(s, k)].prediction(paper.by, paper.ahead(s))
                 value, flight = forward(stage, value, weights, number)
                 flights.append(flight)
             if len(xs):
@@ -444,7 +444,7 @@ def train(
             for s in reversed(range(len(parts))):
                 own: Values = {}
                 if len(xs):
-                    now = parts[s].made[paper.backward(s, k)].view(paper.by, paper.back(s))
+                    now = parts[s].made[paper.backward(s, k)].prediction(paper.by, paper.back(s))
                     if paper.share is not None:
                         old = parts[s].made[paper.forward(s, k)].weights
                         significance = paper.share ** (paper.backward(s, k) - paper.forward(s, k))

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.runtime.comm.distributed import DistributedGroup, DistributedReceiver, DistributedSender, Line
+from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedGroup, DistributedReceiver, DistributedSender
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.update.all_reduce import add_up_all
 
@@ -39,8 +39,8 @@ def exchange(depths: list[int]) -> dict[str, list[tuple[int, int, float, str, li
         for j, depth in enumerate(depths):
             # A channel each way; its number is the same at both ends.
             first = 2 * (i * len(depths) + j)
-            out = Line(peer, first + dist.get_rank(), depth, group, group, cpu)
-            back = Line(peer, first + peer, depth, group, group, cpu)
+            out = ChannelEndpoint(peer, first + dist.get_rank(), depth, group, group, cpu)
+            back = ChannelEndpoint(peer, first + peer, depth, group, group, cpu)
             sender, receiver = DistributedSender(out, most_out=len(sizes)), DistributedReceiver(back)
             for number, size in enumerate(sizes):
                 sender.send(message_of(number, size))

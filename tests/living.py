@@ -17,6 +17,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.planner import by_hand
 from pipedream.profiler.allocations import Allocations
+from pipedream.workflows.methods import occupancy_of
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
@@ -88,7 +89,7 @@ def plan_of(run: Living) -> Plan:
         Cluster.flat(sum(run.replicas)),
         cuts,
         run.replicas,
-        holds=pd.api.occupancy_of(run.schedule, run.microbatches),
+        holds=occupancy_of(run.schedule, run.microbatches),
         microbatches=run.microbatches or 1,
     )
     if not run.recompute:

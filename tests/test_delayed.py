@@ -277,7 +277,7 @@ def test_tags_tell_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "m", "lags"),
+    ("p", "m", "delays_updates"),
     [
         (3, 2, [2, 1, 0]),
         (4, 3, [2, 2, 1, 0]),

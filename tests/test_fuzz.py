@@ -24,7 +24,7 @@ import pipedream as pd
 from pipedream import recipe as recipes
 from pipedream.cli import main
 from pipedream.core.artifact import Artifact
-from pipedream.core.checkpoint import Checkpoint, Group, StageState, Stored
+from pipedream.core.checkpoint import Checkpoint, ParameterGroup, SavedStage, Stored
 from pipedream.core.errors import ArtifactError, PipelineError, RecipeError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
@@ -32,8 +32,8 @@ from pipedream.runtime.checkpoint import writer as checkpoints
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 PLAN = zoo.plan_of(zoo.make("mlp"), 2, (2, 1))
-STAGE = StageState(
-    (Group(("0.weight",), {"lr": 0.1, "betas": [0.9, 0.99]}),), {"0.weight": {"k": 1}}, {"last": 3}, 4, 4
+STAGE = SavedStage(
+    (ParameterGroup(("0.weight",), {"lr": 0.1, "betas": [0.9, 0.99]}),), {"0.weight": {"k": 1}}, {"last": 3}, 4, 4
 )
 CHECKPOINT = Checkpoint(
     12, 2, 2, (12,), "pipedream", 1, 0, PLAN, (STAGE, STAGE),

@@ -471,7 +471,7 @@ def check_run(case: Case, program: Program) -> None:
         return lower(schedule) if schedule.name == "evaluation" else program
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipedream.phases, "lower", given_program)
+        patch.setattr(pipedream.workflows.prepare, "lower", given_program)
         outcome = cases.run(case)
     cases.check(case, outcome)
     assert len(outcome.drains) == 2

@@ -13,6 +13,7 @@ import pytest
 import pipedream
 from pipedream import cli
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.hardware.devices import Device
 from pipedream.core.model.profile import Profile
 from pipedream.planner.tables.search_space import Space
 from pipedream.recipe import load_recipe
@@ -105,7 +106,7 @@ def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_command_with_a_device_from_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     device = tmp_path / "slow.json"
-    pipedream.core.devices.Device("slow", 10**9, {"float32": 1e6}, 1e6).save(device)
+    Device("slow", 10**9, {"float32": 1e6}, 1e6).save(device)
     command = ["profile", str(EXAMPLES / "digits.py"), "--device", "meta", "--json"]
     assert cli.main([*command, "--as", str(device)]) == 0
     slow = Profile.from_json(capfd.readouterr().out)

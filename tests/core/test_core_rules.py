@@ -330,7 +330,7 @@ class TestLatest:
             assert rule.staleness(s) == max(late)
 
     @pytest.mark.parametrize(
-        ("p", "m", "lags"),
+        ("p", "m", "delays_updates"),
         [
             (3, 2, [2, 1, 0]), (3, 4, [1, 1, 0]), (4, 3, [2, 2, 1, 0]), (4, 8, [1, 1, 1, 0]),
             (8, 4, [4, 3, 3, 2, 2, 1, 1, 0]), (8, 8, [2, 2, 2, 1, 1, 1, 1, 0]),

@@ -82,7 +82,7 @@ def test_a_tag_is_what_is_newest_at_the_input_stage(replicas: tuple[int, ...], d
         assert alive == tagged.weights.versions(stage)
 
 
-@pytest.mark.parametrize(("p", "m", "lags"), LAGS)
+@pytest.mark.parametrize(("p", "m", "delays_updates"), LAGS)
 def test_lags_of_the_order_are_those_that_were_measured(p: int, m: int, delays_updates: list[int]) -> None:
     """Of the order, in slots by the paper's rule and as it is here; of the static tables; and of the tags."""
     for s, row in enumerate(nf1b(p, m, 12)):

@@ -19,7 +19,7 @@ from pipedream.core.model.graph_txt import GraphNode, GraphText
 from pipedream.core.model.profile import LayerProfile
 from pipedream.planner.papers import classic_states
 from pipedream.planner.papers.classic_levels import solve
-from pipedream.planner.papers.classic_states import States
+from pipedream.planner.papers.classic_states import CutStates
 from pipedream.workflows import api
 
 Cut = frozenset[int]
@@ -107,14 +107,14 @@ def graphs(draw: st.DrawFn) -> GraphText:
 levels = st.lists(st.builds(Level, st.integers(1, 4), st.sampled_from([1e5, 1e6, 1e7])), min_size=1, max_size=3)
 
 
-def runs(states: States) -> list[Cut]:
+def runs(states: CutStates) -> list[Cut]:
     return [frozenset(n for n in range(len(states.graph.nodes)) if done >> n & 1) for done in states.done]
 
 
 @settings(max_examples=150)
 @given(graphs(), levels)
 def test_seconds_are_those_of_the_equations(graph: GraphText, network: list[Level]) -> None:
-    states = States.of(graph)
+    states = CutStates.of(graph)
     order = runs(states)
     assert all(list(before) == [i for i in range(j) if order[i] < order[j]] for j, before in enumerate(states.before))
     wanted = slow_seconds(graph, tuple(network), order)
@@ -127,12 +127,12 @@ def test_seconds_are_those_of_the_equations(graph: GraphText, network: list[Leve
 @given(graph=graphs(), network=levels)
 def test_blocks_leave_nothing_out(block: int, graph: GraphText, network: list[Level]) -> None:
     """The bounds of small blocks, which a small graph would not have."""
-    states = States.of(graph)
+    states = CutStates.of(graph)
     whole = solve(states, tuple(network))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipedream.planner.classic_levels._BLOCK", block)
-        patch.setattr("pipedream.planner.classic_levels._LEAST_BLOCK", 1)
-        patch.setattr("pipedream.planner.classic_levels._AT_ONCE", 2)
+        patch.setattr("pipedream.planner.papers.classic_levels._BLOCK", block)
+        patch.setattr("pipedream.planner.papers.classic_levels._LEAST_BLOCK", 1)
+        patch.setattr("pipedream.planner.papers.classic_levels._AT_ONCE", 2)
         small = solve(states, tuple(network))
     assert all((a.table == b.table).all() for a, b in zip(whole, small, strict=True))
 
@@ -140,7 +140,7 @@ def test_blocks_leave_nothing_out(block: int, graph: GraphText, network: list[Le
 @settings(max_examples=100)
 @given(graphs(), levels)
 def test_the_plan_holds_each_layer_once(graph: GraphText, network: list[Level]) -> None:
-    if solve(States.of(graph), tuple(network))[-1].table[-1, -1, 0] <= 0:
+    if solve(CutStates.of(graph), tuple(network))[-1].table[-1, -1, 0] <= 0:
         with pytest.raises(PlanError, match="layers take no time"):
             planner.classic(graph, Cluster(tuple(network)))
         return

@@ -17,8 +17,7 @@ from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import Pipelines, Space, VersionsRule, every_plan, plan, stash
-from pipedream.planner.dynamic_program import oracle as exhaustive
+from pipedream.planner import Pipelines, Space, VersionsRule, every_plan, exhaustive, plan, stash
 from pipedream.planner.dynamic_program.oracle import peak_bytes
 from pipedream.planner.dynamic_program.recurrence import State, of_counts, replicated, straights
 

@@ -15,8 +15,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import SHAPES, Space, plan
-from pipedream.planner.dynamic_program import oracle as exhaustive
+from pipedream.planner import SHAPES, Space, exhaustive, plan
 from tests.exactly import best_plans
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=1000, activation_bytes=100)

@@ -34,12 +34,12 @@ from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.data.feed import Admitted, Feed
 from pipedream.runtime.data.iterate import Extent, Reading, WholeReading
-from pipedream.runtime.data.order import Order
+from pipedream.runtime.data.order import DataOrder
 from pipedream.runtime.data.sharded_loader import Dealer, DealtReading, can_be_dealt
 
 
 def reading_of(
-    loader: Any, order: Order, extent: Extent, state: Any = None, replica: int = 0, replicas: int = 1
+    loader: Any, order: DataOrder, extent: Extent, state: Any = None, replica: int = 0, replicas: int = 1
 ) -> DealtReading | WholeReading:
     if can_be_dealt(loader):
         return DealtReading(Dealer(loader, replica, replicas), order, extent, state)
@@ -62,7 +62,7 @@ def batches_of(reading: Reading, most: int | None = None) -> list[tuple[int, int
 def test_order_is_that_of_a_plain_loop_whatever_else_draws(name: str) -> None:
     epochs = plain_loop(LOADERS[name](), 3)
     seed_all(5)
-    loader, order = LOADERS[name](), Order()
+    loader, order = LOADERS[name](), DataOrder()
     before = torch.get_rng_state(), random.getstate()
     reading = reading_of(loader, order, Extent(epochs=2))
     assert isinstance(reading, DealtReading) == (name in DEALT)
@@ -91,13 +91,13 @@ def test_a_position_is_found_again_in_a_new_process(name: str, done: int | str) 
     count = {"epoch": size, "epoch and 1": size + 1}.get(str(done), done)
     assert isinstance(count, int)
     seed_all(5)
-    reading = reading_of(LOADERS[name](), Order(), Extent(epochs=3))
+    reading = reading_of(LOADERS[name](), DataOrder(), Extent(epochs=3))
     before = batches_of(reading, count)
     position = (count // size, count % size) if count <= size else (1, count - size)
     state = json.loads(json.dumps(reading.state(*position)))
     reading.close()
     seed_all(99)
-    loader, order = LOADERS[name](), Order()
+    loader, order = LOADERS[name](), DataOrder()
     on = reading_of(loader, order, Extent(position[0], 3, position[1]), state)
     assert on.state(*position) == state
     rest = batches_of(on)
@@ -184,7 +184,7 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
             seed_all(3)  # of rank 0; a session sends its state to the others
             loader = DataLoader(data[replica], batch_sampler=Lists(lengths))
             extent = Extent(epoch, len(lengths), skip)
-            readings.append(DealtReading(Dealer(loader, replica, replicas), Order(), extent, state))
+            readings.append(DealtReading(Dealer(loader, replica, replicas), DataOrder(), extent, state))
         feeds = [Feed(reading, lambda batch: (batch, -batch)) for reading in readings]
         for feed in feeds:
             feed.begin(replicas * cycles)
@@ -209,19 +209,19 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
 )
 def test_a_loader_without_minibatches_is_refused(loader: Any) -> None:
     with pytest.raises(WorkerError, match="yielded nothing"):
-        next(reading_of(loader, Order(), Extent()))
+        next(reading_of(loader, DataOrder(), Extent()))
 
 
 def test_a_state_that_json_cannot_hold_is_refused() -> None:
     loader = Stateful()
     loader.state_dict = lambda: {"at": [1, {2}]}  # type: ignore[method-assign, dict-item, list-item, assignment]
-    reading = WholeReading(loader, Order(), Extent(), None)
+    reading = WholeReading(loader, DataOrder(), Extent(), None)
     next(reading)
     with pytest.raises(PipelineError, match=r"state_dict\(\)\['at'\]\[1\] is a set, which JSON cannot hold"):
         reading.state(0, 1)
     assert reading.state(0, 0)["epoch"] == 0
     with pytest.raises(PipelineError, match="ask for the position at a drain"):
-        WholeReading(loader, Order(), Extent(2, 3), None).state(1, 0)
+        WholeReading(loader, DataOrder(), Extent(2, 3), None).state(1, 0)
 
 
 def test_replicas_seed_their_workers_apart() -> None:
@@ -234,7 +234,7 @@ def test_replicas_seed_their_workers_apart() -> None:
         loader = DataLoader(Seeds(), batch_size=4, num_workers=2)
         return {
             seed
-            for part in batches_of(reading_of(loader, Order(), Extent(), None, replica, replicas))
+            for part in batches_of(reading_of(loader, DataOrder(), Extent(), None, replica, replicas))
             for seed in part[2]
         }
 
@@ -248,15 +248,15 @@ def test_what_a_loader_gives_out_of_order_is_read_in_order() -> None:
     plain = plain_loop(DataLoader(Numbers(), 4, shuffle=True, num_workers=2), 1)[0]
     seed_all(5)
     loader = DataLoader(Numbers(), 4, shuffle=True, num_workers=2, in_order=False)
-    assert [part[2] for part in batches_of(reading_of(loader, Order(), Extent()))] == plain
+    assert [part[2] for part in batches_of(reading_of(loader, DataOrder(), Extent()))] == plain
 
 
 def test_what_shares_itself_out_over_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(IterableWrapper(range(8)), batch_size=4)
-    assert [part[2] for part in batches_of(reading_of(loader, Order(), Extent()))] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [part[2] for part in batches_of(reading_of(loader, DataOrder(), Extent()))] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     with pytest.raises(WorkerError, match="give an IterableDataset"):
-        next(reading_of(loader, Order(), Extent()))
+        next(reading_of(loader, DataOrder(), Extent()))
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")
@@ -271,12 +271,12 @@ def test_a_loader_of_torchdata_goes_on_from_its_state(workers: int) -> None:
 
     for own, count in product([False, True], [0, 3, 6, 7, 12]):
         wanted = [(epoch, batch) for epoch, batches in enumerate(plain_loop(made(own), 3)) for batch in batches]
-        reading = WholeReading(made(own), Order(), Extent(epochs=3), None)
+        reading = WholeReading(made(own), DataOrder(), Extent(epochs=3), None)
         before = batches_of(reading, count)
         position = divmod(count, 6)
         state = json.loads(json.dumps(reading.state(*position)))
         reading.close()
         loader = made(own)
         seed_all(99)
-        rest = batches_of(WholeReading(loader, Order(), Extent(position[0], 3, position[1]), state))
+        rest = batches_of(WholeReading(loader, DataOrder(), Extent(position[0], 3, position[1]), state))
         assert [part[1:3] for part in before + rest] == wanted, f"generator {own}, after {count}"

@@ -13,7 +13,7 @@ from pipedream.core.errors import WorkerError
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.data.feed import Admitted, Feed
 from pipedream.runtime.data.iterate import Extent, Reading, WholeReading, share
-from pipedream.runtime.data.order import Order
+from pipedream.runtime.data.order import DataOrder
 
 
 class Loader:
@@ -31,7 +31,7 @@ class Loader:
 
 
 def read(loader: Any, readers: int = 1, **extent: int) -> list[Reading]:
-    return share(WholeReading(loader, Order(), Extent(**extent), None), readers)
+    return share(WholeReading(loader, DataOrder(), Extent(**extent), None), readers)
 
 
 def take(batch: Any) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ from pipedream.runtime.comm.message import Content, Ending, Message
 from pipedream.runtime.data.feed import Feed
 from pipedream.runtime.data.iterate import Extent, WholeReading, share
 from pipedream.runtime.data.microbatches import HandedDoor, Intake, OwnDoor
-from pipedream.runtime.data.order import Order
+from pipedream.runtime.data.order import DataOrder
 from pipedream.verifier import verify
 from pipedream.verifier.unrolled import Unrolled, unroll
 from pipedream.verifier.waits import _Waits
@@ -32,7 +32,7 @@ def take(batch: Any) -> tuple[Any, Any]:
 
 
 def feed_of(count: int) -> Feed:
-    return Feed(share(WholeReading(batches(count), Order(), Extent(), None), 1)[0], take)
+    return Feed(share(WholeReading(batches(count), DataOrder(), Extent(), None), 1)[0], take)
 
 
 def taken(intake: Intake, microbatch: int) -> tuple[Any, ...]:
@@ -140,6 +140,6 @@ def test_a_circle_would_be_found() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_an_error_of_the_data_reaches_the_one_who_asks(parts: int) -> None:
-    feed = Feed(share(WholeReading([{"x": 1}], Order(), Extent(), None), 1)[0], lambda batch: (batch["y"], None))
+    feed = Feed(share(WholeReading([{"x": 1}], DataOrder(), Extent(), None), 1)[0], lambda batch: (batch["y"], None))
     with pytest.raises(KeyError, match="y"):
         OwnDoor(feed, {1: LocalChannel()}).open(parts, 0, 0).take(0)

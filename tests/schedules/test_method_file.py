@@ -91,7 +91,7 @@ def test_a_file_is_read_again_where_it_has_changed(tmp_path: Path) -> None:
         (
             HEAD + "from pipedream.schedules.pb_lwp import pb_lwp\n"
             "METHODS = (Method(lambda plan, m: pb_lwp(plan, m, by='magic'), name='mine'),)",
-            "a view is by velocity, difference or average, found 'magic'",
+            "a prediction is by velocity, difference or average, found 'magic'",
         ),
     ],
 )

@@ -200,7 +200,7 @@ def test_a_plan_knows_its_method_by_its_other_names() -> None:
 TWO = """
 from pipedream.core.errors import ScheduleError
 from pipedream.schedules import Method
-from pipedream.schedules.pipedream import pipedream
+from pipedream.schedules.asynchronous.pipedream import pipedream
 
 def mine(plan, microbatches=None):
     if len(plan.stages) < 2:

@@ -44,7 +44,7 @@ class WeightPrediction:
 
     def __post_init__(self) -> None:
         if self.by not in (VELOCITY, DIFFERENCE, AVERAGE):
-            raise ValueError(f"a view is by {VELOCITY}, {DIFFERENCE} or {AVERAGE}, found {self.by!r}")
+            raise ValueError(f"a prediction is by {VELOCITY}, {DIFFERENCE} or {AVERAGE}, found {self.by!r}")
         if not self.horizons or not all(isfinite(horizon) for horizon in self.horizons):
             raise ValueError(f"a view needs a finite horizon for each stage, found {self.horizons}")
         if not 0 < self.decay < 1:
