@@ -17,7 +17,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.planner import by_hand
 from pipedream.profiler.allocations import Allocations
-from pipedream.workflows.methods import occupancy_of
+from pipedream.workflows.methods import occupancy_of, versions_of
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
@@ -96,9 +96,7 @@ def plan_of(run: Living) -> Plan:
         return made
     from pipedream.planner.tables.search_space import Space
 
-    space = Space.of(
-        profile, made.cluster, versions=pd.api.versions_of(run.schedule), microbatches=run.microbatches or 1
-    )
+    space = Space.of(profile, made.cluster, versions=versions_of(run.schedule), microbatches=run.microbatches or 1)
     return space.at_depth(replace(made, stages=tuple(replace(s, recompute=True) for s in made.stages)), made.in_flight)
 
 

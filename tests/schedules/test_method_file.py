@@ -89,7 +89,7 @@ def test_a_file_is_read_again_where_it_has_changed(tmp_path: Path) -> None:
         (HEAD + "METHODS = (Method(lambda plan, m: 3, name='mine'),)", "gave 3, which is no Schedule"),
         (HEAD + "METHODS = (Method(lambda: 3, name='mine'),)", "ended with TypeError: .* takes 0 positional arguments"),
         (
-            HEAD + "from pipedream.schedules.pb_lwp import pb_lwp\n"
+            HEAD + "from pipedream.schedules.asynchronous.pb_lwp import pb_lwp\n"
             "METHODS = (Method(lambda plan, m: pb_lwp(plan, m, by='magic'), name='mine'),)",
             "a prediction is by velocity, difference or average, found 'magic'",
         ),
