@@ -196,6 +196,13 @@ def test_levels_of_the_network(
     assert set(asked(capfd, *network, profile)) == set(found)  # the file may stand behind the values
 
 
+def test_a_straight_pipeline_by_the_classic_model(graph: str, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--workers", "2", "--bandwidth", "1e9", "--cost-model", "classic"]
+    found = asked(capfd, graph, *options, "--straight")
+    answer = api.classic(GraphText.load(graph), pd.Cluster((Level(2, 1e9),)), straight=True)
+    assert (found["config"], found["slowest_stage_s"]) == ("1-1", answer.slowest_stage_s)
+
+
 def test_a_graph_of_the_original(graph: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "staged.txt"
     found = asked(capfd, graph, "--workers", "2", "--bandwidth", "1e9", "-o", str(out))
@@ -215,7 +222,7 @@ def test_a_graph_of_the_original(graph: str, capfd: pytest.CaptureFixture[str], 
         (["--workers", "1000000"], "width must be between 1 and 100000, found 1000000"),
         ([], "say how many workers"),
         (["--workers", "2", "--memory", "1GB"], "leave the limit out"),
-        (["--workers", "2", "--straight"], "--cost-model classic knows no --straight"),
+        (["--workers", "2", "--data-parallel"], "--cost-model classic does not support --data-parallel"),
         (["--workers", "2+1", "2", "--bandwidth", "2e9", "1e9"], "machines of unequal sizes"),
         (["--workers", "2", "--strategy", "2bw"], "--strategy (of --cost-model pipedream): not used here"),
     ],

@@ -59,8 +59,8 @@ def slow_cuts(graph: GraphText) -> dict[Cut, Cut]:
     return {state.union(*(past(node) for node in state)): crossing for state, crossing in found.items()}
 
 
-def slow_seconds(graph: GraphText, levels: tuple[Level, ...], order: list[Cut]) -> float:
-    """The recurrence as it stands on paper, over the states in a given order."""
+def slow_seconds(graph: GraphText, levels: tuple[Level, ...], order: list[Cut], *, straight: bool = False) -> float:
+    """The recurrence as written in the module, over the states in a given order."""
     cuts = slow_cuts(graph)
     assert set(order) == set(cuts)
     count = len(order)
@@ -79,8 +79,11 @@ def slow_seconds(graph: GraphText, levels: tuple[Level, ...], order: list[Cut]) 
         for m in range(1, level.width + 1):
             for i, j in cost:
                 choices = [(cost[i, j] + 4 * (m - 1) * parameters(i, j) / (rate * m) / below) / m]
+                if straight and m > 1:
+                    choices = [math.inf]
+                most = min(m, 2) if straight else m
                 for k in range(i, j):
-                    for q in range(1, m if order[k] < order[j] else 1):
+                    for q in range(1, most if order[k] < order[j] else 1):
                         end = (cost[k + 1, j] + 4 * (q - 1) * parameters(k + 1, j) / (rate * q)) / q
                         waits = [2 * sends[s] / (rate * q) for s in (k, j) if s != last]
                         choices.append(max(best[i, k, m - q], end, *waits))
@@ -112,13 +115,13 @@ def runs(states: CutStates) -> list[Cut]:
 
 
 @settings(max_examples=150)
-@given(graphs(), levels)
-def test_seconds_are_those_of_the_equations(graph: GraphText, network: list[Level]) -> None:
+@given(graphs(), levels, st.booleans())
+def test_seconds_are_those_of_the_equations(graph: GraphText, network: list[Level], straight: bool) -> None:
     states = CutStates.of(graph)
     order = runs(states)
     assert all(list(before) == [i for i in range(j) if order[i] < order[j]] for j, before in enumerate(states.before))
-    wanted = slow_seconds(graph, tuple(network), order)
-    found = solve(states, tuple(network))[-1].seconds(0, len(states) - 1, network[-1].width)
+    wanted = slow_seconds(graph, tuple(network), order, straight=straight)
+    found = solve(states, tuple(network), straight=straight)[-1].seconds(0, len(states) - 1, network[-1].width)
     assert found == pytest.approx(wanted, rel=1e-12, abs=1e-15)
 
 
@@ -201,6 +204,39 @@ def test_published_answers(
     assert found.plan.workers == math.prod(widths)
 
 
+@pytest.mark.parametrize(
+    ("model", "widths", "rates", "seconds"),
+    [
+        # These come from running the published program with --straight_pipeline.
+        ("vgg16", (4,), (1e9,), 0.411041792),
+        ("vgg16", (16,), (2.5e9,), 0.3288334336),
+        ("vgg16", (4, 4), (12e9, 1.25e9), 0.23559),
+        ("alexnet", (2, 2, 2), (12e9, 5e9, 1e9), 0.032171),
+        ("gnmt", (8,), (1.25e9,), 0.019285),
+        ("resnet18", (4, 4), (12e9, 1.25e9), 0.0822083584),
+        ("resnet18", (2,), (1e9,), 0.201601),
+        ("squeezenet1_0", (8,), (1.25e9,), 0.0764411904),
+        ("squeezenet1_0", (2, 2), (12e9, 1.25e9), 0.088182),
+        ("resnet50", (4,), (1e9,), 0.258149),
+        ("resnet50", (16,), (2.5e9,), 0.1644167168),
+    ],
+)
+def test_published_straight_answers(
+    model: str, widths: tuple[int, ...], rates: tuple[float, ...], seconds: float
+) -> None:
+    graph = GraphText.load(published(model))
+    found = planner.classic(graph, Cluster(tuple(map(Level, widths, rates))), straight=True)
+    assert found.slowest_stage_s == pytest.approx(seconds, abs=1e-9)
+    assert found.plan.config == "-".join(["1"] * math.prod(widths))
+
+
+def test_a_straight_pipeline_has_a_layer_for_each_worker() -> None:
+    profile = pd.Profile.of_chain((LayerProfile(1.0, 1.0, 1, 1),) * 2)
+    assert pd.plan(profile, Cluster.flat(2), cost_model="classic", shape="straight").config == "1-1"
+    with pytest.raises(PlanError, match="straight pipeline of 3 stages, but this graph cannot be cut into as many"):
+        pd.plan(profile, Cluster.flat(3), cost_model="classic", shape="straight")
+
+
 def test_replicated_pipelines_are_flattened_and_said() -> None:
     """Inside a machine two stages, and two machines that each hold the pipeline."""
     layer = LayerProfile(1.0, 1.0, output_bytes=10, parameter_bytes=1000)
@@ -261,7 +297,7 @@ def test_a_graph_of_too_many_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("wrong", [{"shape": "2-1"}, {"cuts": (1,)}, {"update_delay": 1}, {"microbatches": 2}])
 def test_what_it_does_not_know(wrong: dict[str, object]) -> None:
     profile = pd.Profile.of_chain((LayerProfile(1.0, 1.0, 1, 1),) * 2)
-    with pytest.raises(PlanError, match="which it does not know"):
+    with pytest.raises(PlanError, match="knows the shapes 'any' and 'straight' only"):
         pd.plan(profile, Cluster.flat(3), cost_model="classic", **wrong)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="cost model 'new' is not known; write pipedream or classic"):
         pd.plan(profile, Cluster.flat(3), cost_model="new")

@@ -198,12 +198,14 @@ def plan(
     compared: tuple[planner.Candidate, ...] = ()
     simulated_s: float | None = None
     if cost_model == "classic":
-        if shape != "any" or cuts is not None or update_delay or microbatches or recompute != "never":
+        if shape not in ("any", "straight") or cuts is not None or update_delay or microbatches or recompute != "never":
             raise PlanError(
-                "--cost-model classic knows no --straight, --data-parallel, --config, --cuts, --update-delay, --recompute and "
-                "--microbatches; leave them out, or plan with --cost-model pipedream"
+                "--cost-model classic does not support --data-parallel, --config, --cuts, --update-delay, --recompute "
+                "or --microbatches; leave them out, or plan with --cost-model pipedream"
             )
-        answer = api.classic(given, joined, schedule=schedule, in_flight=depth_of(in_flight))
+        answer = api.classic(
+            given, joined, straight=shape == "straight", schedule=schedule, in_flight=depth_of(in_flight)
+        )
         seconds = time.perf_counter() - began
         found = replace(answer.plan, model=answer.plan.model if isinstance(given, Profile) else profile.stem)
         slowest_s, alone_s, parallel_s = answer.slowest_stage_s, answer.one_worker_s, answer.data_parallel_s

@@ -170,12 +170,13 @@ def plan(
         PlanError: nothing fits, or the model or the cluster does not allow the shape.
     """
     if cost_model == "classic":
-        if shape != "any" or cuts is not None or update_delay or microbatches or recompute != "never":
+        if shape not in ("any", "straight") or cuts is not None or update_delay or microbatches or recompute != "never":
             raise PlanError(
-                "the classic cost model was asked for, with a shape, cuts, an update delay, recomputation or microbatches, which "
-                "it does not know; leave them out, or plan with the cost model pipedream"
+                "the classic cost model knows the shapes 'any' and 'straight' only, and no cuts, update delay, "
+                "recomputation or microbatches; leave them out, or plan with the cost model pipedream"
             )
-        return classic(profile, cluster, schedule=schedule, in_flight=in_flight).plan
+        straight = shape == "straight"
+        return classic(profile, cluster, straight=straight, schedule=schedule, in_flight=in_flight).plan
     if cost_model != "pipedream":
         raise PlanError(f"cost model {cost_model!r} is not known; write pipedream or classic")
     if isinstance(profile, GraphText):
@@ -301,6 +302,7 @@ def classic(
     profile: Profile | GraphText,
     cluster: Cluster,
     *,
+    straight: bool = False,
     schedule: str = "pipedream",
     in_flight: str | tuple[int, ...] = "noam",
 ) -> planner.Classic:
@@ -309,12 +311,13 @@ def classic(
     Args:
         profile: of the model, or a graph.txt of the original.
         cluster: workers and bandwidths, level by level, without a limit on memory.
-        schedule, in_flight: for the bytes that the plan tells; they decide nothing.
+        straight: only pipelines with one worker for each stage.
+        schedule, in_flight: for the bytes that the plan predicts; they decide nothing.
 
     Raises:
         PlanError: see `pipedream.planner.classic`.
     """
-    return planner.classic(profile, cluster, versions=versions_of(schedule), depth=in_flight)
+    return planner.classic(profile, cluster, straight=straight, versions=versions_of(schedule), depth=in_flight)
 
 
 def simulate(

@@ -49,6 +49,7 @@ def classic(
     graph: GraphText | Profile,
     cluster: Cluster,
     *,
+    straight: bool = False,
     versions: VersionsRule = stash,
     depth: str | tuple[int, ...] = "noam",
 ) -> Classic:
@@ -57,12 +58,14 @@ def classic(
     Args:
         graph: a graph.txt, or a profile, whose loss and update the classic model does not know.
         cluster: its levels of bandwidth; latency counts for nothing.
+        straight: one worker for each stage, as many stages as workers (the original's ``--straight_pipeline``).
         versions: of the weights, for the peak bytes that the plan tells; they limit nothing.
         depth: of the plan; the classic model has none.
 
     Raises:
         PlanError: a limit on memory, which the classic model cannot keep, machines of unequal sizes, too many workers
-            or states, or a profile of no seconds.
+            or states, a profile of no seconds, or a straight
+            pipeline of more stages than the graph can be cut into.
     """
     if cluster.is_limited:
         raise PlanError(
@@ -76,10 +79,15 @@ def classic(
         )
     text = GraphText.of(graph) if isinstance(graph, Profile) else graph
     states = CutStates.of(text)
-    tables = solve(states, cluster.levels)
+    tables = solve(states, cluster.levels, straight=straight)
     end = len(states) - 1
-    stages = _flat(tables, 0, end, 1)
     seconds = tables[-1].seconds(0, end, cluster.levels[-1].width)
+    if seconds == np.inf:
+        raise PlanError(
+            f"the classic cost model was asked for a straight pipeline of {cluster.workers} stages, but this graph cannot "
+            "be cut into as many; use fewer workers, or leave the shape out"
+        )
+    stages = _flat(tables, 0, end, 1)
     if seconds <= 0:
         raise PlanError("the classic cost model was asked for a graph whose layers take no time; give measured seconds")
     note = f"classic cost model: {format_seconds(seconds)} per minibatch{_nests(stages)}"

@@ -14,6 +14,8 @@ paper takes the greater; W of one level below, not the product, and only where a
 Where state i - 1 does not come before j, C_ij is a difference of unrelated sums (it may be negative), and the inner
 levels use it; the published program does too.
 
+A straight pipeline has no replicas (the original's ``--straight_pipeline``): alone is infinite for m > 1, and q is 1.
+
 Ties: a stage that is alone, then the smallest k in the order of the states, then the smallest q.
 
 For a block of starts i, a pair (k, q) is looked at only if max(least A of the block, last) is below the worst value
@@ -51,7 +53,8 @@ class LevelTable:
         below: width of the level below, 1 at the innermost.
         cost: C as cost[i, j].
         starts: the i of each row: by the compute before it, so that neighbours have much the same A.
-        table: A as table[m - 1, j, row of i]; infinite where j < i.
+        table: A as table[m - 1, j, row of i]; infinite where j < i, or where no pipeline has so many stages.
+        straight: no stage has replicas.
     """
 
     states: CutStates
@@ -60,6 +63,7 @@ class LevelTable:
     cost: Any
     starts: Any
     table: Any
+    straight: bool = False
 
     @cached_property
     def rows(self) -> Any:
@@ -88,14 +92,20 @@ class LevelTable:
             return None
         before = self.states.before[j]
         before = before[before >= i]
-        reached = self.table[m - 2 :: -1, before, row]
-        best = np.maximum(reached, _last(self, j, before)[: m - 1])
+        most = 1 if self.straight else m - 1  # replicas of the last stage
+        reached = self.table[m - 2 :: -1, before, row][:most]
+        best = np.maximum(reached, _last(self, j, before)[:most])
         k, q = np.argwhere((best == value).T)[0]
         return int(before[k]), int(q) + 1
 
 
-def solve(states: CutStates, levels: tuple[Level, ...]) -> list[LevelTable]:
+def solve(states: CutStates, levels: tuple[Level, ...], *, straight: bool = False) -> list[LevelTable]:
     """Returns the tables of all levels, innermost first; of the outermost only the row i = 0.
+
+    Args:
+        states: of the graph.
+        levels: of the network, innermost first.
+        straight: only pipelines whose stages have one worker each.
 
     Raises:
         PlanError: more states and components than there is room for.
@@ -113,7 +123,7 @@ def solve(states: CutStates, levels: tuple[Level, ...]) -> list[LevelTable]:
                 f"{count} states; its tables would not fit the memory, give fewer or plan with --cost-model pipedream"
             )
         table = np.full((level.width, count, len(starts)), np.inf)
-        found.append(LevelTable(states, level, below, cost, starts, table))
+        found.append(LevelTable(states, level, below, cost, starts, table, straight))
         _fill(found[-1])
         cost = table[-1][:, found[-1].rows].T
         below = level.width
@@ -138,7 +148,8 @@ def _alone(found: LevelTable, j: int) -> Any:
     """alone(i, j, m) as [m - 1, row of i], for all i; without meaning where j < i."""
     m = np.arange(1, found.level.width + 1)[:, None]
     held = found.states.parameter_bytes[j] - np.concatenate([[0.0], found.states.parameter_bytes[:-1]])[found.starts]
-    return alone_s(found.cost[found.starts, j], held, m, found.level, found.below)
+    seconds = alone_s(found.cost[found.starts, j], held, m, found.level, found.below)
+    return np.where(m == 1, seconds, np.inf) if found.straight else seconds
 
 
 def _last(found: LevelTable, j: int, before: Any) -> Any:
@@ -173,7 +184,7 @@ def _fill(found: LevelTable) -> None:
     blocks = _blocks(found)
     earliest = [int(found.starts[block].min()) for block in blocks]
     least = np.full((len(blocks), width * count), np.inf)
-    pairs = [(m, q) for m in range(2, width + 1) for q in range(1, m)]
+    pairs = [(m, q) for m in range(2, width + 1) for q in range(1, 2 if found.straight else m)]
     wide = np.array([m - 1 for m, _ in pairs], dtype=np.intp)
     last = np.array([q - 1 for _, q in pairs], dtype=np.intp)
     rest = (wide - last - 1) * count
