@@ -10,8 +10,9 @@ A name is resolved on first use, so that `import pipedream` does not load torch,
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING
+
+from pipedream._version import __version__
 
 if TYPE_CHECKING:
     from pipedream import schedules
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from pipedream.training.emulate import emulate
     from pipedream.training.train import run
     from pipedream.workflows.api import plan, profile, simulate
-
-    __version__: str
 
 __all__ = [
     "Cluster",
@@ -82,9 +81,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     value: object
-    if name == "__version__":
-        value = version("pipedream")
-    elif name == "schedules":
+    if name == "schedules":
         value = import_module(".schedules", __name__)
     elif name in _HOMES:
         value = getattr(import_module(f".{_HOMES[name]}", __name__), name)

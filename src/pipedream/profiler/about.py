@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
 from pathlib import Path
 
 import torch
+
+from pipedream._version import __version__
 
 __all__ = ["device_text", "versions"]
 
@@ -19,12 +20,8 @@ def device_text(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of python, torch and this library ('0' where it is not installed)."""
-    try:
-        own = metadata.version("pipedream")
-    except metadata.PackageNotFoundError:
-        own = "0"
-    return {"python": platform.python_version(), "torch": torch.__version__, "pipedream": own}
+    """Returns the versions of python, torch and this library."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "pipedream": __version__}
 
 
 def _processor() -> str:

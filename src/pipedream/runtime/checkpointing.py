@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipedream._version import __version__
 from pipedream.core.artifact import decode, encode
 from pipedream.core.checkpoint import Checkpoint, SavedStage
 from pipedream.core.errors import ArtifactError, PipelineError
@@ -82,7 +83,7 @@ class Checkpointer:
             microbatches=self._program.microbatches,
             stages=tuple(whole[stage] for stage in range(len(self._names))),
             random=tuple(json.loads(text)[1] for text in said),
-            software={name: version(name) for name in ("pipedream", "torch")},
+            software={"pipedream": __version__, "torch": version("torch")},
             compensation=self._program.updates.compensation,
         )
         path = self.writer.begin(folder, page, tensors, keep)

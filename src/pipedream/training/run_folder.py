@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from pipedream import metrics
+from pipedream._version import __version__
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import ArtifactError
 from pipedream.core.model.profile import Profile
@@ -136,10 +137,13 @@ def _steady(timeline: Timeline) -> metrics.Metrics:
 
 def software_versions() -> dict[str, str]:
     """Returns the versions of what ran."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in ("pipedream", "torch", "numpy"):
-        found[name] = version(name)
-    return found
+    installed = {name: version(name) for name in ("torch", "numpy")}
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "pipedream": __version__,
+        **installed,
+    }
 
 
 def keep_plan(folder: Path, plan: Plan, profile: Profile | None) -> None:
