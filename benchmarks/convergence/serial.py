@@ -3,7 +3,7 @@
 Whatever a pipeline does at the same time, the weights that each pass of each microbatch reads are known numbers of
 updates old (`arms.Method`). So each gradient can be taken by itself: the weights that its forward read are written into
 the model, then those that its backward read, and the update is made. What comes out equals the running pipeline's
-(tests/test_convergence_emulation.py) at the cost of training in one process.
+(tests/end_to_end/test_convergence_emulation.py) at the cost of training in one process.
 
 A stage keeps its weights in one flat tensor, of which the optimizer's parameters are views, and writes views and old
 versions into another, whose parts the modules' parameters are: reading a version is one copy. Written through `data`

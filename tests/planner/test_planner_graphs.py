@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from exactly import best_plans
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
@@ -16,7 +17,6 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.site import Site
 from pipedream.planner import Space, plan
 from pipedream.planner.cuts import cut_places as places
-from tests.exactly import best_plans
 
 
 def random_graph(draw: random.Random, most: int = 7) -> Profile:

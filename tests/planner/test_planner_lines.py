@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exactly import best_plans
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
@@ -17,7 +18,6 @@ from pipedream.core.plan.site import Site
 from pipedream.planner import Space, plan, stash
 from pipedream.planner.workers.line_orders import Orders
 from pipedream.planner.workers.worker_line import WorkerLine
-from tests.exactly import best_plans
 
 SHAPES: list[tuple[tuple[int, ...] | tuple[int, tuple[int, ...]], ...]] = [
     ((4, ()),),

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from exactly import best_plans
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.planner import SHAPES, Space, exhaustive, plan
-from tests.exactly import best_plans
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=1000, activation_bytes=100)
 EIGHT = Profile.of_chain((LAYER,) * 8)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import Case, cases
 from hypothesis import given
 from hypothesis import strategies as st
-from test_verifier import Case, cases
 
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction

@@ -14,6 +14,7 @@ import pytest
 import torch
 import zoo
 from commands import run as command
+from zoo import alike_layers
 
 import pipedream as pd
 from pipedream.cli.sweep import _values
@@ -32,8 +33,6 @@ from pipedream.schedules.asynchronous.pb_lwp import pb_lwp
 from pipedream.schedules.asynchronous.pipemare import pipemare
 from pipedream.schedules.options import options_of
 from pipedream.workflows.methods import asked_of
-
-from ..test_schedule_files import profile
 
 ROOT = Path(__file__).parents[2]
 Told = Callable[..., tuple[int, str, str]]
@@ -212,7 +211,7 @@ METHODS = (Method(mine),)
 
 
 def test_the_commands(told: Told, tmp_path: Path) -> None:
-    saved, out = profile(8).save(tmp_path / "profile.json"), tmp_path / "plan.json"
+    saved, out = alike_layers(8).save(tmp_path / "profile.json"), tmp_path / "plan.json"
     name = "paci[backward_rule=recompute]"
     assert told("plan", saved, "--workers", 2, "--microbatches", 4, "--schedule", name, "-o", out)[0] == 0
     plan = Plan.load(out)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 import zoo
 from cases import OPTIMIZERS, Fresh, assert_near
-from test_phases import Run, check, check_resumed, go
+from phased_runs import Run, check, check_resumed, go
 from torch import Tensor, nn
 
 import pipedream as pd

@@ -27,7 +27,7 @@ from pipedream.planner import by_hand
 from pipedream.report.style import LINES
 from pipedream.schedules import SCHEDULES
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "convergence"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "convergence"))
 
 import arms
 import effects

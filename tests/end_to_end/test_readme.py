@@ -17,7 +17,7 @@ import pipedream as pd
 from pipedream import cli
 from pipedream.recipe import load_recipe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 STARTS_PROCESSES = ("train", "compare", "report")  # `report` needs the folder that the `train` before it leaves

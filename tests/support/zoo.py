@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipedream.capture import capture
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.planner import by_hand
@@ -212,3 +213,10 @@ def _elements(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
 def _full(output: Tensor) -> Tensor:
     # As autocast does for losses.
     return output.float() if output.dtype == torch.bfloat16 else output
+
+
+def alike_layers(layers: int) -> Profile:
+    """Returns a profile whose layers are alike."""
+    rows = LayerGraph.chain(tuple(Layer(str(i), "Linear") for i in range(layers)))
+    costs = tuple(LayerProfile(1e-3, 2e-3, 400, 100) for _ in range(layers))
+    return Profile("Sequential", rows, costs, 12, input_shapes=((12, 6),))

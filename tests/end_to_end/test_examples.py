@@ -20,7 +20,7 @@ from pipedream import cli
 from pipedream.recipe import Recipe, load_recipe
 from pipedream.training.train import train_recipe
 
-FOLDER = Path(__file__).parents[1] / "examples"
+FOLDER = Path(__file__).parents[2] / "examples"
 DIGITS = str(FOLDER / "digits.py")
 LLAMA = FOLDER / "llama70b.py"  # too large to be trained here: tests/test_without_running.py
 EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {LLAMA})

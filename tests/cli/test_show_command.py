@@ -15,7 +15,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.schedules import METHODS, build, run_of, uniform
 
 Told = Callable[..., tuple[int, str, str]]
-GALLERY = Path(__file__).parents[1] / "docs" / "gallery.md"
+GALLERY = Path(__file__).parents[2] / "docs" / "gallery.md"
 
 
 @pytest.fixture

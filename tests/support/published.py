@@ -9,7 +9,7 @@ import pytest
 
 __all__ = ["published"]
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 def published(model: str) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 import commands
 import processes
 import pytest
-from test_network import machines, on_both
+from two_machines import machines, on_both
 
 from pipedream import Cluster, PipelineError
 from pipedream.workflows.probe import probe, steps_of

@@ -18,7 +18,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.planner.tables.search_space import Space
 from pipedream.recipe import load_recipe
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LLAMA = EXAMPLES / "llama70b.py"
 PARAMETERS = 70_553_706_496  # as published for Llama 3 70B
 # In one process, so that its peak is that of all: profile, plan without and with enough memory.

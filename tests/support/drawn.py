@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
+from pipedream.core.plan import depth
 from pipedream.core.plan.depth import legal
 from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.experimental.roundpipe import roundpipe
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, uniform
@@ -124,3 +129,51 @@ def runs(draw: st.DrawFn, of: st.SearchStrategy[Schedule] | None = None) -> tupl
     """Draws a schedule, of any registered method unless said, with costs and a number of microbatches."""
     schedule = draw(schedules() if of is None else of)
     return schedule, draw(some_costs(len(schedule.plan.stages), schedule.placement.workers)), draw(st.integers(1, 15))
+
+
+class Case(NamedTuple):
+    name: str
+    replicas: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    update_delay: tuple[int, ...]
+    microbatches: int | None
+    order: tuple[int, ...] = ()
+
+    def program(self) -> Program:
+        plan = Plan.uniform(len(self.replicas), replicas=self.replicas, order=self.order)
+        plan = replace(plan, in_flight=self.in_flight, update_delay=self.update_delay)
+        return lower(build(self.name, plan, self.microbatches))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any method, replicas, depth (also by hand), update delay and split that go together; or stages that share workers."""
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    if name in LAYOUTS:
+        layout, p = LAYOUTS[name], 2 * draw(st.integers(1, 2))
+        order = layout.order(p, draw(st.integers(1, 3)) if layout is looped else layout.chunks or 1)
+        replicas = (layout.replicas,) * (len(order) // layout.replicas)
+        parts = 2 * p * draw(st.integers(1, 2))  # a number that all of them take
+        return Case(name, replicas, depth.noam(replicas), (0,) * len(replicas), parts, order)
+    replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
+    slots = tuple(draw(st.lists(st.floats(0, 4), min_size=len(replicas) - 1, max_size=len(replicas) - 1)))
+    in_flight = draw(st.sampled_from([depth.noam(replicas), depth.full(replicas, slots)]))
+    if draw(st.booleans()):
+        # By hand: up to one stage, as many minibatches as the deepest stage and some more.
+        last, more = draw(st.integers(0, len(replicas) - 1)), draw(st.integers(0, 3))
+        most = max((w - 1) * r for w, r in zip(in_flight, replicas, strict=True)) + more
+        deeper = [most // r + 1 for r in replicas[: last + 1]]
+        in_flight = (*deeper, *in_flight[last + 1 :])
+    update_delay = tuple(draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
+    in_flight = depth.legal(in_flight, replicas, update_delay)
+    microbatches = None if name in WHOLE else draw(st.integers(max(replicas), 12))
+    if name == "pipedream_2bw":
+        assert microbatches is not None
+        assume(all(microbatches // r >= max(w - 1, 1) for w, r in zip(in_flight, replicas, strict=True)))
+    assume(name not in NO_LAG or in_flight == depth.legal(in_flight, replicas))
+    case = Case(name, replicas, in_flight, update_delay, microbatches)
+    try:
+        case.program()
+    except ScheduleError:  # it needs more microbatches for these replicas
+        assume(False)
+    return case

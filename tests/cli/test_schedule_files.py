@@ -8,11 +8,10 @@ from pathlib import Path
 
 import commands
 import pytest
+from zoo import alike_layers
 
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.schedules import build, to_torch_csv, uniform
 from pipedream.workflows.methods import plan_of_file
@@ -26,13 +25,6 @@ def looped(tmp_path: Path) -> Path:
     path = tmp_path / "looped.csv"
     path.write_text(to_torch_csv(build("interleaved_1f1b", uniform("interleaved_1f1b", 2), 4)))
     return path
-
-
-def profile(layers: int) -> Profile:
-    """Returns a profile whose layers are alike."""
-    rows = LayerGraph.chain(tuple(Layer(str(i), "Linear") for i in range(layers)))
-    costs = tuple(LayerProfile(1e-3, 2e-3, 400, 100) for _ in range(layers))
-    return Profile("Sequential", rows, costs, 12, input_shapes=((12, 6),))
 
 
 def test_show_writes_and_reads(told: Told, tmp_path: Path) -> None:
@@ -75,7 +67,7 @@ def test_simulate(told: Told, looped: Path, tmp_path: Path) -> None:
 
 
 def test_plan(told: Told, looped: Path, tmp_path: Path) -> None:
-    saved, out = profile(8).save(tmp_path / "profile.json"), tmp_path / "plan.json"
+    saved, out = alike_layers(8).save(tmp_path / "profile.json"), tmp_path / "plan.json"
     assert told("plan", saved, "--workers", 2, "--schedule", looped, "-o", out)[0] == 0
     plan = Plan.load(out)
     assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 2), (2, 4), (4, 6), (6, 8)]
@@ -87,22 +79,22 @@ def test_plan(told: Told, looped: Path, tmp_path: Path) -> None:
 
 
 def test_plans_of_files(looped: Path, tmp_path: Path) -> None:
-    by_hand = plan_of_file(profile(8), Cluster.flat(2), str(looped), cuts=(1, 2, 5))
+    by_hand = plan_of_file(alike_layers(8), Cluster.flat(2), str(looped), cuts=(1, 2, 5))
     assert [(stage.first, stage.last) for stage in by_hand.stages] == [(0, 1), (1, 2), (2, 5), (5, 8)]
     with pytest.raises(PlanError, match="has 4 stages, the cuts make 2"):
-        plan_of_file(profile(8), Cluster.flat(2), str(looped), cuts=(1,))
+        plan_of_file(alike_layers(8), Cluster.flat(2), str(looped), cuts=(1,))
     with pytest.raises(PlanError, match=r"has 2 ranks, and a plan for 4 workers was asked for; ask for 2"):
-        plan_of_file(profile(8), Cluster.flat(4), str(looped))
+        plan_of_file(alike_layers(8), Cluster.flat(4), str(looped))
     with pytest.raises(ScheduleError, match="with 8 microbatches a minibatch: the file has 4"):
-        plan_of_file(profile(8), Cluster.flat(2), str(looped), 8)
+        plan_of_file(alike_layers(8), Cluster.flat(2), str(looped), 8)
     most = max(sum(stage.peak_bytes for stage in by_hand.stages[rank::2]) for rank in (0, 1))
-    assert plan_of_file(profile(8), Cluster.flat(2, memory_bytes=most), str(looped), cuts=(1, 2, 5)).stages
+    assert plan_of_file(alike_layers(8), Cluster.flat(2, memory_bytes=most), str(looped), cuts=(1, 2, 5)).stages
     with pytest.raises(PlanError, match=r"stages \d, \d of worker \d need up to"):
-        plan_of_file(profile(8), Cluster.flat(2, memory_bytes=most - 1), str(looped), cuts=(1, 2, 5))
+        plan_of_file(alike_layers(8), Cluster.flat(2, memory_bytes=most - 1), str(looped), cuts=(1, 2, 5))
     # A straight file is planned as its method is.
     path = tmp_path / "straight.csv"
     path.write_text(to_torch_csv(build("gpipe", Plan.uniform(2), 4)))
-    plan = plan_of_file(profile(7), Cluster.flat(2), str(path))
+    plan = plan_of_file(alike_layers(7), Cluster.flat(2), str(path))
     assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 3), (3, 7)]
     assert plan.order == ()
 

@@ -1,0 +1,149 @@
+"""A recipe whose layers and loader fail on request, with a plan, so that nothing is profiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from pipedream.capture import capture
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.planner import by_hand
+
+__all__ = ["RECIPE", "SOON_S", "plan_for", "written"]
+
+
+SOON_S = 15.0
+
+
+RECIPE = '''
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pipedream
+
+RANK = os.environ["RANK"]
+Path(f"pid{RANK}").write_text(str(os.getpid()))
+
+
+class Forward(nn.Module):
+    """Fails in its sixth forward."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 6:
+            raise ValueError("the ice is thin")
+        return x * 1
+
+
+class Stuck(nn.Module):
+    """Does not come back from its sixth forward in the first attempt."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 6:
+            Path("going").touch()
+            time.sleep(1000)
+        return x * 1
+
+
+class Fragile(nn.Module):
+    """Ends the process of rank 1 in its sixth forward, in the first attempts."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        healed = os.environ.get("HEALED") == os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if self.calls == 6 and RANK == "1" and not healed:
+            os.kill(os.getpid(), 9)
+        return x * 1
+
+
+class Thorn(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        Thorn.calls += 1
+        if Thorn.calls == 6:
+            raise ValueError("the way back is steep")
+        return gradient
+
+
+class Backward(nn.Module):
+    """Fails in its sixth backward."""
+
+    def forward(self, x):
+        return Thorn.apply(x)
+
+
+def batches(count=40, slow=False):
+    numbers = torch.Generator().manual_seed(0)
+    for number in range(count):
+        if slow and number == 20:
+            Path("going").touch()
+        time.sleep(0.01 if slow else 0)
+        yield torch.randn(8, 4, generator=numbers), torch.randint(2, (8,), generator=numbers)
+
+
+class Loader:
+    def __init__(self, **what):
+        self.what = what
+
+    def __iter__(self):
+        for number, (x, y) in enumerate(batches(**{k: v for k, v in self.what.items() if k in ("count", "slow")})):
+            if number == 5 and self.what.get("stuck"):
+                Path("going").touch()
+                time.sleep(1000)
+            if number == 5 and self.what.get("raises"):
+                raise OSError("the disk is gone")
+            if number == 5 and self.what.get("nan"):
+                x = x * float("nan")
+            if number == 5 and self.what.get("wide"):
+                x = torch.zeros(8, 5)
+            yield x, y
+
+
+def recipe():
+    torch.manual_seed(0)
+    return pipedream.Recipe(
+        model=nn.Sequential(nn.Linear(4, 8), FIRST(), nn.Tanh(), SECOND(), nn.Linear(8, 2)),
+        loss=F.cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        train=Loader(LOADER),
+    )
+'''
+
+
+def plan_for(workers: int, layers: int = 5) -> Plan:
+    """Returns the plan of a chain as long as the recipe's, one stage a worker; the first cut is before layer 2."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    graph = capture(model, (torch.zeros(8, 4),)).graph
+    profile = Profile("Sequential", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in range(layers)), 8)
+    return by_hand(profile, Cluster.flat(workers), tuple(range(2, workers + 1)))
+
+
+def written(folder: Path, *, first: str = "nn.Identity", second: str = "nn.Identity", loader: str = "") -> list[str]:
+    """Writes the recipe and a plan for it; returns the arguments that train it."""
+    text = RECIPE.replace("FIRST", first).replace("SECOND", second).replace("LOADER", loader)
+    (folder / "small.py").write_text(text, encoding="utf-8")
+    plan_for(2).save(folder / "plan.json")
+    return ["-m", "pipedream.cli", "train", "small.py", "--plan", "plan.json", "--out", "run"]
