@@ -29,7 +29,7 @@ from pipedream.runtime.assemble import Settings
 from pipedream.runtime.checkpoint.writer import newest
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.comm.process_group import device_of
-from pipedream.runtime.data.batch_adapter import Take
+from pipedream.runtime.data.batch_adapter import BatchAdapter
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.runtime.results.results import Done
@@ -125,7 +125,7 @@ class Pipeline:
         self.prepared = prepare(plan, self.phases, policy)
         self._phase = self._epoch = self._epoch_batches = self._number = 0
         self._enter(0)
-        self._take = Take(inputs, targets, is_torch_loss(loss))
+        self._adapt_batch = BatchAdapter(inputs, targets, is_torch_loss(loss))
         self._loggers = tuple(loggers)
         self._segment: Iterator[Done] | None = None
         self.ready: deque[Done] = deque()  # what a drain has finished, which the loop is given next
@@ -174,7 +174,12 @@ class Pipeline:
             end = next_border(self.phases[self._phase :], self._epoch, until)
             if end != opened:
                 self._session.open_feed(
-                    loader, self._take, first_epoch=self._epoch, epochs=end, skip=self._epoch_batches, state=state
+                    loader,
+                    self._adapt_batch,
+                    first_epoch=self._epoch,
+                    epochs=end,
+                    skip=self._epoch_batches,
+                    state=state,
                 )
                 opened, state = end, None
             self._segment = self._session.train(self.phases[self._phase].until)
@@ -241,7 +246,7 @@ class Pipeline:
         Batches may have any size. With `ema` the averaged weights are used.
         """
         self.drain()
-        done = self._session.evaluate(loader, self._take, ema)
+        done = self._session.evaluate(loader, self._adapt_batch, ema)
         self._raise_interrupt()
         return {"loss": done.loss, **done.metrics}
 
@@ -251,7 +256,7 @@ class Pipeline:
         Every rank must iterate it to its end. The loader may yield pairs or bare inputs.
         """
         self.drain()
-        for output in self._session.predict(loader, lambda batch: (self._take.input_of(batch), None), ema):
+        for output in self._session.predict(loader, lambda batch: (self._adapt_batch.input_of(batch), None), ema):
             yield output.value
         self._raise_interrupt()
 

@@ -120,9 +120,9 @@ class Recipe:
 
     def first_batch(self) -> Any:
         """Returns a training batch; the order of the data is what it would be without."""
-        from pipedream.runtime.data.order import undisturbed  # here: a recipe is described without loading torch
+        from pipedream.runtime.data.rng import preserved_rng  # here: a recipe is described without loading torch
 
-        with undisturbed(self.train):
+        with preserved_rng(self.train):
             return self._first_batch()
 
     def _first_batch(self) -> Any:

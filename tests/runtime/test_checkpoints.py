@@ -22,7 +22,7 @@ import pipedream as pd
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.checkpoint import writer as checkpoints
-from pipedream.runtime.data import rng as generators
+from pipedream.runtime.data.rng import restore_rng, saved_rng
 
 
 def save(folder: Path, counts: tuple[int, ...] = (1, 1), numbers: int = 4, keep: int | None = None) -> list[Path]:
@@ -218,9 +218,9 @@ def test_generators_come_back(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     random.gauss(0, 1)
     np.random.normal()
-    text = generators.state(cpu)
+    text = saved_rng(cpu)
     first = [torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.normal()]
-    generators.restore(text, cpu)
+    restore_rng(text, cpu)
     assert [torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.normal()] == first
     with pytest.raises(ArtifactError, match="random state is damaged"):
-        generators.restore(text[:100], cpu)
+        restore_rng(text[:100], cpu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 
 from pipedream.core.errors import WorkerError
 from pipedream.runtime.comm.message import Ending
-from pipedream.runtime.data.feed import Admitted, Feed
-from pipedream.runtime.data.iterate import Extent, Reading, WholeReading, share
-from pipedream.runtime.data.order import DataOrder
+from pipedream.runtime.data.feed import Feed
+from pipedream.runtime.data.reader import EpochRange, IterableReader, Minibatch, MinibatchReader, tee
+from pipedream.runtime.data.rng import DataOrder
 
 
 class Loader:
@@ -30,12 +31,8 @@ class Loader:
         return (torch.tensor([number]) for number in range(self.size))
 
 
-def read(loader: Any, readers: int = 1, **extent: int) -> list[Reading]:
-    return share(WholeReading(loader, DataOrder(), Extent(**extent), None), readers)
-
-
-def take(batch: Any) -> tuple[Any, Any]:
-    return batch, -batch
+def read(loader: Any, readers: int = 1, **epochs: int) -> Sequence[MinibatchReader]:
+    return tee(IterableReader(loader, DataOrder(), EpochRange(**epochs), None), readers)
 
 
 @given(
@@ -45,7 +42,7 @@ def take(batch: Any) -> tuple[Any, Any]:
 def test_replicas_take_each_minibatch_once_in_order_with_a_drain_between(
     size: int, epochs: int, replicas: int, stop: int, cycles: int
 ) -> None:
-    feeds = [Feed(part, take) for part in read(Loader(size), replicas, epochs=epochs)]
+    feeds = [Feed(part) for part in read(Loader(size), replicas, end=epochs)]
     for feed in feeds:
         feed.begin(replicas * cycles)
     admitted: list[tuple[int, int, bool]] = []
@@ -57,10 +54,9 @@ def test_replicas_take_each_minibatch_once_in_order_with_a_drain_between(
             for replica, feed in enumerate(feeds):
                 if until is not None and number >= until:
                     feed.stopped = Ending.DRAIN
-                found = feed.admit(number + replica, replica)
-                if isinstance(found, Admitted):
-                    assert torch.equal(found.targets, -found.inputs)
-                    admitted.append((found.epoch, int(found.inputs), found.ends_epoch))
+                found = feed.read(number + replica, replica)
+                if isinstance(found, Minibatch):
+                    admitted.append((found.epoch, int(found.batch), found.ends_epoch))
                 else:
                     ends.add((found, feed.ended_at))
             number += replicas
@@ -80,21 +76,22 @@ def test_replicas_take_each_minibatch_once_in_order_with_a_drain_between(
 
 def test_an_epoch_is_announced_and_what_was_done_is_passed_over() -> None:
     loader = Loader(4)
-    (reading,) = read(loader, first_epoch=2, epochs=4, skip=3)
-    found = [next(reading) for _ in range(5)]
+    (reader,) = read(loader, first=2, end=4, skip=3)
+    found = [next(reader) for _ in range(5)]
     assert [(given.epoch, int(given.batch)) for given in found] == [(2, 3), (3, 0), (3, 1), (3, 2), (3, 3)]
-    assert next(reading) == 5
+    assert next(reader, None) is None
+    assert reader.count == 5
     assert loader.epochs == [2, 3]
 
 
 def test_a_loader_without_minibatches_is_refused() -> None:
     with pytest.raises(WorkerError, match="can be iterated only once"):
-        list(read(iter([torch.ones(1)]), epochs=2)[0])
+        list(read(iter([torch.ones(1)]), end=2)[0])
 
 
 def test_an_interrupt_is_told_at_the_next_minibatch() -> None:
-    feed = Feed(read(Loader(5))[0], take)
-    assert isinstance(feed.admit(0), Admitted)
+    feed = Feed(read(Loader(5))[0])
+    assert isinstance(feed.read(0), Minibatch)
     feed.stopped = Ending.INTERRUPT
-    assert feed.admit(1) is Ending.INTERRUPT
+    assert feed.read(1) is Ending.INTERRUPT
     assert feed.ended_at == 1

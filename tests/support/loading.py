@@ -193,7 +193,7 @@ def resume(job: Job, folder: str, position: tuple[int, int], state: dict[str, An
         session = pipeline._session
         loader = loader_of(job.kind, Notes(folder))
         session.open_feed(
-            loader, pipeline._take, first_epoch=position[0], epochs=job.epochs, skip=position[1], state=state
+            loader, pipeline._adapt_batch, first_epoch=position[0], epochs=job.epochs, skip=position[1], state=state
         )
         return len(list(session.train()))
 

@@ -21,7 +21,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.runtime.checkpoint import optimizer_state, parameters
 from pipedream.runtime.checkpoint import writer as checkpoints
 from pipedream.runtime.comm.process_group import gather_texts
-from pipedream.runtime.data import rng as generators
+from pipedream.runtime.data.rng import restore_rng, saved_rng
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.worker import Worker
 
@@ -73,7 +73,7 @@ class Checkpointer:
         tensors, stages = self._collect()
         if not wait:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        said = gather_texts(json.dumps([stages, generators.state(self._device)]), self._group)
+        said = gather_texts(json.dumps([stages, saved_rng(self._device)]), self._group)
         whole: dict[int, SavedStage] = {}
         for text in said:
             whole |= {int(s): decode(SavedStage, state, "a stage") for s, state in json.loads(text)[0].items()}
@@ -160,7 +160,7 @@ class Checkpointer:
             worker.coupling.norm_square = page.stages[0].norm_square  # that of all stages
             worker.clock = page.stages[0].updates if same else 0
         if page.random:
-            generators.restore(page.random[self._rank % len(page.random)], self._device)
+            restore_rng(page.random[self._rank % len(page.random)], self._device)
         return page
 
     def _wanted(self, page: Checkpoint) -> Iterable[str]:

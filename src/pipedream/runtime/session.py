@@ -36,10 +36,10 @@ from pipedream.runtime.clock import in_process, on_wire
 from pipedream.runtime.comm.channel import Receiver, Sender, close_all
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.comm.process_group import agree, gather_texts, join
-from pipedream.runtime.data.batch_adapter import Taking
-from pipedream.runtime.data.iterate import Extent
-from pipedream.runtime.data.microbatches import Door
-from pipedream.runtime.data.source import Supply
+from pipedream.runtime.data.batch_adapter import AdaptBatch
+from pipedream.runtime.data.microbatches import Microbatches
+from pipedream.runtime.data.reader import EpochRange
+from pipedream.runtime.data.source import DataSource
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.failure.interrupts import Interrupts
@@ -98,7 +98,7 @@ class Session:
         self._activity = Activity()
         self._stuck_after_s = stuck_after_s
         self._group: dist.ProcessGroup | None = None
-        self._doors: dict[int, Door] = {}
+        self._microbatches: dict[int, Microbatches] = {}
         if processes == 1:
             parameters.materialise(model, named, device, settings.seed)
             handles = [parameters.trained(model, names) for names in self._names]
@@ -106,13 +106,13 @@ class Session:
             self.workers = local_workers(programs, evaluation, named, handles, settings, device, shared)
             self._names_here = {name for names in self._names for name in names}
             self._handing: list[Sender | Receiver] = []
-            self._supply = Supply(programs, range(program.placement.workers))
+            self._data = DataSource(programs, range(program.placement.workers))
         else:
             self.workers = [self._join_others(processes, named, evaluation)]
             assert self._group is not None
             senders, receiver = data_channels(self.rank, programs, self._group)
             self._handing = [*senders.values(), *([] if receiver is None else [receiver])]
-            self._supply = Supply(programs, [self.rank], self._group, senders, receiver)
+            self._data = DataSource(programs, [self.rank], self._group, senders, receiver)
         writing = dist.new_group(backend="gloo") if self.distributed else None
         self.checkpointer = Checkpointer(model, self.workers, self._names, self._group, writing, device)
         self.interrupts = Interrupts(patient=self.distributed)
@@ -200,7 +200,7 @@ class Session:
     def open_feed(
         self,
         loader: Any,
-        take: Taking,
+        adapt: AdaptBatch,
         *,
         first_epoch: int = 0,
         epochs: int = 1,
@@ -214,13 +214,13 @@ class Session:
 
         Args:
             loader: of the user.
-            take: batch -> (inputs, targets).
+            adapt: batch -> (inputs, targets).
             first_epoch, epochs: the epochs first_epoch <= epoch < epochs are read.
             skip: minibatches of the first of them that are done.
             state: of `data_state` for this position, of any plan; None goes on with the order of the data as it is.
         """
         try:
-            self._doors = self._supply.train_on(loader, take, Extent(first_epoch, epochs, skip), state)
+            self._microbatches = self._data.open_training(loader, adapt, EpochRange(first_epoch, epochs, skip), state)
         except PipelineError as error:
             raise self._told(error) from error.__cause__
         except Exception as error:
@@ -235,47 +235,47 @@ class Session:
         For a drain; all ranks call it, and rank 0's counts: those that do not read the data have an empty one.
         """
         try:
-            return self._supply.state(epoch, batches)
+            return self._data.state(epoch, batches)
         except PipelineError as error:
             raise self._told(error) from error.__cause__
 
     def train(self, until: int | None = None) -> Iterator[Done]:
         """Trains until the data ends, `stop` was called or `until` minibatches are done in all; see `Worker.train`."""
-        streams = [worker.train(self._doors.get(worker.rank), until) for worker in self.workers]
+        streams = [worker.train(self._microbatches.get(worker.rank), until) for worker in self.workers]
         yield from self._run(streams)
 
     def stop(self) -> None:
         """Lets the running stream end with what has been admitted."""
-        for door in self._doors.values():
-            door.stop(Ending.DRAIN)
+        for microbatches in self._microbatches.values():
+            microbatches.stop(Ending.DRAIN)
 
     def resume(self) -> None:
         """Lets the data go on after a drain."""
-        for door in self._doors.values():
-            door.resume()
+        for microbatches in self._microbatches.values():
+            microbatches.resume()
 
-    def evaluate(self, loader: Iterable[Any], take: Taking, ema: bool = False) -> Done:
+    def evaluate(self, loader: Iterable[Any], adapt: AdaptBatch, ema: bool = False) -> Done:
         """Runs forwards over a loader; returns the means over all of it, equal on every rank."""
-        with self._looking_at(loader, take) as doors:
-            streams = [worker.evaluate(doors.get(worker.rank), ema) for worker in self.workers]
+        with self._evaluation_data(loader, adapt) as data:
+            streams = [worker.evaluate(data.get(worker.rank), ema) for worker in self.workers]
             found = [event for event in self._run(streams) if isinstance(event, Done)]
         return found[-1]
 
-    def predict(self, loader: Iterable[Any], take: Taking, ema: bool = False) -> Iterator[Output]:
+    def predict(self, loader: Iterable[Any], adapt: AdaptBatch, ema: bool = False) -> Iterator[Output]:
         """Runs forwards over a loader; yields the outputs, at rank 0 only."""
-        with self._looking_at(loader, take) as doors:
-            yield from self._run([worker.predict(doors.get(worker.rank), ema) for worker in self.workers])
+        with self._evaluation_data(loader, adapt) as data:
+            yield from self._run([worker.predict(data.get(worker.rank), ema) for worker in self.workers])
 
     @contextmanager
-    def _looking_at(self, loader: Any, take: Taking) -> Iterator[dict[int, Door]]:
+    def _evaluation_data(self, loader: Any, adapt: AdaptBatch) -> Iterator[dict[int, Microbatches]]:
         try:
             try:
-                doors = self._supply.look_at(loader, take)
+                data = self._data.open_evaluation(loader, adapt)
             except PipelineError as error:
                 raise self._told(error) from error.__cause__
-            yield doors
+            yield data
         finally:
-            self._supply.end_looking()
+            self._data.close_evaluation()
 
     def _run(self, streams: Sequence[Generator[Any, None, None]]) -> Iterator[Any]:
         events = on_wire(streams[0]) if len(streams) == 1 else in_process(streams, self.program.placement.readers)
@@ -401,7 +401,7 @@ class Session:
         """Ends the channels, in order; after a failure there is nothing left to end."""
         self._activity.place = "closing the pipeline"
         self.interrupts.stop()
-        self._supply.close()
+        self._data.close()
         if not failed:
             self.check_saved(wait=True)
             ends: list[Sender | Receiver] = list(self._handing)

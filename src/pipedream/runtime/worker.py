@@ -19,7 +19,7 @@ from pipedream.core.schedule.program import Instruction, Move, Program
 from pipedream.core.schedule.timeline import GradientVersions
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender
 from pipedream.runtime.comm.message import Content, Ending, Message
-from pipedream.runtime.data.microbatches import Door, Intake
+from pipedream.runtime.data.microbatches import Microbatches
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.forward import Forwards, Stream
 from pipedream.runtime.mailbox import Mailbox
@@ -114,18 +114,18 @@ class Worker:
 
     # -- the three things a worker does -------------------------------------------------------------
 
-    def train(self, door: Door | None, until: int | None) -> Generator[Pending[Any] | Done, None, None]:
+    def train(self, data: Microbatches | None, until: int | None) -> Generator[Pending[Any] | Done, None, None]:
         """Trains until the stream ends, and drains. `ending` says then why it ended.
 
         Args:
-            door: where the data comes from, at the workers of the input stage; None elsewhere.
+            data: at the workers of the input stage; None elsewhere.
             until: minibatches since the start of training at which it drains by itself; None: it does not.
 
         Raises:
             WorkerError: an op failed; names rank, stage, op and cause.
         """
         stream = Stream(self.program.microbatches, self.done_minibatches, trains=True)
-        self._begin(stream, door, self.program.round_minibatches, until)
+        self._begin(stream, data, self.program.round_minibatches, until)
         self._mailbox.begin(self.program.microbatches)
         for stage_state in self.stage_states.values():
             stage_state.begin()
@@ -140,9 +140,9 @@ class Worker:
             self.trained[self.recorder.phase] = begin, self.done_minibatches
         self.recorder.note_peak(max(stage_state.versions.peak for stage_state in self.stage_states.values()))
 
-    def evaluate(self, door: Door | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
+    def evaluate(self, data: Microbatches | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Runs forwards alone, and ends with one `Done` that holds the means over all minibatches."""
-        self._begin(Stream(ema=ema), door)
+        self._begin(Stream(ema=ema), data)
         with evaluating(self.stage_states.values()):
             yield from (event for event in self._run(self._evaluation) if not isinstance(event, Op))
         owners = self.program.placement.ranks[self._last]
@@ -150,9 +150,9 @@ class Worker:
             self.results.announce(0)
         yield (yield from self.results.gather(0, range(len(owners)), self.rate))
 
-    def predict(self, door: Door | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
+    def predict(self, data: Microbatches | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
         """Runs forwards alone, and yields the outputs in order, at rank 0 only."""
-        self._begin(Stream(predicts=True, ema=ema), door)
+        self._begin(Stream(predicts=True, ema=ema), data)
         ahead, given = self.program.plan.in_flight[0], 0
         with evaluating(self.stage_states.values()):
             for event in self._run(self._evaluation):
@@ -258,11 +258,11 @@ class Worker:
         """Takes the next microbatch from the data; ends the stream where there is none."""
         if self._stream.trains and self.program.placement.replicas[0] == 1 and self.wishes_to_stop():
             self._stop_feed(Ending.INTERRUPT)
-        assert self._intake is not None
+        assert self._data is not None
         with self.activity.task_of("loading data"):
-            found = self._intake.take(op.index)
+            found = self._data.take(op.index)
         if isinstance(found, Ending):
-            self._end(self._intake.ended_at * self._stream.split, found)
+            self._end(self._data.ended_at * self._stream.split, found)
             return None
         inputs, targets = found
         self._mailbox.hand_on("input", self._last, targets)
@@ -359,13 +359,12 @@ class Worker:
 
     # -- small things -------------------------------------------------------------------------------
 
-    def _begin(self, stream: Stream, door: Door | None, cycle: int = 1, until: int | None = None) -> None:
+    def _begin(self, stream: Stream, data: Microbatches | None, cycle: int = 1, until: int | None = None) -> None:
         """Forgets the stream before, and gets ready for the next."""
-        self._door = door
-        replica = dict(self.program.placement.stage_replicas(self.rank)).get(0, 0)
-        self._intake: Intake | None = (
-            None if door is None else door.open(stream.split, replica, stream.base, cycle, until)
-        )
+        self._data = data
+        if data is not None:
+            replica = dict(self.program.placement.stage_replicas(self.rank)).get(0, 0)
+            data.begin(stream.split, replica, stream.base, cycle, until)
         self._stream, self._total = stream, None
         self._mailbox.begin()
         self._forwards.begin(self.program, stream)
@@ -375,5 +374,5 @@ class Worker:
         self.results.begin()
 
     def _stop_feed(self, ending: Ending) -> None:
-        if self._door is not None:
-            self._door.stop(ending)
+        if self._data is not None:
+            self._data.stop(ending)

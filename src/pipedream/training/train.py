@@ -23,7 +23,7 @@ from pipedream.planner import SHAPES, counts_of
 from pipedream.recipe import Recipe, blaming, make_recipe
 from pipedream.runtime.checkpoint.files import load_weights
 from pipedream.runtime.comm import process_group as process_group
-from pipedream.runtime.data.batch_adapter import Take
+from pipedream.runtime.data.batch_adapter import BatchAdapter
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S
 from pipedream.runtime.results.loggers import loggers_of
@@ -296,7 +296,7 @@ def profile_recipe(
     """Profiles a recipe's model on its first training batch, with its loss and its optimizer."""
     batch = recipe.first_batch()
     loss = Loss(recipe.loss, recipe.weight)
-    _, targets = Take(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss))(batch)
+    _, targets = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss))(batch)
     return api.profile(
         recipe.model,
         _model_input(recipe, batch),
@@ -388,7 +388,7 @@ def _sample(recipe: Recipe) -> Any:
 def _model_input(recipe: Recipe, batch: Any) -> Any:
     if recipe.sample is not None:
         return recipe.sample
-    return Take(recipe.inputs).input_of(batch)
+    return BatchAdapter(recipe.inputs).input_of(batch)
 
 
 def _new_folder(name: str) -> Path:

@@ -8,19 +8,19 @@ from typing import Any
 
 from pipedream.core.errors import PipelineError
 
-__all__ = ["Take", "Taking"]
+__all__ = ["AdaptBatch", "BatchAdapter"]
 
-Taking = Callable[[Any], tuple[Any, Any]]
-"""From a batch to (input, targets): a `Take`, or what stands for one."""
+AdaptBatch = Callable[[Any], tuple[Any, Any]]
+"""Batch -> (inputs, targets): a `BatchAdapter`, or any function."""
 
 
 @dataclass(frozen=True)
-class Take:
-    """How a batch is taken apart.
+class BatchAdapter:
+    """Maps a batch to the model's input and the loss's targets.
 
     Attributes:
-        inputs: batch -> the model's input, a tuple for several; None: the first of a pair, else the batch.
-        targets: batch -> what the loss and the metrics get; None: the second of a pair for torch's own losses,
+        inputs: batch -> the model's input, a tuple for several. Default: the first of a pair, else the batch.
+        targets: batch -> what the loss and the metrics receive. Default: the second of a pair for torch's own losses,
             else the whole batch.
         torch_loss: the loss is one of torch's own.
     """
@@ -30,7 +30,7 @@ class Take:
     torch_loss: bool = False
 
     def __call__(self, batch: Any) -> tuple[Any, Any]:
-        """Returns (input, targets).
+        """Returns (inputs, targets).
 
         Raises:
             PipelineError: targets are needed and the batch is not a pair.
@@ -41,8 +41,8 @@ class Take:
             return self.input_of(batch), batch
         if not _is_pair(batch):
             raise PipelineError(
-                f"a loss of torch's own needs batches (inputs, targets), the loader gave a {type(batch).__name__}; "
-                "tell the pipeline inputs=... and targets=... to take them from it"
+                "a loss from torch needs batches of the form (inputs, targets), but the loader yielded a "
+                f"{type(batch).__name__}; pass inputs=... and targets=... to the pipeline to take them from the batch"
             )
         return self.input_of(batch), batch[1]
 

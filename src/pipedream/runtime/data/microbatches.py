@@ -1,14 +1,14 @@
-"""The input stage's door: a minibatch from the feed becomes microbatches, each with its header.
+"""The microbatches of one worker of the input stage, each with its header.
 
-Where the replicas of the input stage cannot load their own parts (an iterable data set; a minibatch whose
-microbatches are spread over them), replica 0 alone reads the data and hands the others theirs, each on a
-channel of its own. Whenever it admits a minibatch of its own it reads the whole round, or all microbatches of
-that minibatch, and sends before it goes on; the end of the stream is a message too, and the others stop where
-replica 0 says. Nobody can wait in a circle: a forward of replica c waits for replica 0 to admit the round that it
-belongs to; replica 0 admits a round at its first forward of it, which waits only for forwards and backwards of
-earlier rounds, because at no stage more is in flight than at the input stage; so by induction every round is
-admitted. (What was sent stays with the sender until it is received, and the send waits only for receives of
-rounds long before.)
+Where the replicas of the input stage cannot load their own parts (an iterable data set, or a minibatch whose
+microbatches are spread over them), replica 0 alone reads the data and sends the others theirs, each on a channel of
+its own. When it reads a minibatch of its own, it reads the whole round, or all microbatches of that minibatch, and
+sends before it continues. The end of the stream is a message too, and the others stop where replica 0 stops.
+
+No deadlock is possible. A forward of replica c waits until replica 0 reads the round that it belongs to. Replica 0
+reads a round at its first forward of it, which waits only for forwards and backwards of earlier rounds, because no
+stage has more in flight than the input stage. By induction every round is read. (A sent message stays with the sender
+until it is received, and sending waits only for the receipt of much earlier rounds.)
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from typing import Any
 
 from pipedream.runtime.comm.channel import Receiver, Sender
 from pipedream.runtime.comm.message import ENDS_EPOCH, Content, Ending, Message
-from pipedream.runtime.comm.values import flatten, split, unflatten
-from pipedream.runtime.data.feed import Admitted, Feed
+from pipedream.runtime.comm.values import flatten, samples, split, unflatten
+from pipedream.runtime.data.batch_adapter import AdaptBatch
+from pipedream.runtime.data.feed import Feed
+from pipedream.runtime.data.reader import Minibatch
 
-__all__ = ["Door", "HandedDoor", "Intake", "OwnDoor"]
+__all__ = ["LocalMicrobatches", "Microbatches", "ReceivedMicrobatches"]
 
 
-class Intake(ABC):
-    """Abstract: the microbatches of one stream, at one worker of the input stage.
+class Microbatches(ABC):
+    """Abstract: the microbatches of one worker of the input stage.
+
+    Life: `begin` a stream; `take` each microbatch until the answer is an `Ending`; after a drain, `resume`.
 
     Attributes:
         ended_at: minibatches of the stream, once it has ended.
@@ -35,49 +39,67 @@ class Intake(ABC):
     ended_at: int = 0
 
     @abstractmethod
-    def take(self, microbatch: int) -> tuple[Message, Message] | Ending:
-        """Returns what the first layer takes and what goes straight to the loss, or why there is nothing."""
-
-
-class Door(ABC):
-    """Abstract: where the data of one worker of the input stage comes from."""
-
-    @abstractmethod
-    def open(self, parts: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> Intake:
+    def begin(self, per_minibatch: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> None:
         """Begins a stream.
 
         Args:
-            parts: microbatches of a minibatch.
-            replica: of the input stage, that takes them.
+            per_minibatch: microbatches of a minibatch.
+            replica: of the input stage, which trains on them.
             base: minibatches done before this stream.
-            cycle: as of `Feed.begin`.
-            until: minibatches since the start of training at which it drains by itself; None: it does not.
+            cycle: as for `Feed.begin`.
+            until: minibatches since the start of training at which the stream drains by itself; None: it does not.
         """
 
     @abstractmethod
+    def take(self, microbatch: int) -> tuple[Message, Message] | Ending:
+        """Returns the input of the first layer and that of the loss, or why there is nothing."""
+
+    @abstractmethod
     def stop(self, ending: Ending) -> None:
-        """Lets the stream end with what has been admitted."""
+        """Lets the stream end with what has been read."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Goes on after a drain."""
+        """Continues after a drain."""
 
 
-class OwnDoor(Door):
-    """Data that this process reads itself.
+class LocalMicrobatches(Microbatches):
+    """Minibatches that this process reads, each when the first of its microbatches is taken here.
 
     Args:
         feed: of the minibatches.
-        senders: other replica of the input stage -> channel, where they are handed theirs.
+        adapt: batch -> (inputs, targets).
+        senders: other replica of the input stage -> channel, if this one reads for them.
     """
 
-    def __init__(self, feed: Feed, senders: Mapping[int, Sender] | None = None) -> None:
+    def __init__(self, feed: Feed, adapt: AdaptBatch, senders: Mapping[int, Sender] | None = None) -> None:
         self._feed = feed
-        self._senders = senders or {}
+        self._adapt = adapt
+        self._senders = dict(senders or {})
+        self._replicas = 1 + max(self._senders, default=0)
 
-    def open(self, parts: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> Intake:
+    def begin(self, per_minibatch: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> None:
         self._feed.begin(cycle, None if until is None else until - base)
-        return _Splitting(self._feed, parts, replica, base, self._senders)
+        self._per_minibatch = per_minibatch
+        self._replica = replica
+        self._base = base
+        self._open_senders = dict(self._senders)  # whose stream has not ended
+        self._number = -1
+        self._parts: list[tuple[Message, Any, Any]] = []
+        self.ended_at = 0
+
+    def take(self, microbatch: int) -> tuple[Message, Message] | Ending:
+        number, part = divmod(microbatch, self._per_minibatch)
+        if number != self._number:
+            minibatch = self._feed.read(number, self._replica)
+            if isinstance(minibatch, Ending):
+                return self._end(minibatch)
+            self._number, self._parts = number, self._split(number, minibatch)
+            self._send_round(number)
+        header, inputs, targets = self._parts[part]
+        if header.content is Content.EMPTY:
+            return header, header
+        return header.carrying(*flatten(inputs)), header.carrying(*flatten(targets))
 
     def stop(self, ending: Ending) -> None:
         self._feed.stop(ending)
@@ -85,113 +107,81 @@ class OwnDoor(Door):
     def resume(self) -> None:
         self._feed.resume()
 
-
-class HandedDoor(Door):
-    """Data that replica 0 of the input stage reads; it alone decides where a stream ends."""
-
-    def __init__(self, receiver: Receiver) -> None:
-        self._receiver = receiver
-
-    def open(self, parts: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> Intake:
-        return _Receiving(self._receiver)
-
-    def stop(self, ending: Ending) -> None:
-        return
-
-    def resume(self) -> None:
-        return
-
-
-class _Splitting(Intake):
-    """Splits the minibatches of a feed; each is read with the first of its microbatches that is taken here."""
-
-    def __init__(self, feed: Feed, parts: int, replica: int, base: int, senders: Mapping[int, Sender]) -> None:
-        self._feed = feed
-        self._parts = parts
-        self._replica = replica
-        self._base = base
-        self._senders = dict(senders)
-        self._replicas = 1 + max(senders, default=0)
-        self._number = -1
-        self._pieces: list[tuple[Message, Any, Any]] = []
-
-    def take(self, microbatch: int) -> tuple[Message, Message] | Ending:
-        number, part = divmod(microbatch, self._parts)
-        if number != self._number:
-            found = self._feed.admit(number, self._replica)
-            if isinstance(found, Ending):
-                return self._end(found)
-            self._number, self._pieces = number, self._split(number, found)
-            self._hand_out(number)
-        header, inputs, targets = self._pieces[part]
-        if header.content is Content.EMPTY:
-            return header, header
-        return header.carrying(*flatten(inputs)), header.carrying(*flatten(targets))
-
-    def _split(self, number: int, found: Admitted) -> list[tuple[Message, Any, Any]]:
-        counts = [found.samples // self._parts + (i < found.samples % self._parts) for i in range(self._parts)]
+    def _split(self, number: int, minibatch: Minibatch) -> list[tuple[Message, Any, Any]]:
+        """Returns (header, inputs, targets) of each microbatch."""
+        inputs, targets = self._adapt(minibatch.batch)
+        count, parts = samples(inputs), self._per_minibatch
+        sizes = [count // parts + (part < count % parts) for part in range(parts)]
         headers = [
             Message(
-                microbatch=number * self._parts + part,
-                content=Content.DATA if count else Content.EMPTY,
+                microbatch=number * parts + part,
+                content=Content.DATA if size else Content.EMPTY,
                 minibatch=self._base + number,
-                epoch=found.epoch,
-                samples=count,
-                flags=ENDS_EPOCH if found.ends_epoch else 0,
-                share=count / found.samples,
+                epoch=minibatch.epoch,
+                samples=size,
+                flags=ENDS_EPOCH if minibatch.ends_epoch else 0,
+                share=size / count,
             )
-            for part, count in enumerate(counts)
+            for part, size in enumerate(sizes)
         ]
-        inputs, targets = (split(value, found.samples, self._parts) for value in (found.inputs, found.targets))
-        return list(zip(headers, inputs, targets, strict=True))
+        return list(zip(headers, split(inputs, count, parts), split(targets, count, parts), strict=True))
 
-    def _hand_out(self, number: int) -> None:
-        """Sends the other replicas their parts of the round that minibatch `number` begins, or belongs to."""
-        if not self._senders:
+    def _send_round(self, number: int) -> None:
+        """Sends the other replicas their parts of the round that minibatch `number` begins or belongs to."""
+        if not self._open_senders:
             return
-        if self._parts > 1:
-            self._send(self._pieces)
+        if self._per_minibatch > 1:
+            self._send(self._parts)
             return
         for replica in range(1, self._replicas):
-            found = self._feed.admit(number + replica, replica)
-            if isinstance(found, Ending):
-                for late in range(replica, self._replicas):
-                    self._send_end(late, found)
+            minibatch = self._feed.read(number + replica, replica)
+            if isinstance(minibatch, Ending):
+                for later in range(replica, self._replicas):
+                    self._send_end(later, minibatch)
                 return
-            self._send(self._split(number + replica, found))
+            self._send(self._split(number + replica, minibatch))
 
-    def _send(self, pieces: list[tuple[Message, Any, Any]]) -> None:
-        for header, inputs, targets in pieces:
-            sender = self._senders.get(header.microbatch % self._replicas)
+    def _send(self, parts: list[tuple[Message, Any, Any]]) -> None:
+        for header, inputs, targets in parts:
+            sender = self._open_senders.get(header.microbatch % self._replicas)
             if sender is not None:
                 empty = header.content is Content.EMPTY
                 sender.send(header if empty else header.carrying(*flatten((inputs, targets))))
 
     def _end(self, ending: Ending) -> Ending:
         self.ended_at = self._feed.ended_at
-        for replica in list(self._senders):
+        for replica in list(self._open_senders):
             self._send_end(replica, ending)
         return ending
 
     def _send_end(self, replica: int, ending: Ending) -> None:
         end = Message(self._feed.ended_at, Content.END, flags=int(ending))
-        self._senders.pop(replica).send(end)
+        self._open_senders.pop(replica).send(end)
 
 
-class _Receiving(Intake):
-    """Takes what replica 0 sends."""
+class ReceivedMicrobatches(Microbatches):
+    """Microbatches that replica 0 of the input stage reads and sends; it alone decides where a stream ends."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
+
+    def begin(self, per_minibatch: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> None:
+        self.ended_at = 0
 
     def take(self, microbatch: int) -> tuple[Message, Message] | Ending:
         message = self._receiver.receive().result()
         if message.content is Content.END:
             self.ended_at = message.microbatch
             return Ending(message.flags)
-        assert message.microbatch == microbatch, f"microbatch {message.microbatch} was handed over for {microbatch}"
+        assert message.microbatch == microbatch, f"received microbatch {message.microbatch} instead of {microbatch}"
         header = message.without_tensors()
         if message.content is Content.EMPTY:
             return header, header
         inputs, targets = unflatten(message.structure, message.tensors)  # type: ignore[arg-type]
         return header.carrying(*flatten(inputs)), header.carrying(*flatten(targets))
+
+    def stop(self, ending: Ending) -> None:
+        return
+
+    def resume(self) -> None:
+        return

@@ -1,101 +1,191 @@
-"""The states of the process's global random generators: read, set, and as JSON."""
+"""Random states: those of the process, and those that decide the order of the data.
+
+A DataLoader without a generator draws from torch's global one; a user's sampler may also draw from `random` or
+numpy. So does everything else in a process, and what else there is differs from rank to rank and from plan to plan.
+A `DataOrder` therefore keeps a state of the global generators for the data alone: it is in force while a loader or
+sampler draws and is put aside otherwise. The order of the data then depends on nothing else and can be saved. In a
+script where nothing else draws, it is the order of a plain ``for batch in loader``.
+
+A `torch.Generator` that the user gave to the loader or a sampler is drawn from in place. It has the same state on all
+ranks and is saved with the order.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from pipedream.core.errors import ArtifactError
-from pipedream.runtime.data.jsonable import base64_of, bytes_of
+from pipedream.runtime.data.tensor_json import base64_of, bytes_of
 
-__all__ = ["RngStates", "decoded", "encoded", "read", "restore", "state", "tensor_of", "text_of", "write"]
+__all__ = ["DataOrder", "RngStates", "generators_of", "preserved_rng", "restore_rng", "saved_rng"]
+
+_GENERATORS = ("generator", "sampler.generator", "batch_sampler.generator", "batch_sampler.sampler.generator")
 
 
 class RngStates(NamedTuple):
-    """States on the CPU; None for what was not read, and for numpy where it is not loaded."""
+    """States of the global CPU generators; None for one that was not read, and for numpy where it is not loaded."""
 
     torch: torch.Tensor
     python: Any
     numpy: Any
 
+    @classmethod
+    def read(cls, only_torch: bool = False) -> RngStates:
+        """Returns the present states; only torch's where the others cannot matter, which is 100 us faster."""
+        if only_torch:
+            return cls(torch.get_rng_state(), None, None)
+        numpy: Any = sys.modules.get("numpy")
+        return cls(torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state())
 
-def read(only_torch: bool = False) -> RngStates:
-    """Returns the states now; only torch's where the others cannot matter, which is 100 us faster."""
-    if only_torch:
-        return RngStates(torch.get_rng_state(), None, None)
-    numpy: Any = sys.modules.get("numpy")
-    return RngStates(torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state())
+    def apply(self) -> None:
+        """Sets the global generators; one whose state is None is left alone."""
+        torch.set_rng_state(self.torch)
+        if self.python is not None:
+            random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the states, which must have been read as a whole, as JSON values."""
+        version, words, normal = self.python
+        found: dict[str, Any] = {"torch": _text_of(self.torch), "python": [version, _packed(words), normal]}
+        if self.numpy is not None:
+            name, keys, *rest = self.numpy
+            found["numpy"] = [name, _packed(keys), *rest]
+        return found
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> RngStates:
+        """Returns the states that `to_json` wrote.
+
+        Raises:
+            KeyError, ValueError, TypeError: `found` does not hold states.
+        """
+        version, words, normal = found["python"]
+        numpy = found.get("numpy") if "numpy" in sys.modules else None
+        return cls(
+            _tensor_of(found["torch"]),
+            (version, tuple(_unpacked(words)), normal),
+            None if numpy is None else (numpy[0], _unpacked(numpy[1]), *numpy[2:]),
+        )
 
 
-def write(states: RngStates) -> None:
-    """Sets the generators; what is None is left alone."""
-    torch.set_rng_state(states.torch)
-    if states.python is not None:
-        random.setstate(states.python)
-    if states.numpy is not None:
-        sys.modules["numpy"].random.set_state(states.numpy)
-
-
-def encoded(states: RngStates) -> dict[str, Any]:
-    """Returns states, read as a whole, as JSON has them."""
-    version, words, normal = states.python
-    found: dict[str, Any] = {"torch": text_of(states.torch), "python": [version, _packed(words), normal]}
-    if states.numpy is not None:
-        name, keys, *rest = states.numpy
-        found["numpy"] = [name, _packed(keys), *rest]
-    return found
-
-
-def decoded(found: Mapping[str, Any]) -> RngStates:
-    """Returns the states that `encoded` wrote. Raises KeyError, ValueError or TypeError where they are none."""
-    version, words, normal = found["python"]
-    numpy = found.get("numpy") if "numpy" in sys.modules else None
-    return RngStates(
-        tensor_of(found["torch"]),
-        (version, tuple(_unpacked(words)), normal),
-        None if numpy is None else (numpy[0], _unpacked(numpy[1]), *numpy[2:]),
-    )
-
-
-def state(device: torch.device) -> str:
-    """Returns the states as text, and that of the GPU's generator: for checkpoints."""
-    found = encoded(read())
+def saved_rng(device: torch.device) -> str:
+    """Returns the states of all global generators, the GPU's included, as text for a checkpoint."""
+    found = RngStates.read().to_json()
     if device.type == "cuda":
-        found["cuda"] = text_of(torch.cuda.get_rng_state(device))
+        found["cuda"] = _text_of(torch.cuda.get_rng_state(device))
     return json.dumps(found)
 
 
-def restore(text: str, device: torch.device) -> None:
-    """Sets the generators to a state from `state`.
+def restore_rng(text: str, device: torch.device) -> None:
+    """Sets the global generators to the states that `saved_rng` returned.
 
     Raises:
-        ArtifactError: it is not one.
+        ArtifactError: the text does not hold such states.
     """
     try:
         found = json.loads(text)
-        write(decoded(found))
+        RngStates.from_json(found).apply()
         if device.type == "cuda" and "cuda" in found:
-            torch.cuda.set_rng_state(tensor_of(found["cuda"]), device)
+            torch.cuda.set_rng_state(_tensor_of(found["cuda"]), device)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise ArtifactError(f"the checkpoint's random state is damaged: {error}; take another checkpoint") from None
+        raise ArtifactError(f"the checkpoint's random state is damaged: {error}; use another checkpoint") from None
 
 
-def text_of(state: torch.Tensor) -> str:
+def generators_of(loader: Any) -> dict[str, torch.Generator]:
+    """Returns the generators that the user gave to a loader and its samplers, by attribute path."""
+    found = {}
+    for path in _GENERATORS:
+        value = loader
+        for name in path.split("."):
+            value = getattr(value, name, None)
+        if isinstance(value, torch.Generator) and value is not torch.default_generator:
+            found[path] = value
+    return found
+
+
+@contextmanager
+def preserved_rng(loader: Any) -> Iterator[None]:
+    """Restores all generators at the end: the global ones and those of a loader."""
+    states = RngStates.read()
+    own = [(generator, generator.get_state()) for generator in generators_of(loader).values()]
+    try:
+        yield
+    finally:
+        states.apply()
+        for generator, state in own:
+            generator.set_state(state)
+
+
+class DataOrder:
+    """The state of the draws that decide the order of the data.
+
+    The first `drawing` or `snapshot` takes over the global generators' state, unless `restore` came before.
+    """
+
+    def __init__(self) -> None:
+        self._states: RngStates | None = None
+        self._inside = False
+
+    @contextmanager
+    def drawing(self, only_torch: bool = False) -> Iterator[None]:
+        """Puts the state of the order in force.
+
+        Args:
+            only_torch: everything drawn inside comes from torch alone.
+        """
+        if self._inside:
+            yield
+            return
+        mine = self._current()
+        others = RngStates.read(only_torch)
+        (RngStates(mine.torch, None, None) if only_torch else mine).apply()
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+            drawn = RngStates.read(only_torch)
+            self._states = mine._replace(torch=drawn.torch) if only_torch else drawn
+            others.apply()
+
+    def snapshot(self, loader: Any) -> dict[str, Any]:
+        """Returns the state, the loader's own generators included, as JSON values."""
+        states = self._current()
+        own = {path: _text_of(generator.get_state()) for path, generator in generators_of(loader).items()}
+        return states.to_json() | {"generators": own}
+
+    def restore(self, state: Mapping[str, Any], loader: Any) -> None:
+        """Continues from a snapshot; a generator of the loader that it does not know is left as it is."""
+        self._states = RngStates.from_json(state)
+        for path, generator in generators_of(loader).items():
+            if path in state["generators"]:
+                generator.set_state(_tensor_of(state["generators"][path]))
+
+    def _current(self) -> RngStates:
+        if self._states is None:
+            self._states = RngStates.read()
+        return self._states
+
+
+def _text_of(state: torch.Tensor) -> str:
     """Returns a generator's state, uint8[n], as text."""
     return base64_of(state.cpu().numpy().tobytes())
 
 
-def tensor_of(text: str) -> torch.Tensor:
-    """Returns the state that `text_of` wrote."""
+def _tensor_of(text: str) -> torch.Tensor:
     return torch.frombuffer(bytes_of(text), dtype=torch.uint8)
 
 
-def _packed(words: Any) -> str:
+def _packed(words: Iterable[int]) -> str:
     return base64_of(b"".join(int(word).to_bytes(4, "little") for word in words))
 
 

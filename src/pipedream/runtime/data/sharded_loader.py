@@ -1,9 +1,9 @@
-"""Dealing out a map-style DataLoader: each replica of the input stage loads its own minibatches and no others.
+"""Sharding a map-style DataLoader: each replica of the input stage loads its own minibatches and no others.
 
-Every replica runs the user's own batch sampler, in the same order state (`order.py`), and keeps the index lists
-of its own minibatches; a DataLoader of its own over the same data set loads them. It looks ahead in the lists,
-not in the data, so it is known without loading which minibatch ends the epoch and where the data ends, and a
-position is found again by passing over lists. With one replica it is all of the data, read in the same way.
+Every replica runs the user's own batch sampler with the same random state (`rng.py`) and keeps the index lists of its
+own minibatches; a DataLoader of its own over the same data set loads them. It looks ahead in the lists, not in the
+data, so it knows without loading which minibatch ends the epoch and where the data ends, and finds a position again
+by skipping lists. A single replica reads all of the data in the same way.
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from pipedream.runtime.data.iterate import Extent, Given, Marked, announce, nothing_found, shut
-from pipedream.runtime.data.order import DataOrder
+from pipedream.runtime.data.reader import (
+    EpochRange,
+    LoaderReader,
+    Minibatch,
+    empty_epoch_error,
+    set_epoch,
+    shut_down_workers,
+)
+from pipedream.runtime.data.rng import DataOrder
 
-__all__ = ["Dealer", "DealtReading", "can_be_dealt"]
+__all__ = ["ShardedLoader", "ShardedReader", "can_be_sharded"]
 
-_NOTHING = object()
+_END = object()
 
 
-def can_be_dealt(loader: Any) -> bool:
-    """Tells whether a loader is a map-style DataLoader that is iterated as torch's own is."""
+def can_be_sharded(loader: Any) -> bool:
+    """Returns whether a loader is a map-style DataLoader that is iterated as torch's own is."""
     return (
         isinstance(loader, DataLoader)
         and all(getattr(type(loader), n) is getattr(DataLoader, n) for n in ("__iter__", "_get_iterator"))
@@ -35,34 +42,36 @@ def can_be_dealt(loader: Any) -> bool:
 
 
 def _is_torchs(sampler: Any) -> bool:
-    """Tells whether a sampler, and the one inside it, are torch's own, which draw from torch's generators only."""
+    """Returns whether a sampler and its inner one are torch's own, which draw from torch's generators only."""
     inner = getattr(sampler, "sampler", None)
     return type(sampler).__module__.startswith("torch.utils.data.") and (inner is None or _is_torchs(inner))
 
 
-class Dealer:
-    """One replica's own DataLoader beside the user's; kept for as long as the user's is read.
+class ShardedLoader:
+    """One replica's share of a user's DataLoader, loaded by a DataLoader of its own; it lives as long as the user's.
 
     Args:
         loader: the user's, which is never iterated.
-        replica, replicas: whose minibatches are loaded: k of the stream where k mod replicas is replica.
+        replica: of the input stage; loads the minibatches k with k mod replicas = replica.
+        replicas: of the input stage.
     """
 
     def __init__(self, loader: DataLoader[Any], replica: int = 0, replicas: int = 1) -> None:
         self.loader = loader
-        self.replica, self.replicas = replica, replicas
+        self.replica = replica
+        self.replicas = replicas
         self.seeded = False  # persistent workers draw one seed in their life
         self._sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._only_torch = _is_torchs(self._sampler)
-        self._hand = _Hand()
+        self._own_sampler = _OwnSampler()
         self._seeds = torch.Generator()
-        self._own: DataLoader[Any] | None = None
+        self._own_loader: DataLoader[Any] | None = None
 
-    def begin(self, order: DataOrder) -> tuple[Iterator[Any], torch.Tensor]:
+    def begin_epoch(self, order: DataOrder) -> tuple[Iterator[Any], torch.Tensor]:
         """Draws what torch's DataLoader draws at the start of an epoch, in its order.
 
-        Returns: the index lists of the epoch; the generator state that the own DataLoader draws its workers' seed
-            from. Replica 0 draws the same seed as the user's DataLoader would; the others have seeds of their own,
+        Returns: the index lists of the epoch; the generator state from which the own DataLoader draws its workers'
+            seed. Replica 0 draws the same seed as the user's DataLoader would; the others have seeds of their own,
             or the augmentations of all replicas would be alike.
         """
         user = self.loader
@@ -79,32 +88,32 @@ class Dealer:
                 self.seeded = user.persistent_workers
         return lists, state
 
-    def draw(self, lists: Iterator[Any], order: DataOrder) -> Any:
-        """Returns the next index list, or `_NOTHING`."""
+    def next_indices(self, lists: Iterator[Any], order: DataOrder) -> Any:
+        """Returns the next index list, or `_END`."""
         with order.drawing(self._only_torch):
-            found = next(lists, _NOTHING)
-        return list(found) if isinstance(found, list) else found  # a sampler may use its list again
+            indices = next(lists, _END)
+        return list(indices) if isinstance(indices, list) else indices  # a sampler may use its list again
 
-    def load(self, deal: _Deal, seeds: torch.Tensor) -> Iterator[Any]:
-        """Yields the loaded minibatches of a deal's index lists."""
-        self._seeds.set_state(seeds)
-        self._hand.lists = deal
-        if self._own is None:
-            self._own = self._made()
-        iterator = iter(self._own)
+    def load(self, epoch: _EpochIndices) -> Iterator[Any]:
+        """Yields the loaded batches of an epoch's index lists."""
+        self._seeds.set_state(epoch.seeds)
+        self._own_sampler.indices = epoch
+        if self._own_loader is None:
+            self._own_loader = self._make_own_loader()
+        iterator = iter(self._own_loader)
         try:
             yield from iterator
         finally:
             if not self.loader.persistent_workers:
-                shut(iterator)
+                shut_down_workers(iterator)
 
     def close(self) -> None:
         """Ends persistent workers."""
-        if self._own is not None:
-            shut(self._own._iterator)
-            self._own = None
+        if self._own_loader is not None:
+            shut_down_workers(self._own_loader._iterator)
+            self._own_loader = None
 
-    def _made(self) -> DataLoader[Any]:
+    def _make_own_loader(self) -> DataLoader[Any]:
         user = self.loader
         options: dict[str, Any] = {
             name: getattr(user, name)
@@ -113,62 +122,61 @@ class Dealer:
         }  # fmt: skip
         if user.pin_memory_device:
             options["pin_memory_device"] = user.pin_memory_device
-        if user.batch_sampler is None:  # no collation: a minibatch is what the data set gives for an index
-            return DataLoader(user.dataset, batch_size=None, sampler=self._hand, generator=self._seeds, **options)
-        return DataLoader(user.dataset, batch_sampler=self._hand, generator=self._seeds, **options)
+        if user.batch_sampler is None:  # no collation: the data set gives a whole minibatch for an index
+            return DataLoader(
+                user.dataset, batch_size=None, sampler=self._own_sampler, generator=self._seeds, **options
+            )
+        return DataLoader(user.dataset, batch_sampler=self._own_sampler, generator=self._seeds, **options)
 
 
-class _Hand:
-    """The sampler of an own DataLoader: gives the lists of one deal, however often they are asked for."""
+class _OwnSampler:
+    """The sampler of an own DataLoader: yields the index lists of the current epoch."""
 
-    lists: _Deal
+    indices: _EpochIndices
 
     def __iter__(self) -> Iterator[Any]:
-        return self.lists
+        return self.indices
 
 
-class _Deal:
-    """One epoch's index lists; gives those of one replica, and knows the next of them before it gives one.
+class _EpochIndices:
+    """One replica's index lists of one epoch; always knows whether another one follows.
 
     Args:
-        draw: returns the next list of all, or `_NOTHING`.
-        skip: lists to leave out: they were trained on already.
-        number: of the first list after those, in the stream.
-        own: tells whether a number is the replica's.
-        ended: called once, when the last list has been drawn.
+        skip: lists to leave out because they were trained on already.
+        first: number of the first list after those.
+        ended: called once, when the last list of all replicas has been drawn.
+
+    Attributes:
+        seeds: generator state for the seeds of the loading processes.
+        number: of the next list of all replicas.
+        loading: (number, ends the epoch) of the lists that were given out and not yet loaded.
+        empty: there was no list at all.
     """
 
     def __init__(
         self,
-        draw: Callable[[], Any],
+        epoch: int,
+        loader: ShardedLoader,
+        order: DataOrder,
         skip: int,
-        number: int,
-        own: Callable[[int], bool],
+        first: int,
         ended: Callable[[], None],
     ) -> None:
-        self._draw, self._skip, self._own, self._ended = draw, skip, own, ended
-        self.number = number
-        self.marks: deque[tuple[int, bool]] = deque()
+        self.epoch = epoch
+        self.number = first
+        self.loading: deque[tuple[int, bool]] = deque()
         self.empty = True
+        self._loader = loader
+        self._order = order
+        self._skip = skip
+        self._ended = ended
+        self._lists, self.seeds = loader.begin_epoch(order)
         self._ahead = self._seek()
 
     @property
     def has_more(self) -> bool:
-        """Tells whether a list of the replica is to come."""
+        """Whether another list of this replica follows."""
         return self._ahead is not None
-
-    def _seek(self) -> tuple[int, Any] | None:
-        while (found := self._draw()) is not _NOTHING:
-            self.empty = False
-            if self._skip:
-                self._skip -= 1
-                continue
-            number = self.number
-            self.number += 1
-            if self._own(number):
-                return number, found
-        self._ended()
-        return None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -176,81 +184,98 @@ class _Deal:
     def __next__(self) -> Any:
         if self._ahead is None:
             raise StopIteration
-        number, found = self._ahead
+        number, indices = self._ahead
         self._ahead = self._seek()
-        self.marks.append((number, self._ahead is None and self.number == number + 1))
-        return found
+        self.loading.append((number, self._ahead is None and self.number == number + 1))
+        return indices
+
+    def _seek(self) -> tuple[int, Any] | None:
+        """Draws lists up to this replica's next one."""
+        while (indices := self._loader.next_indices(self._lists, self._order)) is not _END:
+            self.empty = False
+            if self._skip:
+                self._skip -= 1
+                continue
+            number = self.number
+            self.number += 1
+            if number % self._loader.replicas == self._loader.replica:
+                return number, indices
+        self._ended()
+        return None
 
 
-class DealtReading(Marked):
+class ShardedReader(LoaderReader):
     """Reads a replica's minibatches of a map-style DataLoader.
 
     Args:
-        dealer: of the replica.
-        order, extent, state: as in `Marked`.
+        sharded: of the replica.
+        order, epochs, state: as for `LoaderReader`.
     """
 
-    def __init__(self, dealer: Dealer, order: DataOrder, extent: Extent, state: Mapping[str, Any] | None) -> None:
-        self._dealer = dealer
+    def __init__(
+        self, sharded: ShardedLoader, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None
+    ) -> None:
+        self._sharded = sharded
         if state:
-            dealer.seeded = bool(state.get("seeded", False))
-        super().__init__(dealer.loader, order, extent, state)
-        self._next_epoch = self._begin
-        self._number = 0  # lists of the stream that have been seen
-        self._deals: deque[tuple[int, _Deal, torch.Tensor]] = deque()
-        self._items = self._run()
+            sharded.seeded = bool(state.get("seeded", False))
+        super().__init__(sharded.loader, order, epochs, state)
+        self._next_epoch = self._first_epoch
+        self._number = 0  # index lists in the epochs that have ended
+        self._open_epochs: deque[_EpochIndices] = deque()
+        self._minibatches = self._read()
 
-    def __next__(self) -> Given | int:
-        return next(self._items)
+    def _next(self) -> Minibatch:
+        return next(self._minibatches)
 
-    def exists(self, number: int) -> bool:
-        while number >= self._seen:
-            if self._deals and self._deals[-1][1].has_more:
-                return True  # the replica's next one lies behind it
+    def has_minibatch(self, number: int) -> bool:
+        while number >= self._drawn:
+            if self._open_epochs and self._open_epochs[-1].has_more:
+                return True  # the replica's next one comes after it
             if not self._open_epoch():
                 return False
         return True
 
     def close(self) -> None:
-        self._items.close()
+        self._minibatches.close()
 
-    def _note(self, epoch: int) -> None:
-        super()._note(epoch)
-        self._marks[epoch]["seeded"] = self._dealer.seeded
+    def _save_epoch_state(self, epoch: int) -> None:
+        super()._save_epoch_state(epoch)
+        self._epoch_states[epoch]["seeded"] = self._sharded.seeded
 
     @property
-    def _seen(self) -> int:
-        return self._deals[-1][1].number if self._deals else self._number
+    def _drawn(self) -> int:
+        """Index lists that have been drawn."""
+        return self._open_epochs[-1].number if self._open_epochs else self._number
 
     def _open_epoch(self) -> bool:
-        """Draws what begins the next epoch and deals it; tells whether there is one."""
-        epoch, extent, dealer = self._next_epoch, self._extent, self._dealer
-        if epoch >= extent.epochs:
+        """Draws the start of the next epoch; returns whether there is one."""
+        epoch = self._next_epoch
+        if epoch >= self._epochs.end:
             return False
-        number = self._seen
+        first = self._drawn
         self._next_epoch += 1
-        announce(self._loader, epoch)
-        self._note(epoch)
-        lists, seeds = dealer.begin(self._order)
-        deal = _Deal(
-            draw=lambda: dealer.draw(lists, self._order),
-            skip=sys.maxsize if epoch < extent.first_epoch else extent.skip if epoch == extent.first_epoch else 0,
-            number=number,
-            own=lambda number: number % dealer.replicas == dealer.replica,
-            ended=lambda: self._note(epoch + 1),
+        set_epoch(self._loader, epoch)
+        self._save_epoch_state(epoch)
+        skip = 0
+        if epoch < self._epochs.first:
+            skip = sys.maxsize
+        elif epoch == self._epochs.first:
+            skip = self._epochs.skip
+        indices = _EpochIndices(
+            epoch, self._sharded, self._order, skip, first, ended=lambda: self._save_epoch_state(epoch + 1)
         )
-        if deal.empty:
-            raise nothing_found(epoch)
-        self._deals.append((epoch, deal, seeds))
+        if indices.empty:
+            raise empty_epoch_error(epoch)
+        self._open_epochs.append(indices)
         return True
 
-    def _run(self) -> Generator[Given | int, None, None]:
-        while self._deals or self._open_epoch():
-            epoch, deal, seeds = self._deals[0]
-            if deal.has_more:
-                for batch in self._dealer.load(deal, seeds):
-                    number, ends = deal.marks.popleft()
-                    yield Given(number, epoch, batch, ends)
-            self._number = deal.number
-            self._deals.popleft()
-        yield self._number
+    def _read(self) -> Generator[Minibatch, None, None]:
+        while self._open_epochs or self._open_epoch():
+            indices = self._open_epochs[0]
+            if indices.has_more:
+                for batch in self._sharded.load(indices):
+                    number, ends_epoch = indices.loading.popleft()
+                    yield Minibatch(number, indices.epoch, batch, ends_epoch)
+            self._number = indices.number
+            self._open_epochs.popleft()
+        self.count = self._number

@@ -1,9 +1,12 @@
-"""The data of a session: who of the input stage's workers reads the loader, and which random numbers decide its order.
+"""The data of a session: which workers of the input stage read the loader, and with which random state.
 
-- All workers in one process: one reading serves all of them.
-- One replica, or a minibatch a microbatch and a map-style DataLoader: each replica loads its own (`dealing.py`).
-  Where a run has several methods, this is so if all of them travel a minibatch at a time.
-- Anything else: replica 0 reads and hands the others their parts (`intake.py`).
+- All workers in one process: one reader serves all of them.
+- One replica, or minibatches that are not split and a map-style DataLoader: each replica loads its own
+  (`sharded_loader.py`). A run of several methods does so if none of them splits its minibatches.
+- Anything else: replica 0 reads and sends the others their parts (`microbatches.py`).
+
+The way of a minibatch: `DataSource` opens the loader with a `LoaderReader`; a `Feed` counts its minibatches from the
+last drain; `Microbatches` splits them for the worker.
 """
 
 from __future__ import annotations
@@ -19,24 +22,24 @@ from pipedream.core.errors import WorkerError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Receiver, Sender
 from pipedream.runtime.comm.process_group import gather_texts
-from pipedream.runtime.data.batch_adapter import Taking
+from pipedream.runtime.data.batch_adapter import AdaptBatch
 from pipedream.runtime.data.feed import Feed
-from pipedream.runtime.data.iterate import Extent, Marked, WholeReading, share
-from pipedream.runtime.data.microbatches import Door, HandedDoor, OwnDoor
-from pipedream.runtime.data.order import DataOrder, generators_of
-from pipedream.runtime.data.sharded_loader import Dealer, DealtReading, can_be_dealt
+from pipedream.runtime.data.microbatches import LocalMicrobatches, Microbatches, ReceivedMicrobatches
+from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, tee
+from pipedream.runtime.data.rng import DataOrder, generators_of
+from pipedream.runtime.data.sharded_loader import ShardedLoader, ShardedReader, can_be_sharded
 
-__all__ = ["Supply"]
+__all__ = ["DataSource"]
 
 
-class Supply:
-    """The data's side of the workers of one process.
+class DataSource:
+    """The data for the workers of one process.
 
     Args:
-        programs: of the training, of each of its phases.
+        programs: of the training, one for each of its phases.
         ranks: of the workers of this process.
-        group: of all ranks; None in a lone process.
-        senders: other replica of the input stage -> channel, at replica 0 on several processes.
+        group: of all ranks; None in a single process.
+        senders: other replica of the input stage -> channel, at replica 0 of several processes.
         receiver: from replica 0, at the others.
     """
 
@@ -48,136 +51,143 @@ class Supply:
         senders: Mapping[int, Sender] | None = None,
         receiver: Receiver | None = None,
     ) -> None:
-        self._input = programs[0].placement.readers
-        here = set(ranks)
-        self._here = [rank for rank in self._input if rank in here]
-        self._parts = max(program.microbatches for program in programs)
+        self._input_ranks = programs[0].placement.readers
+        self._ranks_here = [rank for rank in self._input_ranks if rank in set(ranks)]
+        self._splits = max(program.microbatches for program in programs) > 1
         self._group = group
         self._senders = dict(senders or {})
         self._receiver = receiver
-        self._order = DataOrder()
-        self._dealers: dict[bool, Dealer] = {}
-        self._readings: dict[bool, Marked] = {}
-        self._lent: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._training = _OpenLoader()
+        self._evaluation = _OpenLoader()
+        self._borrowed: list[tuple[torch.Generator, torch.Tensor]] = []
 
-    def train_on(self, loader: Any, take: Taking, extent: Extent, state: Mapping[str, Any] | None) -> dict[int, Door]:
-        """Opens a loader for training: rank -> door, for the workers of the input stage here.
+    def open_training(
+        self, loader: Any, adapt: AdaptBatch, epochs: EpochRange, state: Mapping[str, Any] | None
+    ) -> dict[int, Microbatches]:
+        """Opens a loader for training; returns rank -> microbatches for the input stage's workers in this process.
 
         Args:
-            loader: of the user.
-            take: batch -> (inputs, targets).
-            extent: what of it is read.
-            state: of `state`, at the position where it begins; None goes on with the order as it is.
+            adapt: batch -> (inputs, targets).
+            epochs: what is read.
+            state: from `state`, for the position where it begins; None keeps the order as it is.
         """
-        return self._open(loader, take, extent, state, self._order, training=True)
+        return self._open(self._training, self._splits, loader, adapt, epochs, state)
 
-    def look_at(self, loader: Any, take: Taking) -> dict[int, Door]:
-        """Opens a loader once, for forwards alone; the order of the training does not notice."""
-        self._lent = [(generator, generator.get_state()) for generator in generators_of(loader).values()]
-        return self._open(loader, take, Extent(), None, DataOrder(), training=False)
+    def open_evaluation(self, loader: Any, adapt: AdaptBatch) -> dict[int, Microbatches]:
+        """Opens a loader for one epoch of forwards; the order of the training data does not change."""
+        self._borrowed = [(generator, generator.get_state()) for generator in generators_of(loader).values()]
+        self._evaluation.order = DataOrder()
+        return self._open(self._evaluation, False, loader, adapt, EpochRange(), None)
+
+    def close_evaluation(self) -> None:
+        """Ends what `open_evaluation` began, and restores the loader's generators, which may be the training's."""
+        self._evaluation.close_reader()
+        for generator, state in self._borrowed:
+            generator.set_state(state)
+        self._borrowed = []
 
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
-        """Returns what is needed to go on reading the training data from a position; empty where it is not read.
+        """Returns what is needed to continue reading the training data from a position; empty where it is not read.
 
         Raises:
-            PipelineError: the reading is not there, or the loader's own state cannot be JSON.
+            PipelineError: the reader is not at this position, or JSON cannot hold the loader's own state.
         """
-        reading = self._readings.get(True)
-        return {} if reading is None else reading.state(epoch, batches)
-
-    def end_looking(self) -> None:
-        """Ends what `look_at` began, and puts the loader's generators back: they may be those of the training."""
-        self._end(False)
-        for generator, state in self._lent:
-            generator.set_state(state)
-        self._lent = []
+        reader = self._training.reader
+        return {} if reader is None else reader.state(epoch, batches)
 
     def close(self) -> None:
-        """Ends all processes that load."""
-        for training in (True, False):
-            self._end(training)
-            if training in self._dealers:
-                self._dealers.pop(training).close()
-
-    def _end(self, training: bool) -> None:
-        if training in self._readings:
-            self._readings.pop(training).close()
+        """Ends all loading processes."""
+        self._training.close()
+        self._evaluation.close()
 
     def _open(
         self,
+        target: _OpenLoader,
+        splits: bool,
         loader: Any,
-        take: Taking,
-        extent: Extent,
+        adapt: AdaptBatch,
+        epochs: EpochRange,
         state: Mapping[str, Any] | None,
-        order: DataOrder,
-        training: bool,
-    ) -> dict[int, Door]:
-        self._end(training)
-        if self._group is not None and len(self._input) > 1:
-            return self._open_apart(loader, take, extent, state, order, training)
-        if not self._here:
-            return {}
-        shared = share(self._whole(loader, order, extent, state, training), len(self._here))
-        feeds = [Feed(reading, take) for reading in shared]
-        return {rank: OwnDoor(feed) for rank, feed in zip(self._here, feeds, strict=True)}
-
-    def _open_apart(
-        self,
-        loader: Any,
-        take: Taking,
-        extent: Extent,
-        state: Mapping[str, Any] | None,
-        order: DataOrder,
-        training: bool,
-    ) -> dict[int, Door]:
-        """Opens a loader where the replicas of the input stage are processes; replica 0 says how it is read."""
-        replicas = len(self._input)
-        replica = self._input.index(self._here[0]) if self._here else -1
-        word = ""
+    ) -> dict[int, Microbatches]:
+        target.close_reader()
+        if self._group is None or len(self._input_ranks) == 1:
+            if not self._ranks_here:
+                return {}
+            readers = tee(target.open(loader, epochs, state), len(self._ranks_here))
+            return {
+                rank: LocalMicrobatches(Feed(reader), adapt)
+                for rank, reader in zip(self._ranks_here, readers, strict=True)
+            }
+        # The replicas of the input stage are processes; replica 0 decides how they read.
+        replicas = len(self._input_ranks)
+        replica = self._input_ranks.index(self._ranks_here[0]) if self._ranks_here else None
+        text = ""
         if replica == 0:
-            dealt = can_be_dealt(loader) and (self._parts == 1 or not training)
-            if dealt and not state:
-                seeded = self._dealer(loader, training, 0, replicas).seeded
-                state = {"epoch": extent.first_epoch, "order": order.snapshot(loader), "seeded": seeded}
-            word = json.dumps([dealt, state])
-        words = gather_texts(word, self._group)
-        if replica < 0:
+            sharded = can_be_sharded(loader) and not splits
+            if sharded and not state:
+                state = target.initial_state(loader, epochs, replicas)
+            text = json.dumps([sharded, state])
+        texts = gather_texts(text, self._group)
+        if replica is None:
             return {}
-        rank, first = self._here[0], self._input[0]
-        dealt, state = json.loads(words[first])
-        if dealt and not can_be_dealt(loader):
+        rank, first = self._ranks_here[0], self._input_ranks[0]
+        sharded, state = json.loads(texts[first])
+        if sharded and not can_be_sharded(loader):
             raise WorkerError(
                 rank,
                 "the loader",
                 f"it is a {type(loader).__name__}, but rank {first} has a DataLoader over a map-style data set",
-                "let every rank make the same loader",
+                "create the same loader on every rank",
             )
-        if dealt:
-            reading = DealtReading(self._dealer(loader, training, replica, replicas), order, extent, state)
-            self._readings[training] = reading
-            return {rank: OwnDoor(Feed(reading, take))}
-        if replica:
-            assert self._receiver is not None
-            return {rank: HandedDoor(self._receiver)}
-        (whole,) = share(self._whole(loader, order, extent, state, training), 1)
-        return {rank: OwnDoor(Feed(whole, take), self._senders)}
+        if sharded:
+            reader = target.open(loader, epochs, state, replica, replicas)
+            return {rank: LocalMicrobatches(Feed(reader), adapt)}
+        if replica == 0:
+            reader = target.open(loader, epochs, state)
+            return {rank: LocalMicrobatches(Feed(reader), adapt, self._senders)}
+        assert self._receiver is not None
+        return {rank: ReceivedMicrobatches(self._receiver)}
 
-    def _whole(
-        self, loader: Any, order: DataOrder, extent: Extent, state: Mapping[str, Any] | None, training: bool
-    ) -> Marked:
-        """Opens a reading of all minibatches."""
-        if can_be_dealt(loader):
-            reading: Marked = DealtReading(self._dealer(loader, training, 0, 1), order, extent, state)
+
+class _OpenLoader:
+    """A loader that is being read for one purpose, and the random state that decides its order."""
+
+    def __init__(self) -> None:
+        self.order = DataOrder()
+        self.reader: LoaderReader | None = None
+        self._sharded: ShardedLoader | None = None
+
+    def open(
+        self, loader: Any, epochs: EpochRange, state: Mapping[str, Any] | None, replica: int = 0, replicas: int = 1
+    ) -> LoaderReader:
+        """Begins to read a loader, or the part of one replica."""
+        if can_be_sharded(loader):
+            self.reader = ShardedReader(self._shard(loader, replica, replicas), self.order, epochs, state)
         else:
-            reading = WholeReading(loader, order, extent, state)
-        self._readings[training] = reading
-        return reading
+            self.reader = IterableReader(loader, self.order, epochs, state)
+        return self.reader
 
-    def _dealer(self, loader: Any, training: bool, replica: int, replicas: int) -> Dealer:
-        """Returns the dealer of a loader: the one before where it is the same, for its workers may live on."""
-        known = self._dealers.get(training)
+    def initial_state(self, loader: Any, epochs: EpochRange, replicas: int) -> dict[str, Any]:
+        """Returns the state with which all replicas begin: that of replica 0."""
+        seeded = self._shard(loader, 0, replicas).seeded
+        return {"epoch": epochs.first, "order": self.order.snapshot(loader), "seeded": seeded}
+
+    def close_reader(self) -> None:
+        if self.reader is not None:
+            self.reader.close()
+            self.reader = None
+
+    def close(self) -> None:
+        self.close_reader()
+        if self._sharded is not None:
+            self._sharded.close()
+            self._sharded = None
+
+    def _shard(self, loader: Any, replica: int, replicas: int) -> ShardedLoader:
+        """Returns one replica's share of a loader: the same object for the same loader, whose workers may live on."""
+        known = self._sharded
         if known is None or known.loader is not loader or known.replicas != replicas:
             if known is not None:
                 known.close()
-            known = self._dealers[training] = Dealer(loader, replica, replicas)
+            known = self._sharded = ShardedLoader(loader, replica, replicas)
         return known

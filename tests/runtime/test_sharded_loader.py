@@ -32,26 +32,26 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.runtime.comm.message import Ending
-from pipedream.runtime.data.feed import Admitted, Feed
-from pipedream.runtime.data.iterate import Extent, Reading, WholeReading
-from pipedream.runtime.data.order import DataOrder
-from pipedream.runtime.data.sharded_loader import Dealer, DealtReading, can_be_dealt
+from pipedream.runtime.data.feed import Feed
+from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, Minibatch
+from pipedream.runtime.data.rng import DataOrder
+from pipedream.runtime.data.sharded_loader import ShardedLoader, ShardedReader, can_be_sharded
 
 
-def reading_of(
-    loader: Any, order: DataOrder, extent: Extent, state: Any = None, replica: int = 0, replicas: int = 1
-) -> DealtReading | WholeReading:
-    if can_be_dealt(loader):
-        return DealtReading(Dealer(loader, replica, replicas), order, extent, state)
-    return WholeReading(loader, order, extent, state)
+def reader_of(
+    loader: Any, order: DataOrder, extent: EpochRange, state: Any = None, replica: int = 0, replicas: int = 1
+) -> ShardedReader | IterableReader:
+    if can_be_sharded(loader):
+        return ShardedReader(ShardedLoader(loader, replica, replicas), order, extent, state)
+    return IterableReader(loader, order, extent, state)
 
 
-def batches_of(reading: Reading, most: int | None = None) -> list[tuple[int, int, list[int], bool]]:
+def batches_of(reader: LoaderReader, most: int | None = None) -> list[tuple[int, int, list[int], bool]]:
     """Reads on, with noise in between; returns (number, epoch, batch, ends_epoch) of each."""
     found: list[tuple[int, int, list[int], bool]] = []
     while most is None or len(found) < most:
-        item = next(reading)
-        if isinstance(item, int):
+        item = next(reader, None)
+        if item is None:
             break
         found.append((item.number, item.epoch, listed(item.batch), item.ends_epoch))
         noise()
@@ -64,23 +64,21 @@ def test_order_is_that_of_a_plain_loop_whatever_else_draws(name: str) -> None:
     seed_all(5)
     loader, order = LOADERS[name](), DataOrder()
     before = torch.get_rng_state(), random.getstate()
-    reading = reading_of(loader, order, Extent(epochs=2))
-    assert isinstance(reading, DealtReading) == (name in DEALT)
-    numbers = []
-    while not isinstance(item := next(reading), int):
-        numbers.append(item)
+    reader = reader_of(loader, order, EpochRange(end=2))
+    assert isinstance(reader, ShardedReader) == (name in DEALT)
+    numbers = list(reader)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1], "the process's own generators have not moved"
-    reading.close()
+    reader.close()
     noise()
     # A second stream of the same loader goes on where the first one ended.
-    again = DealtReading(reading._dealer, order, Extent(2, 3), None) if name in DEALT else None
-    rest = batches_of(again or WholeReading(loader, order, Extent(2, 3), None))
+    again = ShardedReader(reader._sharded, order, EpochRange(2, 3), None) if name in DEALT else None
+    rest = batches_of(again or IterableReader(loader, order, EpochRange(2, 3), None))
     found = [(item.epoch, listed(item.batch), item.ends_epoch) for item in numbers]
     wanted = [(e, batch, i == len(epochs[e]) - 1) for e in range(3) for i, batch in enumerate(epochs[e])]
     assert found + [part[1:] for part in rest] == wanted
-    if isinstance(reading, DealtReading):
-        reading._dealer.close()
+    if isinstance(reader, ShardedReader):
+        reader._sharded.close()
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -91,14 +89,14 @@ def test_a_position_is_found_again_in_a_new_process(name: str, done: int | str) 
     count = {"epoch": size, "epoch and 1": size + 1}.get(str(done), done)
     assert isinstance(count, int)
     seed_all(5)
-    reading = reading_of(LOADERS[name](), DataOrder(), Extent(epochs=3))
-    before = batches_of(reading, count)
+    reader = reader_of(LOADERS[name](), DataOrder(), EpochRange(end=3))
+    before = batches_of(reader, count)
     position = (count // size, count % size) if count <= size else (1, count - size)
-    state = json.loads(json.dumps(reading.state(*position)))
-    reading.close()
+    state = json.loads(json.dumps(reader.state(*position)))
+    reader.close()
     seed_all(99)
     loader, order = LOADERS[name](), DataOrder()
-    on = reading_of(loader, order, Extent(position[0], 3, position[1]), state)
+    on = reader_of(loader, order, EpochRange(position[0], 3, position[1]), state)
     assert on.state(*position) == state
     rest = batches_of(on)
     wanted = [(epoch, batch) for epoch, batches in enumerate(epochs) for batch in batches]
@@ -109,8 +107,8 @@ def test_a_position_is_found_again_in_a_new_process(name: str, done: int | str) 
         assert len(loader.dataset.loaded) == whole - passed, "what was done is passed over, not loaded"
     if name == "stateful":
         assert loader.read == len(wanted) - count, "its own state brought it there"
-    if isinstance(reading, DealtReading) and isinstance(on, DealtReading):
-        reading._dealer.close(), on._dealer.close()
+    if isinstance(reader, ShardedReader) and isinstance(on, ShardedReader):
+        reader._sharded.close(), on._sharded.close()
 
 
 class Lists:
@@ -129,7 +127,7 @@ class Lists:
 
 
 def stream(feeds: list[Feed], rounds: int | None) -> tuple[Ending, int, list[int]]:
-    """Lets the replicas admit so many rounds and then drain; returns why it ended, where, and what was admitted.
+    """Lets the replicas read `rounds` rounds and then drain; returns why it ended, where, and what was read.
 
     Replicas that still had a minibatch in the round in which the data ended learn of the end in the next one, and
     a drain that is asked for in between must not tell them another.
@@ -144,13 +142,13 @@ def stream(feeds: list[Feed], rounds: int | None) -> tuple[Ending, int, list[int
         for replica, feed in enumerate(feeds):
             if replica in ends:
                 continue
-            admitted = feed.admit(number + replica, replica)
-            if isinstance(admitted, Admitted):
+            minibatch = feed.read(number + replica, replica)
+            if isinstance(minibatch, Minibatch):
                 assert not ends, "nothing comes after the end"
-                assert admitted.epoch == int(admitted.inputs) // 100
-                found.append(int(admitted.inputs))
+                assert minibatch.epoch == int(minibatch.batch) // 100
+                found.append(int(minibatch.batch))
             else:
-                ends[replica] = (admitted, feed.ended_at)
+                ends[replica] = (minibatch, feed.ended_at)
         number += len(feeds)
     assert len(set(ends.values())) == 1, "all say the same"
     ending, count = ends[0]
@@ -179,13 +177,13 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
         if len(indices) == len(wanted):
             break
         epoch, skip = places[len(indices)]
-        readings, data = [], [Numbers(1000) for _ in range(replicas)]
+        readers, data = [], [Numbers(1000) for _ in range(replicas)]
         for replica in range(replicas):
             seed_all(3)  # of rank 0; a session sends its state to the others
             loader = DataLoader(data[replica], batch_sampler=Lists(lengths))
-            extent = Extent(epoch, len(lengths), skip)
-            readings.append(DealtReading(Dealer(loader, replica, replicas), DataOrder(), extent, state))
-        feeds = [Feed(reading, lambda batch: (batch, -batch)) for reading in readings]
+            extent = EpochRange(epoch, len(lengths), skip)
+            readers.append(ShardedReader(ShardedLoader(loader, replica, replicas), DataOrder(), extent, state))
+        feeds = [Feed(reader) for reader in readers]
         for feed in feeds:
             feed.begin(replicas * cycles)
         here: list[int] = []
@@ -199,7 +197,7 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
         loaded = [index for part in data for index in part.loaded]
         assert sorted(loaded) == sorted(here), "each was loaded by one replica, once, and nothing ahead"
         indices += here
-        state = json.loads(json.dumps(readings[0].state(*places[len(indices)])))
+        state = json.loads(json.dumps(readers[0].state(*places[len(indices)])))
     assert indices == wanted[: len(indices)]
     assert len(indices) == len(wanted) or ending is not Ending.DATA
 
@@ -209,19 +207,19 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
 )
 def test_a_loader_without_minibatches_is_refused(loader: Any) -> None:
     with pytest.raises(WorkerError, match="yielded nothing"):
-        next(reading_of(loader, DataOrder(), Extent()))
+        next(reader_of(loader, DataOrder(), EpochRange()))
 
 
 def test_a_state_that_json_cannot_hold_is_refused() -> None:
     loader = Stateful()
     loader.state_dict = lambda: {"at": [1, {2}]}  # type: ignore[method-assign, dict-item, list-item, assignment]
-    reading = WholeReading(loader, DataOrder(), Extent(), None)
-    next(reading)
+    reader = IterableReader(loader, DataOrder(), EpochRange(), None)
+    next(reader)
     with pytest.raises(PipelineError, match=r"state_dict\(\)\['at'\]\[1\] is a set, which JSON cannot hold"):
-        reading.state(0, 1)
-    assert reading.state(0, 0)["epoch"] == 0
+        reader.state(0, 1)
+    assert reader.state(0, 0)["epoch"] == 0
     with pytest.raises(PipelineError, match="ask for the position at a drain"):
-        WholeReading(loader, DataOrder(), Extent(2, 3), None).state(1, 0)
+        IterableReader(loader, DataOrder(), EpochRange(2, 3), None).state(1, 0)
 
 
 def test_replicas_seed_their_workers_apart() -> None:
@@ -234,7 +232,7 @@ def test_replicas_seed_their_workers_apart() -> None:
         loader = DataLoader(Seeds(), batch_size=4, num_workers=2)
         return {
             seed
-            for part in batches_of(reading_of(loader, DataOrder(), Extent(), None, replica, replicas))
+            for part in batches_of(reader_of(loader, DataOrder(), EpochRange(), None, replica, replicas))
             for seed in part[2]
         }
 
@@ -248,15 +246,18 @@ def test_what_a_loader_gives_out_of_order_is_read_in_order() -> None:
     plain = plain_loop(DataLoader(Numbers(), 4, shuffle=True, num_workers=2), 1)[0]
     seed_all(5)
     loader = DataLoader(Numbers(), 4, shuffle=True, num_workers=2, in_order=False)
-    assert [part[2] for part in batches_of(reading_of(loader, DataOrder(), Extent()))] == plain
+    assert [part[2] for part in batches_of(reader_of(loader, DataOrder(), EpochRange()))] == plain
 
 
 def test_what_shares_itself_out_over_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(IterableWrapper(range(8)), batch_size=4)
-    assert [part[2] for part in batches_of(reading_of(loader, DataOrder(), Extent()))] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [part[2] for part in batches_of(reader_of(loader, DataOrder(), EpochRange()))] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     with pytest.raises(WorkerError, match="give an IterableDataset"):
-        next(reading_of(loader, DataOrder(), Extent()))
+        next(reader_of(loader, DataOrder(), EpochRange()))
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")
@@ -271,12 +272,12 @@ def test_a_loader_of_torchdata_goes_on_from_its_state(workers: int) -> None:
 
     for own, count in product([False, True], [0, 3, 6, 7, 12]):
         wanted = [(epoch, batch) for epoch, batches in enumerate(plain_loop(made(own), 3)) for batch in batches]
-        reading = WholeReading(made(own), DataOrder(), Extent(epochs=3), None)
-        before = batches_of(reading, count)
+        reader = IterableReader(made(own), DataOrder(), EpochRange(end=3), None)
+        before = batches_of(reader, count)
         position = divmod(count, 6)
-        state = json.loads(json.dumps(reading.state(*position)))
-        reading.close()
+        state = json.loads(json.dumps(reader.state(*position)))
+        reader.close()
         loader = made(own)
         seed_all(99)
-        rest = batches_of(WholeReading(loader, DataOrder(), Extent(position[0], 3, position[1]), state))
+        rest = batches_of(IterableReader(loader, DataOrder(), EpochRange(position[0], 3, position[1]), state))
         assert [part[1:3] for part in before + rest] == wanted, f"generator {own}, after {count}"

@@ -15,9 +15,9 @@ from pipedream.core.schedule.program import Instruction
 from pipedream.runtime.comm.channel import LocalChannel
 from pipedream.runtime.comm.message import Content, Ending, Message
 from pipedream.runtime.data.feed import Feed
-from pipedream.runtime.data.iterate import Extent, WholeReading, share
-from pipedream.runtime.data.microbatches import HandedDoor, Intake, OwnDoor
-from pipedream.runtime.data.order import DataOrder
+from pipedream.runtime.data.microbatches import LocalMicrobatches, Microbatches, ReceivedMicrobatches
+from pipedream.runtime.data.reader import EpochRange, IterableReader
+from pipedream.runtime.data.rng import DataOrder
 from pipedream.verifier import verify
 from pipedream.verifier.unrolled import Unrolled, unroll
 from pipedream.verifier.waits import _Waits
@@ -27,19 +27,19 @@ def batches(count: int) -> list[Any]:
     return [{"x": torch.arange(2 + k % 3) + 10 * k, "name": str(k)} for k in range(count)]
 
 
-def take(batch: Any) -> tuple[Any, Any]:
+def adapt(batch: Any) -> tuple[Any, Any]:
     return (batch["x"], batch["name"]), -batch["x"]
 
 
 def feed_of(count: int) -> Feed:
-    return Feed(share(WholeReading(batches(count), DataOrder(), Extent(), None), 1)[0], take)
+    return Feed(IterableReader(batches(count), DataOrder(), EpochRange(), None))
 
 
-def taken(intake: Intake, microbatch: int) -> tuple[Any, ...]:
-    """Returns all that an intake says of a microbatch, in a form that compares."""
-    found = intake.take(microbatch)
+def taken(source: Microbatches, microbatch: int) -> tuple[Any, ...]:
+    """Returns all that is known of a microbatch, in a form that compares."""
+    found = source.take(microbatch)
     if isinstance(found, Ending):
-        return found, intake.ended_at
+        return found, source.ended_at
     return tuple(
         value for message in found for value in (message.without_tensors(), message.structure, *lists(message))
     )
@@ -59,10 +59,12 @@ def test_what_is_handed_over_is_what_each_would_have_read_itself(
     parts = 1 if whole else replicas + more
     cycle = replicas if whole else 1
     channels = {replica: LocalChannel() for replica in range(1, replicas)}
-    doors = [OwnDoor(feed_of(count), channels), *(HandedDoor(channel) for channel in channels.values())]
-    handed = [door.open(parts, replica, 100, cycle) for replica, door in enumerate(doors)]
-    own = [OwnDoor(feed_of(count)) for _ in range(replicas)]
-    read = [door.open(parts, replica, 100, cycle) for replica, door in enumerate(own)]
+    sent = LocalMicrobatches(feed_of(count), adapt, channels)
+    handed = [sent, *(ReceivedMicrobatches(channel) for channel in channels.values())]
+    read = [LocalMicrobatches(feed_of(count), adapt) for _ in range(replicas)]
+    for sources in (handed, read):
+        for replica, source in enumerate(sources):
+            source.begin(parts, replica, 100, cycle)
     ended: set[int] = set()
     # By rounds: minibatches where each replica takes whole ones, else all microbatches of a minibatch.
     rounds = [range(i * replicas, (i + 1) * replicas) for i in range(12)] if whole else [
@@ -70,8 +72,8 @@ def test_what_is_handed_over_is_what_each_would_have_read_itself(
     ]  # fmt: skip
     for i, microbatches in enumerate(rounds):
         if stop is not None and i == at:
-            for door in (*doors, *own):
-                door.stop(stop)
+            for source in (*handed, *read):
+                source.stop(stop)
         for microbatch in sorted(microbatches, key=lambda k: (k % replicas, k)):  # replica 0 goes first
             replica = microbatch % replicas
             if replica not in ended:
@@ -85,9 +87,10 @@ def test_what_is_handed_over_is_what_each_would_have_read_itself(
 
 def test_a_minibatch_with_fewer_samples_than_parts_has_empty_ones() -> None:
     channel = LocalChannel()
-    own = OwnDoor(feed_of(1), {1: channel}).open(6, 0, 0)
-    other = HandedDoor(channel).open(6, 1, 0)
-    contents = [intake.take(k)[0].content for k, intake in enumerate([own, other] * 3)]  # type: ignore[index]
+    own, other = LocalMicrobatches(feed_of(1), adapt, {1: channel}), ReceivedMicrobatches(channel)
+    own.begin(6, 0, 0)
+    other.begin(6, 1, 0)
+    contents = [source.take(k)[0].content for k, source in enumerate([own, other] * 3)]  # type: ignore[index]
     assert contents == [Content.DATA] * 2 + [Content.EMPTY] * 4
 
 
@@ -140,6 +143,8 @@ def test_a_circle_would_be_found() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_an_error_of_the_data_reaches_the_one_who_asks(parts: int) -> None:
-    feed = Feed(share(WholeReading([{"x": 1}], DataOrder(), Extent(), None), 1)[0], lambda batch: (batch["y"], None))
+    feed = Feed(IterableReader([{"x": 1}], DataOrder(), EpochRange(), None))
+    source = LocalMicrobatches(feed, lambda batch: (batch["y"], None), {1: LocalChannel()})
+    source.begin(parts, 0, 0)
     with pytest.raises(KeyError, match="y"):
-        OwnDoor(feed, {1: LocalChannel()}).open(parts, 0, 0).take(0)
+        source.take(0)

@@ -1,0 +1,317 @@
+"""Reading a loader: its minibatches in order over the epochs, and the way back to a position.
+
+`IterableReader` reads anything that can be iterated. All of its draws, the data's own among them, use the order's
+random state (`rng.py`), since nobody can know which of them decide the order. `sharded_loader.py` reads map-style
+DataLoaders.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch.utils.data import IterDataPipe
+
+from pipedream.core.errors import PipelineError, WorkerError
+from pipedream.runtime.data.rng import DataOrder
+from pipedream.runtime.data.tensor_json import from_json, to_json
+
+__all__ = [
+    "EpochRange",
+    "IterableReader",
+    "LoaderReader",
+    "Minibatch",
+    "MinibatchReader",
+    "empty_epoch_error",
+    "set_epoch",
+    "shut_down_workers",
+    "tee",
+]
+
+_KEPT_STATES = 3
+_END = object()
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One minibatch of a loader.
+
+    Attributes:
+        number: counted from the first one that the reader yields or leaves to other replicas.
+        epoch: from 0.
+        batch: what the loader yielded.
+        ends_epoch: it is the epoch's last one.
+    """
+
+    number: int
+    epoch: int
+    batch: Any
+    ends_epoch: bool
+
+
+@dataclass(frozen=True)
+class EpochRange:
+    """The part of the data that is read: epochs first <= epoch < end, without `skip` minibatches of the first."""
+
+    first: int = 0
+    end: int = 1
+    skip: int = 0
+
+
+class MinibatchReader(ABC):
+    """Abstract: an iterator over the minibatches of one worker.
+
+    Attributes:
+        count: minibatches for all replicas together, known once the iterator has ended.
+    """
+
+    count: int | None = None
+    _last = -1
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Minibatch:
+        minibatch = self._next()
+        self._last = minibatch.number
+        return minibatch
+
+    @abstractmethod
+    def _next(self) -> Minibatch:
+        """Returns the next minibatch for this reader; raises StopIteration and sets `count` at the end."""
+
+    def has_minibatch(self, number: int) -> bool:
+        """Returns whether there is a minibatch `number`, which precedes the next one that this reader's worker needs.
+
+        Nothing is loaded that is not needed anyway: the reader goes no further than that minibatch.
+        """
+        while self._last < number:
+            if next(self, None) is None:
+                return False
+        return True
+
+
+class LoaderReader(MinibatchReader):
+    """Abstract: reads a user's loader, and knows the way back to where it is.
+
+    Args:
+        order: random state that decides the order.
+        epochs: what is read.
+        state: from `state`, to continue there; None to begin.
+    """
+
+    def __init__(self, loader: Any, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None) -> None:
+        self._loader = loader
+        self._order = order
+        self._epochs = epochs
+        self._initial_state = state
+        self._first_epoch = epochs.first
+        if state:
+            order.restore(state["order"], loader)
+            self._first_epoch = min(state["epoch"], epochs.first)
+        self._epoch_states: dict[int, dict[str, Any]] = {}
+        self._save_epoch_state(self._first_epoch)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the processes that load ahead."""
+
+    def state(self, epoch: int, batches: int) -> dict[str, Any]:
+        """Returns what is needed to continue after `batches` minibatches of an epoch, as JSON values.
+
+        It holds the order at the start of that epoch or of an earlier one: the minibatches up to the position are
+        drawn again and skipped.
+
+        Raises:
+            PipelineError: the reader is not at this position.
+        """
+        if self._initial_state and (epoch, batches) == (self._epochs.first, self._epochs.skip):
+            return dict(self._initial_state)
+        before = [known for known in self._epoch_states if known <= epoch]
+        if not before:
+            raise PipelineError(
+                f"the data's state was asked for at epoch {epoch}, minibatch {batches}, but the loader is being read "
+                f"at epoch {max(self._epoch_states)}; ask for the position at a drain"
+            )
+        return dict(self._epoch_states[max(before)])
+
+    def _save_epoch_state(self, epoch: int) -> None:
+        """Keeps the state at the start of an epoch; those of the last two epochs are kept."""
+        self._epoch_states[epoch] = {"epoch": epoch, "order": self._order.snapshot(self._loader)}
+        while len(self._epoch_states) > 2:
+            del self._epoch_states[min(self._epoch_states)]
+
+
+class IterableReader(LoaderReader):
+    """Reads any iterable, one minibatch ahead within an epoch to know which one ends it.
+
+    A position is found again by iterating and throwing away, which loads what is thrown away. A loader with
+    ``state_dict`` and ``load_state_dict`` is asked for its state before each read instead, so that its state after
+    any count of yielded minibatches is known although one was read ahead.
+    """
+
+    def __init__(self, loader: Any, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None) -> None:
+        super().__init__(loader, order, epochs, state)
+        self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self._loader_states: dict[tuple[int, int], tuple[Any, dict[str, Any]]] = {}
+        self._minibatches = self._read()
+        self._iterator: Any = None
+
+    def _next(self) -> Minibatch:
+        return next(self._minibatches)
+
+    def close(self) -> None:
+        self._minibatches.close()
+        self._close_iterator()
+
+    def state(self, epoch: int, batches: int) -> dict[str, Any]:
+        found = super().state(epoch, batches)
+        if (epoch, batches) in self._loader_states:
+            state, order = self._loader_states[epoch, batches]
+            found["loader"] = {"epoch": epoch, "batches": batches, "state": to_json(state), "order": order}
+        return found
+
+    def _close_iterator(self) -> None:
+        if not getattr(self._loader, "persistent_workers", False):
+            shut_down_workers(self._iterator)
+        self._iterator = None
+
+    def _save_loader_state(self, epoch: int, batches: int) -> None:
+        if self._stateful:
+            state = copy.deepcopy(self._loader.state_dict())
+            self._loader_states[epoch, batches] = (state, self._order.snapshot(self._loader))
+            while len(self._loader_states) > _KEPT_STATES:
+                del self._loader_states[next(iter(self._loader_states))]
+
+    def _next_batch(self) -> Any:
+        with self._order.drawing():
+            return next(self._iterator, _END)
+
+    def _start_epoch(self) -> None:
+        with self._order.drawing():
+            self._iterator = iter(self._loader)
+
+    def _read(self) -> Generator[Minibatch, None, None]:
+        if dist.is_initialized() and isinstance(getattr(self._loader, "dataset", None), IterDataPipe):
+            raise WorkerError(
+                0,
+                "the loader",
+                "an IterDataPipe distributes itself over all processes",
+                "give an IterableDataset",
+            )
+        number = 0
+        first, skip = self._epochs.first, self._epochs.skip
+        for epoch in range(self._first_epoch, self._epochs.end):
+            set_epoch(self._loader, epoch)
+            self._save_epoch_state(epoch)
+            restored = self._restore_loader(epoch)
+            if restored is None:
+                self._start_epoch()
+            batches = restored or 0
+            batch = self._next_batch()
+            if batch is _END and restored == 0:
+                self._start_epoch()  # as in `_restore_loader`, for loaders that do nothing before their first batch
+                batch = self._next_batch()
+            if batch is _END and batches == 0:
+                raise empty_epoch_error(epoch)
+            while batch is not _END:
+                batches += 1
+                self._save_loader_state(epoch, batches)
+                following = self._next_batch()
+                if following is _END:
+                    self._save_epoch_state(epoch + 1)
+                    self._save_loader_state(epoch + 1, 0)
+                if epoch > first or (epoch == first and batches > skip):
+                    yield Minibatch(number, epoch, batch, following is _END)
+                    number += 1
+                batch = following
+        self.count = number
+
+    def _restore_loader(self, epoch: int) -> int | None:
+        """Lets a loader continue from its own state; returns the minibatches before it, None if it cannot."""
+        own = (self._initial_state or {}).get("loader")
+        position = (self._epochs.first, self._epochs.skip)
+        if not self._stateful or own is None or epoch != position[0] or (own["epoch"], own["batches"]) != position:
+            return None
+        self._loader.load_state_dict(from_json(own["state"]))
+        self._start_epoch()
+        self._order.restore(own["order"], self._loader)
+        if not own["batches"]:
+            # The state at an epoch's end: an iterator that continues from it ends at once, and may have drawn for
+            # the next epoch.
+            self._close_iterator()
+            self._start_epoch()
+        return int(own["batches"])
+
+
+class _TeeReader(MinibatchReader):
+    """One of several readers that all see every minibatch of a source, each loaded once.
+
+    Not itertools.tee: that keeps up to 57 minibatches that all readers have had.
+
+    Args:
+        queues: of all readers, with the minibatches that each has not had yet.
+        queue: this reader's.
+    """
+
+    def __init__(self, source: LoaderReader, queues: Sequence[deque[Minibatch]], queue: deque[Minibatch]) -> None:
+        self._source = source
+        self._queues = queues
+        self._queue = queue
+
+    def _next(self) -> Minibatch:
+        if not self._queue:
+            try:
+                minibatch = next(self._source)
+            except StopIteration:
+                self.count = self._source.count
+                raise
+            for queue in self._queues:
+                queue.append(minibatch)
+        return self._queue.popleft()
+
+
+def tee(reader: LoaderReader, readers: int) -> Sequence[MinibatchReader]:
+    """Returns readers of which each sees every minibatch."""
+    if readers == 1:
+        return [reader]
+    queues: list[deque[Minibatch]] = [deque() for _ in range(readers)]
+    return [_TeeReader(reader, queues, queue) for queue in queues]
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Calls ``set_epoch`` of the loader, its sampler and its batch sampler, where they have it."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts: list[Any] = [
+        getattr(loader, "sampler", None),
+        getattr(batch_sampler, "sampler", None),
+        batch_sampler,
+        loader,
+    ]
+    for part in {id(part): part for part in parts}.values():
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
+def empty_epoch_error(epoch: int) -> WorkerError:
+    """Returns the error for an epoch without minibatches."""
+    return WorkerError(
+        0,
+        f"the loader, epoch {epoch}",
+        "it yielded nothing",
+        "give a loader that can be iterated once per epoch; a generator can be iterated only once",
+    )
+
+
+def shut_down_workers(iterator: Any) -> None:
+    """Ends the worker processes of a DataLoader's iterator, if it has any; calling it twice is harmless."""
+    shut_down = getattr(iterator, "_shutdown_workers", None)
+    if shut_down is not None:
+        with suppress(AttributeError):  # raised by torch if the iterator was never completed
+            shut_down()
