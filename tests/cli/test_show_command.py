@@ -99,7 +99,7 @@ def test_the_length_of_a_run() -> None:
 def test_stages_a_worker_without_a_choice_are_refused(told: Told, name: str) -> None:
     for command in (("show", name), ("simulate", "--uniform", 4, "--schedule", name)):
         status, _, error = told(*command, "--chunks", 3)
-        assert (status, f"3 chunks a worker were asked of schedule '{name}'" in error) == (2, True)
+        assert (status, f"schedule '{name}' with 3 chunks per worker" in error) == (2, True)
 
 
 @pytest.mark.parametrize("option", ["--chunks", "--forward-s", "--backward-s", "--transfer-s"])

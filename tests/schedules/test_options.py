@@ -1,4 +1,4 @@
-"""Options of a method in its name, wherever a name stands."""
+"""Options of a method: keyword arguments in Python, brackets after the name in text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.experimental.roundpipe import roundpipe
 from pipedream.experimental.timeprest_interpolated import timeprest_interpolated
 from pipedream.runtime.checkpoint.writer import contents
-from pipedream.schedules import METHODS, build, canonical, layout_of, method_of, uniform
+from pipedream.schedules import METHODS, build, canonical, layout_of, method_of, uniform, with_options
 from pipedream.schedules.asynchronous.compensated import pb_lwp_sc
 from pipedream.schedules.asynchronous.paci import paci
 from pipedream.schedules.asynchronous.pb_lwp import pb_lwp
@@ -92,6 +92,35 @@ def test_a_name_with_options_is_the_builder_with_them(name: str, named: str, mad
     assert lower(build(built.name, built.plan, built.microbatches)) == lower(built)
 
 
+def test_options_are_keyword_arguments() -> None:
+    plan = Plan.uniform(3)
+    built = build("PB-LWP", plan, by="difference", scale=2)
+    assert built.name == with_options("pb_lwp", scale=2.0, by="difference") == "pb_lwp[by=difference,scale=2]"
+    assert lower(built) == lower(build(built.name, plan)) == lower(build("pb_lwp[scale=2]", plan, by="difference"))
+    assert build("pb_lwp", plan, by="velocity", scale=1).name == "pb_lwp"
+    assert with_options("pipemare", horizons=(3, 2.5, 0), decay=0.25) == "pipemare[decay=0.25,horizons=3/2.5/0]"
+    assert with_options("pipemare", horizons=None) == "pipemare"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("pb_lwp", {"rule": "graph"}, "method 'pb_lwp' has no option 'rule'; it has by, scale, backward_rule"),
+        ("pb_lwp[scale=2]", {"scale": 3}, "option scale is given in the name and as a keyword argument; give it once"),
+        ("pb_lwp", {"scale": "fast"}, "option scale is of type float, found 'fast'; give a number"),
+        ("roundpipe", {"forwards": 2.5}, "option forwards is of type int, found '2.5'; give a whole number"),
+        ("pb_lwp", {"scale": "2"}, "option scale is of type float, found '2'; give a number"),
+        ("pb_lwp", {"by": "a,b"}, "option by = 'a,b' cannot be written as text"),
+        ("pb_lwp", {"by": "magic"}, "schedule 'pb_lwp[by=magic]': a prediction is by velocity"),
+        ("schedule.csv", {"by": "magic"}, "a file in PyTorch's notation has no options; leave them out"),
+    ],
+)
+def test_wrong_keyword_arguments_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleError) as refused:
+        build(name, Plan.uniform(3), **options)
+    assert message in str(refused.value)
+
+
 def test_options_make_a_difference() -> None:
     for name in ("pb_lwp[by=difference]", "pb_lwp[scale=2]", "pb_lwp_sc[scale=2]", "paci[backward_rule=recompute]"):
         bare, _, _ = name.partition("[")
@@ -99,7 +128,7 @@ def test_options_make_a_difference() -> None:
 
 
 def test_every_option_of_a_method_can_be_said() -> None:
-    said = {"str": "a", "float": "2", "int": "2", "tuple[float, ...] | None": "1/2"}
+    said = {str: "a", float: "2", int: "2", tuple[float, ...] | None: "1/2"}
     found = 0
     for name, method in METHODS.items():
         for option, parameter in options_of(method).items():
@@ -118,7 +147,7 @@ def test_every_option_of_a_method_can_be_said() -> None:
         ("roundpipe[forwards=many]", "option forwards is of type int, found 'many'; give a whole number"),
         ("pb_lwp[scale=]", "is not of the form NAME[OPTION=VALUE,OPTION=VALUE]"),
         ("pb_lwp[scale=x]", "option scale is of type float, found 'x'; give a number"),
-        ("pipemare[horizons=1/x]", "found '1/x'; give numbers with / between or none"),
+        ("pipemare[horizons=1/x]", "found '1/x'; give numbers separated by / or none"),
         ("pb_lwp[scale=2,scale=3]", "says its option scale twice; leave one out"),
         ("pb_lwp[by=magic]", "a prediction is by velocity, difference or average, found 'magic'"),
         ("pb_lwp[scale=-1]", "give a scale from 0 on, not -1.0"),
@@ -156,7 +185,10 @@ def test_options_of_a_file(tmp_path: Path, told: Told) -> None:
         build(f"{file}:mine[twice=true,names=a/b,depth=7]", Plan.uniform(2))
     for text, message in (
         ("twice=perhaps", "found 'perhaps'; give true or false"),
-        ("odd=1", "option odd is of type object, found '1'; give it in Python, for a text cannot say it"),
+        (
+            "odd=1",
+            "option odd is of type object, found '1'; give it a default and leave it out: this type has no text form",
+        ),
         ("names=", "is not of the form"),
     ):
         with pytest.raises(ScheduleError, match=message):
@@ -245,12 +277,12 @@ def test_the_commands(told: Told, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["pb_lwp", "pb_lwp_sc", "paci", "pb_lwp[by=difference]"])
 def test_a_refusal_names_what_was_asked_and_advises_an_option(name: str) -> None:
     again = replace(Plan.uniform(2), stages=tuple(replace(s, recompute=True) for s in Plan.uniform(2).stages))
-    advised = f"{name[:-1]},backward_rule=recompute]" if name.endswith("]") else f"{name}[backward_rule=recompute]"
+    bare, _, _ = name.partition("[")
     with pytest.raises(ScheduleError) as raised:
         build(name, again)
-    assert str(raised.value).startswith(f"schedule '{name}': ")
-    assert str(raised.value).endswith(f" take {advised}")
-    build(advised, again)
+    assert str(raised.value).startswith(f"schedule '{bare}': ")
+    assert str(raised.value).endswith("or give the method the option backward_rule=recompute")
+    build(name, again, backward_rule="recompute")
 
 
 def test_presets_are_refused_by_their_own_names() -> None:
@@ -259,7 +291,7 @@ def test_presets_are_refused_by_their_own_names() -> None:
             build(name, Plan.uniform(3), 4)
     with pytest.raises(ScheduleError, match="schedule 'one_step_ef' with 1 microbatches"):
         build("one_step_ef", Plan.uniform(3), 1)
-    with pytest.raises(ScheduleError, match=r"schedule 'pb_lwp_sc\[scale=-1\]' predicts weights that are to come"):
+    with pytest.raises(ScheduleError, match=r"schedule 'pb_lwp_sc' predicts weights that are to come"):
         build("pb_lwp_sc[scale=-1]", Plan.uniform(3))
 
 

@@ -65,7 +65,7 @@ def put(value: Any, *path: Any) -> Edit:
 
 @settings(max_examples=20)
 @given(
-    st.sampled_from([method.name for method in methods_of(allow_asynchronous=True)]),
+    st.sampled_from(list(methods_of(allow_asynchronous=True))),
     st.sampled_from(["4", "1-2-1", "2-1", "1-1-1-1"]),
     st.booleans(),
 )

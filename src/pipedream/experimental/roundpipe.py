@@ -27,6 +27,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Dispatched
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.schedules.idioms import backward, flushing, forward, minibatch_by_minibatch
 from pipedream.schedules.layouts import dispatched, homes
@@ -114,6 +115,7 @@ METHODS = (
         roundpipe,
         since=2026,
         layout=dispatched,
+        properties=MethodProperties(replicates_stages=False, recomputes=True),
         picture=Picture("RoundPipe: forwards and backwards dispatched in round robin; s is the stage; m = 4", 4, 8),
         choose="When the stages do not come out even on the workers, or their weights and what belongs to them take "
         "more memory than activations: any number of stages from p on, and a worker computes on one set of weights "

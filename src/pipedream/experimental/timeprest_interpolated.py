@@ -16,6 +16,7 @@ from math import exp
 
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.prediction import Between
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.tagged import Interpolated
 from pipedream.schedules.asynchronous.timeprest import nf1b
@@ -56,6 +57,7 @@ METHODS = (
         timeprest_interpolated,
         since=2025,
         aliases=("i_timeprest",),
+        properties=MethodProperties(flushes=False, reads_stored_weights=False),
         picture=Picture("nF1B, backwards between the version of the forward and the newest (v); m = 3", 3, 15),
         choose="To study backwards between the weights of the forward and the newest: one number, share, leads from "
         "v_timeprest (0) to stashing (1).",

@@ -17,7 +17,7 @@ method's bound is its slowest stage's compute, (f + b + u) / r (`Site.compute_s`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -27,38 +27,17 @@ from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.planner.search import counts_of, plan
-from pipedream.planner.tables.method_occupancy import PlanOccupancy
+from pipedream.planner.tables.method_occupancy import MethodOccupancy
 from pipedream.planner.tables.search_space import Space
 
-__all__ = ["Candidate", "Comparison", "PlannerMethod", "Score", "choose"]
+__all__ = ["Candidate", "Comparison", "Score", "choose"]
 
 _FEW_WORKERS = 8  # of more, only those depths are tried that leave no worker out
 _MOST_PARTS = 64
 _ALIKE = 1e-9  # relative: periods nearer than this are equal
-
-
-@dataclass(frozen=True)
-class PlannerMethod:
-    """What planning must know of a method.
-
-    Attributes:
-        name: of the method.
-        flushes: an update waits until nothing is in flight; otherwise gradients are late.
-        splits: a minibatch may be split into microbatches.
-        delays_updates, deepens: a plan's update delay, and its depth, make a difference.
-        holds: from a number of microbatches to the rule of what the stages of a plan hold.
-        splits_backward: its input and weight gradients are made apart.
-    """
-
-    name: str
-    flushes: bool
-    splits: bool
-    delays_updates: bool
-    deepens: bool
-    holds: Callable[[int], PlanOccupancy]
-    splits_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,7 +111,8 @@ class _Ways:
 
     profile: Profile
     cluster: Cluster
-    methods: Sequence[PlannerMethod]
+    methods: Mapping[str, MethodProperties]
+    occupancy: Callable[[str, int], MethodOccupancy]
     shapes: tuple[str, ...]
     microbatches: int | None
     depth: str | tuple[int, ...]
@@ -140,13 +120,13 @@ class _Ways:
     all_workers: bool
     recompute: str
 
-    def all(self) -> Iterator[tuple[Candidate, PlannerMethod, str | tuple[int, ...]]]:
+    def all(self) -> Iterator[tuple[Candidate, str | tuple[int, ...]]]:
         """Yields the ways; of those that come to the same only the first."""
         splits = _splits(self.profile.batch) if self.microbatches is None else [self.microbatches]
-        for method in self.methods:
-            depths = [self.depth] if self.depth != "noam" or not method.deepens else ["noam", "auto"]
+        for name, method in self.methods.items():
+            depths = [self.depth] if self.depth != "noam" or not method.uses_depth else ["noam", "auto"]
             for shape in self.shapes:
-                for m in splits if method.splits else [1]:
+                for m in splits if method.splits_minibatch else [1]:
                     for depth in depths:
                         word = depth if isinstance(depth, str) else "hand"
                         for update_delay in (
@@ -154,15 +134,15 @@ class _Ways:
                             if method.delays_updates and not self.update_delay
                             else (self.update_delay if method.delays_updates else 0,)
                         ):
-                            yield Candidate(method.name, m, word, update_delay, shape), method, depth
+                            yield Candidate(name, m, word, update_delay, shape), depth
 
-    def plan(self, way: Candidate, method: PlannerMethod, depth: str | tuple[int, ...]) -> Plan:
+    def plan(self, way: Candidate, depth: str | tuple[int, ...]) -> Plan:
         """Returns the plan of a way. Raises PlanError: none fits, or it comes to the same as another way."""
-        holds = method.holds(way.microbatches)
+        holds = self.occupancy(way.schedule, way.microbatches)
         free = self._unlimited(way.shape, way.update_delay)
         if way.update_delay and not any(free.update_delay):
             raise PlanError("no stage delays its updates")
-        if method.flushes and max(free.replicas) > way.microbatches:
+        if self.methods[way.schedule].flushes and max(free.replicas) > way.microbatches:
             raise PlanError("fewer microbatches than replicas")
         space = Space.of(
             self.profile, self.cluster, update_delay=way.update_delay, microbatches=way.microbatches, holds=holds
@@ -184,7 +164,7 @@ class _Ways:
         found = space.at_depth(found, depth)
         if depth == "auto" and self.depth == "noam" and found.in_flight == noam:
             raise PlanError("no deeper than the paper's depth")
-        return replace(found, schedule=method.name, microbatches=way.microbatches, bound_s=0.0)  # of other updates
+        return replace(found, schedule=way.schedule, microbatches=way.microbatches, bound_s=0.0)  # of other updates
 
     def _unlimited(self, shape: str, update_delay: int) -> Plan:
         if (shape, update_delay) not in self._plans:
@@ -207,8 +187,9 @@ class _Ways:
 def choose(
     profile: Profile,
     cluster: Cluster,
-    methods: Sequence[PlannerMethod],
+    methods: Mapping[str, MethodProperties],
     score: Callable[[Plan], Score],
+    occupancy: Callable[[str, int], MethodOccupancy],
     *,
     shape: str | tuple[int, ...] = "any",
     microbatches: int | None = None,
@@ -222,8 +203,9 @@ def choose(
     Equal seconds go to fewer bytes on the fullest worker, then to the first in the order of the methods.
 
     Args:
-        methods: that may be taken.
+        methods: those to compare, by name.
         score: simulates a plan by its method in its microbatches; raises a PipelineError where that does not work.
+        occupancy: (method, microbatches) -> what the stages of a plan hold.
         shape: 'any' looks at the fastest plan, at one stage on all workers and on one, and at as many replicas for
             each of 2, 3, ... stages as the workers allow, as PipeDream-2BW's planner does (ICML 2021, section 3.3);
             'pipeline' leaves out plans of one stage; any other shape is taken alone.
@@ -236,27 +218,29 @@ def choose(
         PlanError: no way works; says why for the first of them. Or a method splits the backward: of its halves a
             profile tells the sum alone, by which it would be taken for faster than it is known to be.
     """
-    if halves := [method.name for method in methods if method.splits_backward]:
+    if halves := [name for name, method in methods.items() if method.splits_backward]:
         raise PlanError(
             f"schedule auto was asked to compare {', '.join(halves)}, but a profile does not tell the seconds of the "
             "halves of a backward; name that schedule alone, and see 'pipedream simulate --weight-s'"
         )
     shapes = _shapes(shape, cluster, all_workers)
-    ways = _Ways(profile, cluster, methods, shapes, microbatches, depth, update_delay, all_workers, recompute)
+    ways = _Ways(
+        profile, cluster, methods, occupancy, shapes, microbatches, depth, update_delay, all_workers, recompute
+    )
     planned: list[tuple[float, int, Candidate, Plan]] = []
     refused: list[Candidate] = []
     seen = set()
-    for way, method, deep in ways.all():
+    for way, deep in ways.all():
         try:
-            found = ways.plan(way, method, deep)
+            found = ways.plan(way, deep)
         except PipelineError as error:
             refused.append(replace(way, why=str(error)))
             continue
-        key = (method.name, way.microbatches, found.stages, found.in_flight, found.update_delay, found.order)
+        key = (way.schedule, way.microbatches, found.stages, found.in_flight, found.update_delay, found.order)
         if key in seen:
             continue
         seen.add(key)
-        bound_s = _bound_s(found, method)
+        bound_s = _bound_s(found, methods[way.schedule].flushes)
         peak_bytes = max(stage.peak_bytes for stage in found.stages)
         known = replace(way, config=found.config, bound_s=bound_s, peak_bytes=peak_bytes)
         planned.append((bound_s, len(planned), known, found))
@@ -283,7 +267,7 @@ def choose(
     simulated.sort(key=lambda row: (max(row[0], least_s * (1 + _ALIKE)), row[1:3]))
     candidates = (*(row[3] for row in simulated), *slower, *refused)
     note = _note(candidates, len(simulated))
-    if any(method.name == candidates[0].schedule and not method.flushes for method in methods):
+    if not methods[candidates[0].schedule].flushes:
         note += "; its gradients are late, so it may learn otherwise than one process does"
     if profile.batch == 1 and microbatches is None:
         note += "; a minibatch of one sample is not split: say how many it has (--batch, where a graph.txt does not)"
@@ -309,10 +293,10 @@ def _splits(batch: int) -> list[int]:
     return [1 << power for power in range(min(batch, _MOST_PARTS).bit_length())]
 
 
-def _bound_s(plan: Plan, method: PlannerMethod) -> float:
+def _bound_s(plan: Plan, flushes: bool) -> float:
     m, stages, sites = plan.microbatches, plan.stages, plan.sites
     passes = [(stage.forward_s + stage.redone_s) / site.speed for stage, site in zip(stages, sites, strict=True)]
-    if not method.flushes:
+    if not flushes:
         return max(
             float(
                 site.compute_s(

@@ -10,7 +10,7 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.planner.dynamic_program.recurrence import check_recompute
-from pipedream.planner.tables.method_occupancy import PlanOccupancy, VersionsRule, stash
+from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
 from pipedream.planner.tables.search_space import Space
 
 __all__ = ["by_hand", "check_cuts", "whole"]
@@ -39,7 +39,7 @@ def by_hand(
     replicas: tuple[int, ...] | None = None,
     *,
     versions: VersionsRule = stash,
-    holds: PlanOccupancy | None = None,
+    holds: MethodOccupancy | None = None,
     microbatches: int = 1,
     depth: str | tuple[int, ...] = "noam",
     update_delay: int = 0,

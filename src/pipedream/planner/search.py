@@ -20,7 +20,7 @@ from pipedream.planner.bound import with_bound
 from pipedream.planner.dynamic_program.recurrence import check_recompute
 from pipedream.planner.dynamic_program.shortage import refuse
 from pipedream.planner.pipelines import PipelineSearch
-from pipedream.planner.tables.method_occupancy import PlanOccupancy, VersionsRule, stash
+from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
 from pipedream.planner.tables.search_space import Space
 
 __all__ = ["SHAPES", "counts_of", "plan"]
@@ -36,7 +36,7 @@ def plan(
     cluster: Cluster,
     *,
     versions: VersionsRule = stash,
-    holds: PlanOccupancy | None = None,
+    holds: MethodOccupancy | None = None,
     microbatches: int = 1,
     depth: str | tuple[int, ...] = "noam",
     shape: str | tuple[int, ...] = "any",

@@ -1,8 +1,10 @@
-"""One published method, one file; all are answers to the same four questions (docs/design.md)."""
+"""Methods: one published method per file, all answers to the same four questions (docs/design.md)."""
 
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.schedules.evaluation import evaluation
 from pipedream.schedules.layouts import Layout
 from pipedream.schedules.method import Method, Picture
+from pipedream.schedules.properties import derive_properties, properties_of
 from pipedream.schedules.pytorch_csv import from_torch_csv, is_torch_csv, load_torch_csv, to_torch_csv
 from pipedream.schedules.registry import (
     ALIASES,
@@ -10,17 +12,14 @@ from pipedream.schedules.registry import (
     LAYOUTS,
     METHODS,
     SCHEDULES,
-    Run,
     build,
     canonical,
     check_chunks,
-    claims_at,
     layout_of,
     method_of,
-    run_of,
-    smallest,
-    uniform,
+    with_options,
 )
+from pipedream.schedules.runs import Run, claims_at, run_of, uniform
 
 __all__ = [
     "ALIASES",
@@ -30,20 +29,23 @@ __all__ = [
     "SCHEDULES",
     "Layout",
     "Method",
+    "MethodProperties",
     "Picture",
     "Run",
     "build",
     "canonical",
     "check_chunks",
     "claims_at",
+    "derive_properties",
     "evaluation",
     "from_torch_csv",
     "is_torch_csv",
     "layout_of",
     "load_torch_csv",
     "method_of",
+    "properties_of",
     "run_of",
-    "smallest",
     "to_torch_csv",
     "uniform",
+    "with_options",
 ]

@@ -1,7 +1,7 @@
-"""What the file of a method declares beside its order: the names, the layout, the picture, the words for the gallery.
+"""What a method's file declares besides its order: names, layout, properties, and its entry in the gallery.
 
-The registry reads `METHODS` of every file in this folder, and of a file of the user's whose path stands in place of a
-name; so a further method is one further file.
+The registry reads `METHODS` of every file in the folders of methods, and of a user's file whose path is given in place
+of a name. So a new method is one new file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules.layouts import Layout
 
@@ -21,8 +22,8 @@ class Picture:
     """What the gallery draws of a method.
 
     Attributes:
-        title: above it.
-        microbatches: m, of a minibatch; None for a method that does not split it.
+        title: above the picture.
+        microbatches: m; None for a method that does not split a minibatch.
         total: microbatches drawn.
     """
 
@@ -33,15 +34,18 @@ class Picture:
 
 @dataclass(frozen=True)
 class Method:
-    """A method, as `METHODS` of its file has it.
+    """A method, as declared in `METHODS` of its file.
 
     Attributes:
         build: (plan, m or None for the method's own choice) -> schedule; raises ScheduleError for what it cannot do.
-        name: that of `build` unless given.
+            Its keyword-only parameters are the method's options.
+        name: by default that of `build`.
         since: year of its paper, by which lists are ordered; 0 for a baseline.
         aliases: other names that papers use.
-        layout: where each stage goes, if workers have several; None takes a plan of one stage a worker.
-        compensates: it is another method with a compensation of delay, and that one in time and memory.
+        layout: which worker gets which stage, if a worker has several; None for one stage per worker.
+        compensates: it is another method plus a compensation of delay, with that method's time and memory.
+        properties: with the options at their defaults. None: read off small schedules when planning asks for them
+            (`schedules.properties_of`).
         picture: for the gallery.
         choose: when to choose it; Markdown.
     """
@@ -53,6 +57,7 @@ class Method:
     aliases: tuple[str, ...] = ()
     layout: Layout | None = None
     compensates: bool = False
+    properties: MethodProperties | None = None
     picture: Picture | None = None
     choose: str = ""
 

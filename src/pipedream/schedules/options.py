@@ -1,106 +1,163 @@
-"""Options of a method in its name: ``pb_lwp[by=difference,scale=2]``, wherever a method's name stands.
+"""Options of a method: keyword arguments in Python, brackets after the name in text.
 
-A method's options are the keyword-only parameters of its builder, also in a file of the user's. Their annotations say
-what a text is read as: ``str``, ``int``, ``float``, ``bool`` (true, false), a tuple of these of any length
-(``horizons=3/2/1``), and ``none`` where None is allowed.
+A method's options are the keyword-only parameters of its builder, also in a user's file. In text (on the command line,
+in plans, checkpoints and phases) they follow the name: ``pb_lwp[by=difference,scale=2]``. A parameter's annotation
+determines how its text is read: ``str``, ``int``, ``float``, ``bool`` (true, false), a tuple of one of these
+(``horizons=3/2/1``), or None (``none``) where the annotation allows it.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from pipedream.core.errors import ScheduleError
+from pipedream.core.schedule.method_text import name_and_options
 from pipedream.schedules.method import Method
 
 __all__ = ["options_of", "options_text", "read_options"]
 
-_OPTIONAL = re.compile(r"(?:typing\.)?Optional\[(.*)\]")
-_TUPLE = re.compile(r"tuple\[(\w+), \.\.\.\]")
-_SCALARS: dict[str, Callable[[str], Any]] = {
-    "str": str,
-    "int": int,
-    "float": float,
-    "bool": lambda text: {"true": True, "false": False}[text.lower()],
+_SCALARS: dict[Any, Callable[[str], Any]] = {
+    str: str,
+    int: int,
+    float: float,
+    bool: lambda text: {"true": True, "false": False}[text.lower()],
 }
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", NoneType: "none"}
 
 
 def options_of(method: Method) -> dict[str, inspect.Parameter]:
-    """Returns the options of a method, in their order."""
-    found = inspect.signature(method.build).parameters
+    """Returns the options of a method in the order of its signature, with evaluated annotations.
+
+    Raises:
+        ScheduleError: an annotation names something that its file does not define.
+    """
+    try:
+        found = inspect.signature(method.build, eval_str=True).parameters
+    except NameError as error:
+        raise ScheduleError(
+            f"the annotations of method {method.name!r} cannot be evaluated ({error}); import that name in its file"
+        ) from None
     return {name: one for name, one in found.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
-def read_options(name: str, method: Method, given: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Returns the values of options that a name says, those left out that are what the method takes anyway.
+def read_options(name: str, method: Method, texts: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a method that differ from their defaults, in the order of its signature.
 
     Args:
-        name: as it was asked for.
-        method: of that name.
-        given: (option, value) as texts.
+        name: as the method was asked for, for errors.
+        texts: options given as text, after the name.
+        values: options given as keyword arguments.
 
     Raises:
-        ScheduleError: an option that the method does not have, or a value of another type.
+        ScheduleError: the method does not have an option, it is given twice, or its value is of the wrong type.
     """
-    if not given:
-        return {}  # a builder of the user's may be anything that can be called
-    known, texts = options_of(method), dict(given)
-    for option in texts:
+    if not texts and not values:
+        return {}  # a user's builder may be any callable, even one without a signature
+    known = options_of(method)
+    for option in (*texts, *values):
         if option not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise ScheduleError(f"schedule {name!r}: method {method.name!r} has no option {option!r}; {has}")
-    values = {option: _read(name, known[option], texts[option]) for option in known if option in texts}
-    return {option: value for option, value in values.items() if value != known[option].default}
+        if option in texts and option in values:
+            raise ScheduleError(
+                f"schedule {name!r}: option {option} is given in the name and as a keyword argument; give it once"
+            )
+    found = {}
+    for option, parameter in known.items():
+        if option in texts:
+            found[option] = _read(name, parameter, texts[option])
+        elif option in values:
+            found[option] = _check(name, parameter, values[option])
+    return {option: value for option, value in found.items() if value != known[option].default}
 
 
 def options_text(values: Mapping[str, Any]) -> str:
-    """Returns options as they stand behind a name, brackets included; '' for none."""
+    """Returns options as text, with brackets; '' if there are none."""
     return f"[{','.join(f'{option}={_text(value)}' for option, value in values.items())}]" if values else ""
 
 
 def _read(name: str, option: inspect.Parameter, text: str) -> Any:
-    annotation = option.annotation
-    form = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    form = _OPTIONAL.sub(r"\1 | None", form.strip("'\""))
-    if annotation is inspect.Parameter.empty:
-        raise ScheduleError(
-            f"schedule {name!r}: option {option.name} has no annotation that says what a text is read as; give it one "
-            "in the file, as in share: float = 0.5"
-        )
-    kinds = [kind.strip() for kind in form.split("|")]
-    if "None" in kinds and text.lower() == "none":
+    """Returns the value of an option that is given as text."""
+    kinds = _kinds(name, option)
+    if NoneType in kinds and text.lower() == "none":
         return None
     for kind in kinds:
-        listed = _TUPLE.fullmatch(kind)
-        read = _SCALARS.get(listed[1] if listed else kind)
+        item = _item(kind)
+        read = _SCALARS.get(item or kind)
         if read is None:
             continue
         try:
-            return tuple(map(read, text.split("/"))) if listed else read(text)
+            return tuple(map(read, text.split("/"))) if item else read(text)
         except (ValueError, KeyError):
             continue
     raise ScheduleError(
-        f"schedule {name!r}: option {option.name} is of type {form}, found {text!r}; give {_wanted(kinds)}"
+        f"schedule {name!r}: option {option.name} is of type {_form(option)}, found {text!r}; give {_wanted(kinds)}"
     )
 
 
-def _wanted(kinds: Sequence[str]) -> str:
-    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "None": "none"}
+def _check(name: str, option: inspect.Parameter, value: Any) -> Any:
+    """Returns the value of an option that is given in Python, as its text would be read.
+
+    A schedule is named with its options in plans and checkpoints, so a value without a text form cannot be one.
+    """
+    text = _text(value)
+    try:
+        _, ((_, written),) = name_and_options(f"name[{option.name}={text}]")
+    except (ScheduleError, ValueError):
+        raise ScheduleError(
+            f"schedule {name!r}: option {option.name} = {value!r} cannot be written as text, in which plans and "
+            "checkpoints name it; give a number, or a word without commas and brackets"
+        ) from None
+    read = _read(name, option, written)
+    if read != value:
+        raise ScheduleError(
+            f"schedule {name!r}: option {option.name} is of type {_form(option)}, found {value!r}; give "
+            f"{_wanted(_kinds(name, option))}"
+        )
+    return read
+
+
+def _kinds(name: str, option: inspect.Parameter) -> tuple[Any, ...]:
+    """Returns the types that an option's annotation allows."""
+    annotation = option.annotation
+    if annotation is inspect.Parameter.empty:
+        raise ScheduleError(
+            f"schedule {name!r}: option {option.name} has no annotation, so its type is unknown; add one in the "
+            "method's file, e.g. share: float = 0.5"
+        )
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _item(kind: Any) -> Any:
+    """Returns T if a type is ``tuple[T, ...]``, else None."""
+    items = get_args(kind)
+    return items[0] if get_origin(kind) is tuple and items[1:] == (...,) else None
+
+
+def _form(option: inspect.Parameter) -> str:
+    return inspect.formatannotation(option.annotation)
+
+
+def _wanted(kinds: tuple[Any, ...]) -> str:
+    """Returns what to write for an option of these types, for errors."""
     found = []
     for kind in kinds:
-        listed = _TUPLE.fullmatch(kind)
-        if listed and listed[1] in _SCALARS:
-            found.append("numbers with / between" if listed[1] in ("int", "float") else "values with / between")
-        elif kind in words:
-            found.append(words[kind])
-    return " or ".join(found) or "it in Python, for a text cannot say it"
+        item = _item(kind)
+        if item in _SCALARS:
+            found.append(f"{'numbers' if item in (int, float) else 'values'} separated by /")
+        elif kind in _WORDS:
+            found.append(_WORDS[kind])
+        elif kind is str:
+            found.append("a word")
+    return " or ".join(found) or "it a default and leave it out: this type has no text form"
 
 
 def _text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return "/".join(map(_text, value))
     return f"{value!r}".removesuffix(".0") if isinstance(value, float) else str(value)

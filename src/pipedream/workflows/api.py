@@ -237,8 +237,8 @@ def plan(
         return plan_of_file(profile, cluster, schedule, microbatches, cuts, depth=in_flight, recompute=recompute)
 
     def search(parts: int) -> Plan:
-        rule, small = occupancy_of(schedule, parts), schedules.smallest(schedule)
-        again = "always" if small.plan.stages[0].recompute else recompute  # the method may let stages recompute
+        rule, method = occupancy_of(schedule, parts), schedules.properties_of(schedule)
+        again = "always" if method.recomputes else recompute
         how: dict[str, Any] = {
             "microbatches": parts,
             "depth": in_flight,
@@ -246,7 +246,7 @@ def plan(
             "recompute": again,
         }
         if cuts is not None:
-            how["part_ties"] = small.flushes
+            how["part_ties"] = method.flushes
             return planner.by_hand(profile, cluster, cuts, counts, holds=rule, **how)
         return planner.plan(profile, cluster, holds=rule, shape=shape, all_workers=all_workers, **how)
 
@@ -289,6 +289,7 @@ def choose(
         cluster,
         methods_of(names, allow_asynchronous=allow_asynchronous),
         score,
+        occupancy_of,
         shape=shape,
         microbatches=microbatches,
         depth=in_flight,

@@ -1,6 +1,6 @@
-"""What planning must know of the methods, read off their own schedules and programs: what they hold, how fast they are.
+"""What planning needs to know about methods: which to compare, what their stages hold, how fast they are.
 
-A new method in the registry needs no line here.
+A new method in the registry needs no change here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import StageOccupancy, occupancy
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.units import format_bytes
 
@@ -37,24 +38,24 @@ __all__ = [
 _MOST_SIMULATED = 128  # workers, or microbatches until replicas come round: more take seconds
 
 
-def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -> list[planner.PlannerMethod]:
-    """Returns the methods of these names, or all of the registry: those that flush, and, if allowed, the others.
+def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -> dict[str, MethodProperties]:
+    """Returns the methods to compare, by their canonical names, in the order in which ties are broken.
 
-    Those whose backward reads other weights than its forward, or weights that are predicted, are taken by name alone:
-    whether a model and its optimizer bear that is not a matter of seconds and bytes.
-
-    Of ways to train that are equal the first method's is taken: 1F1B before GPipe, what is late last.
+    By default these are the methods of the registry that flush, 1F1B before GPipe; with `allow_asynchronous` also those
+    whose gradients are late. Methods whose backward reads other weights than its forward, or predicted weights, are
+    compared only if they are named: whether a model and its optimizer tolerate that is no matter of seconds and bytes.
 
     Raises:
-        ScheduleError: no such method.
+        ScheduleError: there is no such method, or it cannot be compared.
     """
     if names:
-        return [_method(name) for name in names]
-    # Plans have one stage a worker, but for those that are made by hand.
-    found = [_method(name) for name in schedules.SCHEDULES if name not in schedules.LAYOUTS and _is_stored(name)]
-    found = [method for method in found if not method.splits_backward]  # a profile does not tell their seconds
-    flushing = [method for method in found if method.flushes]
-    return [*reversed(flushing), *(method for method in found if allow_asynchronous and not method.flushes)]
+        return {schedules.canonical(name): _comparable(name) for name in names}
+    found = {name: schedules.properties_of(name) for name in schedules.SCHEDULES if name not in schedules.LAYOUTS}
+    # A profile does not have the seconds of the halves of a backward.
+    found = {name: one for name, one in found.items() if one.reads_stored_weights and not one.splits_backward}
+    flushing = [name for name, one in found.items() if one.flushes]
+    late = [name for name, one in found.items() if allow_asynchronous and not one.flushes]
+    return {name: found[name] for name in (*reversed(flushing), *late)}
 
 
 def score(plan: Plan) -> planner.Score:
@@ -83,24 +84,27 @@ def simulated_period_s(plan: Plan) -> float | None:
     return None
 
 
-def occupancy_of(schedule: str, microbatches: int | None = None, compensation: Any = None) -> planner.PlanOccupancy:
-    """Returns a method's rule from a plan to what each of its stages holds, read off the method's own schedule.
+def occupancy_of(schedule: str, microbatches: int | None = None, compensation: Any = None) -> planner.MethodOccupancy:
+    """Returns what the stages of a plan hold under a method, read off the method's schedule for that plan.
 
     Args:
         schedule: the method's name.
-        microbatches: m; a plan with more replicas than m is taken with as many as it needs. None: the method's own.
-        compensation: of delay, in the place of the method's own; see `Schedule.compensated`.
+        microbatches: m; a plan with more replicas than that gets as many as it needs. None: the method's own.
+        compensation: of delay, in place of the method's own; see `Schedule.compensated`.
 
-    A file in PyTorch's notation holds what it holds on its own stages alone, and a method whose workers have several
-    what it holds where they are laid out; of other plans they tell the least.
+    For a file in PyTorch's notation this is known for plans with its stages, and for a method with several stages per
+    worker for plans that are laid out for it; for any other plan the result is the least that a stage can hold.
 
     Raises:
-        ScheduleError: no such method.
+        ScheduleError: there is no such method.
     """
     layout = schedules.layout_of(schedule)
     if schedules.is_torch_csv(schedule):
         rows = occupancy(schedules.load_torch_csv(schedule))
-        return lambda plan: rows if len(plan.stages) == len(rows) else (StageOccupancy(1, 1),) * len(plan.stages)
+        least = StageOccupancy(1, 1)
+        return planner.MethodOccupancy(
+            lambda plan: rows if len(plan.stages) == len(rows) else (least,) * len(plan.stages)
+        )
 
     def build(plan: Plan, parts: int | None = None) -> Schedule:
         built = schedules.build(schedule, plan, parts)
@@ -118,18 +122,20 @@ def occupancy_of(schedule: str, microbatches: int | None = None, compensation: A
             return (StageOccupancy(1, 1),) * len(plan.stages)
         if microbatches is None:
             return occupancy(built)
-        # It does not work with so few: then all that is admitted.
+        # It does not work with so few microbatches: then a stage holds all that it admits.
         return tuple(replace(one, in_flight=count) for one, count in zip(occupancy(built), plan.in_flight, strict=True))
 
-    return holds
+    grows = False
+    with suppress(ScheduleError):  # of a method that works on special plans only
+        grows = schedules.properties_of(schedule).versions_grow_with_stages
+    return planner.MethodOccupancy(holds, grows)
 
 
 def versions_of(schedule: str) -> Callable[[int, int], int]:
-    """Returns a method's rule from a stage's in-flight count and its update delay to its versions of the weights, read
-    off the method's own weight rule on a small plan.
+    """Returns a method's rule (in-flight count, update delay) -> versions of an input stage's weights.
 
     Raises:
-        ScheduleError: no such method.
+        ScheduleError: there is no such method.
     """
 
     def versions(in_flight: int, update_delay: int) -> int:
@@ -142,43 +148,19 @@ def versions_of(schedule: str) -> Callable[[int, int], int]:
     return versions
 
 
-def _is_stored(name: str) -> bool:
-    """Whether each gradient is the true one at weights that its stage has had."""
-    weights = schedules.build(name, Plan.uniform(2)).weights
-    return weights.backward_rule == "stash" and weights.forward_prediction is None
-
-
-def _method(name: str) -> planner.PlannerMethod:
-    """Returns what planning must know of a method, as small plans show it."""
+def _comparable(name: str) -> MethodProperties:
+    """Returns the properties of a method that `planner.choose` can compare with others."""
     if schedules.layout_of(name) is not None:
         raise ScheduleError(
-            f"schedule {name!r} puts several stages on a worker, unlike plans that are compared; plan for it alone"
+            f"schedule {name!r} puts several stages on a worker, unlike the plans that are compared; plan for it alone"
         )
-    small = Plan.uniform(2, replicas=(2, 1))
-    try:
-        built, deep = (schedules.build(name, replace(small, in_flight=(count, 1))) for count in (2, 3))
-    except ScheduleError:
+    found = schedules.properties_of(name)
+    if not found.replicates_stages:
         raise ScheduleError(
-            f"schedule {name!r} does not work with replicated stages, among which the search looks; make a plan by "
-            "hand: stages of your choice, without replicas"
-        ) from None
-    try:
-        splits = schedules.build(name, small, 4).microbatches == 4
-    except ScheduleError:
-        splits = False
-    try:
-        delays_updates = occupancy(schedules.build(name, replace(small, update_delay=(1, 0)))) != occupancy(built)
-    except ScheduleError:
-        delays_updates = False
-    return planner.PlannerMethod(
-        name=built.name,
-        flushes=built.flushes,
-        splits=splits,
-        delays_updates=delays_updates,
-        deepens=occupancy(deep) != occupancy(built),
-        holds=lambda microbatches: occupancy_of(name, microbatches),
-        splits_backward=built.splits_backward,
-    )
+            f"schedule {name!r} does not work with replicated stages, which the search compares; plan by hand, with "
+            "cuts of your choice and without replicas"
+        )
+    return found
 
 
 def asked_of(plan: Plan, schedule: str | None, microbatches: int | None = None) -> tuple[str, int | None]:

@@ -145,7 +145,7 @@ def planned_for(phases: Sequence[Phase]) -> Phase:
     def flushes(phase: Phase) -> bool:
         if isinstance(phase.schedule, Schedule):
             return phase.schedule.flushes
-        return schedules.smallest(phase.schedule).flushes
+        return schedules.properties_of(phase.schedule).flushes
 
     return next((phase for phase in phases if not flushes(phase)), phases[-1])
 

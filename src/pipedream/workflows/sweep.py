@@ -15,6 +15,7 @@ from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.sweep import DATA_PARALLEL, Crossover, Point, Sweep
+from pipedream.schedules import canonical
 from pipedream.workflows import api
 from pipedream.workflows.methods import methods_of, score
 
@@ -53,8 +54,8 @@ def sweep(
     if not (workers and bandwidths and schedules) or min(workers) < 1 or min(bandwidths) <= 0:
         raise PlanError("a sweep needs at least one worker count from 1 on, one bandwidth above 0 and one method")
     known = [name for name in schedules if name != "auto"]
-    methods = methods_of(known) if known else []  # an unknown name is no reason of a single point
-    whole = {DATA_PARALLEL, *(name for name, method in zip(known, methods, strict=True) if not method.splits)}
+    methods = methods_of(known) if known else {}  # raises for an unknown name, before any point
+    whole = {DATA_PARALLEL, *(name for name in known if not methods[canonical(name)].splits_minibatch)}
     if not cluster.is_flat:
         raise PlanError("a sweep is over workers that are alike, joined by one level of links; give such a cluster")
     level = cluster.levels[0]

@@ -9,7 +9,7 @@ import re
 
 from pipedream.core.errors import ScheduleError
 
-__all__ = ["OPTIONS", "listed", "name_and_options", "with_option"]
+__all__ = ["OPTIONS", "listed", "name_and_options"]
 
 OPTIONS = r"(?:\[[^\[\]]*\])?"
 """Pattern of the options behind a name."""
@@ -46,8 +46,3 @@ def name_and_options(text: str) -> tuple[str, tuple[tuple[str, str], ...]]:
     if twice:
         raise ScheduleError(f"schedule {text!r} says its option {twice[0]} twice; leave one out")
     return name.strip(), given
-
-
-def with_option(name: str, option: str) -> str:
-    """Returns a name with one more option, as texts advise it: ``OPTION=VALUE`` behind those that it has."""
-    return f"{name[:-1]},{option}]" if name.endswith("]") else f"{name}[{option}]"

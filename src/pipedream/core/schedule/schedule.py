@@ -17,7 +17,6 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import check, compensations
-from pipedream.core.schedule.method_text import with_option
 from pipedream.core.schedule.op import Kind, Op, ends_backward, requires
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import WeightRule
@@ -116,7 +115,7 @@ class Schedule:
             raise ScheduleError(
                 f"schedule {self.name!r}: its backward rule 'graph' goes back through the activations of the forward, "
                 f"but stage {again.index(True)} of the plan recomputes and does not keep them; plan without "
-                f"recomputation, or take {with_option(self.name, 'backward_rule=recompute')}"
+                "recomputation, or give the method the option backward_rule=recompute"
             )
         if rule == "recompute" and not all(again):
             raise ScheduleError(

@@ -26,7 +26,7 @@ from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.planner.search import plan
-from pipedream.planner.tables.method_occupancy import PlanOccupancy
+from pipedream.planner.tables.method_occupancy import MethodOccupancy
 from pipedream.planner.tables.search_space import Space
 
 __all__ = ["two_bw", "two_bw_s"]
@@ -60,7 +60,7 @@ def two_bw_s(found: Plan, microbatches: int) -> float:
 def two_bw(
     profile: Profile,
     cluster: Cluster,
-    holds: Callable[[int], PlanOccupancy],
+    holds: Callable[[int], MethodOccupancy],
     *,
     microbatches: int | None = None,
     recompute: bool | None = False,
@@ -70,7 +70,7 @@ def two_bw(
     Equal seconds go to plans without recomputation, then to fewer stages, then to fewer, larger microbatches.
 
     Args:
-        holds: from a number of microbatches to the rule of what stages hold (`planner.PlannerMethod.holds`).
+        holds: from a number of microbatches to what the stages of a plan hold in so many.
         microbatches: of a minibatch, over all replicas; None tries w d, 2 w d, ... up to its samples.
         recompute: None tries both.
 

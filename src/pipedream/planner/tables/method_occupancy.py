@@ -1,4 +1,4 @@
-"""What the stages of a plan hold under a method, as the search asks for it."""
+"""What the stages of a plan hold under a method, as a search asks for it."""
 
 from __future__ import annotations
 
@@ -9,64 +9,69 @@ from functools import cached_property
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.occupancy import StageOccupancy
 
-__all__ = ["OccupancyRule", "PlanOccupancy", "VersionsRule", "stash"]
+__all__ = ["MethodOccupancy", "OccupancyRule", "VersionsRule", "stash"]
 
 VersionsRule = Callable[[int, int], int]
-"""From the minibatches in flight at a stage, and its update delay, to the versions of its weights alive at once."""
-
-PlanOccupancy = Callable[[Plan], tuple[StageOccupancy, ...]]
-"""From a plan to what each of its stages holds under a method, which is read off the method's schedule."""
+"""(minibatches in flight at a stage, its update delay) -> versions of its weights alive at once."""
 
 
 def stash(in_flight: int, update_delay: int) -> int:
-    """Returns the versions that weight stashing holds: one for each minibatch in flight, and one for an update delay."""
+    """Returns the versions under weight stashing: one for each minibatch in flight, and one for an update delay."""
     return in_flight + update_delay
 
 
 @dataclass(frozen=True, eq=False)
-class OccupancyRule:
-    """What is held of what is admitted.
+class MethodOccupancy:
+    """What stages hold under one method, in one number of microbatches.
 
     Attributes:
-        versions: of the weights, where all that is admitted is held.
-        holds: of a method; None: all that is admitted, in so many `versions`.
-        microbatches: parts of a minibatch.
+        of_plan: from a plan to what each of its stages holds, read off the method's schedule for that plan.
+        versions_grow_with_stages: see `MethodProperties`.
+    """
+
+    of_plan: Callable[[Plan], tuple[StageOccupancy, ...]]
+    versions_grow_with_stages: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class OccupancyRule:
+    """What stages hold of the microbatches that they admit.
+
+    Attributes:
+        versions: of the weights, where no method is given.
+        method: None if a stage holds all that it admits.
+        microbatches: of a minibatch.
     """
 
     versions: VersionsRule
-    holds: PlanOccupancy | None
+    method: MethodOccupancy | None
     microbatches: int
 
     def of_stage(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:
-        """Returns the least that a stage holds, of which the neighbours are not known.
+        """Returns the least that a stage can hold while its neighbors are not known.
 
-        It is that of the input stage of a small plan; but for the versions where these are a matter of all stages
-        (vertical sync), of which a stage that is not the last has at least two.
+        This is what the input stage of a plan of two stages holds. Only where the number of versions depends on the
+        whole plan is it taken as two, the least for any stage but the last.
         """
-        if self.holds is None:
+        if self.method is None:
             return StageOccupancy(in_flight, self.versions(in_flight, update_delay))
-        share = -(-self.microbatches // replicas)  # replicas matter by their share of a minibatch alone
+        share = -(-self.microbatches // replicas)  # replicas matter only through their share of a minibatch
         key = in_flight, update_delay, max(-(-self.microbatches // share), 1 + update_delay)
         if key not in self._known:
             small = replace(
                 Plan.uniform(2, replicas=(key[2], 1)), in_flight=(in_flight, 1), update_delay=(update_delay, 0)
             )
-            found = self.holds(small)[0]
-            self._known[key] = replace(found, versions=min(found.versions, 2)) if self._is_of_all else found
+            found = self.method.of_plan(small)[0]
+            if self.method.versions_grow_with_stages:
+                found = replace(found, versions=min(found.versions, 2))
+            self._known[key] = found
         return self._known[key]
 
     def of_plan(self, plan: Plan) -> tuple[StageOccupancy, ...]:
-        """Returns what the stages of a whole plan hold."""
-        if self.holds is not None:
-            return self.holds(plan)
+        """Returns what each stage of a whole plan holds."""
+        if self.method is not None:
+            return self.method.of_plan(plan)
         return tuple(self.of_stage(*row, 1) for row in zip(plan.in_flight, plan.update_delay, strict=True))
-
-    @cached_property
-    def _is_of_all(self) -> bool:
-        """Whether the last stage of more stages holds more versions."""
-        assert self.holds is not None
-        few, more = (self.holds(Plan.uniform(stages))[-1].versions for stages in (3, 4))
-        return more > few
 
     @cached_property
     def _known(self) -> dict[tuple[int, int, int], StageOccupancy]:

@@ -38,7 +38,7 @@ from pipedream.core.schedule.occupancy import StageOccupancy
 from pipedream.core.units import format_bytes
 from pipedream.planner.cuts.cut_places import places
 from pipedream.planner.cuts.downsets import Lattice, bits, rows
-from pipedream.planner.tables.method_occupancy import OccupancyRule, PlanOccupancy, VersionsRule, stash
+from pipedream.planner.tables.method_occupancy import MethodOccupancy, OccupancyRule, VersionsRule, stash
 from pipedream.planner.tables.profile_tables import by_size, exact, input_bytes, sums
 from pipedream.planner.tables.working_peaks import Peaks, PlaceTables
 
@@ -86,7 +86,7 @@ class Space:
     downsets: tuple[int, ...]
     positions: tuple[int, ...]
     is_whole: bool = True
-    holds: PlanOccupancy | None = None
+    holds: MethodOccupancy | None = None
     spare_bytes: int = 0
 
     @classmethod
@@ -98,7 +98,7 @@ class Space:
         versions: VersionsRule = stash,
         update_delay: int = 0,
         microbatches: int = 1,
-        holds: PlanOccupancy | None = None,
+        holds: MethodOccupancy | None = None,
         downsets: Iterable[int] | None = None,
     ) -> Space:
         """Returns the space of a profile on a cluster.

@@ -15,6 +15,7 @@ from pipedream.core.schedule.compensation import (
     SpikeCompensation,
 )
 from pipedream.core.schedule.prediction import VELOCITY
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules.asynchronous.pb_lwp import predicting
 from pipedream.schedules.asynchronous.pipedream import stashing
@@ -94,6 +95,7 @@ METHODS = (
         nesterov_async,
         since=2025,
         compensates=True,
+        properties=MethodProperties(flushes=False, splits_minibatch=False, uses_depth=True, delays_updates=True),
         choose="With SGD and PipeDream's stages of different delay, when only the momentum may be changed: it looks "
         "one update ahead at every stage, and costs no memory. Give the paper's rate times 1 - m. With Adam, "
         "plain `pipedream` and NAdam with a long momentum, which is what the paper ran.",
@@ -102,12 +104,14 @@ METHODS = (
         ftpipe_msnag,
         since=2021,
         compensates=True,
+        properties=MethodProperties(flushes=False, splits_minibatch=False, uses_depth=True, delays_updates=True),
         choose="With SGD with momentum: each stage looks ahead by its own delay, at no cost in memory.",
     ),
     Method(
         ftpipe_ga,
         since=2021,
         compensates=True,
+        properties=MethodProperties(flushes=False, splits_minibatch=False, uses_depth=True, delays_updates=True),
         choose="When weights move by very different amounts within the delay: the gradients of those that moved far "
         "count less. One more tensor for each weight, the moving average of squared steps.",
     ),
@@ -115,6 +119,7 @@ METHODS = (
         pipedream_lr,
         since=2025,
         compensates=True,
+        properties=MethodProperties(flushes=False, splits_minibatch=False, uses_depth=True, delays_updates=True),
         choose="When a run diverges in its first phase at the rate that is right for one worker: late stages begin "
         "at a share of it. K is about the length of the warm-up or of the first decay.",
     ),
@@ -122,6 +127,7 @@ METHODS = (
         one_step_ef,
         since=2026,
         compensates=True,
+        properties=MethodProperties(flushes=False, uses_depth=True),
         choose="With AdamW or Muon on the two weight sets of 2BW: it gives back most of what one update of delay "
         "costs. One more tensor for each weight, the last update.",
     ),
@@ -129,6 +135,7 @@ METHODS = (
         pb_lwp_sc,
         since=2021,
         compensates=True,
+        properties=MethodProperties(flushes=False, splits_minibatch=False, reads_stored_weights=False),
         choose="With pipelined_backprop and SGD with momentum: its paper's best. The prediction helps the forward, "
         "the spike the late gradient.",
     ),

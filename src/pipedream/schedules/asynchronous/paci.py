@@ -14,6 +14,7 @@ gradients are true ones, and stage s keeps ceil((p-1-s)/m) + 1 sets of weights.
 from __future__ import annotations
 
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import BACKWARD_RULES
@@ -67,6 +68,7 @@ METHODS = (
     Method(
         paci,
         since=2026,
+        properties=MethodProperties(flushes=False, reads_stored_weights=False, uses_depth=True),
         picture=Picture("PACI: each op reads the newest version (v); m = 4", 4, 12),
         choose="When the weights are large and a little delay does no harm: no bubble, one set of weights, and, with "
         "m >= p - 1 microbatches, a staleness of one update at most. `paci[backward_rule=stash]`, PipeDream with "

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.prediction import VELOCITY, WeightPrediction
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules.asynchronous.pipelined_backprop import one_set
 from pipedream.schedules.idioms import latest
@@ -65,6 +66,7 @@ METHODS = (
     Method(
         pb_lwp,
         since=2021,
+        properties=MethodProperties(flushes=False, splits_minibatch=False, reads_stored_weights=False),
         picture=Picture("Pipelined backpropagation, forwards at weights predicted from version v", None, 12),
         choose="With pipelined_backprop, where its delay hurts: SGD with momentum, Adam or AdamW. The prediction is "
         "as good as the velocity is steady, so long horizons need long momentum.",

@@ -12,6 +12,7 @@ A one-stage plan is plain data parallelism: each round of its replicas is one al
 from __future__ import annotations
 
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import Stash, VerticalSync
@@ -82,6 +83,7 @@ METHODS = (
     Method(
         pipedream,
         since=2019,
+        properties=MethodProperties(flushes=False, splits_minibatch=False, uses_depth=True, delays_updates=True),
         picture=Picture("PipeDream: 1F1B, no flush; v is the version of the weights that an op reads", None, 12),
         choose="When the minibatch cannot be split or the bubble of a flush is too dear: no worker waits in steady "
         "state, at the price of stale gradients and of a set of weights for each minibatch in flight. The "
@@ -91,6 +93,9 @@ METHODS = (
         pipedream_vertical_sync,
         since=2019,
         aliases=("vertical_sync",),
+        properties=MethodProperties(
+            flushes=False, splits_minibatch=False, uses_depth=True, delays_updates=True, versions_grow_with_stages=True
+        ),
         picture=Picture("PipeDream with vertical sync: one version (v) for a minibatch at all stages", None, 12),
         choose="When all stages must see one version of the whole model for a minibatch, so that the update rule is "
         "exactly delayed SGD. Costs more staleness and more weight sets than pipedream.",

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from pipedream.core.plan.depth import legal, noam
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.schedules.idioms import latest, recomputing, refuse_split, unflushed
@@ -74,6 +75,7 @@ METHODS = (
         pipelined_backprop,
         since=2021,
         aliases=("pb",),
+        properties=MethodProperties(flushes=False, splits_minibatch=False, reads_stored_weights=False),
         picture=Picture(
             "Pipelined backpropagation: 1F1B at twice the depth; each op reads the newest version (v)", None, 12
         ),

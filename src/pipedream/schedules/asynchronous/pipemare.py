@@ -18,6 +18,7 @@ from math import exp
 
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.prediction import AVERAGE, WeightPrediction
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.schedules.asynchronous.pipelined_backprop import concurrent
@@ -84,6 +85,7 @@ METHODS = (
     Method(
         pipemare,
         since=2021,
+        properties=MethodProperties(flushes=False, reads_stored_weights=False),
         picture=Picture("PipeMare: backwards at weights corrected back from version v; m = 4", 4, 12),
         choose="To study one set of weights with a correction of the backward, at the concurrent clock of its paper, "
         "which adds rates by stage and a synchronous beginning.",

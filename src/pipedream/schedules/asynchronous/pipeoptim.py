@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.prediction import VELOCITY, WeightPrediction
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.schedules.idioms import latest, recomputing, refuse_split, unflushed
@@ -56,6 +57,7 @@ METHODS = (
     Method(
         pipeoptim,
         since=2023,
+        properties=MethodProperties(flushes=False, splits_minibatch=False, reads_stored_weights=False, uses_depth=True),
         picture=Picture("PipeOptim: forwards at weights predicted from version v", None, 12),
         choose="With Adam or AdamW where pipedream's sets of weights do not fit: the forward is predicted, one set "
         "of weights, and a copy of it during a forward.",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.prediction import VELOCITY, WeightPrediction
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.schedules.idioms import latest, recomputing, refuse_split, unflushed
@@ -89,6 +90,7 @@ METHODS = (
     Method(
         spectrain,
         since=2018,
+        properties=MethodProperties(flushes=False, splits_minibatch=False, reads_stored_weights=False, uses_depth=True),
         picture=Picture("SpecTrain: both passes at weights predicted from version v", None, 12),
         choose="With momentum and few stages, in one set of weights. The second pass is predicted too, towards the "
         "same weights.",
@@ -96,6 +98,7 @@ METHODS = (
     Method(
         spectrain_v2,
         since=2018,
+        properties=MethodProperties(flushes=False, splits_minibatch=False, reads_stored_weights=False, uses_depth=True),
         picture=Picture("SpecTrain, second version: predicted from version v, kept for the backward", None, 12),
         choose="As pipedream, whose gradients are true ones, but at predicted weights; one set of weights more.",
     ),

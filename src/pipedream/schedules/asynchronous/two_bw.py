@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import DoubleBuffer
@@ -68,6 +69,7 @@ METHODS = (
         pipedream_2bw,
         since=2021,
         aliases=("2bw",),
+        properties=MethodProperties(flushes=False, uses_depth=True),
         picture=Picture("PipeDream-2BW: 1F1B, no flush, two versions (v) of the weights; m = 4", 4, 12),
         choose="When the weights are large: no bubble in steady state with two sets of weights at any depth, and a "
         "staleness of one update everywhere. Needs m >= p - 1 microbatches in a minibatch.",

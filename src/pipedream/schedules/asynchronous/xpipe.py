@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.prediction import VELOCITY, WeightPrediction
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.schedules.idioms import (
@@ -68,6 +69,7 @@ METHODS = (
     Method(
         xpipe,
         since=2019,
+        properties=MethodProperties(flushes=False, reads_stored_weights=False, uses_depth=True),
         picture=Picture("XPipe: a minibatch's forwards share one prediction from version v; m = 4", 4, 12),
         choose="As pipeoptim, with minibatches that are split: one update a minibatch, one prediction for all of its "
         "microbatches.",

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.schedules.idioms import backward, flushing, forward, minibatch_by_minibatch
 from pipedream.schedules.layouts import looped
@@ -64,6 +65,7 @@ METHODS = (
         since=2022,
         aliases=("looped_bfs",),
         layout=looped,
+        properties=MethodProperties(replicates_stages=False),
         picture=Picture("Breadth-first: two stages (s) a worker, m = 4", 4, 8),
         choose="Where messages are slow beside the compute of a microbatch, and memory is plentiful: the bubble of "
         "interleaved_1f1b, but a stage's microbatches follow each other, so that a message has the longest "

@@ -20,6 +20,7 @@ from itertools import count
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Order, Schedule
 from pipedream.schedules.idioms import backward, flushing, forward, update
 from pipedream.schedules.layouts import mirrored
@@ -114,6 +115,7 @@ METHODS = (
         chimera,
         since=2021,
         layout=mirrored,
+        properties=MethodProperties(replicates_stages=False),
         picture=Picture("Chimera: one pipeline down, one up; s is the stage; m = 4", 4, 8),
         choose="When a minibatch has few microbatches, about as many as workers, and the weights are small beside "
         "the activations: about half of 1f1b's bubble, for two sets of weights a worker and a sum over two "

@@ -17,6 +17,7 @@ from itertools import count
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.schedules.idioms import backward, forward
 from pipedream.schedules.layouts import mirrored
@@ -108,6 +109,7 @@ METHODS = (
         since=2021,
         aliases=("chimera_forward_doubling", "chimera_backward_halving"),
         layout=mirrored,
+        properties=MethodProperties(replicates_stages=False),
         picture=Picture("Chimera with forward doubling; s is the stage; m = 8", 8, 16),
         choose="As chimera, with many microbatches, and backwards that take twice as long as forwards, which they "
         "do; holds twice as many microbatches.",

@@ -21,6 +21,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.schedules.idioms import SPLIT, F, I, Turns, W, flushing, minibatch_by_minibatch
 from pipedream.schedules.layouts import wave
@@ -102,6 +103,7 @@ METHODS = (
         dualpipev,
         since=2025,
         layout=wave,
+        properties=MethodProperties(splits_backward=True, replicates_stages=False),
         picture=Picture("DualPipeV: two stages (s) a worker, m = 8", 8, 8),
         choose="Where messages can hide behind the computation of the other direction, as with experts on many "
         "devices: a forward stands beside each backward. Else zbv has less bubble and holds less.",

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pipedream.core.plan.placement import StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.schedules.idioms import backward, flushed, flushing, forward, one_stage_per_rank, share_out
 from pipedream.schedules.method import Method, Picture
@@ -51,6 +52,7 @@ METHODS = (
     Method(
         gpipe,
         since=2018,
+        properties=MethodProperties(),
         picture=Picture("GPipe: all forwards, then all backwards, flush; m = 4", 4, 8),
         choose="When a minibatch splits into many microbatches (m at least 4 p) and memory is plentiful, or when an "
         "order is wanted that is easy to follow. The result is that of one process; 1f1b gives it too, in the "

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.schedules.idioms import backward, flushing, forward, minibatch_by_minibatch
 from pipedream.schedules.layouts import looped
@@ -77,6 +78,7 @@ METHODS = (
         since=2021,
         aliases=("interleaved",),
         layout=looped,
+        properties=MethodProperties(replicates_stages=False),
         picture=Picture("Interleaved 1F1B: two stages (s) a worker, m = 4", 4, 8),
         choose="When the bubble of 1f1b is too long and the minibatch cannot be split further: v stages a worker "
         "make it nearly v times shorter, for v times the messages. On slow links these cost more than the "

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pipedream.core.plan.placement import StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.schedules.idioms import (
     flushed,
@@ -55,6 +56,7 @@ METHODS = (
     Method(
         naive,
         since=0,
+        properties=MethodProperties(),
         picture=Picture("Naive model parallelism, m = 1", 1, 4),
         choose="Never for speed: it is the baseline. It is right for a model that does not fit one worker and is run "
         "seldom, and for finding out whether an error comes from the pipeline or from the model.",

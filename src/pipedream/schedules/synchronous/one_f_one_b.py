@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pipedream.core.plan.placement import StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.schedules.idioms import (
     flushed,
@@ -58,6 +59,7 @@ METHODS = (
         name="1f1b",
         since=2021,
         aliases=("pipedream_flush", "dapple"),
+        properties=MethodProperties(uses_depth=True),
         picture=Picture("1F1B with a flush, m = 4", 4, 8),
         choose="The first choice where the result must be that of one process: GPipe's bubble, and a stage holds at "
         "most p microbatches instead of m. Split the minibatch as finely as the workers stay efficient.",

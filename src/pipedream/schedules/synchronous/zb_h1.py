@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pipedream.core.plan.placement import StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.schedules.idioms import (
     SPLIT,
@@ -70,6 +71,7 @@ METHODS = (
         zb_h1,
         since=2024,
         aliases=("zb1p",),
+        properties=MethodProperties(splits_backward=True, uses_depth=True),
         picture=Picture("ZB-H1: 1F1B with split backwards, flush; m = 4", 4, 4),
         choose="Where 1f1b is right, messages are fast, and a stage's time is in weights: layers whose backward is "
         "two products, one for what arrived and one for the weight. A third of 1f1b's bubble; every stage "

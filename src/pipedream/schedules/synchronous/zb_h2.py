@@ -18,6 +18,7 @@ from pipedream.core.plan.depth import legal
 from pipedream.core.plan.placement import StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.schedules.idioms import (
     SPLIT,
@@ -74,6 +75,7 @@ METHODS = (
         zb_h2,
         since=2024,
         aliases=("zb2p",),
+        properties=MethodProperties(splits_backward=True, uses_depth=True),
         picture=Picture("ZB-H2: twice the depth, two minibatches; m = 7", 7, 14),
         choose="When there is memory for twice as many microbatches. Over one minibatch its bubble is that of zb_h1, "
         "but its workers begin and end one behind the other, and go on with the next minibatch without "

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
+from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.schedules.idioms import SPLIT, F, I, Turns, W, flushing, minibatch_by_minibatch
 from pipedream.schedules.layouts import wave
@@ -77,6 +78,7 @@ METHODS = (
         zbv,
         since=2024,
         layout=wave,
+        properties=MethodProperties(splits_backward=True, replicates_stages=False),
         picture=Picture("ZB-V: two stages (s) a worker, m = 8", 8, 8),
         choose="When two stages a worker and the messages that go with them are cheap: no bubble in a run of many "
         "minibatches, with the activations of 1f1b. Needs m >= 2p, and forwards and both halves of backwards "

@@ -1,0 +1,172 @@
+"""How long a schedule runs where it is drawn or simulated, and in how many microbatches per minibatch."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+from pipedream.core.errors import ScheduleError
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.schedules.idioms import admitted
+from pipedream.schedules.pytorch_csv import is_torch_csv, load_torch_csv
+from pipedream.schedules.registry import build, check_chunks, layout_of
+
+__all__ = ["Run", "claims_at", "run_of", "uniform"]
+
+_DEFAULT_WORKERS = 4
+
+
+def uniform(
+    name: str,
+    workers: int | None,
+    forward_s: float = 1.0,
+    backward_s: float = 2.0,
+    transfer_s: float = 0.0,
+    *,
+    chunks: int | None = None,
+) -> Plan:
+    """Returns a plan of equal stages that a method can work with, for studies and pictures (`Plan.uniform`).
+
+    Args:
+        name: of a method, or of a file.
+        workers: None takes those of a CSV file, or 4 for a method.
+        forward_s, backward_s: of one microbatch at one stage.
+        chunks: stages per worker, for methods that leave the choice; None for the method's default.
+
+    Raises:
+        ScheduleError: there is no such method, the file is for another number of workers, or the method leaves no
+            choice of `chunks`.
+    """
+    check_chunks(name, chunks)
+    if is_torch_csv(name):
+        read = load_torch_csv(name).plan
+        if workers not in (None, read.workers):
+            raise ScheduleError(f"schedule {name!r} is for {read.workers} workers, and {workers} were asked for")
+        return Plan.uniform(len(read.stages), forward_s, backward_s, transfer_s, order=read.order)
+    workers, layout = workers or _DEFAULT_WORKERS, layout_of(name)
+    if layout is None:
+        return Plan.uniform(workers, forward_s, backward_s, transfer_s)
+    order, stages = layout.order(workers, chunks or layout.chunks or 1), layout.stages(workers, chunks)
+    replicas = (layout.replicas,) * stages
+    return Plan.uniform(stages, forward_s, backward_s, transfer_s, replicas=replicas, order=order)
+
+
+def claims_at(schedule: Schedule, stages: int, run: int) -> dict[str, object]:
+    """Returns what a method's paper claims for p workers, as JSON values.
+
+    Args:
+        schedule: of the method, for its m.
+        stages: p.
+        run: microbatches of a run without a flush; if the schedule flushes, the claims are for one minibatch.
+    """
+    claims, m = schedule.claims, schedule.microbatches
+    counted = m if schedule.flushes else run
+    lists = {
+        name: None if form is None else [form(stages, counted, s) for s in range(stages)]
+        for name, form in (
+            ("in_flight", claims.in_flight),
+            ("staleness", claims.staleness),
+            ("versions", claims.versions),
+        )
+    }
+    applies = m >= claims.least(stages)
+    bubble = claims.bubble(stages, m) if claims.bubble is not None and applies else None
+    return {
+        "flushes": schedule.flushes,
+        "microbatches": m,
+        "assumption": claims.assumption,
+        "bubble": bubble,
+        **lists,
+    }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A schedule, and the number of minibatches that it runs from an empty pipeline to an empty one."""
+
+    schedule: Schedule
+    minibatches: int
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of the whole run."""
+        return self.minibatches * self.schedule.microbatches
+
+    def __str__(self) -> str:
+        count, m = self.minibatches, self.schedule.microbatches
+        words = f"a run of {count} minibatch{'es' if count > 1 else ''}"
+        return words if _keeps_minibatches(self.schedule) else f"{words} of m = {m} microbatch{'es' if m > 1 else ''}"
+
+
+def run_of(
+    schedule: str | Schedule,
+    plan: Plan,
+    microbatches: int | None = None,
+    minibatches: int | None = None,
+    *,
+    split: int | None = None,
+    usual: int = 16,
+) -> Run:
+    """Returns a method's schedule for a plan, and the length of its run.
+
+    Args:
+        schedule: a method's name, a file (`build`), or a schedule.
+        plan: to build it for.
+        microbatches: m for methods that split a minibatch; for the others, the minibatches of the run.
+        minibatches: of the run. By default one if the method flushes; else enough to show the steady state, at least
+            two, and at least `usual` microbatches.
+        split: m if `microbatches` is None.
+        usual: m if neither is given, for methods that flush and work with this m; the method's own m otherwise.
+
+    Raises:
+        ScheduleError: the method does not work with the plan or with m, or two different lengths are given.
+    """
+    built = _built(schedule, plan, microbatches, split, usual) if isinstance(schedule, str) else schedule
+    if _keeps_minibatches(built):
+        if microbatches is not None and minibatches is not None:
+            raise ScheduleError(
+                f"schedule {built.name!r} does not split a minibatch, so that {microbatches} microbatches and "
+                f"{minibatches} minibatches are two lengths of one run; give one of them"
+            )
+        length = microbatches or minibatches
+    else:
+        if microbatches not in (None, built.microbatches):
+            raise ScheduleError(
+                f"schedule {built.name!r} with {microbatches} microbatches a minibatch: it is built for "
+                f"{built.microbatches}; leave the number out, and say how many minibatches the run has"
+            )
+        length = minibatches
+    if length is not None and length < 1:
+        raise ScheduleError(f"a run has at least 1 minibatch, found {length}")
+    return Run(built, length or _default_length(built, usual))
+
+
+def _built(name: str, plan: Plan, microbatches: int | None, split: int | None, usual: int) -> Schedule:
+    """Returns a schedule by name, built for the m that was asked for if the method splits a minibatch."""
+    if is_torch_csv(name):
+        return build(name, plan, microbatches or split)
+    if microbatches is not None:
+        try:
+            return build(name, plan, microbatches)
+        except ScheduleError:
+            if not _keeps_minibatches(own := build(name, plan)):
+                raise
+            return own
+    own = build(name, plan, split)
+    if split is None and own.flushes:
+        with suppress(ScheduleError):  # it does not work with this number
+            return build(name, plan, usual)
+    return own
+
+
+def _keeps_minibatches(schedule: Schedule) -> bool:
+    """Whether microbatches are whole minibatches: an update follows each of them, or each round of replicas."""
+    return schedule.updates.mean_of_rounds
+
+
+def _default_length(schedule: Schedule, usual: int) -> int:
+    if schedule.flushes:
+        return 1
+    m, held = schedule.microbatches, admitted(schedule.plan)
+    return max(-(-usual // m), -(-held // m) + 1)

@@ -1,0 +1,107 @@
+"""What a method declares about itself, against the schedules that it builds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from pipedream.core.errors import ScheduleError
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.occupancy import StageOccupancy, occupancy
+from pipedream.core.schedule.properties import MethodProperties
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.schedules import LAYOUTS, METHODS, build, derive_properties, properties_of, uniform
+from pipedream.workflows.methods import methods_of
+
+ONE_STAGE_PER_WORKER = sorted(set(METHODS) - set(LAYOUTS))
+
+
+def plans(name: str) -> list[Plan]:
+    """Returns plans of equal stages on 2 and 4 workers, and some with replicas."""
+    found = [uniform(name, workers) for workers in (2, 4)]
+    if name not in LAYOUTS:
+        found += [Plan.uniform(len(counts), replicas=counts) for counts in ((2, 1), (1, 2), (2, 2, 1))]
+    return found
+
+
+def held(name: str, plan: Plan) -> tuple[StageOccupancy, ...] | None:
+    try:
+        return occupancy(build(name, plan))
+    except ScheduleError:
+        return None
+
+
+def reads_stored_weights(schedule: Schedule) -> bool:
+    weights = schedule.weights
+    stages = range(len(schedule.plan.stages))
+    same = all(weights.forward_version(s, k) == weights.backward_version(s, k) for s, k in product(stages, range(40)))
+    return same and not any(weights.predictions(s) for s in stages)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_what_it_declares(name: str) -> None:
+    """On plans of 2 to 4 workers, with and without replicas, deeper, and with an update delay."""
+    declared = METHODS[name].properties
+    assert declared is not None, "a method of this library declares its properties"
+    built = [build(name, plan) for plan in plans(name)]
+    assert {schedule.flushes for schedule in built} == {declared.flushes}
+    assert {schedule.splits_backward for schedule in built} == {declared.splits_backward}
+    assert {any(stage.recompute for stage in schedule.plan.stages) for schedule in built} == {declared.recomputes}
+    assert all(map(reads_stored_weights, built)) == declared.reads_stored_weights
+    for plan in plans(name):
+        m = 4 * plan.workers
+        if declared.splits_minibatch:
+            assert build(name, plan, m).microbatches == m
+        else:
+            with pytest.raises(ScheduleError, match="does not split it"):
+                build(name, plan, m)
+
+
+@pytest.mark.parametrize("name", ONE_STAGE_PER_WORKER)
+def test_a_method_uses_of_a_plan_what_it_declares(name: str) -> None:
+    declared = properties_of(name)
+    assert declared.replicates_stages
+    paper, replicated = Plan.uniform(3), Plan.uniform(2, replicas=(2, 1))
+    counts = [(5, 2, 1), (3, 3, 1)]
+    deeper = [held(name, replace(paper, in_flight=found, depth="hand")) for found in counts]
+    assert (
+        any(found not in (None, held(name, paper)) for found in deeper) == declared.uses_depth
+        or not declared.uses_depth
+    )
+    late = held(name, replace(replicated, update_delay=(1, 0)))
+    assert (late not in (None, held(name, replicated))) == declared.delays_updates
+    versions = [occupancy(build(name, Plan.uniform(p)))[-1].versions for p in (3, 5, 7)]
+    assert (versions == sorted(set(versions))) == declared.versions_grow_with_stages
+    assert (len(set(versions)) == 1) != declared.versions_grow_with_stages
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_declaration_is_what_would_be_derived(name: str) -> None:
+    assert derive_properties(name) == METHODS[name].properties
+
+
+def test_a_method_with_other_options_is_looked_at() -> None:
+    assert not properties_of("paci").reads_stored_weights
+    assert properties_of("paci[backward_rule=stash]").reads_stored_weights
+    assert properties_of("paci[backward_rule=recompute]").recomputes
+
+
+def test_a_user_file_need_not_declare_anything(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from pipedream.schedules import Method, MethodProperties, build\n\n"
+        "def late(plan, microbatches=None):\n    return build('pipedream_vertical_sync', plan, microbatches)\n\n"
+        "def declared(plan, microbatches=None):\n    return late(plan, microbatches)\n\n"
+        "METHODS = (Method(late), Method(declared, properties=MethodProperties(splits_backward=True)))\n"
+    )
+    assert properties_of(f"{file}:late") == properties_of("pipedream_vertical_sync")
+    assert properties_of(f"{file}:declared") == MethodProperties(splits_backward=True)
+    assert list(methods_of([f"{file}:late", "2bw"])) == [f"{file}:late", "pipedream_2bw"]
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="puts several stages on a worker"):
+        methods_of(["zbv"])
