@@ -14,23 +14,21 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from pipedream.core.errors import ArtifactError, PipelineError
+from pipedream.core.errors import ArtifactError
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.coupling import Policy
-from pipedream.core.schedule.phase import Phase, asked_as_saved, next_border, phase_after, phase_at
-from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.phase import asked_as_saved, next_border, phase_after, phase_at
 from pipedream.core.schedule.timeline import Timeline
+from pipedream.options import PipelineOptions, keywords
 from pipedream.runtime.assemble import Settings
 from pipedream.runtime.checkpoint.writer import newest
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.comm.process_group import device_of
 from pipedream.runtime.data.batch_adapter import BatchAdapter
-from pipedream.runtime.failure.verdict import STUCK_AFTER_S
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.runtime.results.results import Done
 from pipedream.runtime.session import Session
@@ -43,94 +41,50 @@ __all__ = ["Done", "Pipeline"]
 
 
 class Pipeline:
-    """One model, cut by a plan, trained by a schedule.
+    """One model, cut by a plan, trained by a schedule: ``Pipeline(model, plan, loss=..., optimizer=..., **options)``.
 
     Args:
         model: the user's module, a chain of modules (`pipedream.capture`). It is not rewritten. On several
             processes each rank keeps its own stage's parameters and the others become meta tensors.
         plan: stages, replicas, depth.
-        schedule: a method's name (`pipedream schedules`), a CSV file of PyTorch's, or a Schedule; the plan's, or
-            PipeDream's own, unless said.
-        loss: ``loss(output, batch)`` -> scalar tensor or (sum, weight); a loss of torch's own gets (output,
-            targets); None where the model's output carries ``.loss``.
-        optimizer: factory from a list of (name, parameter) to a torch optimizer; called once a stage.
-        compensation: what makes up for late gradients, in the place of the method's own: one or several of
-            `core.schedule.compensation`, or texts: 'spike', 'nesterov', 'error_feedback', 't1:500'; () for none. Of
-            phases it is for those that do not flush and do not say their own.
-        microbatches: parts of a minibatch, for methods that split it; those of the plan unless said.
-        phases: in place of schedule and microbatches, methods that take turns, each until a minibatch or an epoch
-            (`Phase`), or as text (`core.schedule.phase`): ``"1f1b/4:200,pipedream"``. Each change is a drain.
-        metrics: name -> ``metric(output, batch)``, a mean over samples or (sum, weight).
-        inputs: batch -> the model's input, a tuple for several; by default the first of a pair, else the batch.
-        targets: batch -> what the loss and the metrics get; by default the second of a pair for torch's own losses,
-            else the whole batch.
-        weight: batch -> what the loss is a mean over, for losses that do not say it themselves.
-        scheduler: factory from an optimizer to a learning-rate scheduler; stepped once an update.
-        clip_grad_norm: greatest norm of an update's gradients.
-        clip: 'global' (over all stages; flushing methods only), 'local' (of each stage), or 'delayed_global': without a
-            flush by the norm of an earlier update (`core.schedule.coupling`).
-        ema: decay of an exponential moving average of the weights.
-        autocast: low-precision dtype of the forwards (torch.bfloat16).
-        on_nan: 'error' at a loss that is not a number, 'continue' past it, or 'skip' updates with gradients that are
-            not finite (docs/couplings.md).
-        grad_scaler: a torch.amp.GradScaler to begin as (methods that flush), not written back; or a constant factor.
-        seed: of everything random inside the layers.
-        device: 'cpu', 'cuda' (each process its own: LOCAL_RANK) or 'cuda:N'.
-        sample: the model's input, to find the layers where the plan does not name them.
-        loggers: objects with ``log(done)``, called on rank 0.
-        stuck_after_s: on several processes a run ends where an op or the loader takes longer than this and than 20
-            times its longest so far; 0 sets no limit.
+        options: given as keyword arguments, see `PipelineOptions`.
+
+    Attributes:
+        phases: of the run, with their compensation; one if the method does not change.
+        prepared: for each phase its schedule, program and proof.
+        schedule, program, proof: of the current phase.
+        ready: results of minibatches that a drain has finished and `train` has yet to yield.
+        drains: minibatch numbers at which the pipeline was drained.
 
     Raises:
         PlanError: the plan does not fit the model or the number of processes.
-        ScheduleError: the method does not work with this plan, or what is asked of it makes no sense.
+        ScheduleError: the method does not work with this plan or with one of the options.
+        PipelineError: an option that makes no sense.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        plan: Plan,
-        *,
-        schedule: str | Schedule | None = None,
-        loss: Any = None,
-        optimizer: Callable[[list[tuple[str, Any]]], Any],
-        compensation: Any = None,
-        microbatches: int | None = None,
-        phases: str | Sequence[Phase] | None = None,
-        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
-        inputs: Callable[[Any], Any] | None = None,
-        targets: Callable[[Any], Any] | None = None,
-        weight: Callable[[Any], Any] | None = None,
-        scheduler: Callable[[Any], Any] | None = None,
-        clip_grad_norm: float | None = None,
-        clip: str = "global",
-        ema: float | None = None,
-        autocast: Any = None,
-        on_nan: str = "error",
-        grad_scaler: Any = None,
-        seed: int = 0,
-        device: str = "cpu",
-        sample: Any = None,
-        loggers: Iterable[Any] = (),
-        stuck_after_s: float = STUCK_AFTER_S,
-    ) -> None:
-        if not stuck_after_s >= 0:
-            raise PipelineError(f"stuck_after_s={stuck_after_s} was asked for; give seconds, or 0 for no limit")
+    @keywords(PipelineOptions)
+    def __init__(self, model: Any, plan: Plan, options: PipelineOptions) -> None:
         self.plan = plan
-        self._asked = phases_of(schedule, microbatches, phases), compensation
-        self.phases = compensated(plan, *self._asked)
-        captured, scaling = layers_of(model, plan, sample), Scaling.of(grad_scaler)
+        self._requested_phases = phases_of(options.schedule, options.microbatches, options.phases)
+        self._requested_compensation = options.compensation
+        self.phases = compensated(plan, self._requested_phases, options.compensation)
+        captured, scaling = layers_of(model, plan, options.sample), Scaling.of(options.grad_scaler)
         tied = bool(shared_weights(model, [captured.layers[stage.first : stage.last] for stage in plan.stages]))
-        policy = Policy(clip_grad_norm, clip, on_nan, "" if scaling is None else scaling.kind, tied, ema)
+        policy = options.policy(scaling="" if scaling is None else scaling.kind, tied=tied)
         self.prepared = prepare(plan, self.phases, policy)
-        self._phase = self._epoch = self._epoch_batches = self._number = 0
+        self._phase = 0
+        self._number = 0
+        self._epoch = 0
+        self._epoch_batches = 0
         self._enter(0)
-        self._adapt_batch = BatchAdapter(inputs, targets, is_torch_loss(loss))
-        self._loggers = tuple(loggers)
+        self._adapt_batch = BatchAdapter(options.inputs, options.targets, is_torch_loss(options.loss))
+        self._loggers = tuple(options.loggers)
         self._segment: Iterator[Done] | None = None
-        self.ready: deque[Done] = deque()  # what a drain has finished, which the loop is given next
-        self._ending, self._training, self._interrupted = Ending.DATA, False, False
-        self._seed = seed
+        self.ready: deque[Done] = deque()
+        self._ending = Ending.DATA
+        self._training = False
+        self._interrupted = False
+        self._seed = options.seed or 0
         self._data_state: Mapping[str, Any] | None = None
         self.drains: list[int] = []
         self._session = Session(
@@ -140,10 +94,18 @@ class Pipeline:
             [found.program for found in self.prepared],
             evaluation_of(self.prepared[0].schedule),
             Settings(
-                Loss(loss, weight), optimizer, dict(metrics or {}), scheduler, seed, policy, ema, autocast, scaling
+                Loss(options.loss, options.weight),
+                options.optimizer,
+                dict(options.metrics),
+                options.scheduler,
+                self._seed,
+                policy,
+                options.ema,
+                options.autocast,
+                scaling,
             ),
-            device_of(device),
-            stuck_after_s=stuck_after_s,
+            device_of(options.device),
+            stuck_after_s=options.stuck_after_s,
         )
 
     # -- training -----------------------------------------------------------------------------------
@@ -309,7 +271,7 @@ class Pipeline:
             "epoch_batches": self._epoch_batches,
             "drains": tuple(self.drains),
             "plan": self.plan,
-            **asked_as_saved(*self._asked),
+            **asked_as_saved(self._requested_phases, self._requested_compensation),
             "seed": self._seed,
             "data": self._session.data_state(*self.position),
         }

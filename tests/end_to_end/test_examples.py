@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,7 @@ SUMMARY_KEYS = {
 def small(example: Path, seed: int = 0) -> Recipe:
     """Returns an example's recipe; of its test data a little, so that an evaluation is quick."""
     recipe = load_recipe(str(example), seed=seed)
-    recipe.test = list(recipe.test or ())[:2]
-    return recipe
+    return replace(recipe, test=list(recipe.test or ())[:2])
 
 
 def plainly(recipe: Recipe, weights: dict[str, torch.Tensor]) -> dict[str, float]:

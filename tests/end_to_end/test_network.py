@@ -19,7 +19,7 @@ from two_machines import ip, machines, on_both, started_on_both
 import pipedream
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.recipe import load_recipe
-from pipedream.training.train import profile_recipe
+from pipedream.training.job import profile_recipe
 from pipedream.workflows import api
 
 __all__ = ["machines"]  # the fixture

@@ -30,7 +30,8 @@ from pipedream.core.schedule.lowering import lower, with_common_channels
 from pipedream.core.schedule.phase import Phase, phase_at, phases_text, read_phases
 from pipedream.runtime.results import recorder
 from pipedream.schedules import build, to_torch_csv
-from pipedream.training.train import profile_recipe, train_recipe
+from pipedream.training.job import profile_recipe
+from pipedream.training.train import train_recipe
 from pipedream.verifier import verify
 from pipedream.workflows.prepare import check_phases_fit
 

@@ -131,7 +131,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, end: tuple[str, .
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     ended, _ = train(tmp_path, "--workers", "1", *end)
     assert ended.status == 2
-    assert "holds checkpoints of an earlier run; go on from them (--resume run)" in ended.err
+    assert "holds checkpoints of an earlier run; continue it (--resume run)" in ended.err
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
     weights = (tmp_path / "run" / "weights.pt").read_bytes()
     ended, summary = train(tmp_path, "--workers", "1", "--resume", "run", *end)

@@ -187,7 +187,7 @@ def profile(
 ) -> None:
     """Measure seconds and bytes of each layer of a recipe's model; with --device meta, predict them."""
     from pipedream.recipe import load_recipe
-    from pipedream.training.train import profile_recipe
+    from pipedream.training.job import profile_recipe
 
     if device not in ("cpu", "cuda", "meta") and not device.startswith("cuda:"):
         raise ProfileError(f"device {device!r} cannot be measured; choose cpu, cuda or meta")
@@ -251,10 +251,10 @@ def _planned_workers(
         return load_torch_csv(schedule).placement.workers
     if resume is None:
         return None
-    from pipedream.training.resume import find
+    from pipedream.training.resume import resume_point
 
-    start = find(resume, None, 0)
-    return None if start is None else start.page.plan.workers
+    found = resume_point(resume, None, 0)
+    return None if found is None else found.page.plan.workers
 
 
 def _answer(noun: Any, output: Path | None, as_json: bool) -> None:

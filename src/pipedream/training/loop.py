@@ -1,4 +1,4 @@
-"""The training loop of one run: results as they come, evaluations, checkpoints, and what it learned."""
+"""The training loop of one run: results as they come, evaluations, checkpoints, and the figures of the training."""
 
 from __future__ import annotations
 
@@ -16,30 +16,47 @@ from pipedream.pipeline import Done, Pipeline
 from pipedream.recipe import Recipe
 from pipedream.training.progress import Progress
 
-__all__ = ["Loop", "Saving"]
+__all__ = ["CheckpointPolicy", "TrainingLoop"]
 
 
 @dataclass(frozen=True)
-class Saving:
-    """When checkpoints are made: every so many minibatches; None: where the pipeline is drained anyway; 0: never."""
+class CheckpointPolicy:
+    """When and where checkpoints are made.
+
+    Attributes:
+        every: minibatches between them; None: whenever the pipeline is drained anyway; 0: never.
+        keep: number of checkpoints to keep.
+    """
 
     folder: Path
     every: int | None
     keep: int
 
-    def due(self, number: int, drained: bool) -> bool:
-        """Tells whether one is due after minibatch `number`."""
+    def is_due(self, number: int, drained: bool) -> bool:
+        """Whether one is due after minibatch `number`."""
         return drained if self.every is None else self.every > 0 and (number + 1) % self.every == 0
 
 
-class Loop:
-    """The training loop of one run, and what it learned."""
+class TrainingLoop:
+    """The training loop of one run.
+
+    Args:
+        evaluate_every: epochs between evaluations; 0 evaluates only at the end.
+
+    Attributes:
+        losses: (number, loss) of each minibatch.
+        result: of the last evaluation, metric -> value.
+        results: of each evaluation, with its place.
+        seconds_to_target: None if the recipe's target is not reached.
+        train_s: seconds of the training, with its evaluations.
+        samples_per_s: of each epoch, without its first minibatch.
+    """
 
     def __init__(
-        self, pipeline: Pipeline, recipe: Recipe, console: Console, evaluate_every: int, saving: Saving
+        self, pipeline: Pipeline, recipe: Recipe, console: Console, evaluate_every: int, checkpoints: CheckpointPolicy
     ) -> None:
         self.pipeline = pipeline
-        self._saving = saving
+        self._checkpoints = checkpoints
         self.recipe = recipe
         self.losses: list[tuple[int, float]] = []
         self.result: dict[str, float] = {}
@@ -53,12 +70,15 @@ class Loop:
         self._console = console
 
     def train(self, epochs: int, minibatches: int | None) -> bool:
-        """Trains; tells whether Ctrl-C ended it."""
+        """Trains until a count of epochs or of minibatches since the start of training, whichever comes first.
+
+        Returns whether Ctrl-C ended it.
+        """
         start = time.perf_counter()
         interrupted = False
         mark: tuple[float, int] | None = None
         samples = 0
-        is_over = minibatches is not None and self.pipeline.drain() >= minibatches  # where an ended run is resumed
+        is_over = minibatches is not None and self.pipeline.drain() >= minibatches  # a finished run was resumed
         left = 0 if is_over else max(epochs - self.pipeline.position[0], 0)
         with self._progress:
             try:
@@ -73,36 +93,36 @@ class Loop:
                             self.samples_per_s.append((samples - mark[1]) / (now - mark[0]))
                         self._end_epoch(done, now - start, last=done.epoch + 1 == epochs)
                         mark = None
-                    if self._saving.due(done.number, done.ends_epoch and self._evaluated_at > done.number):
+                    if self._checkpoints.is_due(done.number, done.ends_epoch and self._evaluated_at > done.number):
                         self._save()
                     if minibatches is not None and done.number + 1 >= minibatches:
                         if mark is not None and now > mark[0]:
                             self.samples_per_s.append((samples - mark[1]) / (now - mark[0]))
                         break
             except KeyboardInterrupt:
-                # What was admitted has been finished. A second signal shall not spoil the saving.
+                # The admitted minibatches are finished. A second signal must not interrupt the saving.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 interrupted = True
                 self._console.print("interrupted: the pipeline is drained, writing the run folder")
         self.train_s = time.perf_counter() - start
         if self.recipe.test is not None and self._evaluated_at != self.pipeline.drain():
-            # The figures belong to the weights that are saved. After Ctrl-C there is no time for an evaluation:
+            # The figures should be of the weights that are saved. After Ctrl-C there is no time for an evaluation:
             # a launcher ends its workers half a minute later.
             self.result = {} if interrupted else self.pipeline.evaluate(self.recipe.test)
-        if self._saving.every != 0:
+        if self._checkpoints.every != 0:
             self._save()
         return interrupted
 
     def _save(self) -> None:
-        """Saves in the background; what is known of the losses is kept beside it."""
-        self.pipeline.save(self._saving.folder, keep=self._saving.keep, wait=False)
+        """Saves in the background, and writes the losses so far into the run folder."""
+        self.pipeline.save(self._checkpoints.folder, keep=self._checkpoints.keep, wait=False)
         if self.pipeline.rank == 0:
-            # The drain has finished minibatches that this loop has not heard of yet: they are in the checkpoint.
+            # The checkpoint includes minibatches that the drain has finished and this loop has not yet been given.
             known = [*self.losses, *((done.number, done.loss) for done in self.pipeline.ready)]
-            write_text(self._saving.folder.parent / "losses.json", json.dumps(known))
+            write_text(self._checkpoints.folder.parent / "losses.json", json.dumps(known))
 
     def figures(self) -> dict[str, Any]:
-        """Returns what the summary says of the training itself."""
+        """Returns the summary's figures of the training itself."""
         found: dict[str, Any] = {
             "drains": self.pipeline.drains,
             "epochs": self.pipeline.position[0],

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, with what settings, and what its run folder still knows."""
+"""Resuming from a checkpoint: which one, and what its run folder has kept."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from pipedream.core.model.profile import Profile
 from pipedream.runtime.checkpoint.writer import complete, contents, newest
 from pipedream.runtime.comm import process_group as process_group
 
-__all__ = ["CHECKPOINTS", "Start", "check_unused", "find", "is_shared", "settings"]
+__all__ = ["CHECKPOINTS", "ResumePoint", "check_unused", "is_shared", "resume_point"]
 
 CHECKPOINTS = "checkpoints"
-"""Folder of the checkpoints in a run folder."""
+"""Name of the checkpoints' folder in a run folder."""
 
 
 @dataclass(frozen=True)
-class Start:
-    """Where a run goes on.
+class ResumePoint:
+    """The checkpoint that a run continues from.
 
     Attributes:
-        path: of the checkpoint.
         page: its contents page.
-        folder: the run folder; None where the checkpoint lies in none.
+        folder: the run folder; None if the checkpoint does not lie in one.
     """
 
     path: Path
@@ -36,31 +35,34 @@ class Start:
 
     @property
     def profile(self) -> Profile | None:
-        """The profile that the run folder keeps, for a new plan."""
+        """The profile that the run folder has kept, for a new plan."""
         path = self.folder / "profile.json" if self.folder is not None else None
         return Profile.load(path) if path is not None and path.exists() else None
 
     @property
     def losses(self) -> list[tuple[int, float]]:
         """(number, loss) of the minibatches before the checkpoint, as far as the run folder has them."""
+        if self.folder is None:
+            return []
         try:
-            assert self.folder is not None
             rows = json.loads((self.folder / "losses.json").read_text(encoding="utf-8"))
             return [(int(number), float(loss)) for number, loss in rows if int(number) < self.page.minibatches]
-        except (AssertionError, OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError):
             return []
 
 
-def find(resume: str | os.PathLike[str] | None, out: str | os.PathLike[str] | None, rank: int) -> Start | None:
-    """Returns where to go on: from what the user says, or, restarted by a launcher, from the run's newest checkpoint.
+def resume_point(
+    resume: str | os.PathLike[str] | None, out: str | os.PathLike[str] | None, rank: int
+) -> ResumePoint | None:
+    """Returns the checkpoint to continue from: the requested one, or after a launcher's restart the run's newest.
 
     Args:
-        resume: a run folder, a folder of checkpoints, or a checkpoint; None starts anew, unless restarted.
+        resume: a run folder, a folder of checkpoints, or a checkpoint; None for a new run, unless it was restarted.
         out: the run folder.
         rank: of this process; rank 0 decides for all.
 
     Raises:
-        ArtifactError: no complete checkpoint is there, or it is damaged.
+        ArtifactError: there is no complete checkpoint, or it is damaged.
     """
 
     def chosen() -> str:
@@ -81,24 +83,11 @@ def find(resume: str | os.PathLike[str] | None, out: str | os.PathLike[str] | No
         return None
     path = Path(text)
     inside = path.resolve().parent.name == CHECKPOINTS
-    return Start(path, contents(path), path.parent.parent if inside else None)
-
-
-def settings(
-    start: Start | None, schedule: str | None, microbatches: int | None, seed: int | None
-) -> tuple[str, int | None, int]:
-    """Returns schedule, microbatches and seed: what the user says, else the checkpoint's, else the defaults."""
-    if start is None:
-        return schedule or "pipedream", microbatches, seed or 0
-    page = start.page
-    same = schedule in (None, page.schedule)
-    if microbatches is None and same and page.microbatches > 1:
-        microbatches = page.microbatches
-    return schedule or page.schedule, microbatches, page.seed if seed is None else seed
+    return ResumePoint(path, contents(path), path.parent.parent if inside else None)
 
 
 def is_shared(folder: Path, rank: int) -> bool:
-    """Tells, alike on every rank, whether all ranks see the folder that rank 0 sees; every rank calls it."""
+    """Whether all ranks see the folder that rank 0 sees; the same on every rank. Every rank calls it."""
     mark = folder / ".shared"
 
     def marked() -> str:
@@ -121,13 +110,13 @@ def is_shared(folder: Path, rank: int) -> bool:
 
 
 def check_unused(folder: Path) -> None:
-    """Checks that a new run overwrites no other one's checkpoints.
+    """Checks that a new run does not overwrite the checkpoints of another.
 
     Raises:
-        ArtifactError: there are some.
+        ArtifactError: the folder has checkpoints.
     """
     if complete(folder / CHECKPOINTS):
         raise ArtifactError(
-            f"the run folder {folder} holds checkpoints of an earlier run; go on from them (--resume {folder}), or "
+            f"the run folder {folder} holds checkpoints of an earlier run; continue it (--resume {folder}), or "
             "give another folder (--out)"
         )

@@ -23,11 +23,11 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.schedule import Schedule
 
-__all__ = ["CLIP", "MOST", "Policy", "coupled", "norm_delay"]
+__all__ = ["Policy", "coupled", "norm_delay"]
 
-CLIP = ("global", "local", "delayed_global")
-MOST = {"clip_grad_norm": inf, "ema": 1.0}
-"""Numbers of a policy, which lie between 0 and these."""
+_CLIP = ("global", "local", "delayed_global")
+_UPPER_LIMITS = {"clip_grad_norm": inf, "ema": 1.0}
+"""The numbers of a policy lie between 0 and these."""
 _ON_NAN = ("error", "continue", "skip")
 
 
@@ -52,11 +52,11 @@ class Policy:
     ema: float | None = None
 
     def __post_init__(self) -> None:
-        for name, most in MOST.items():
+        for name, most in _UPPER_LIMITS.items():
             number = getattr(self, name)
-            if number is not None and not 0 < number < most:
+            if number is not None and not (isinstance(number, (int, float)) and 0 < number < most):
                 raise ScheduleError(f"{name}={number!r} was asked for; give a number between 0 and {most:g}")
-        for name, value, known in (("clip", self.clip, CLIP), ("on_nan", self.on_nan, _ON_NAN)):
+        for name, value, known in (("clip", self.clip, _CLIP), ("on_nan", self.on_nan, _ON_NAN)):
             if value not in known:
                 raise ScheduleError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")
 

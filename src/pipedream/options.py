@@ -1,0 +1,278 @@
+"""The options of training, each with its default, its meaning and its checks: the only list of them.
+
+    ModelOptions      how a model is trained, whoever runs it
+      Recipe          ... with the model and its data (`pipedream.recipe`)
+    MethodOptions     how workers run it
+      PipelineOptions both: the keyword arguments of `pipedream.Pipeline`
+      TrainingOptions what one run of a recipe chooses: `pipedream.run` and the command `pipedream train`
+
+`keywords` lets a function take the fields of one of these as keyword arguments, checked by a type checker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+from pipedream.core.errors import PipelineError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.coupling import Policy
+from pipedream.core.schedule.phase import Phase
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.runtime.failure.verdict import STUCK_AFTER_S
+
+__all__ = ["MethodOptions", "ModelOptions", "PipelineOptions", "TrainingOptions", "keywords", "model_options", "plain"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How a model is trained, on however many workers.
+
+    Attributes:
+        metrics: name -> ``metric(output, batch)``, a mean over samples or (sum, weight).
+        inputs: batch -> the model's input, a tuple for several; by default the first of a pair, else the batch.
+        targets: batch -> what the loss and the metrics get; by default the second of a pair for torch's own losses,
+            else the whole batch.
+        weight: batch -> number that the loss is a mean over (samples, tokens), for losses that do not return it.
+        scheduler: factory from an optimizer to a learning-rate scheduler; stepped once per update.
+        clip_grad_norm: greatest norm of an update's gradients.
+        clip: 'global' (norm over all stages; flushing methods only), 'local' (norm of each stage), or
+            'delayed_global': the global norm of an earlier update, for methods without a flush
+            (`core.schedule.coupling`).
+        ema: decay of an exponential moving average of the weights, between 0 and 1.
+        autocast: low-precision dtype of the forwards (torch.bfloat16).
+        on_nan: 'error' at a loss that is not a number, 'continue' past it, or 'skip' updates whose gradients are not
+            finite (docs/couplings.md).
+        grad_scaler: a torch.amp.GradScaler to copy the initial state from (flushing methods only); or a constant factor.
+        sample: the model's input for one minibatch, to profile the model and to find its layers; a recipe uses its
+            first training batch by default.
+        compensation: correction of late gradients, replaces the method's own: one or several of
+            `core.schedule.compensation`, or texts: 'spike', 'nesterov', 'error_feedback', 't1:500'; () for none. Applies
+            to the phases that do not flush and name none themselves.
+        phases: methods that take turns, each until a minibatch or an epoch (`Phase`), or as text
+            (`core.schedule.phase`): ``"1f1b/4:200,pipedream"``. Each change drains the pipeline. Excludes schedule and
+            microbatches.
+    """
+
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    inputs: Callable[[Any], Any] | None = None
+    targets: Callable[[Any], Any] | None = None
+    weight: Callable[[Any], Any] | None = None
+    scheduler: Callable[[Any], Any] | None = None
+    clip_grad_norm: float | None = None
+    clip: str = "global"
+    ema: float | None = None
+    autocast: Any = None
+    on_nan: str = "error"
+    grad_scaler: Any = None
+    sample: Any = None
+    compensation: Any = None
+    phases: str | Sequence[Phase] | None = None
+
+    def policy(self, *, scaling: str = "", tied: bool = False) -> Policy:
+        """Returns the rules that couple the stages; for the arguments see `Policy`.
+
+        Raises:
+            ScheduleError: clip_grad_norm, clip, ema or on_nan has no meaning.
+        """
+        return Policy(self.clip_grad_norm, self.clip, self.on_nan, scaling, tied, self.ema)
+
+    def problems(self) -> Iterator[str]:
+        """Yields what is wrong with the options that are functions, phases or metrics."""
+        for name in ("inputs", "targets", "weight", "scheduler"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                yield f"{name} is {value!r}, which cannot be called"
+        if not isinstance(self.metrics, Mapping) or not all(map(callable, self.metrics.values())):
+            yield "metrics is not a dict of functions metric(output, batch)"
+        if isinstance(self.phases, str) or self.phases is None:
+            return
+        if not (isinstance(self.phases, Sequence) and all(isinstance(phase, Phase) for phase in self.phases)):
+            yield f"phases is {self.phases!r}, neither a text nor a list of Phase"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions:
+    """By which method, and on which devices, the workers train.
+
+    Attributes:
+        schedule: a method's name (`pipedream schedules`), a CSV file of PyTorch's, or a Schedule; by default the
+            plan's method, or PipeDream's.
+        microbatches: parts of a minibatch, for methods that split it; by default those of the plan.
+        seed: of everything random inside the layers, and of a recipe; 0 by default.
+        device: 'cpu', 'cuda' (each process its own: LOCAL_RANK) or 'cuda:N'.
+        stuck_after_s: a run on several processes is ended if an operation or the loader takes longer than this and
+            than 20 times its longest time so far; 0 sets no limit.
+    """
+
+    schedule: str | Schedule | None = None
+    microbatches: int | None = None
+    seed: int | None = None
+    device: str = "cpu"
+    stuck_after_s: float = STUCK_AFTER_S
+
+    def __post_init__(self) -> None:
+        if not self.stuck_after_s >= 0:
+            raise PipelineError(f"stuck_after_s={self.stuck_after_s} was asked for; give seconds, or 0 for no limit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions(MethodOptions, ModelOptions):
+    """The keyword arguments of `pipedream.Pipeline`.
+
+    Attributes:
+        loss: ``loss(output, batch)`` -> scalar tensor or (sum, weight); torch's own losses are called with (output,
+            targets); None if the model's output carries ``.loss``.
+        optimizer: factory from a list of (name, parameter) to a torch optimizer; called once per stage.
+        loggers: objects with ``log(done)``, called on rank 0.
+    """
+
+    loss: Any = None
+    optimizer: Callable[[list[tuple[str, Any]]], Any]
+    loggers: Iterable[Any] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if wrong := list(self.problems()):
+            raise PipelineError(f"the pipeline cannot be built: {'; '.join(wrong)}; see pipedream.Pipeline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(MethodOptions):
+    """What one run of a recipe chooses: the options of `pipedream.run` and of the command `pipedream train`.
+
+    A resumed run takes schedule, compensation, phases, plan, microbatches and seed from its checkpoint unless they are
+    given; otherwise phases, compensation and epochs come from the recipe by default.
+
+    Attributes:
+        schedule: a method's name, as in `Pipeline`; 'auto' takes the fastest by simulation (`pipedream.plan`).
+        phases: as in `Pipeline`. The plan is made for the first phase that does not flush.
+        compensation: as in `Pipeline`; the recipe's applies only to methods that do not flush.
+        workers: of the run; under torchrun the number of processes; 2 by default.
+        plan: a finished plan; by default the model is profiled and planned here.
+        shape: what to plan, see `pipedream.plan`; 'pipeline' and 'any' use all workers.
+        update_delay: 1 moves the updates of replicated stages after their next forward.
+        recompute: every stage repeats its forward in its backward; False leaves it to the plan.
+        in_flight: depth: 'noam', 'full', 'auto' or counts.
+        chunks: stages per worker, for methods that put several on one.
+        allow_asynchronous: 'auto' may choose a method whose gradients are late.
+        epochs: number of epochs since the start of training.
+        minibatches: number of minibatches since the start of training after which to stop; by default all.
+        evaluate_every: epochs between evaluations, each of which drains the pipeline; 0 evaluates only at the end.
+        checkpoint_every: minibatches between checkpoints, each of which drains the pipeline; None saves whenever an
+            evaluation drains it, 0 never. Checkpoints lie in the run folder, under ``checkpoints``.
+        keep: number of checkpoints to keep.
+        resume: run folder or checkpoint to continue from; a new plan is made for another number of workers. After a
+            restart by the launcher the run continues from the newest checkpoint of its run folder without this.
+        cluster: workers and links; by default this machine.
+        weights: file of a state dict to start from.
+        out: run folder; by default a new one under ``runs/``, or that of `resume`.
+        logs: logs to write into it: 'csv', 'tensorboard'.
+        quiet: print nothing.
+    """
+
+    schedule: str | None = None
+    phases: str | Sequence[Phase] | None = None
+    compensation: Any = None
+    workers: int | None = None
+    plan: Plan | None = None
+    shape: str | tuple[int, ...] = "pipeline"
+    update_delay: int = 0
+    recompute: bool = False
+    in_flight: str | tuple[int, ...] = "noam"
+    chunks: int | None = None
+    allow_asynchronous: bool = False
+    epochs: int | None = None
+    minibatches: int | None = None
+    evaluate_every: int = 1
+    checkpoint_every: int | None = None
+    keep: int = 2
+    resume: str | os.PathLike[str] | None = None
+    cluster: Cluster | None = None
+    weights: str | None = None
+    out: str | os.PathLike[str] | None = None
+    logs: tuple[str, ...] = ()
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = {"workers": 1, "epochs": 1, "minibatches": 1, "evaluate_every": 0, "checkpoint_every": 0, "keep": 1}
+        for name, lowest in least.items():
+            count = getattr(self, name)
+            if count is not None and not (isinstance(count, int) and count >= lowest):
+                raise PipelineError(f"{name}={count!r} was asked for; give a whole number from {lowest} on")
+
+
+def model_options(options: ModelOptions) -> dict[str, Any]:
+    """Returns the fields of `ModelOptions` by name, e.g. of a recipe for a pipeline."""
+    return {one.name: getattr(options, one.name) for one in dataclasses.fields(ModelOptions)}
+
+
+def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options as JSON has them, for a summary: functions and mappings by name; other nouns are left out."""
+    found = {name: _plain(value) for name, value in options.items()}
+    return {name: value for name, value in found.items() if value is not ...}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, os.PathLike) or type(value).__name__ == "dtype":
+        return str(value)
+    if isinstance(value, (tuple, list)) and all(isinstance(item, (int, float, str)) for item in value):
+        return list(value)
+    if isinstance(value, Mapping):
+        return sorted(map(str, value))
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return ...
+
+
+_Fields = ParamSpec("_Fields")
+_Options = TypeVar("_Options")
+_First = TypeVar("_First")
+_Second = TypeVar("_Second")
+_Third = TypeVar("_Third")
+_Result = TypeVar("_Result")
+
+
+class keywords(Generic[_Fields, _Options]):
+    """Decorator: the function's last parameter, an options noun, is given by its fields as keyword arguments.
+
+    ``@keywords(TrainingOptions) def run(recipe, options)`` is called ``run(recipe, epochs=3, seed=1)``.
+    """
+
+    def __init__(self, options: Callable[_Fields, _Options]) -> None:
+        self._options = options
+
+    @overload
+    def __call__(
+        self, function: Callable[[_First, _Options], _Result]
+    ) -> Callable[Concatenate[_First, _Fields], _Result]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[[_First, _Second, _Third, _Options], _Result]
+    ) -> Callable[Concatenate[_First, _Second, _Third, _Fields], _Result]: ...
+
+    def __call__(self, function: Callable[..., _Result]) -> Callable[..., _Result]:
+        """Returns the function that takes keyword arguments."""
+        *others, last = inspect.signature(function).parameters.values()
+        own = {parameter.name for parameter in others}
+
+        @wraps(function)
+        def called(*given: Any, **named: Any) -> _Result:
+            options = self._options(**{name: value for name, value in named.items() if name not in own})  # type: ignore[call-arg]
+            return function(
+                *given, **{name: value for name, value in named.items() if name in own}, **{last.name: options}
+            )
+
+        fields = inspect.signature(self._options).parameters.values()
+        called.__signature__ = inspect.Signature([*others, *fields])  # type: ignore[attr-defined]
+        return called

@@ -1,0 +1,292 @@
+"""A job: what one run trains, settled from options, checkpoint, plan and recipe; then planned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pipedream.core.errors import PlanError, RecipeError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.phase import Phase, phases_text
+from pipedream.options import TrainingOptions
+from pipedream.planner import SHAPES, counts_of
+from pipedream.recipe import Recipe, blaming
+from pipedream.runtime.comm import process_group as process_group
+from pipedream.runtime.data.batch_adapter import BatchAdapter
+from pipedream.runtime.failure.launch import set_threads
+from pipedream.runtime.results.losses import Loss, is_torch_loss
+from pipedream.schedules import canonical
+from pipedream.training.resume import ResumePoint, check_unused, resume_point
+from pipedream.workflows import api
+from pipedream.workflows.prepare import all_flush, check_phases_fit, compensated, phases_of, planned_for
+
+__all__ = ["Job", "PlannedJob", "Process", "model_input", "plan_job", "profile_recipe", "resolve"]
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process of a run.
+
+    Attributes:
+        count: processes of the run; 1 if all workers run in this one.
+        device: torch device of this process's workers.
+        console: silent on all ranks but 0.
+        began_s: time at which the run began, by `time.perf_counter`.
+    """
+
+    rank: int
+    count: int
+    device: Any
+    console: Console
+    began_s: float
+
+    @classmethod
+    def join(cls, options: TrainingOptions) -> Process:
+        """Joins the other processes of the run, if a launcher started several."""
+        began_s = time.perf_counter()
+        device = process_group.device_of(options.device)
+        rank, count = process_group.join(device)
+        set_threads(count)
+        console = Console(quiet=options.quiet or rank != 0, highlight=False, markup=False, soft_wrap=True)
+        return cls(rank, count, device, console, began_s)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run trains, settled as far as it can be without a plan.
+
+    Attributes:
+        options: as they were given.
+        resumed: where an earlier run is continued; None for a new run.
+        schedule: a method's name or file, or 'auto'; of a run with several phases that of the one that is planned for.
+        phases: empty if the run has one method.
+        compensation: that was given or saved; None leaves it to the recipe and the methods.
+        workers: number of workers of the run.
+        folder: run folder.
+    """
+
+    options: TrainingOptions
+    recipe: Recipe
+    resumed: ResumePoint | None
+    schedule: str
+    microbatches: int | None
+    phases: tuple[Phase, ...]
+    compensation: Any
+    seed: int
+    workers: int
+    folder: Path
+
+    @property
+    def epochs(self) -> int:
+        """Epochs since the start of training."""
+        return self.options.epochs or self.recipe.epochs
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job with its plan.
+
+    Attributes:
+        profile: of the model; None if the plan was given or saved without one.
+        phases: of the run; one if the method does not change.
+        compensation: of the phases that do not flush and name none themselves; None leaves it to the methods.
+    """
+
+    job: Job
+    plan: Plan
+    profile: Profile | None
+    phases: tuple[Phase, ...]
+    compensation: Any
+
+
+def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Process) -> Job:
+    """Settles what is trained: what the options give, else the checkpoint, the plan, the recipe, the defaults.
+
+    Args:
+        make: from a seed to the recipe.
+
+    Raises:
+        PlanError: the number of workers is not that of the plan or of the processes.
+        RecipeError: weights beside a checkpoint, or a target on an unknown metric.
+        ArtifactError: the checkpoint is missing or damaged, or a new run would overwrite one.
+    """
+    resumed = resume_point(options.resume, options.out, process.rank)
+    if options.schedule and options.schedule != "auto":
+        options = replace(options, schedule=canonical(options.schedule))
+    if resumed is not None and options.weights is not None:
+        raise RecipeError("weights and a checkpoint to resume were both given; a checkpoint has its own weights")
+    schedule, microbatches = _method(options, resumed)
+    seed = options.seed if options.seed is not None else resumed.page.seed if resumed is not None else 0
+    workers = _workers(options, resumed, process.count)
+    recipe = make(seed)
+    phases = _phases(options, resumed, recipe)
+    if phases:
+        planned = planned_for(phases)
+        schedule, microbatches = planned.name, planned.microbatches
+    if recipe.target is not None and recipe.target[0] not in {"loss", *recipe.metrics}:
+        raise RecipeError(
+            f"the recipe's target is on {recipe.target[0]!r}, its metrics are {sorted(recipe.metrics)}; name one "
+            "of them, or 'loss'"
+        )
+
+    def chosen_folder() -> str:
+        saved = resumed.folder if resumed is not None else None
+        return str(options.out or saved or Path("runs") / f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
+
+    folder = Path(process_group.from_rank_0(chosen_folder, process.rank))
+    if resumed is None:
+        check_unused(folder)
+    return Job(
+        options=options,
+        recipe=recipe,
+        resumed=resumed,
+        schedule=schedule,
+        microbatches=microbatches,
+        phases=phases,
+        compensation=_compensation(options, resumed, phases, schedule),
+        seed=seed,
+        workers=workers,
+        folder=folder,
+    )
+
+
+def plan_job(job: Job, process: Process) -> PlannedJob:
+    """Plans a job, by the given plan, the checkpoint's, or a new one for a profile of the recipe's model.
+
+    Raises:
+        PlanError: no plan fits, or the plan does not have the memory for all phases.
+    """
+    options, recipe = job.options, job.recipe
+    plan, profile = options.plan, None
+    if job.resumed is not None:
+        profile, saved = job.resumed.profile, job.resumed.page.plan
+        if plan is None and saved.workers == job.workers and options.shape == "pipeline" and not options.update_delay:
+            plan = saved
+    if plan is None:
+        with blaming("while its model was profiled on its first batch"):
+            profile = profile or profile_recipe(recipe, device=str(process.device), seed=job.seed)
+        plan = api.plan(
+            profile,
+            options.cluster or Cluster.here(job.workers),
+            schedule=job.schedule,
+            microbatches=job.microbatches,
+            in_flight=options.in_flight,
+            shape=options.shape,
+            update_delay=options.update_delay,
+            all_workers=True,
+            chunks=options.chunks,
+            allow_asynchronous=options.allow_asynchronous,
+        )
+        process.console.print(f"\n{profile}")
+    elif options.in_flight != "noam":
+        plan = plan.with_depth(options.in_flight)
+    if options.recompute:
+        plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
+    schedule, microbatches, compensation = job.schedule, job.microbatches, job.compensation
+    if schedule == "auto":
+        schedule, microbatches = plan.method(None, microbatches)
+    phases = job.phases or (Phase(schedule, microbatches=microbatches),)
+    if compensation is None and not all_flush(plan, phases):
+        # A compensation that was asked of this run is refused by a method that flushes; the recipe's does not apply.
+        compensation = recipe.compensation
+    check_phases_fit(plan, compensated(plan, phases, compensation), profile)
+    return PlannedJob(job, plan, profile, phases, compensation)
+
+
+def profile_recipe(
+    recipe: Recipe,
+    *,
+    device: str = "cpu",
+    as_device: str | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
+    runs: int = 10,
+) -> Profile:
+    """Profiles a recipe's model on its first training batch, with its loss and its optimizer."""
+    batch = recipe.first_batch()
+    loss = Loss(recipe.loss, recipe.weight)
+    _, targets = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss))(batch)
+    return api.profile(
+        recipe.model,
+        model_input(recipe, batch),
+        loss=lambda output: loss.value(output, targets),
+        optimizer=recipe.optimizer,
+        device=device,
+        as_device=as_device,
+        dtype=dtype,
+        autocast=recipe.autocast,
+        seed=seed,
+        runs=runs,
+    )
+
+
+def model_input(recipe: Recipe, batch: Any) -> Any:
+    """Returns the recipe's sample, or the model's input in a batch."""
+    return recipe.sample if recipe.sample is not None else BatchAdapter(recipe.inputs).input_of(batch)
+
+
+def _method(options: TrainingOptions, resumed: ResumePoint | None) -> tuple[str, int | None]:
+    """Returns schedule and microbatches of a run with one method."""
+    schedule, microbatches = options.schedule, options.microbatches
+    if resumed is None:
+        if options.plan is not None:
+            schedule, microbatches = options.plan.method(schedule, microbatches)
+        return schedule or "pipedream", microbatches
+    page = resumed.page
+    if microbatches is None and schedule in (None, page.schedule) and page.microbatches > 1:
+        microbatches = page.microbatches
+    return schedule or page.schedule, microbatches
+
+
+def _workers(options: TrainingOptions, resumed: ResumePoint | None, processes: int) -> int:
+    """Returns the number of workers.
+
+    Raises:
+        PlanError: options, plan and processes disagree.
+    """
+    requested, config, planned = options.workers, "", 0
+    if options.plan is not None:
+        config, planned = options.plan.config, options.plan.workers
+    elif options.shape not in SHAPES:
+        counts = counts_of(options.shape)
+        config, planned = "-".join(map(str, counts)), sum(counts)
+    elif requested is None and resumed is not None and processes == 1:
+        requested = resumed.page.plan.workers
+    count = requested or planned or (processes if processes > 1 else 2)
+    if processes > 1 and count != processes:
+        raise PlanError(f"{count} workers were asked for, {processes} processes were started; make the numbers equal")
+    if planned not in (0, count):
+        raise PlanError(f"the plan {config} is for {planned} workers, {count} were asked for; plan again for {count}")
+    return count
+
+
+def _phases(options: TrainingOptions, resumed: ResumePoint | None, recipe: Recipe) -> tuple[Phase, ...]:
+    """Returns the phases of the run: the given ones, else the checkpoint's, else the recipe's; none for one method."""
+    phases = options.phases
+    if phases is None and options.schedule is None:
+        phases = recipe.phases
+        # A checkpoint keeps phases as text, which cannot hold a Schedule object: the recipe's are taken if their text
+        # is the same. A run of one method has saved none.
+        if resumed is not None:
+            saved = resumed.page.phases
+            if not phases or phases_text(phases_of(None, None, phases)) != saved:
+                phases = saved
+    return phases_of(options.schedule, options.microbatches, phases) if phases else ()
+
+
+def _compensation(
+    options: TrainingOptions, resumed: ResumePoint | None, phases: tuple[Phase, ...], schedule: str
+) -> Any:
+    if options.compensation is not None or resumed is None:
+        return options.compensation
+    if phases:
+        return resumed.page.phases_compensation if options.phases is None else None
+    return resumed.page.compensation if schedule == resumed.page.schedule else None

@@ -1,0 +1,55 @@
+"""The options of training: listed and documented once, given as keyword arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import pipedream as pd
+from pipedream.core.errors import PipelineError
+from pipedream.options import MethodOptions, ModelOptions, PipelineOptions, TrainingOptions, model_options, plain
+
+KINDS = [ModelOptions, MethodOptions, PipelineOptions, TrainingOptions, pd.Recipe]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_each_option_is_documented_where_it_is_declared(kind: Any) -> None:
+    documented = set(re.findall(r"^        ([a-z_]+):", kind.__doc__.partition("Attributes:")[2], re.MULTILINE))
+    assert documented == set(kind.__annotations__)
+
+
+def test_a_pipeline_shows_its_options() -> None:
+    names = list(inspect.signature(pd.Pipeline).parameters)
+    assert names[:2] == ["model", "plan"]
+    assert set(names[2:]) == {field.name for field in dataclasses.fields(PipelineOptions)}
+    assert set(inspect.signature(pd.run).parameters) == {
+        "recipe",
+        *(f.name for f in dataclasses.fields(TrainingOptions)),
+    }
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'epoch'"):
+        pd.run(lambda: None, epoch=1)  # type: ignore[call-arg, arg-type, return-value]
+    for wrong in ({"epochs": 0}, {"keep": 0}, {"minibatches": 1.5}, {"checkpoint_every": -1}, {"stuck_after_s": -1.0}):
+        (name,) = wrong
+        with pytest.raises(PipelineError, match=f"{name}=.* was asked for; give"):
+            TrainingOptions(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(PipelineError, match="scheduler is 3, which cannot be called; metrics is not a dict"):
+        PipelineOptions(optimizer=torch.optim.SGD, scheduler=3, metrics=[])  # type: ignore[arg-type]
+
+
+def test_options_in_a_summary() -> None:
+    options = ModelOptions(autocast=torch.bfloat16, metrics={"m": max}, scheduler=partial(max), inputs=len, sample=[{}])
+    shown = plain(model_options(options))
+    assert json.loads(json.dumps(shown)) == shown
+    assert (shown["autocast"], shown["metrics"], shown["clip"]) == ("torch.bfloat16", ["m"], "global")
+    assert (shown["scheduler"], shown["inputs"], shown["ema"]) == ("partial", "len", None)
+    assert "sample" not in shown
