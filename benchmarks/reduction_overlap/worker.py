@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import pipedream as pd
-from pipedream.runtime.update.all_reduce import Reduction
+from pipedream.runtime.update.all_reduce import GradientAllReduce
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "first_look"))
 from model import Sizes, network
@@ -78,10 +78,10 @@ def ours(sizes: Sizes, segment: int, *, early: bool, mib: int) -> float:
     with pd.Pipeline(model, plan, loss=functional.cross_entropy, optimizer=optimizer, sample=sample) as pipeline:
         (worker,) = pipeline._session.workers
         (stage_state,) = worker.stage_states.values()
-        reduction, group = stage_state.optimizer.reduction, stage_state.optimizer.replica_group
+        reduction, group = stage_state.optimizer.all_reduce, stage_state.optimizer.replica_group
         assert reduction is not None
         assert group is not None
-        stage_state.optimizer.reduction = Reduction(
+        stage_state.optimizer.all_reduce = GradientAllReduce(
             list(stage_state.versions.handles.values()), group, bucket_bytes=mib * MIB
         )
         if not early:

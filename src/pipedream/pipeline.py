@@ -27,13 +27,13 @@ from pipedream.options import PipelineOptions, keywords
 from pipedream.runtime.assemble import Settings
 from pipedream.runtime.checkpoint.writer import newest
 from pipedream.runtime.comm.message import Ending
-from pipedream.runtime.comm.process_group import device_of
+from pipedream.runtime.comm.process_group import process_device
 from pipedream.runtime.data.batch_adapter import BatchAdapter
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.runtime.results.results import Done
 from pipedream.runtime.session import Session
-from pipedream.runtime.update.loss_scale import Scaling
-from pipedream.runtime.update.tied_weights import shared_weights
+from pipedream.runtime.update.loss_scale import LossScaleOptions
+from pipedream.runtime.update.tied_weights import find_tied_weights
 from pipedream.workflows.api import layers_of
 from pipedream.workflows.prepare import compensated, evaluation_of, phases_of, prepare
 
@@ -68,8 +68,8 @@ class Pipeline:
         self._requested_phases = phases_of(options.schedule, options.microbatches, options.phases)
         self._requested_compensation = options.compensation
         self.phases = compensated(plan, self._requested_phases, options.compensation)
-        captured, scaling = layers_of(model, plan, options.sample), Scaling.of(options.grad_scaler)
-        tied = bool(shared_weights(model, [captured.layers[stage.first : stage.last] for stage in plan.stages]))
+        captured, scaling = layers_of(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)
+        tied = bool(find_tied_weights(model, [captured.layers[stage.first : stage.last] for stage in plan.stages]))
         policy = options.policy(scaling="" if scaling is None else scaling.kind, tied=tied)
         self.prepared = prepare(plan, self.phases, policy)
         self._phase = 0
@@ -104,7 +104,7 @@ class Pipeline:
                 options.autocast,
                 scaling,
             ),
-            device_of(options.device),
+            process_device(options.device),
             stuck_after_s=options.stuck_after_s,
         )
 

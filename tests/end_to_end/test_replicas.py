@@ -16,7 +16,7 @@ import torch
 from cases import Case, check, check_same, per_worker, run
 
 from pipedream.core.schedule.lowering import lower
-from pipedream.runtime.update.all_reduce import Reduction
+from pipedream.runtime.update.all_reduce import GradientAllReduce
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 
@@ -108,13 +108,13 @@ def test_vertical_sync_holds_what_its_tags_name_and_no_more(replicas: tuple[int,
 
 @pytest.mark.parametrize("method", ["pipedream", "pipedream_2bw", "gpipe"])
 def test_sums_have_started_when_the_last_backward_ends(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, close = [], Reduction.close
+    started, close = [], GradientAllReduce.close
 
-    def noted(self: Reduction, sums: list[Any], weight: float, count: int, wish: float) -> None:
+    def noted(self: GradientAllReduce, sums: list[Any], weight: float, count: int, stop_request: float) -> None:
         started.append((count, weight, self.started))
-        close(self, sums, weight, count, wish)
+        close(self, sums, weight, count, stop_request)
 
-    monkeypatch.setattr(Reduction, "close", noted)
+    monkeypatch.setattr(GradientAllReduce, "close", noted)
     run(_case((2, 1), method, drain_at=-1))
     # One bucket, this small model's whole stage; nothing has started where a replica is absent from the last round, or
     # where its last microbatch is empty.

@@ -10,8 +10,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from pipedream.core.plan.plan import Stage
 from pipedream.runtime.stage.emulated import (
+    EmulatedOptimizer,
     EmulatedStage,
-    Waiting,
     emulated_batch,
     emulated_model,
     emulated_optimizer,
@@ -97,7 +97,7 @@ def test_update_waits_and_changes_nothing() -> None:
     model = emulated_model([stage(), stage()], 1)
     named = [(name, parameter) for name, parameter in model.named_parameters() if name.startswith("stage1")]
     optimizer = emulated_optimizer([stage(), stage()])(named)
-    assert isinstance(optimizer, Waiting)
+    assert isinstance(optimizer, EmulatedOptimizer)
     model(emulated_batch(1)[0]).sum().backward()
     took = []
     for _ in range(3):

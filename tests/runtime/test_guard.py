@@ -15,7 +15,7 @@ import pytest
 
 from pipedream.runtime.failure import notes
 from pipedream.runtime.failure.heartbeat import Heartbeat
-from pipedream.runtime.failure.peers import Process, is_running
+from pipedream.runtime.failure.peers import RankProcess, is_running
 from pipedream.runtime.failure.verdict import Verdict
 
 
@@ -72,10 +72,10 @@ def store() -> Iterator[Store]:
 @pytest.fixture
 def crew(store: Store) -> Iterator[list[Heartbeat]]:
     """The heartbeats of three ranks."""
-    beats = [Heartbeat(store, rank, 3, lambda rank=rank: f"stage {rank}") for rank in range(3)]
-    yield beats
+    statuses = [Heartbeat(store, rank, 3, lambda rank=rank: f"stage {rank}") for rank in range(3)]
+    yield statuses
     store.answers.set()
-    for one in beats:
+    for one in statuses:
         one.end()
 
 
@@ -88,38 +88,38 @@ def soon(holds: Callable[[], bool]) -> bool:
 
 
 def test_each_hears_the_others(crew: list[Heartbeat]) -> None:
-    assert soon(lambda: all(len(one.beats) == 2 for one in crew))
-    assert {rank: beat.where for rank, beat in crew[0].beats.items()} == {1: "stage 1", 2: "stage 2"}
-    assert crew[0].beats[1].process == Process.this()
-    first = crew[0].beats[1].count
-    assert soon(lambda: crew[0].beats[1].count > first)
+    assert soon(lambda: all(len(one.statuses) == 2 for one in crew))
+    assert {rank: status.where for rank, status in crew[0].statuses.items()} == {1: "stage 1", 2: "stage 2"}
+    assert crew[0].statuses[1].process == RankProcess.this()
+    first = crew[0].statuses[1].count
+    assert soon(lambda: crew[0].statuses[1].count > first)
     crew[1].end()
-    assert soon(lambda: crew[0].beats[1].ended)
+    assert soon(lambda: crew[0].statuses[1].ended)
 
 
 def test_the_first_report_counts_on_every_rank(crew: list[Heartbeat]) -> None:
     verdicts = [Verdict(rank, "here", f"cause {rank}") for rank in range(3)]
     together = threading.Barrier(3)
-    told: list[object] = [None] * 3
+    failure: list[object] = [None] * 3
 
-    def tell(rank: int) -> None:
+    def report_failure(rank: int) -> None:
         together.wait()
-        told[rank] = crew[rank].tell(verdicts[rank], wait_s=10.0)
+        failure[rank] = crew[rank].report_failure(verdicts[rank], wait_s=10.0)
 
-    threads = [threading.Thread(target=tell, args=(rank,)) for rank in range(3)]
+    threads = [threading.Thread(target=report_failure, args=(rank,)) for rank in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    winner = told[0]
-    assert told == [winner] * 3
+    winner = failure[0]
+    assert failure == [winner] * 3
     assert winner in [(rank, verdicts[rank]) for rank in range(3)]
 
 
 def test_a_report_is_asked_for_now(store: Store, crew: list[Heartbeat]) -> None:
-    assert crew[0].fresh_report(5.0) is None
-    crew[1].tell(Verdict(1, "stage 1", "the ice is thin"), wait_s=5.0)
-    found = crew[0].fresh_report(5.0)
+    assert crew[0].newest_failure(5.0) is None
+    crew[1].report_failure(Verdict(1, "stage 1", "the ice is thin"), wait_s=5.0)
+    found = crew[0].newest_failure(5.0)
     assert found == (1, Verdict(1, "stage 1", "the ice is thin"))
 
 
@@ -130,7 +130,7 @@ def test_a_store_that_is_away_holds_nobody(store: Store, crew: list[Heartbeat], 
     if not gone:
         store.answers.clear()
     start = time.monotonic()
-    assert crew[0].tell(Verdict(0, "stage 0", "nobody hears this"), wait_s=0.5) is None
+    assert crew[0].report_failure(Verdict(0, "stage 0", "nobody hears this"), wait_s=0.5) is None
     assert time.monotonic() - start < 5.0
     before = crew[1].exchanges
     time.sleep(0.7)
@@ -146,7 +146,7 @@ def test_only_the_same_process_is_ended() -> None:
         assert sleeper.stdout is not None
         sleeper.stdout.readline()
         fields = Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()
-        process = replace(Process.this(), pid=sleeper.pid, started=int(fields[19]))
+        process = replace(RankProcess.this(), pid=sleeper.pid, started=int(fields[19]))
         assert not replace(process, started=process.started + 1).kill(), "another process has this id now"
         assert not replace(process, host="elsewhere").kill()
         assert not replace(process, host="").kill()
@@ -165,15 +165,15 @@ def test_only_the_same_process_is_ended() -> None:
 
 def test_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert not notes.leave_word("nobody reads this")
+    assert not notes.write_error("nobody reads this")
     for rank in (0, 1):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "run" / str(rank) / "error.json"))
-        notes.leave_word(f"word {rank}")
-        notes.leave_place(f"stage {rank}")
-    assert notes.word_in(str(tmp_path / "run" / "1" / "error.json")) == "word 1"
-    assert notes.word_in(str(tmp_path / "run" / "2" / "error.json")) is None
-    assert notes.last_place(tmp_path, 1) == "stage 1"
-    assert notes.last_place(tmp_path, 2) is None
-    assert notes.verdict_in(tmp_path) is None
-    notes.leave_word("rank 0 is silent", verdict=True)
-    assert notes.verdict_in(tmp_path) == "rank 0 is silent"
+        notes.write_error(f"word {rank}")
+        notes.write_place(f"stage {rank}")
+    assert notes.read_error(str(tmp_path / "run" / "1" / "error.json")) == "word 1"
+    assert notes.read_error(str(tmp_path / "run" / "2" / "error.json")) is None
+    assert notes.read_place(tmp_path, 1) == "stage 1"
+    assert notes.read_place(tmp_path, 2) is None
+    assert notes.read_verdict(tmp_path) is None
+    notes.write_error("rank 0 is silent", verdict=True)
+    assert notes.read_verdict(tmp_path) == "rank 0 is silent"

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipedream.runtime.results.losses import Loss, is_torch_loss, measure
+from pipedream.runtime.results.losses import Loss, is_torch_loss, metric_sums
 
 N, C = 10, 4
 CLASSES = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
@@ -82,7 +82,7 @@ def test_the_weighted_mean_of_the_pieces_is_the_mean_of_the_whole(name: str, par
     extents = set()
     for x, y in zip(torch.tensor_split(output, parts), torch.tensor_split(targets, parts), strict=True):
         value, weight, is_sum = loss(x, y, len(x), len(x) / N)
-        extents.add(round(loss.extent(x, y, len(x), len(x) / N) / (len(x) / N)))
+        extents.add(round(loss.weight_from_shapes(x, y, len(x), len(x) / N) / (len(x) / N)))
         if weight:
             total, weights = total + float(value) * (1.0 if is_sum else weight), weights + weight
     assert len(extents) == 1  # each piece knows about how much the whole counts
@@ -122,4 +122,4 @@ def test_what_is_no_loss_is_refused() -> None:
 
 def test_a_metric_is_a_mean_over_samples_or_a_pair() -> None:
     metrics = {"mean": lambda output, y: output.mean(), "pair": lambda output, y: (torch.tensor(6), 4)}
-    assert measure(metrics, torch.full((3,), 2.0), None, 3) == ((6.0, 3.0), (6.0, 4.0))
+    assert metric_sums(metrics, torch.full((3,), 2.0), None, 3) == ((6.0, 3.0), (6.0, 4.0))

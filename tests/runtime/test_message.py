@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from pipedream.runtime.comm.message import (
     Content,
     Message,
-    copied,
+    copy_as_received,
     decode_header,
     dimension_order,
     encode_header,
     join_payload,
-    take_payload,
+    split_payload,
 )
 
 CPU = torch.device("cpu")
@@ -64,28 +64,30 @@ def test_a_message_arrives_as_it_was(message: Message, wanted: list[bool]) -> No
     payload = join_payload(message, CPU)
     header, size, specs = decode_header(encode_header(message, payload.numel()))
     assert size == payload.numel()
-    found = take_payload(header, specs, payload.clone())
+    found = split_payload(header, specs, payload.clone())
     assert replace(found, tensors=()) == replace(message, tensors=())
     for there, here in zip(found.tensors, message.tensors, strict=True):
         assert (there is None) == (here is None)
         if there is not None and here is not None:
             assert there.dtype == here.dtype
             assert torch.equal(there, here)
-            assert dimension_order(there) == dimension_order(copied(here))
-            assert there.stride() == copied(here).stride(), "in one process and over a wire the layout is the same"
+            assert dimension_order(there) == dimension_order(copy_as_received(here))
+            assert there.stride() == copy_as_received(here).stride(), (
+                "in one process and over a wire the layout is the same"
+            )
 
 
 def test_a_transposed_tensor_keeps_its_order_of_memory() -> None:
     for tensor in (torch.randn(3, 4, 5).transpose(0, 1), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)):
-        assert copied(tensor).stride() == tensor.stride()
-        assert copied(tensor).data_ptr() != tensor.data_ptr()
+        assert copy_as_received(tensor).stride() == tensor.stride()
+        assert copy_as_received(tensor).data_ptr() != tensor.data_ptr()
 
 
 def test_tensors_of_one_message_enter_a_graph_apart_from_each_other() -> None:
     message = Message(0, tensors=(torch.ones(2), torch.ones(3), torch.ones(4)))
     payload = join_payload(message, CPU)
     _, _, specs = decode_header(encode_header(message, payload.numel()))
-    assert not any(t._is_view() for t in take_payload(message, specs, payload).tensors)
+    assert not any(t._is_view() for t in split_payload(message, specs, payload).tensors)
 
 
 def test_what_does_not_fit_into_a_header_is_refused() -> None:

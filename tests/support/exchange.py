@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedGroup, DistributedReceiver, DistributedSender
 from pipedream.runtime.comm.message import Content, Message
-from pipedream.runtime.update.all_reduce import add_up_all
+from pipedream.runtime.update.all_reduce import all_reduce_many
 
 SIZES = {
     "equal": [5] * 8,
@@ -41,7 +41,7 @@ def exchange(depths: list[int]) -> dict[str, list[tuple[int, int, float, str, li
             first = 2 * (i * len(depths) + j)
             out = ChannelEndpoint(peer, first + dist.get_rank(), depth, group, group, cpu)
             back = ChannelEndpoint(peer, first + peer, depth, group, group, cpu)
-            sender, receiver = DistributedSender(out, most_out=len(sizes)), DistributedReceiver(back)
+            sender, receiver = DistributedSender(out, max_unread=len(sizes)), DistributedReceiver(back)
             for number, size in enumerate(sizes):
                 sender.send(message_of(number, size))
             found = [receiver.receive().result() for _ in sizes]
@@ -53,7 +53,7 @@ def exchange(depths: list[int]) -> dict[str, list[tuple[int, int, float, str, li
             sender.close()
             assert sender.sent_bytes > 0 or not any(sizes)
     ones = [torch.full((2, 3), float(dist.get_rank() + 1)), torch.tensor(dist.get_rank() + 1), torch.ones(4).double()]
-    adding = add_up_all(DistributedGroup(group), ones)
+    adding = all_reduce_many(DistributedGroup(group), ones)
     try:
         while True:
             next(adding)

@@ -63,9 +63,9 @@ def _failed(error: PipelineError) -> int:
         return status  # the worker that failed says it
     text = f"pipedream: {error}"
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from pipedream.runtime.failure.notes import is_launched_here, leave_word
+        from pipedream.runtime.failure.notes import is_launched_here, write_error
 
-        if leave_word(text) and is_launched_here():
+        if write_error(text) and is_launched_here():
             return status  # our own launcher prints it
         if os.environ.get("RANK", "0") != "0" and not isinstance(error, WorkerError):
             return status  # all ranks found the same; rank 0 says it

@@ -33,11 +33,11 @@ def probe(
         from pipedream.runtime.failure.launch import launch  # torch is loaded only where workers run
 
         raise typer.Exit(launch(workers, ["-m", "pipedream.cli", *sys.argv[1:]]))
-    from pipedream.runtime.comm.process_group import leave
+    from pipedream.runtime.comm.process_group import leave_group
     from pipedream.workflows.probe import probe as probed
 
     survey = probed(device=device, most_s=seconds)
-    leave()
+    leave_group()
     cluster = survey.cluster()
     if int(os.environ.get("RANK", "0")) != 0:
         return

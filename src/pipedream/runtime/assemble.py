@@ -20,13 +20,13 @@ from pipedream.runtime.results.losses import Loss, Metric
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer
 from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
-from pipedream.runtime.stage.saved_tensors import Saved
+from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
 from pipedream.runtime.stage.stage_module import StageModule, low_precision_weights
 from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.stage_state import StageState
-from pipedream.runtime.update.loss_scale import LossScale, Scaling
+from pipedream.runtime.update.loss_scale import LossScale, LossScaleOptions
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
-from pipedream.runtime.update.tied_weights import Shared, TiedSum, own_copies
+from pipedream.runtime.update.tied_weights import TiedGradientSum, TiedWeights, copies_of_tied
 from pipedream.runtime.update_barrier import UpdateBarrier
 from pipedream.runtime.worker import Worker
 
@@ -62,7 +62,7 @@ class Settings:
     policy: Policy = field(default_factory=Policy)
     ema: float | None = None
     autocast: torch.dtype | None = None
-    scaling: Scaling | None = None
+    scaling: LossScaleOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Connections:
     pairs: Mapping[int, dist.ProcessGroup]
 
 
-def connect(program: Program, device: torch.device, shared: Sequence[Shared] = ()) -> Connections:
+def connect(program: Program, device: torch.device, shared: Sequence[TiedWeights] = ()) -> Connections:
     """Makes the process groups of a program, or of several over the same channels; every rank calls it.
 
     Args:
@@ -111,7 +111,7 @@ def local_workers(
     handles: Sequence[dict[str, nn.Parameter]],
     settings: Settings,
     device: torch.device,
-    shared: Sequence[Shared] = (),
+    shared: Sequence[TiedWeights] = (),
 ) -> list[Worker]:
     """Returns all workers, joined by queues.
 
@@ -147,7 +147,7 @@ def local_workers(
                 device,
                 sums[stage].member(replica) if placement.replicas[stage] > 1 else None,
                 shared,
-                copies=own_copies(own_handles, stage, shared) if not replica else None,
+                copies=copies_of_tied(own_handles, stage, shared) if not replica else None,
             )
         crew.append(
             _worker(
@@ -179,7 +179,7 @@ def distributed_worker(
     device: torch.device,
     wires: Connections,
     remote_forwards: dict[int, RemoteForward],
-    shared: Sequence[Shared] = (),
+    shared: Sequence[TiedWeights] = (),
 ) -> Worker:
     """Returns this process's worker, joined to the others by torch.distributed.
 
@@ -190,7 +190,7 @@ def distributed_worker(
         wires: of `connect`.
     """
     program, placement = programs[0], programs[0].placement
-    most_out = _most_out(programs)
+    max_unread = _most_out(programs)
     in_flight = [max(counts) for counts in zip(*map(most_in_flight, programs), strict=True)]
     senders: dict[int, Sender] = {}
     receivers: dict[int, Receiver] = {}
@@ -219,7 +219,7 @@ def distributed_worker(
             peer = other if rank == owner else owner
             line = ChannelEndpoint(peer, number, 2, wires.everyone, wires.everyone, cpu)
             if rank == owner:
-                result_senders[other] = DistributedSender(line, most_out)
+                result_senders[other] = DistributedSender(line, max_unread)
             else:
                 result_receivers[owner] = DistributedReceiver(line)
     stage_states = {
@@ -232,7 +232,7 @@ def distributed_worker(
             device,
             DistributedGroup(group) if (group := wires.stages[stage]) is not None else None,
             shared,
-            copies=own_copies(handles[stage], stage, [one.among(handles) for one in shared]),
+            copies=copies_of_tied(handles[stage], stage, [one.among(handles) for one in shared]),
         )
         for stage, _ in placement.stage_replicas(rank)
     }
@@ -302,7 +302,7 @@ def _stage_state(
     settings: Settings,
     device: torch.device,
     replica_group: Group | None,
-    shared: Sequence[Shared],
+    shared: Sequence[TiedWeights],
     copies: dict[str, nn.Parameter] | None = None,
 ) -> StageState:
     """Returns a seat; `copies` are trained in the place of the handles, where another seat has some of these too."""
@@ -325,10 +325,12 @@ def _stage_state(
             replicas=plan.replicas[stage],
             replica_group=replica_group,
             ema=settings.ema,
-            spoken_for=[list(handles).index(name) for one in shared if stage in one.stages[1:] for name in one.names],
+            counted_elsewhere=[
+                list(handles).index(name) for one in shared if stage in one.stages[1:] for name in one.names
+            ],
             loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,
         ),
-        saved=Saved() if any(rule.backward_rule == "graph" for rule in moves) else None,
+        saved=SavedTensorHooks() if any(rule.backward_rule == "graph" for rule in moves) else None,
     )
     stage_state.check(programs, stage)
     return stage_state
@@ -371,12 +373,12 @@ def _worker(
     settings: Settings,
     device: torch.device,
     everyone: Group,
-    tied: Sequence[tuple[Shared, Group]] = (),
+    tied: Sequence[tuple[TiedWeights, Group]] = (),
 ) -> Worker:
     replicas = program.placement.replicas
     trained = {stage: stage_state.optimizer.named for stage, stage_state in stage_states.items()}
     sums = [
-        TiedSum(one, {stage: trained[stage] for stage in one.among(stage_states).stages}, replicas, group)
+        TiedGradientSum(one, {stage: trained[stage] for stage in one.among(stage_states).stages}, replicas, group)
         for one, group in tied
     ]
     results = Results(rank, program.placement.ranks[-1], result_senders, result_receivers, list(settings.metrics))

@@ -1,7 +1,7 @@
 """The two clocks that a worker can run on (the idea is SimPy's: one program, two environments).
 
-`in_process` runs all workers in one thread and turns to the next one that can go on; deterministic, good
-for tests, notebooks and debuggers. `on_wire` runs this process's one worker and really waits.
+`run_in_process` runs all workers in one thread and turns to the next one that can go on; deterministic, good
+for tests, notebooks and debuggers. `run_distributed` runs this process's one worker and really waits.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 from pipedream.core.errors import DeadlockError
 from pipedream.runtime.comm.channel import Pending
 
-__all__ = ["in_process", "on_wire"]
+__all__ = ["run_distributed", "run_in_process"]
 
 
-def in_process(workers: Sequence[Generator[Any, None, None]], abreast: Sequence[int]) -> Iterator[Any]:
+def run_in_process(workers: Sequence[Generator[Any, None, None]], input_ranks: Sequence[int]) -> Iterator[Any]:
     """Runs workers by turns; yields what the lead worker yields beside what it waits for.
 
     Args:
         workers: all of them.
-        abreast: those of the input stage, the lead first. None of them goes on after a result before the lead
+        input_ranks: those of the input stage, the lead first. None of them goes on after a result before the lead
             has given the same one: what the loop then asks for (a drain) meets all of them at the same place, as
             it does where each is a process with a loop of its own.
 
@@ -28,7 +28,7 @@ def in_process(workers: Sequence[Generator[Any, None, None]], abreast: Sequence[
         DeadlockError: no worker can go on. (The verifier excludes it.)
     """
     waiting: dict[int, Pending[Any] | None] = dict.fromkeys(range(len(workers)))
-    lead, given = abreast[0], dict.fromkeys(abreast, 0)
+    lead, given = input_ranks[0], dict.fromkeys(input_ranks, 0)
     while waiting:
         moved = False
         for number in list(waiting):
@@ -54,7 +54,7 @@ def in_process(workers: Sequence[Generator[Any, None, None]], abreast: Sequence[
             raise DeadlockError(f"workers {sorted(waiting)} wait for each other")
 
 
-def on_wire(worker: Generator[Any, None, None]) -> Iterator[Any]:
+def run_distributed(worker: Generator[Any, None, None]) -> Iterator[Any]:
     """Runs one worker; it waits inside each `Pending.result`. Yields the rest of what it yields."""
     for event in worker:
         if not isinstance(event, Pending):

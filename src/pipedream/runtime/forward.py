@@ -16,16 +16,16 @@ from pipedream.runtime.comm.values import flatten, to_device, unflatten
 from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer
-from pipedream.runtime.stage.recompute import Run
+from pipedream.runtime.stage.recompute import ForwardFunction
 from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
 from pipedream.runtime.stage.stage_module import SavedForward, outputs_of
 from pipedream.runtime.stage_state import StageState
 
-__all__ = ["Forwards", "Stream"]
+__all__ = ["DataStream", "ForwardRunner"]
 
 
 @dataclass(frozen=True)
-class Stream:
+class DataStream:
     """What one stream of a rank is.
 
     Attributes:
@@ -51,7 +51,7 @@ class Stream:
         return self.base * self.split + index
 
 
-class Forwards:
+class ForwardRunner:
     """Forwards of a rank. Life: `begin` a stream; then one call for each microbatch at a stage.
 
     Args:
@@ -79,12 +79,14 @@ class Forwards:
         self._device = device
         self._where = where
 
-    def begin(self, program: Program, stream: Stream) -> None:
+    def begin(self, program: Program, stream: DataStream) -> None:
         """Gets ready for a stream."""
         self._program, self._stream = program, stream
         self._last = program.placement.stages - 1
 
-    def training(self, op: Op, stage_state: StageState | RemoteForward, message: Message) -> tuple[SavedForward, Run]:
+    def for_training(
+        self, op: Op, stage_state: StageState | RemoteForward, message: Message
+    ) -> tuple[SavedForward, ForwardFunction]:
         """Returns what is kept of a microbatch for its backward, and its forward, which fills that in."""
         # The tags tell what was read, so that they can be compared with what is asked for here.
         weights, version = stage_state.read(self._program.weights.forward_version(op.stage, op.index))
@@ -95,12 +97,14 @@ class Forwards:
             if op.stage == 0:
                 value = self._value_of(message)
             else:
-                value, held.entries = stage_state.module.enter(message.structure, message.tensors, message.gradients)
+                value, held.graph_inputs = stage_state.module.enter(
+                    message.structure, message.tensors, message.gradients
+                )
             read = stage_state.read_again(held) if again else weights
             output = stage_state.forward(value, read, self._stream.number(op.index), op.stage == 0)
             if targets is None:
                 structure, held.outputs, wants = outputs_of(output)
-                return message.carrying(structure, held.outputs, wants, version)
+                return message.with_tensors(structure, held.outputs, wants, version)
             key, wanted = self._stream.minibatch(op.index), self._value_of(targets)
             with stage_state.module.casting():
                 value, held.weight, held.scale = self._scorer.score(
@@ -111,16 +115,16 @@ class Forwards:
 
         return held, run
 
-    def again(self, op: Op, stage_state: StageState, message: Message) -> SavedForward:
+    def recompute(self, op: Op, stage_state: StageState, message: Message) -> SavedForward:
         """Returns what a forward elsewhere has left of a microbatch: its input, on which the backward does it again."""
         stage_state.next_forward = op.index + 1
         if message.content is Content.EMPTY:
             return SavedForward(None, (), (), (), op.index)
-        held, run = self.training(op, stage_state, message)
-        held.again = lambda: run(message, True)
+        held, run = self.for_training(op, stage_state, message)
+        held.recompute = lambda: run(message, True)
         return held
 
-    def alone(self, op: Op, stage_state: StageState | RemoteForward, message: Message) -> Message:
+    def without_backward(self, op: Op, stage_state: StageState | RemoteForward, message: Message) -> Message:
         """Runs a forward that has no backward."""
         there: AbstractContextManager[None] = nullcontext()
         if isinstance(stage_state, RemoteForward):
@@ -132,15 +136,15 @@ class Forwards:
                 self._value_of(message), leaves, self._stream.number(op.index), op.stage == 0
             )
             if op.stage < self._last:
-                return message.carrying(*flatten(output))
+                return message.with_tensors(*flatten(output))
             if self._stream.predicts:
-                self._results.give_output(op.index, message.carrying(*flatten(output)))
+                self._results.send_output(op.index, message.with_tensors(*flatten(output)))
             else:
                 with stage_state.module.casting():
-                    self._scorer.assess(message, output, self._value_of(self._mailbox.take("input", op)))
+                    self._scorer.score_evaluation(message, output, self._value_of(self._mailbox.take("input", op)))
         return message
 
-    def lend(self, stage: int, index: int, stage_state: StageState, weight_packet: WeightPacket) -> Message:
+    def pack_weights(self, stage: int, index: int, stage_state: StageState, weight_packet: WeightPacket) -> Message:
         """Returns the weights of a seat for the forwards from a microbatch on, which are elsewhere."""
         version = self._program.weights.forward_version(stage, index) if self._stream.trains else 0
         leaves = stage_state.versions.peek(version).leaves if self._stream.trains else self._leaves_of(stage_state)

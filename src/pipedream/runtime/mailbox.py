@@ -14,7 +14,7 @@ from pipedream.core.plan.placement import Placement
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.program import Channel
 from pipedream.runtime.comm.channel import Receiver, Sender
-from pipedream.runtime.comm.message import Content, Ending, Message, copied
+from pipedream.runtime.comm.message import Content, Ending, Message, copy_as_received
 
 __all__ = ["Mailbox"]
 
@@ -88,11 +88,11 @@ class Mailbox:
         """Drops what an op did not read, if it has come."""
         self._inbox.pop((carries, op.stage, op.index), None)
 
-    def hand_on(self, carries: str, target: int, message: Message) -> None:
+    def put(self, carries: str, target: int, message: Message) -> None:
         """Gives what an op made to its send, or to a stage of this rank."""
         if self._placement.ends(carries, target, target, message.microbatch)[1] == self._rank:
             # A copy, as a wire makes it: the stage may write into what it got.
-            tensors = tuple(None if t is None else copied(t) for t in message.tensors)
+            tensors = tuple(None if t is None else copy_as_received(t) for t in message.tensors)
             self._inbox[carries, target, message.microbatch] = replace(message, tensors=tensors)
         else:
             self._outbox[carries, target, message.microbatch] = message

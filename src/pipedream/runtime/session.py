@@ -32,10 +32,10 @@ from pipedream.runtime.assemble import (
 )
 from pipedream.runtime.checkpoint import parameters
 from pipedream.runtime.checkpointing import Checkpointer, share_with_replicas
-from pipedream.runtime.clock import in_process, on_wire
+from pipedream.runtime.clock import run_distributed, run_in_process
 from pipedream.runtime.comm.channel import Receiver, Sender, close_all
 from pipedream.runtime.comm.message import Ending
-from pipedream.runtime.comm.process_group import agree, gather_texts, join
+from pipedream.runtime.comm.process_group import check_same_on_all_ranks, gather_texts, join_group
 from pipedream.runtime.data.batch_adapter import AdaptBatch
 from pipedream.runtime.data.microbatches import Microbatches
 from pipedream.runtime.data.reader import EpochRange
@@ -45,7 +45,7 @@ from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.failure.interrupts import Interrupts
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S
 from pipedream.runtime.results.results import Done, Output
-from pipedream.runtime.update.tied_weights import shared_weights, spread
+from pipedream.runtime.update.tied_weights import broadcast_tied, find_tied_weights
 from pipedream.runtime.worker import Worker
 
 __all__ = ["Session"]
@@ -89,7 +89,7 @@ class Session:
         self._programs = programs
         program = programs[0]
         self.device = device
-        self.rank, processes = join(device)
+        self.rank, processes = join_group(device)
         self._settings = settings
         stages = program.plan.stages
         self._names = [parameters.stage_names(graph, stage.first, stage.last) for stage in stages]
@@ -102,7 +102,7 @@ class Session:
         if processes == 1:
             parameters.materialise(model, named, device, settings.seed)
             handles = [parameters.trained(model, names) for names in self._names]
-            shared = shared_weights(model, [layers[stage.first : stage.last] for stage in stages])
+            shared = find_tied_weights(model, [layers[stage.first : stage.last] for stage in stages])
             self.workers = local_workers(programs, evaluation, named, handles, settings, device, shared)
             self._names_here = {name for names in self._names for name in names}
             self._handing: list[Sender | Receiver] = []
@@ -117,8 +117,8 @@ class Session:
         self.checkpointer = Checkpointer(model, self.workers, self._names, self._group, writing, device)
         self.interrupts = Interrupts(patient=self.distributed)
         for worker in self.workers:
-            worker.wishes_to_stop = lambda: self.interrupts.heard
-        self._activity.where_op = lambda: self.lead.where
+            worker.stop_requested = lambda: self.interrupts.heard
+        self._activity.describe_op = lambda: self.lead.where
         if self.distributed:
             self.lead.activity = self._activity
         self._activity.place = _LOOP
@@ -131,12 +131,14 @@ class Session:
                 f"the plan {program.plan.config} needs {placement.workers} workers, but {processes} processes were "
                 f"started; start {placement.workers} (--workers or --nproc-per-node), or plan for {processes}"
             )
-        shared = shared_weights(model, [[layer for _, layer in named[s.first : s.last]] for s in program.plan.stages])
+        shared = find_tied_weights(
+            model, [[layer for _, layer in named[s.first : s.last]] for s in program.plan.stages]
+        )
         wires = connect(program, self.device, shared)
         self._group = wires.everyone
         store = dist.distributed_c10d._get_default_store()
         self._guard = Guard(store, self.rank, processes, self._activity, stuck_after_s=self._stuck_after_s)
-        agree("plan or schedule", "\n".join(p.to_json() for p in self._programs), self._group)
+        check_same_on_all_ranks("plan or schedule", "\n".join(p.to_json() for p in self._programs), self._group)
         own_stages = [stage for stage, _ in placement.stage_replicas(self.rank)]
         own = {name for stage in own_stages for name in self._names[stage]}
         self._names_here = own
@@ -145,7 +147,7 @@ class Session:
             span = program.plan.stages[stage]
             parameters.materialise(model, named[span.first : span.last], self.device, self._settings.seed)
         parameters.share_initial(model, self._names, placement, self.rank, self._group, drawn)
-        spread(model, shared, wires.holders, placement, self.rank)
+        broadcast_tied(model, shared, wires.holders, placement, self.rank)
         foreign = {stage: parameters.trained(model, self._names[stage]) for stage, _ in placement.visits(self.rank)}
         remote_forwards = remote_forwards_of(self.rank, program, named, foreign, self._settings, self.device)
         parameters.drop_foreign(model, own)
@@ -278,7 +280,11 @@ class Session:
             self._data.close_evaluation()
 
     def _run(self, streams: Sequence[Generator[Any, None, None]]) -> Iterator[Any]:
-        events = on_wire(streams[0]) if len(streams) == 1 else in_process(streams, self.program.placement.readers)
+        events = (
+            run_distributed(streams[0])
+            if len(streams) == 1
+            else run_in_process(streams, self.program.placement.readers)
+        )
         self._activity.place = None
         try:
             for event in events:

@@ -17,13 +17,13 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.tagged import Interpolated
 from pipedream.core.schedule.weights import WeightRule
 from pipedream.runtime.comm.channel import Pending
-from pipedream.runtime.stage.predictions import Intermediate, WeightPredictions
+from pipedream.runtime.stage.predictions import InterpolatedWeights, WeightPredictions
 from pipedream.runtime.stage.recompute import Recomputation
-from pipedream.runtime.stage.saved_tensors import Saved
+from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.velocity import check_velocity
 from pipedream.runtime.stage.versions import Versions, WeightSet
-from pipedream.runtime.update.all_reduce import add_up_all
+from pipedream.runtime.update.all_reduce import all_reduce_many
 from pipedream.runtime.update.compensation import check_compensations
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 
@@ -49,8 +49,8 @@ class StageState:
     optimizer: Optimizer
     recomputation: Recomputation | None = None
     predictions: WeightPredictions | None = None
-    intermediate: Intermediate | None = None
-    saved: Saved | None = None
+    intermediate: InterpolatedWeights | None = None
+    saved: SavedTensorHooks | None = None
     next_forward: int = 0
     tags: list[tuple[int, int, int]] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
@@ -82,8 +82,8 @@ class StageState:
         self.optimizer.switch_to(program.updates, stage, late, clock, mean_staleness=mean)
         self.versions.switch_to(rule.held_until is None or rule.kept_until(stage) is not None)
         if self.saved is not None:
-            self.saved.switch_to(leads=rule.backward_rule == "graph" and rule.held_until is not None)
-        self.intermediate = Intermediate(rule.between, self.versions) if isinstance(rule, Interpolated) else None
+            self.saved.switch_to(redirects=rule.backward_rule == "graph" and rule.held_until is not None)
+        self.intermediate = InterpolatedWeights(rule.between, self.versions) if isinstance(rule, Interpolated) else None
         self.recomputation = Recomputation(self.module) if program.plan.stages[stage].recompute else None
         before = {} if self.predictions is None else self.predictions.tensors()
         self.predictions = (
@@ -113,7 +113,7 @@ class StageState:
         floats = [b for n in norms for b in (n.running_mean, n.running_var) if b is not None]
         counts = [n.num_batches_tracked for n in norms if n.num_batches_tracked is not None]
         news = [count - before for count, before in zip(counts, self._counts, strict=True)]
-        sums = yield from add_up_all(group, [*floats, *news])
+        sums = yield from all_reduce_many(group, [*floats, *news])
         with torch.no_grad():
             for buffer, total in zip(floats, sums, strict=False):
                 buffer.copy_(total / self.optimizer.replicas)
@@ -140,22 +140,22 @@ class StageState:
         assert held.weights is not None
         if self._rule.backward_rule == "stash":
             return held.weights
-        held.redone = self._newer(held)
-        return held.redone
+        held.recomputed_weights = self._newer(held)
+        return held.recomputed_weights
 
     def _newer(self, held: SavedForward) -> WeightSet:
         """Returns the weights of a backward that does not read those of its forward."""
         assert held.weights is not None
         return self.versions.peek() if self.intermediate is None else self.intermediate.read(held.weights)
 
-    def at_forward(self) -> AbstractContextManager[None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         """Returns the context of a forward that has read a version, or a view of it."""
         return nullcontext() if self.predictions is None else self.predictions.forward()
 
-    def at_backward(self, held: SavedForward) -> AbstractContextManager[None]:
+    def backward_context(self, held: SavedForward) -> AbstractContextManager[None]:
         """Returns the context of a backward."""
-        if self.saved is not None and self.saved.leads:
-            return self.saved.led_to(self._newer(held))
+        if self.saved is not None and self.saved.redirects:
+            return self.saved.redirected_to(self._newer(held))
         return nullcontext() if self.predictions is None else self.predictions.backward()
 
     def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
@@ -163,10 +163,10 @@ class StageState:
         layers = partial(self.module.forward, value, read.leaves, microbatch, first)
         return layers() if self.saved is None else self.saved.run(layers, value, read)
 
-    def give(self, index: int, gradient: torch.Tensor) -> None:
+    def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
         """Takes a handle's gradient from the last backward before an update, while that still runs."""
-        assert self.optimizer.reduction is not None
-        self.optimizer.reduction.put(index, self.gradients.complete(index, gradient))
+        assert self.optimizer.all_reduce is not None
+        self.optimizer.all_reduce.put(index, self.gradients.complete(index, gradient))
 
     def add(self, held: SavedForward, found: list[torch.Tensor | None]) -> None:
         """Takes in a microbatch's gradients of the weights, with which the seat is done with it."""

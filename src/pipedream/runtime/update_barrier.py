@@ -20,7 +20,7 @@ from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Group, Pending
 from pipedream.runtime.stage_state import StageState
-from pipedream.runtime.update.tied_weights import TiedSum
+from pipedream.runtime.update.tied_weights import TiedGradientSum
 
 __all__ = ["UpdateBarrier"]
 
@@ -39,14 +39,14 @@ class UpdateBarrier:
     """
 
     def __init__(
-        self, policy: Policy, group: Group, stage_states: Mapping[int, StageState], tied: Sequence[TiedSum] = ()
+        self, policy: Policy, group: Group, stage_states: Mapping[int, StageState], tied: Sequence[TiedGradientSum] = ()
     ) -> None:
         self._limit, self._skips = policy.clip_grad_norm, policy.skips
         self._locally = policy.clip == "local"
         self._group = group
         self._stage_states = stage_states
         self._tied = tuple(tied)
-        self._hears_of_all = False
+        self._is_global = False
         self._delay = 0
         self._prepared: dict[int, tuple[float, bool]] = {}
         self._norms: deque[Pending[torch.Tensor]] = deque()
@@ -55,50 +55,50 @@ class UpdateBarrier:
     def switch_to(self, program: Program) -> None:
         """Takes up another program, at a drain."""
         wanted = self._skips or (self._limit is not None and not self._locally)
-        self._hears_of_all = wanted and program.couples_updates
+        self._is_global = wanted and program.couples_updates
         self._delay = program.norm_delay
 
-    def prepare(self, stage: int, wish: float) -> Generator[Any, None, tuple[float, bool]]:
+    def prepare(self, stage: int, stop_request: float) -> Generator[Any, None, tuple[float, bool]]:
         """Prepares the update of a stage as `Optimizer.prepare`, and decides over it; yields where it would wait."""
-        if not self._hears_of_all and not self._tied:
+        if not self._is_global and not self._tied:
             stage_state = self._stage_states[stage]
-            prepared = yield from stage_state.optimizer.prepare(stage_state.gradients, wish)
-            self._decide_alone(stage_state)
+            prepared = yield from stage_state.optimizer.prepare(stage_state.gradients, stop_request)
+            self._decide_locally(stage_state)
             return prepared
         if not self._prepared:
             gathered = {}
             for number, stage_state in self._stage_states.items():
-                gathered[number] = yield from stage_state.optimizer.gather(stage_state.gradients, wish)
+                gathered[number] = yield from stage_state.optimizer.gather(stage_state.gradients, stop_request)
             for one in self._tied:
-                yield from one.add_up({number: found.sums for number, found in gathered.items()})
+                yield from one.all_reduce({number: found.sums for number, found in gathered.items()})
             self._prepared = {
                 n: stage_state.optimizer.normalise(gathered[n]) for n, stage_state in self._stage_states.items()
             }
-            if self._hears_of_all:
-                yield from self._decide_together()
+            if self._is_global:
+                yield from self._decide_globally()
             else:
                 for stage_state in self._stage_states.values():
-                    self._decide_alone(stage_state)
+                    self._decide_locally(stage_state)
         return self._prepared.pop(stage)
 
-    def settle(self) -> Generator[Any, None, None]:
+    def finish(self) -> Generator[Any, None, None]:
         """Hears of all norms that are on their way, at a drain; yields where it would wait."""
         while self._norms:
-            yield from self._hear()
+            yield from self._next_norm()
 
-    def _decide_alone(self, stage_state: StageState) -> None:
+    def _decide_locally(self, stage_state: StageState) -> None:
         if self._limit is not None or self._skips:
-            square = stage_state.optimizer.squares
+            square = stage_state.optimizer.norm_square
             self._decide(stage_state, square, square)
 
-    def _decide_together(self) -> Generator[Any, None, None]:
-        squares = {stage: stage_state.optimizer.squares for stage, stage_state in self._stage_states.items()}
+    def _decide_globally(self) -> Generator[Any, None, None]:
+        squares = {stage: stage_state.optimizer.norm_square for stage, stage_state in self._stage_states.items()}
         # Replicas hold the same gradients after their sum: each gives its share of the stage's square.
         mine = sum(squares[stage] / stage_state.optimizer.replicas for stage, stage_state in self._stage_states.items())
-        self._norms.append(self._group.add_up(torch.tensor([mine], dtype=torch.float64)))
+        self._norms.append(self._group.all_reduce(torch.tensor([mine], dtype=torch.float64)))
         heard = 0.0
         if len(self._norms) > self._delay:
-            heard = yield from self._hear()
+            heard = yield from self._next_norm()
         for stage, stage_state in self._stage_states.items():
             own = squares[stage]
             if not self._delay:
@@ -107,7 +107,7 @@ class UpdateBarrier:
                 # The global norm of this very update is no less than the stage's own, whatever the older one was.
                 self._decide(stage_state, own, max(own, self.norm_square))
 
-    def _hear(self) -> Generator[Any, None, float]:
+    def _next_norm(self) -> Generator[Any, None, float]:
         pending = self._norms.popleft()
         if not pending.ready():
             yield pending

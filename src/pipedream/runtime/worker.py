@@ -21,7 +21,7 @@ from pipedream.runtime.comm.channel import Pending, Receiver, Sender
 from pipedream.runtime.comm.message import Content, Ending, Message
 from pipedream.runtime.data.microbatches import Microbatches
 from pipedream.runtime.failure.activity import Activity
-from pipedream.runtime.forward import Forwards, Stream
+from pipedream.runtime.forward import DataStream, ForwardRunner
 from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.recorder import Recorder
 from pipedream.runtime.results.results import Done, Output, Results
@@ -91,15 +91,15 @@ class Worker:
         self.ending = Ending.DATA
         self._total: int | None = None
         self._mailbox = Mailbox(rank, program.placement, program.channels, senders, receivers)
-        self._forwards = Forwards(rank, self._mailbox, scorer, results, device, lambda: self.where)
+        self._forwards = ForwardRunner(rank, self._mailbox, scorer, results, device, lambda: self.where)
         self.done_minibatches = 0
         self.clock = 0
         self.trained: dict[int, tuple[int, int]] = {}
         self._at: tuple[Program, Instruction] | None = None
         self.activity = Activity()
-        self.wishes_to_stop: Callable[[], bool] = lambda: False
+        self.stop_requested: Callable[[], bool] = lambda: False
         self.switch_to(program, 0)
-        self._begin(Stream(), None)
+        self._begin(DataStream(), None)
 
     def switch_to(self, program: Program, phase: int) -> None:
         """Takes up a verified program over the same channels, at a drain; `phase` is its number in the run."""
@@ -124,13 +124,13 @@ class Worker:
         Raises:
             WorkerError: an op failed; names rank, stage, op and cause.
         """
-        stream = Stream(self.program.microbatches, self.done_minibatches, trains=True)
+        stream = DataStream(self.program.microbatches, self.done_minibatches, trains=True)
         self._begin(stream, data, self.program.round_minibatches, until)
         self._mailbox.begin(self.program.microbatches)
         for stage_state in self.stage_states.values():
             stage_state.begin()
         yield from (event for event in self._run(self.program) if not isinstance(event, Op))
-        yield from self.coupling.settle()
+        yield from self.coupling.finish()
         for stage_state in self.stage_states.values():
             yield from stage_state.end()
         self.clock += self.program.updates.updates(0, self._total or 0)
@@ -142,17 +142,17 @@ class Worker:
 
     def evaluate(self, data: Microbatches | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Runs forwards alone, and ends with one `Done` that holds the means over all minibatches."""
-        self._begin(Stream(ema=ema), data)
+        self._begin(DataStream(ema=ema), data)
         with evaluating(self.stage_states.values()):
             yield from (event for event in self._run(self._evaluation) if not isinstance(event, Op))
         owners = self.program.placement.ranks[self._last]
         if self._last in self.stage_states:
-            self.results.announce(0)
-        yield (yield from self.results.gather(0, range(len(owners)), self.rate))
+            self.results.send_sums(0)
+        yield (yield from self.results.collect(0, range(len(owners)), self.rate))
 
     def predict(self, data: Microbatches | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
         """Runs forwards alone, and yields the outputs in order, at rank 0 only."""
-        self._begin(Stream(predicts=True, ema=ema), data)
+        self._begin(DataStream(predicts=True, ema=ema), data)
         ahead, given = self.program.plan.in_flight[0], 0
         with evaluating(self.stage_states.values()):
             for event in self._run(self._evaluation):
@@ -177,7 +177,7 @@ class Worker:
         return self.stage_states[min(self.stage_states)].optimizer.rate
 
     def _output(self, index: int) -> Generator[Any, None, Output]:
-        return self.results.take_output(index, self.program.placement.rank_of(self._last, index))
+        return self.results.receive_output(index, self.program.placement.rank_of(self._last, index))
 
     # -- the loop -----------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class Worker:
                     elif instruction.kind is Kind.UPDATE:
                         yield from self._update_op(instruction)
                     else:
-                        with self.activity.task_of(_BACKWARDS[instruction.kind]):
+                        with self.activity.running(_BACKWARDS[instruction.kind]):
                             self._backward_op(instruction)
                     yield instruction
                 elif instruction.kind is Move.RECEIVE:
@@ -224,27 +224,27 @@ class Worker:
         if message.content is Content.EMPTY:
             result = message
             if self._stream.trains and remote_forward is None:
-                self._held[op.stage, op.index] = SavedForward(None, (), (), (), op.index)
+                self._saved_forwards[op.stage, op.index] = SavedForward(None, (), (), (), op.index)
                 if op.stage == self._last:
-                    self.results.note(self._stream.minibatch(op.index), message, self.results.nothing)
+                    self.results.add(self._stream.minibatch(op.index), message, self.results.zeros)
         elif self._stream.trains:
-            held, run = self._forwards.training(op, stage_state, message)
-            with stage_state.at_forward():
+            held, run = self._forwards.for_training(op, stage_state, message)
+            with stage_state.forward_context():
                 result = (
                     run(message)
                     if stage_state.recomputation is None
                     else stage_state.recomputation.forward(held, message, run)
                 )
             if remote_forward is None:
-                self._held[op.stage, op.index] = held
+                self._saved_forwards[op.stage, op.index] = held
         else:
-            result = self._forwards.alone(op, stage_state, message)
+            result = self._forwards.without_backward(op, stage_state, message)
         if op.stage < self._last:
-            self._mailbox.hand_on("activation", op.stage + 1, result)
+            self._mailbox.put("activation", op.stage + 1, result)
         else:
             self._mailbox.drop("input", op)
         if remote_forward is not None and self._stream.trains:
-            self._mailbox.hand_on("kept", op.stage, message)
+            self._mailbox.put("kept", op.stage, message)
             if (op.index + 1) % self._stream.split == 0:
                 remote_forward.drop()
         self.activity.end()
@@ -252,20 +252,20 @@ class Worker:
         self.recorder.note("F", op.stage, self._stream.number(op.index), start)
         ends = self._stream.minibatch(stage_state.next_forward) > self._stream.minibatch(op.index)
         if op.stage == self._last and self._stream.trains and ends:
-            self.results.announce(self._stream.minibatch(op.index))
+            self.results.send_sums(self._stream.minibatch(op.index))
 
     def _admit(self, op: Op) -> Message | None:
         """Takes the next microbatch from the data; ends the stream where there is none."""
-        if self._stream.trains and self.program.placement.replicas[0] == 1 and self.wishes_to_stop():
+        if self._stream.trains and self.program.placement.replicas[0] == 1 and self.stop_requested():
             self._stop_feed(Ending.INTERRUPT)
         assert self._data is not None
-        with self.activity.task_of("loading data"):
+        with self.activity.running("loading data"):
             found = self._data.take(op.index)
         if isinstance(found, Ending):
             self._end(self._data.ended_at * self._stream.split, found)
             return None
         inputs, targets = found
-        self._mailbox.hand_on("input", self._last, targets)
+        self._mailbox.put("input", self._last, targets)
         return inputs
 
     # -- backward and update ------------------------------------------------------------------------
@@ -274,33 +274,39 @@ class Worker:
         """Does a backward, or a half of it: the gradients of what arrived, or later those of the weights."""
         stage_state = self.stage_states[op.stage]
         if self.program.placement.is_fetched(op.stage):
-            self._held[op.stage, op.index] = self._forwards.again(op, stage_state, self._mailbox.take("kept", op))
-        held = self._held[op.stage, op.index]
+            self._saved_forwards[op.stage, op.index] = self._forwards.recompute(
+                op, stage_state, self._mailbox.take("kept", op)
+            )
+        held = self._saved_forwards[op.stage, op.index]
         makes_inputs, makes_weights = op.kind is not Kind.WEIGHT_GRADIENT, op.kind is not Kind.INPUT_GRADIENT
-        last = makes_weights and stage_state.optimizer.reduction is not None and self._ends_update(op)
+        last = makes_weights and stage_state.optimizer.all_reduce is not None and self._ends_update(op)
         message = self._mailbox.take("gradient", op) if makes_inputs and op.stage < self._last else None
         start = self.recorder.mark()
         back: list[torch.Tensor | None] = []
         found: list[torch.Tensor | None] = []
         if held.weights is not None:
             scale = stage_state.optimizer.scale
-            with stage_state.at_backward(held):
-                lent, ready = (
-                    (stage_state.gradients.lent, stage_state.give if last else None) if makes_weights else ([], None)
+            with stage_state.backward_context(held):
+                accumulators, ready = (
+                    (stage_state.gradients.accumulators, stage_state.gradient_ready if last else None)
+                    if makes_weights
+                    else ([], None)
                 )
                 if not makes_inputs:
-                    found = stage_state.module.backward_weights(held, lent, ready)
+                    found = stage_state.module.backward_weights(held, accumulators, ready)
                 elif makes_weights:
-                    found, back = stage_state.module.backward(held, held.given(message, scale), lent, ready)
+                    found, back = stage_state.module.backward(
+                        held, held.output_gradients(message, scale), accumulators, ready
+                    )
                 else:
-                    back = stage_state.module.backward_inputs(held, held.given(message, scale))
+                    back = stage_state.module.backward_inputs(held, held.output_gradients(message, scale))
         if makes_weights:
-            stage_state.add(self._held.pop((op.stage, op.index)), found)
+            stage_state.add(self._saved_forwards.pop((op.stage, op.index)), found)
         if last:
-            stage_state.optimizer.close(stage_state.gradients, float(self.wishes_to_stop()))
+            stage_state.optimizer.close(stage_state.gradients, float(self.stop_requested()))
         if makes_inputs and op.stage:
             content = Content.EMPTY if held.weights is None else Content.DATA
-            self._mailbox.hand_on(
+            self._mailbox.put(
                 "gradient", op.stage - 1, Message(op.index, content, tensors=tuple(back), weight=held.weight)
             )
         self.recorder.note(op.kind.value, op.stage, self._stream.number(op.index), start)
@@ -309,19 +315,19 @@ class Worker:
         stage_state = self.stage_states[op.stage]
         before = self.recorder.mark()
         shared = self.program.placement.replicas[op.stage] > 1
-        wish = shared and self.wishes_to_stop()
-        share, wishes = yield from self.coupling.prepare(op.stage, float(wish))
+        stop_request = shared and self.stop_requested()
+        share, stop_requests = yield from self.coupling.prepare(op.stage, float(stop_request))
         if shared or (self.program.couples_updates and not self.program.norm_delay):
             self.recorder.note("wait", op.stage, op.index, before)
         start = self.recorder.mark()
-        with self.activity.task_of("an update"):
+        with self.activity.running("an update"):
             tags = stage_state.update(self.program, op, share, self._total)
         for microbatch, forward_version, backward_version, newest in tags:
             number = self._stream.number(microbatch)
             self.recorder.tag(GradientVersions(op.stage, number, forward_version, backward_version, newest))
         before_drain = self._stream.base * self.program.microbatches // self.program.updates.per_update[op.stage]
         self.recorder.note("U", op.stage, before_drain + op.index, start)
-        if wishes:
+        if stop_requests:
             self._stop_feed(Ending.INTERRUPT)
         if op.stage == min(self.stage_states):
             m = self.program.microbatches
@@ -330,7 +336,7 @@ class Worker:
                 # A round may be the last one and not full before this worker has heard of the end.
                 members = members[: round(share * self.program.placement.replicas[op.stage])]
             for minibatch in range(members.start // m, -(-members.stop // m)):
-                yield (yield from self.results.gather(minibatch, self.results.replicas_of(minibatch, m), self.rate))
+                yield (yield from self.results.collect(minibatch, self.results.replicas_of(minibatch, m), self.rate))
 
     # -- messages -----------------------------------------------------------------------------------
 
@@ -346,8 +352,8 @@ class Worker:
         channel = program.channels[number]
         if channel.carries == "weights":
             stage = channel.source
-            weights = self._forwards.lend(stage, index, self.stage_states[stage], self._weight_packets[stage])
-            self._mailbox.hand_on("weights", stage, weights)
+            weights = self._forwards.pack_weights(stage, index, self.stage_states[stage], self._weight_packets[stage])
+            self._mailbox.put("weights", stage, weights)
         self._mailbox.send(number, index)
         self.recorder.note("send", channel.source, self._stream.number(index), start)
 
@@ -359,7 +365,7 @@ class Worker:
 
     # -- small things -------------------------------------------------------------------------------
 
-    def _begin(self, stream: Stream, data: Microbatches | None, cycle: int = 1, until: int | None = None) -> None:
+    def _begin(self, stream: DataStream, data: Microbatches | None, cycle: int = 1, until: int | None = None) -> None:
         """Forgets the stream before, and gets ready for the next."""
         self._data = data
         if data is not None:
@@ -370,7 +376,7 @@ class Worker:
         self._forwards.begin(self.program, stream)
         for remote_forward in self.remote_forwards.values():
             remote_forward.drop()
-        self._held: dict[tuple[int, int], SavedForward] = {}
+        self._saved_forwards: dict[tuple[int, int], SavedForward] = {}
         self.results.begin()
 
     def _stop_feed(self, ending: Ending) -> None:

@@ -61,7 +61,7 @@ def emulate(
     scaled = emulated_plan(plan if in_flight is None else plan.with_depth(in_flight), dilation, byte_scale)
     if minibatches < 1:
         raise PlanError(f"{minibatches} minibatches were asked for; run at least 1")
-    rank, processes = process_group.join("cpu")
+    rank, processes = process_group.join_group("cpu")
     if processes != plan.workers:
         raise PlanError(
             f"the plan {plan.config} has {plan.workers} workers, found {processes} processes; an emulation needs a "
@@ -179,7 +179,7 @@ def emulated_pipeline(plan: Plan, *, schedule: str = "pipedream", microbatches: 
     parts = built.microbatches
     if plan.unit == "microbatch":
         plan = replace(plan, unit="minibatch", stages=tuple(_of_minibatch(stage, parts) for stage in plan.stages))
-    rank, _ = process_group.join("cpu")
+    rank, _ = process_group.join_group("cpu")
     speed = plan.cluster.speeds[sorted(set(plan.order))[rank] if plan.order else rank]
     stages = [_at_speed(stage, speed) for stage in plan.stages]
     return Pipeline(

@@ -52,8 +52,8 @@ class Process:
     def join(cls, options: TrainingOptions) -> Process:
         """Joins the other processes of the run, if a launcher started several."""
         began_s = time.perf_counter()
-        device = process_group.device_of(options.device)
-        rank, count = process_group.join(device)
+        device = process_group.process_device(options.device)
+        rank, count = process_group.join_group(device)
         set_threads(count)
         console = Console(quiet=options.quiet or rank != 0, highlight=False, markup=False, soft_wrap=True)
         return cls(rank, count, device, console, began_s)

@@ -102,7 +102,7 @@ def is_shared(folder: Path, rank: int) -> bool:
     except OSError:
         seen = False
     everywhere = all(
-        text == "yes" for text in process_group.gather_texts("yes" if seen else "no", process_group.everyone())
+        text == "yes" for text in process_group.gather_texts("yes" if seen else "no", process_group.world_group())
     )
     if rank == 0:
         mark.unlink(missing_ok=True)

@@ -101,9 +101,9 @@ def profile(
             ).to_json()
 
     def measured() -> str:
-        inputs = to_device(sample if isinstance(sample, tuple) else (sample,), process_group.device_of(device))
+        inputs = to_device(sample if isinstance(sample, tuple) else (sample,), process_group.process_device(device))
         if not any(parameter.is_meta for parameter in model.parameters()):
-            model.to(process_group.device_of(device))
+            model.to(process_group.process_device(device))
         captured = capture(model, inputs)
         return profiling.measure(
             captured.layers,
@@ -121,8 +121,8 @@ def profile(
         ).to_json()
 
     if device == "meta":
-        return Profile.from_json(process_group.made_once(estimated, profiling.here()), "rank 0's profile")
-    return Profile.from_json(process_group.made_once(measured, device), "rank 0's profile")
+        return Profile.from_json(process_group.run_on_rank_0(estimated, profiling.here()), "rank 0's profile")
+    return Profile.from_json(process_group.run_on_rank_0(measured, device), "rank 0's profile")
 
 
 def plan(

@@ -40,15 +40,15 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
         PlanError: a lone process, or ranks of a machine that are not neighbours.
     """
     began = time.perf_counter()
-    place = process_group.device_of(device)
-    rank, processes = process_group.join(place)
+    place = process_group.process_device(device)
+    rank, processes = process_group.join_group(place)
     if processes == 1:
         raise PlanError(
             "a lone process has no links to measure; start a worker for each place of the cluster (torchrun ... -m "
             "pipedream.cli probe), or try it here with --workers 2"
         )
     set_threads(processes)
-    everyone = process_group.everyone()
+    everyone = process_group.world_group()
     mine = json.dumps([machine.machine_name(), machine.memory_name(place)])
     names = [json.loads(text) for text in process_group.gather_texts(mine, everyone)]  # all compute at once behind it
     seen = Seen(
@@ -139,5 +139,5 @@ def _sum(level: int, ranks: tuple[int, ...], rank: int, device: Any, target_s: f
     if rank not in ranks:
         return []
     latency_s, rate = links.sum_over(group, len(ranks), device, target_s)
-    process_group.leave(group)
+    process_group.leave_group(group)
     return [Sum(level, ranks, latency_s, rate)] if rank == ranks[0] else []

@@ -34,7 +34,7 @@ def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
 
     Another stage speaks for some weights that it holds too.
     """
-    mine = {name for number, name in enumerate(optimizer.named) if number not in optimizer.spoken_for}
+    mine = {name for number, name in enumerate(optimizer.named) if number not in optimizer.counted_elsewhere}
     found = {f"ema/{name}": average for name, average in optimizer.ema.items() if name in mine}
     for name, held in optimizer.compensator.state.items():
         if name in mine:
@@ -150,10 +150,10 @@ def _restore_scheduler(
     if stage is not None:
         optimizer.updates, optimizer.scheduled = source.updates, source.scheduled
         optimizer.rounds_before = source.rounds_before
-    due = optimizer.due if stage is not None else stages[0].updates - source.scheduled
+    due = optimizer.scheduler_steps_due if stage is not None else stages[0].updates - source.scheduled
     if due > _MOST_DUE:
         raise ArtifactError(f"the checkpoint's counts of updates and schedule are {due} apart; it is damaged")
-    optimizer.catch_up(due)
+    optimizer.step_scheduler(due)
     if stage is None:
         # Another plan counts its rounds anew. Stage 0 makes one step of the schedule for each of its updates, and
         # the others go by that clock, before their next update at the latest.

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from pipedream.runtime.comm.message import Message, copied
+from pipedream.runtime.comm.message import Message, copy_as_received
 
 __all__ = ["Group", "LocalChannel", "LocalGroup", "Pending", "Receiver", "Sender", "close_all"]
 
@@ -83,7 +83,7 @@ class Group(ABC):
     """Abstract: workers that add up tensors."""
 
     @abstractmethod
-    def add_up(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
+    def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
         """Starts to add a tensor up over all members of the group, in place; does not wait.
 
         Every member calls it in the same order, with as many numbers of the same type. Nobody may read or write
@@ -103,7 +103,7 @@ class LocalChannel(Sender, Receiver):
 
     def send(self, message: Message) -> None:
         # A copy, as a wire makes it: the receiver may write into what it got.
-        tensors = tuple(None if t is None else copied(t) for t in message.tensors)
+        tensors = tuple(None if t is None else copy_as_received(t) for t in message.tensors)
         self._sent_bytes += sum(t.numel() * t.element_size() for t in tensors if t is not None)
         self._queue.append(replace(message, tensors=tensors))
 
@@ -131,19 +131,19 @@ class LocalGroup:
 
     def __init__(self, members: int) -> None:
         self._members = members
-        self._given: dict[int, dict[int, torch.Tensor]] = {}
+        self._contributed: dict[int, dict[int, torch.Tensor]] = {}
 
     def member(self, index: int) -> Group:
         """Returns the end of one member."""
         return _LocalMember(self, index)
 
-    def give(self, turn: int, index: int, tensor: torch.Tensor) -> None:
+    def contribute(self, turn: int, index: int, tensor: torch.Tensor) -> None:
         """Puts in one member's tensor; the last one adds all up, in the order of the members."""
-        given = self._given.setdefault(turn, {})
-        given[index] = tensor
-        if len(given) == self._members:
-            del self._given[turn]
-            total, *others = (given[i] for i in range(self._members))
+        contributed = self._contributed.setdefault(turn, {})
+        contributed[index] = tensor
+        if len(contributed) == self._members:
+            del self._contributed[turn]
+            total, *others = (contributed[i] for i in range(self._members))
             for other in others:
                 total += other
             for other in others:
@@ -151,7 +151,7 @@ class LocalGroup:
 
     def is_complete(self, turn: int) -> bool:
         """Tells whether all members have given; asked by a member that has."""
-        return turn not in self._given
+        return turn not in self._contributed
 
 
 class _LocalMember(Group):
@@ -160,10 +160,10 @@ class _LocalMember(Group):
         self._index = index
         self._turn = 0
 
-    def add_up(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
+    def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
         turn = self._turn
         self._turn += 1
-        self._group.give(turn, self._index, tensor)
+        self._group.contribute(turn, self._index, tensor)
         return _LocalSum(self._group, turn, tensor)
 
 

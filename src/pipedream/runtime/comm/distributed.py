@@ -32,7 +32,7 @@ from pipedream.runtime.comm.message import (
     decode_header,
     encode_header,
     join_payload,
-    take_payload,
+    split_payload,
 )
 
 __all__ = ["ChannelEndpoint", "DistributedGroup", "DistributedReceiver", "DistributedSender"]
@@ -71,15 +71,15 @@ class ChannelEndpoint:
         self.payloads = payloads
         self.device = device
 
-    def send_late(self, payload: torch.Tensor) -> dist.Work:
+    def send_rest(self, payload: torch.Tensor) -> dist.Work:
         """Starts to send what did not fit into the posted receive; from the CPU."""
         return _started(dist.isend(payload, self.peer, self.headers, tag=self._tag + 2))
 
-    def receive_late(self, payload: torch.Tensor) -> None:
+    def receive_rest(self, payload: torch.Tensor) -> None:
         """Waits for what did not fit into the posted receive."""
         _started(dist.irecv(payload, self.peer, self.headers, tag=self._tag + 2)).wait()
 
-    def joins(self, capacity: int) -> bool:
+    def joins_header(self, capacity: int) -> bool:
         """Tells whether a payload of so many posted bytes travels behind its header, as one message."""
         return self.device.type == "cpu" and capacity <= _MOST_JOINED_BYTES
 
@@ -125,57 +125,57 @@ class DistributedSender(Sender):
     """The sending end.
 
     Args:
-        line: the channel.
-        most_out: messages that are kept; one that is older than these has been taken at the other end.
+        endpoint: the channel.
+        max_unread: messages that are kept; one that is older than these has been taken at the other end.
     """
 
-    def __init__(self, line: ChannelEndpoint, most_out: int) -> None:
-        self._line = line
-        self._most_out = most_out
-        self._capacity = _Capacity(line.depth)
+    def __init__(self, endpoint: ChannelEndpoint, max_unread: int) -> None:
+        self._endpoint = endpoint
+        self._max_unread = max_unread
+        self._capacity = _Capacity(endpoint.depth)
         self._out: deque[tuple[list[dist.Work], list[torch.Tensor]]] = deque()
         self._sent_bytes = 0
 
     def send(self, message: Message) -> None:
-        payload = join_payload(message, self._line.device)
+        payload = join_payload(message, self._endpoint.device)
         size = payload.numel()
         capacity = self._capacity.of_next(size)
         header = encode_header(message, size).view(torch.uint8)
-        joined = capacity > 0 and self._line.joins(capacity)
+        joined = capacity > 0 and self._endpoint.joins_header(capacity)
         if joined:
             alone, held = header, min(size, capacity)
             header = torch.empty(_HEADER_BYTES + capacity, dtype=torch.uint8)
             header[:_HEADER_BYTES].copy_(alone)
             header[_HEADER_BYTES : _HEADER_BYTES + held].copy_(payload[:held])
-        works, kept = [self._line.send_header(header)], [header]
+        works, kept = [self._endpoint.send_header(header)], [header]
         if capacity and not joined:
             first = payload[:capacity]
             if size < capacity:
-                first = torch.empty(capacity, dtype=torch.uint8, device=self._line.device)
+                first = torch.empty(capacity, dtype=torch.uint8, device=self._endpoint.device)
                 first[:size].copy_(payload)
-            works.append(self._line.send_payload(first))
+            works.append(self._endpoint.send_payload(first))
             kept.append(first)
         if size > capacity:
-            late = payload[capacity:].cpu()
-            works.append(self._line.send_late(late))
-            kept.append(late)
+            rest = payload[capacity:].cpu()
+            works.append(self._endpoint.send_rest(rest))
+            kept.append(rest)
         self._sent_bytes += size
         self._out.append((works, kept))
         self._reap()
 
     def _reap(self) -> None:
-        if self._line.device.type == "cuda":
+        if self._endpoint.device.type == "cuda":
             # Work.wait would make the compute stream wait for the message; only look.
             while self._out and all(work.is_completed() for work in self._out[0][0]):
                 self._out.popleft()
             return
-        while len(self._out) > self._most_out:
+        while len(self._out) > self._max_unread:
             for work in self._out.popleft()[0]:
                 work.wait()
 
     def close_begin(self) -> None:
-        self._most_out += self._line.depth
-        for _ in range(self._line.depth):
+        self._max_unread += self._endpoint.depth
+        for _ in range(self._endpoint.depth):
             self.send(Message(0, Content.END, flags=_CLOSED))
 
     def close(self) -> None:
@@ -191,24 +191,24 @@ class DistributedSender(Sender):
 class DistributedReceiver(Receiver):
     """The receiving end; posts its first receives at once."""
 
-    def __init__(self, line: ChannelEndpoint) -> None:
-        self._line = line
+    def __init__(self, endpoint: ChannelEndpoint) -> None:
+        self._endpoint = endpoint
         self._posted: deque[tuple[dist.Work, torch.Tensor, dist.Work | None, torch.Tensor | None]] = deque()
         self._size_bytes = 0
-        for _ in range(line.depth):
+        for _ in range(endpoint.depth):
             self._post()
 
     def _post(self) -> None:
-        joined = self._size_bytes if self._line.joins(self._size_bytes) else 0
+        joined = self._size_bytes if self._endpoint.joins_header(self._size_bytes) else 0
         buffer = torch.empty(_HEADER_BYTES + joined, dtype=torch.uint8)
-        header = self._line.receive_header(buffer)
+        header = self._endpoint.receive_header(buffer)
         words = buffer[:_HEADER_BYTES].view(torch.int64)
         payload, work = None, None
         if joined:
             payload = buffer[_HEADER_BYTES:]
         elif self._size_bytes:
-            payload = torch.empty(self._size_bytes, dtype=torch.uint8, device=self._line.device)
-            work = self._line.receive_payload(payload)
+            payload = torch.empty(self._size_bytes, dtype=torch.uint8, device=self._endpoint.device)
+            work = self._endpoint.receive_payload(payload)
         self._posted.append((header, words, work, payload))
 
     def receive(self) -> Pending[Message]:
@@ -223,12 +223,12 @@ class DistributedReceiver(Receiver):
             work.wait()
         have = 0 if payload is None else payload.numel()
         if size > have:
-            whole = torch.empty(size, dtype=torch.uint8, device=self._line.device)
+            whole = torch.empty(size, dtype=torch.uint8, device=self._endpoint.device)
             if payload is not None:
                 whole[:have].copy_(payload)
-            late = torch.empty(size - have, dtype=torch.uint8)
-            self._line.receive_late(late)
-            whole[have:].copy_(late)
+            rest = torch.empty(size - have, dtype=torch.uint8)
+            self._endpoint.receive_rest(rest)
+            whole[have:].copy_(rest)
             payload = whole
         # The receive posted now is for the message `depth` later: it may count on the sizes up to this one.
         self._size_bytes = max(self._size_bytes, size)
@@ -236,10 +236,10 @@ class DistributedReceiver(Receiver):
             self._post()
         if payload is None:
             payload = torch.empty(0, dtype=torch.uint8)  # a message may carry nothing but gradients that do not exist
-        return take_payload(message, specs, payload[:size])
+        return split_payload(message, specs, payload[:size])
 
     def close(self) -> None:
-        for _ in range(self._line.depth):
+        for _ in range(self._endpoint.depth):
             closing = self.take(repost=False)
             assert closing.flags == _CLOSED, f"a message was left on a channel: {closing.without_tensors()}"
 
@@ -261,7 +261,7 @@ class DistributedGroup(Group):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def add_up(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
+    def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
         return _Sum(_started(dist.all_reduce(tensor, group=self._group, async_op=True)), tensor)
 
 

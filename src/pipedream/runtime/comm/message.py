@@ -23,13 +23,13 @@ __all__ = [
     "Content",
     "Ending",
     "Message",
-    "Spec",
-    "copied",
+    "TensorSpec",
+    "copy_as_received",
     "decode_header",
     "dimension_order",
     "encode_header",
     "join_payload",
-    "take_payload",
+    "split_payload",
 ]
 
 HEADER_WORDS = 512
@@ -63,7 +63,7 @@ class Ending(IntEnum):
     INTERRUPT = 2
 
 
-class Spec(NamedTuple):
+class TensorSpec(NamedTuple):
     """How a tensor lies in a payload.
 
     Attributes:
@@ -110,7 +110,7 @@ class Message:
     share: float = 1.0
     numbers: tuple[float, ...] = field(default=())
 
-    def carrying(
+    def with_tensors(
         self,
         structure: str,
         tensors: tuple[torch.Tensor, ...],
@@ -159,21 +159,21 @@ def encode_header(message: Message, payload_bytes: int) -> torch.Tensor:
 
 def decode_header(
     words: torch.Tensor,
-) -> tuple[Message, int, list[Spec | None]]:
+) -> tuple[Message, int, list[TensorSpec | None]]:
     """Reads a header. Returns the message without tensors, the payload's bytes, each tensor's place in it."""
     ints = words.numpy()
     (
         content, microbatch, minibatch, epoch, samples, version, flags, payload, count, weight, share, numbers,
     ) = _LAYOUT.unpack_from(ints.data)  # fmt: skip
     named = ints[_FIXED + numbers : _FIXED + numbers + count * (2 + _MOST_DIMENSIONS)].tolist()
-    specs: list[Spec | None] = []
+    specs: list[TensorSpec | None] = []
     wants = []
     place = 0
     for _ in range(count):
         code, want = divmod(named[place], 2)
         order = _unpacked(named[place + 1])
         behind = place + 2 + len(order)
-        specs.append(None if code == 0 else Spec(_DTYPES[code - 1], tuple(named[place + 2 : behind]), order))
+        specs.append(None if code == 0 else TensorSpec(_DTYPES[code - 1], tuple(named[place + 2 : behind]), order))
         wants.append(bool(want))
         place = behind
     message = Message(
@@ -210,7 +210,7 @@ def join_payload(message: Message, device: torch.device) -> torch.Tensor:
     return payload
 
 
-def take_payload(message: Message, specs: list[Spec | None], payload: torch.Tensor) -> Message:
+def split_payload(message: Message, specs: list[TensorSpec | None], payload: torch.Tensor) -> Message:
     """Returns the message with its tensors, which share the storage of the payload (uint8[n])."""
     place = 0
     tensors: list[torch.Tensor | None] = []
@@ -239,7 +239,7 @@ def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(plain, key=lambda dimension: -strides[dimension]))
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
+def copy_as_received(tensor: torch.Tensor) -> torch.Tensor:
     """Returns what arrives of a tensor: a copy without gaps, its dimensions in the same order of memory."""
     order = dimension_order(tensor)
     numbers = tensor.detach().permute(order).clone(memory_format=torch.contiguous_format).view(-1)

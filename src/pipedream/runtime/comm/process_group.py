@@ -12,17 +12,17 @@ from torch.distributed.rendezvous import rendezvous
 from pipedream.core.errors import PlanError
 
 __all__ = [
-    "agree",
     "broadcast_text",
-    "device_of",
-    "everyone",
+    "check_same_on_all_ranks",
     "from_rank_0",
     "gather_texts",
     "group_of",
     "is_distributed",
-    "join",
-    "leave",
-    "made_once",
+    "join_group",
+    "leave_group",
+    "process_device",
+    "run_on_rank_0",
+    "world_group",
 ]
 
 
@@ -31,7 +31,7 @@ def is_distributed() -> bool:
     return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def join(device: str | torch.device) -> tuple[int, int]:
+def join_group(device: str | torch.device) -> tuple[int, int]:
     """Joins the process group, making it where nobody has. Returns (rank, workers); (0, 1) for a lone process.
 
     Raises:
@@ -55,7 +55,7 @@ def join(device: str | torch.device) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def everyone() -> dist.ProcessGroup | None:
+def world_group() -> dist.ProcessGroup | None:
     """Returns the group of all ranks for small CPU tensors; None in a lone process."""
     return dist.group.WORLD if dist.is_initialized() else None
 
@@ -74,11 +74,11 @@ def broadcast_text(text: str, group: dist.ProcessGroup | None) -> str:
     return bytes(buffer.numpy()).decode()
 
 
-def made_once(make: Callable[[], str], device: str) -> str:
+def run_on_rank_0(make: Callable[[], str], device: str) -> str:
     """Returns what is made here, or on several processes what rank 0 makes (`from_rank_0`)."""
     if not is_distributed():
         return make()
-    rank, _ = join(device)
+    rank, _ = join_group(device)
     return from_rank_0(make, rank)
 
 
@@ -95,7 +95,7 @@ def from_rank_0(make: Callable[[], str], rank: int) -> str:
         except Exception as error:
             failure = error
             text = f"-{type(error).__name__}: {error}"
-    text = broadcast_text(text, everyone())
+    text = broadcast_text(text, world_group())
     if failure is not None:
         raise failure
     if text.startswith("-"):
@@ -126,8 +126,8 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
     return group
 
 
-def leave(group: dist.ProcessGroup | None = None) -> None:
-    """Ends a group of `group_of`, or the one that `join` made; each of its ranks calls it.
+def leave_group(group: dist.ProcessGroup | None = None) -> None:
+    """Ends a group of `group_of`, or the one that `join_group` made; each of its ranks calls it.
 
     A process whose last act is a collective should: a thread of gloo may still let go of its tensors while the
     interpreter ends, and the process then dies by SIGABRT.
@@ -136,7 +136,7 @@ def leave(group: dist.ProcessGroup | None = None) -> None:
         dist.destroy_process_group(group)
 
 
-def agree(what: str, text: str, group: dist.ProcessGroup | None) -> None:
+def check_same_on_all_ranks(what: str, text: str, group: dist.ProcessGroup | None) -> None:
     """Checks that all ranks say the same.
 
     Raises:
@@ -151,7 +151,7 @@ def agree(what: str, text: str, group: dist.ProcessGroup | None) -> None:
         )
 
 
-def device_of(name: str) -> torch.device:
+def process_device(name: str) -> torch.device:
     """Returns the device of this process: plain 'cuda' is the one of LOCAL_RANK.
 
     Raises:

@@ -14,7 +14,7 @@ import torch
 
 from pipedream.core.errors import WorkerError
 
-__all__ = ["flatten", "samples", "split", "to_device", "unflatten"]
+__all__ = ["count_samples", "flatten", "split_batch", "to_device", "unflatten"]
 
 
 def flatten(value: Any) -> tuple[str, tuple[torch.Tensor, ...]]:
@@ -68,7 +68,7 @@ def unflatten(structure: str, tensors: tuple[torch.Tensor, ...]) -> Any:
     return build(json.loads(structure))
 
 
-def samples(value: Any) -> int:
+def count_samples(value: Any) -> int:
     """Returns the number of samples: the first dimension of the first tensor (1 for a scalar).
 
     Raises:
@@ -80,7 +80,7 @@ def samples(value: Any) -> int:
     return tensors[0].shape[0] if tensors[0].ndim else 1
 
 
-def split(value: Any, count: int, parts: int) -> list[Any]:
+def split_batch(value: Any, count: int, parts: int) -> list[Any]:
     """Splits a minibatch of `count` samples into microbatches as equal as possible, larger ones first.
 
     A tensor is split if its first dimension is the number of samples; all else goes to each microbatch.

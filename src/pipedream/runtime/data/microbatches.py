@@ -19,7 +19,7 @@ from typing import Any
 
 from pipedream.runtime.comm.channel import Receiver, Sender
 from pipedream.runtime.comm.message import ENDS_EPOCH, Content, Ending, Message
-from pipedream.runtime.comm.values import flatten, samples, split, unflatten
+from pipedream.runtime.comm.values import count_samples, flatten, split_batch, unflatten
 from pipedream.runtime.data.batch_adapter import AdaptBatch
 from pipedream.runtime.data.feed import Feed
 from pipedream.runtime.data.reader import Minibatch
@@ -99,7 +99,7 @@ class LocalMicrobatches(Microbatches):
         header, inputs, targets = self._parts[part]
         if header.content is Content.EMPTY:
             return header, header
-        return header.carrying(*flatten(inputs)), header.carrying(*flatten(targets))
+        return header.with_tensors(*flatten(inputs)), header.with_tensors(*flatten(targets))
 
     def stop(self, ending: Ending) -> None:
         self._feed.stop(ending)
@@ -110,7 +110,7 @@ class LocalMicrobatches(Microbatches):
     def _split(self, number: int, minibatch: Minibatch) -> list[tuple[Message, Any, Any]]:
         """Returns (header, inputs, targets) of each microbatch."""
         inputs, targets = self._adapt(minibatch.batch)
-        count, parts = samples(inputs), self._per_minibatch
+        count, parts = count_samples(inputs), self._per_minibatch
         sizes = [count // parts + (part < count % parts) for part in range(parts)]
         headers = [
             Message(
@@ -124,7 +124,7 @@ class LocalMicrobatches(Microbatches):
             )
             for part, size in enumerate(sizes)
         ]
-        return list(zip(headers, split(inputs, count, parts), split(targets, count, parts), strict=True))
+        return list(zip(headers, split_batch(inputs, count, parts), split_batch(targets, count, parts), strict=True))
 
     def _send_round(self, number: int) -> None:
         """Sends the other replicas their parts of the round that minibatch `number` begins or belongs to."""
@@ -146,7 +146,7 @@ class LocalMicrobatches(Microbatches):
             sender = self._open_senders.get(header.microbatch % self._replicas)
             if sender is not None:
                 empty = header.content is Content.EMPTY
-                sender.send(header if empty else header.carrying(*flatten((inputs, targets))))
+                sender.send(header if empty else header.with_tensors(*flatten((inputs, targets))))
 
     def _end(self, ending: Ending) -> Ending:
         self.ended_at = self._feed.ended_at
@@ -178,7 +178,7 @@ class ReceivedMicrobatches(Microbatches):
         if message.content is Content.EMPTY:
             return header, header
         inputs, targets = unflatten(message.structure, message.tensors)  # type: ignore[arg-type]
-        return header.carrying(*flatten(inputs)), header.carrying(*flatten(targets))
+        return header.with_tensors(*flatten(inputs)), header.with_tensors(*flatten(targets))
 
     def stop(self, ending: Ending) -> None:
         return

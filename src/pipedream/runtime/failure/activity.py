@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Activity", "Pace"]
+__all__ = ["Activity", "TaskDurations"]
 
 
-class Pace:
+class TaskDurations:
     """How long tasks of one kind take on this rank.
 
     Attributes:
@@ -29,20 +29,20 @@ class Pace:
 class Activity:
     """What a rank does now.
 
-    Life: `where_op` is set when there is a worker; `begin` and `end` around each task, `at` around what is no op.
+    Life: `describe_op` is set when there is a worker; `begin` and `end` around each task, `at` around what is no op.
 
     Attributes:
         place: in words, where no op says it ("the training loop"); None while the program runs.
         task: (kind, number) of what is computed now; None while the rank waits or its caller has the turn.
-        paces: kind -> its pace.
-        where_op: tells the op in words.
+        durations: kind -> its pace.
+        describe_op: tells the op in words.
     """
 
     def __init__(self) -> None:
         self.place: str | None = "starting"
         self.task: tuple[str, int] | None = None
-        self.paces: dict[str, Pace] = {}
-        self.where_op: Callable[[], str] = lambda: "the start"
+        self.durations: dict[str, TaskDurations] = {}
+        self.describe_op: Callable[[], str] = lambda: "the start"
         self._number = 0
         self._start_s = 0.0
 
@@ -57,17 +57,17 @@ class Activity:
         if self.task is None:
             return
         took_s = time.monotonic() - self._start_s
-        pace = self.paces.setdefault(self.task[0], Pace())
+        durations = self.durations.setdefault(self.task[0], TaskDurations())
         self.task = None
-        pace.done += 1
-        pace.longest_s = max(pace.longest_s, took_s)
+        durations.done += 1
+        durations.longest_s = max(durations.longest_s, took_s)
 
     def stop(self) -> None:
         """Forgets the task: it failed."""
         self.task = None
 
     @contextmanager
-    def task_of(self, kind: str) -> Iterator[None]:
+    def running(self, kind: str) -> Iterator[None]:
         """Announces a task for as long as the context lasts."""
         self.begin(kind)
         try:
@@ -90,5 +90,5 @@ class Activity:
         task = self.task
         if self.place is not None and task is None:
             return self.place
-        words = self.where_op()
+        words = self.describe_op()
         return f"{words} ({task[0]})" if task is not None and task[0] == "loading data" else words

@@ -25,7 +25,7 @@ from pipedream.core.errors import PeerError, WorkerError
 from pipedream.runtime.failure import notes
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.heartbeat import Heartbeat
-from pipedream.runtime.failure.peers import Process
+from pipedream.runtime.failure.peers import RankProcess
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S, FailureDetector, Verdict
 
 __all__ = ["Guard"]
@@ -56,7 +56,7 @@ class Guard:
         owner = "rank 0" if self._store_is_rank_0s else "the launcher"
         self._detector = FailureDetector(rank, activity, stuck_after_s=stuck_after_s, store_owner=owner)
         self._heartbeat = Heartbeat(_own_client(store, rank), rank, ranks, lambda: activity.where)
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pipedream-guard", daemon=True)
         self._thread.start()
         # A rank that ends without closing its pipeline must not look as if it had been stopped.
@@ -64,14 +64,14 @@ class Guard:
 
     def report(self, error: WorkerError) -> PeerError | None:
         """Tells all ranks that this one failed; returns the failure that another rank told first, if one did."""
-        first = self._heartbeat.tell(Verdict(error.rank, error.where, error.cause, error.advice))
+        first = self._heartbeat.report_failure(Verdict(error.rank, error.where, error.cause, error.advice))
         return None if first is None or first[0] == self._rank else _peer_error(first[1])
 
     def failure(self, wait_s: float = 3.0) -> PeerError | None:
         """Returns the failure of another rank that has been told, waiting for it a little."""
         end = time.monotonic() + wait_s
         while True:
-            found = self._heartbeat.fresh_report(max(0.1, min(wait_s, 1.0)))
+            found = self._heartbeat.newest_failure(max(0.1, min(wait_s, 1.0)))
             if found is not None:
                 return None if found[1].rank == self._rank else _peer_error(found[1])
             if time.monotonic() > end:
@@ -81,69 +81,69 @@ class Guard:
     def end(self) -> None:
         """Stops watching, and leaves in order."""
         atexit.unregister(self.end)
-        if not self._over.is_set():
-            self._over.set()
+        if not self._stopped.is_set():
+            self._stopped.set()
             self._heartbeat.end()
             if threading.current_thread() is not self._thread:
                 self._thread.join(timeout=2.0)
 
     def _watch(self) -> None:
         exchanges, place = 0, ""
-        while not self._over.wait(_LOOK_S):
+        while not self._stopped.wait(_LOOK_S):
             if self._heartbeat.exchanges != exchanges:
                 exchanges = self._heartbeat.exchanges
-                self._detector.hear(time.monotonic(), self._heartbeat.beats)
+                self._detector.receive(time.monotonic(), self._heartbeat.statuses)
             if (now := self._activity.where) != place:
                 place = now
-                notes.leave_place(place)
-            told = self._heartbeat.report
-            if told is not None:
-                self._give_up(told[1])
+                notes.write_place(place)
+            failure = self._heartbeat.report
+            if failure is not None:
+                self._end_process(failure[1])
                 return
-            verdict = self._detector.look(time.monotonic())
+            verdict = self._detector.check(time.monotonic())
             if verdict is not None:
-                self._act(verdict)
+                self._announce(verdict)
                 return
 
-    def _act(self, verdict: Verdict) -> None:
+    def _announce(self, verdict: Verdict) -> None:
         """Tells everybody of this rank's own verdict, and ends."""
-        if self._over.is_set():
+        if self._stopped.is_set():
             return
-        speaks = True
-        if verdict.storeless:
+        reports = True
+        if verdict.store_lost:
             # The others of this machine see the same: one of them says it.
-            speaks = self._rank == min(self._ranks_here())
+            reports = self._rank == min(self._ranks_here())
             if self._store_is_rank_0s and self._rank and (server := self._detector.process_of(0)):
                 verdict = self._blame_rank_0(verdict, server)
         else:
-            first = self._heartbeat.tell(verdict)
+            first = self._heartbeat.report_failure(verdict)
             if first is not None:
-                speaks, verdict = first[0] == self._rank, first[1]
-        if speaks:
-            _speak(verdict)
+                reports, verdict = first[0] == self._rank, first[1]
+        if reports:
+            _print_verdict(verdict)
         if verdict.rank == self._rank:  # its main thread is stuck, or has nobody to talk to
-            _leave()
-        self._give_up(verdict)
+            _exit_now()
+        self._end_process(verdict)
 
-    def _blame_rank_0(self, verdict: Verdict, server: Process) -> Verdict:
-        if not server.is_here:
+    def _blame_rank_0(self, verdict: Verdict, server: RankProcess) -> Verdict:
+        if not server.is_local:
             return verdict
         where = self._detector.others[0].where
-        return Verdict(0, where, verdict.cause.replace("this rank cannot", "the others cannot"), silent=True)
+        return Verdict(0, where, verdict.cause.replace("this rank cannot", "the others cannot"), unresponsive=True)
 
     def _ranks_here(self) -> list[int]:
         """Returns the ranks of this machine that can speak."""
-        here = [rank for rank, beat in self._detector.others.items() if beat.process.is_here and not beat.ended]
+        here = [rank for rank, status in self._detector.others.items() if status.process.is_local and not status.ended]
         return [self._rank, *(rank for rank in here if rank or not self._store_is_rank_0s)]
 
-    def _give_up(self, verdict: Verdict) -> None:
+    def _end_process(self, verdict: Verdict) -> None:
         """Ends what gives no sign of life, gives this rank's main thread a grace, and ends it."""
-        if verdict.silent and verdict.rank != self._rank:
+        if verdict.unresponsive and verdict.rank != self._rank:
             process = self._detector.process_of(verdict.rank)
             if process is not None:
                 process.kill()
-        if not self._over.wait(_GRACE_S):
-            _leave()
+        if not self._stopped.wait(_GRACE_S):
+            _exit_now()
 
 
 def _own_client(store: Any, rank: int) -> Any:
@@ -160,15 +160,15 @@ def _peer_error(verdict: Verdict) -> PeerError:
     return PeerError(verdict.rank, verdict.where, verdict.cause, verdict.advice)
 
 
-def _speak(verdict: Verdict) -> None:
+def _print_verdict(verdict: Verdict) -> None:
     """Says the verdict once for the run: through the launcher if it is ours and there, else here."""
     text = f"pipedream: {_peer_error(verdict)}"
-    left = notes.leave_word(text, verdict=True)
+    left = notes.write_error(text, verdict=True)
     if not (left and notes.is_launched_here()):
         print(text, file=sys.stderr, flush=True)
 
 
-def _leave() -> None:
+def _exit_now() -> None:
     """Ends this process now, and the processes of its loaders."""
     with suppress(Exception):
         for child in multiprocessing.active_children():

@@ -15,12 +15,12 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from pipedream.runtime.failure.peers import Process
-from pipedream.runtime.failure.verdict import Beat, Verdict
+from pipedream.runtime.failure.peers import RankProcess
+from pipedream.runtime.failure.verdict import RankStatus, Verdict
 
-__all__ = ["BEAT_S", "Heartbeat"]
+__all__ = ["PERIOD_S", "Heartbeat"]
 
-BEAT_S = 0.5
+PERIOD_S = 0.5
 _ANSWER = timedelta(seconds=2)
 _REPORT = "failure"
 
@@ -38,7 +38,7 @@ class Heartbeat:
 
     Attributes:
         exchanges: how many got through.
-        beats: rank -> newest beat of the others.
+        statuses: rank -> newest beat of the others.
         report: the first failure that any rank has told, and who told it; None while all is well.
     """
 
@@ -49,35 +49,35 @@ class Heartbeat:
         self._keys = {other: f"beat/{other}" for other in range(ranks) if other != rank}
         self._seen: list[int] = []
         self._where = where
-        self._process = Process.this()
+        self._process = RankProcess.this()
         self._count = 0
-        self._to_tell: Verdict | None = None
+        self._own_failure: Verdict | None = None
         self._ending = False
         self._wake = threading.Event()
         self._exchanged = threading.Event()
         self.exchanges = 0
-        self.beats: dict[int, Beat] = {}
+        self.statuses: dict[int, RankStatus] = {}
         self.report: tuple[int, Verdict] | None = None
         self._thread = threading.Thread(target=self._run, name="pipedream-heartbeat", daemon=True)
         self._thread.start()
 
-    def tell(self, verdict: Verdict, wait_s: float = 1.0) -> tuple[int, Verdict] | None:
+    def report_failure(self, verdict: Verdict, wait_s: float = 1.0) -> tuple[int, Verdict] | None:
         """Tells all ranks of a failure. Returns the first one told, which may be another rank's; None where the
         store does not answer."""
-        self._to_tell = verdict
+        self._own_failure = verdict
         end_s = time.monotonic() + wait_s
         while self.report is None and time.monotonic() < end_s:
-            self._hurry(end_s)
+            self._exchange_now(end_s)
         return self.report
 
-    def fresh_report(self, wait_s: float) -> tuple[int, Verdict] | None:
+    def newest_failure(self, wait_s: float) -> tuple[int, Verdict] | None:
         """Returns the first failure told, asking the store now; waits so long at most."""
         end_s, enough = time.monotonic() + wait_s, self.exchanges + 2  # the first may have been under way before
         while self.report is None and self.exchanges < enough and time.monotonic() < end_s:
-            self._hurry(end_s)
+            self._exchange_now(end_s)
         return self.report
 
-    def _hurry(self, end_s: float) -> None:
+    def _exchange_now(self, end_s: float) -> None:
         self._exchanged.clear()
         self._wake.set()
         self._exchanged.wait(max(0.0, end_s - time.monotonic()))
@@ -102,7 +102,7 @@ class Heartbeat:
                 self._exchanged.set()
             if ending:
                 return
-            self._wake.wait(BEAT_S)
+            self._wake.wait(PERIOD_S)
 
     def _reconnect(self) -> None:
         with suppress(RuntimeError):
@@ -111,12 +111,12 @@ class Heartbeat:
             self._store = fresh
 
     def _exchange(self, ending: bool) -> None:
-        if self._to_tell is not None and self.report is None:
-            text = json.dumps([self._rank, asdict(self._to_tell)])
+        if self._own_failure is not None and self.report is None:
+            text = json.dumps([self._rank, asdict(self._own_failure)])
             self.report = _report(self._store.compare_set(_REPORT, "", text))
         self._count += 1
-        beat = Beat(self._count, self._where(), self._process, ending)
-        self._store.set(f"beat/{self._rank}", json.dumps(asdict(beat)))
+        status = RankStatus(self._count, self._where(), self._process, ending)
+        self._store.set(f"beat/{self._rank}", json.dumps(asdict(status)))
         if ending:
             return
         for rank, key in self._keys.items():
@@ -124,15 +124,15 @@ class Heartbeat:
                 self._seen.append(rank)
         if self._seen:
             texts = self._store.multi_get([self._keys[rank] for rank in self._seen])
-            self.beats = {rank: _beat(text) for rank, text in zip(self._seen, texts, strict=True)}
+            self.statuses = {rank: _status(text) for rank, text in zip(self._seen, texts, strict=True)}
         if self.report is None and self._store.check([_REPORT]):
             self.report = _report(self._store.get(_REPORT))
         self.exchanges += 1
 
 
-def _beat(text: bytes) -> Beat:
+def _status(text: bytes) -> RankStatus:
     fields = json.loads(text)
-    return Beat(**fields | {"process": Process(**fields["process"])})
+    return RankStatus(**fields | {"process": RankProcess(**fields["process"])})
 
 
 def _report(text: bytes) -> tuple[int, Verdict]:

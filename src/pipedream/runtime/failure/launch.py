@@ -34,7 +34,7 @@ def set_threads(processes: int) -> None:
 class _Failure:
     """How an attempt failed: what to say, and with which exit status to end."""
 
-    words: str
+    text: str
     status: int
 
 
@@ -61,7 +61,7 @@ def launch(
     """
     _quiet_torch()
     loopback.register()
-    loopback.keep_to_loopback()
+    loopback.restrict_gloo_to_loopback()
     restarts = attempt = 0
     extra: list[str] = []
     while True:
@@ -69,9 +69,9 @@ def launch(
         if isinstance(ended, int):
             return ended
         if ended.status == BAD_CALL:
-            print(ended.words, file=sys.stderr, flush=True)
+            print(ended.text, file=sys.stderr, flush=True)
             return BAD_CALL
-        after = "after: " + ended.words.removeprefix("pipedream: ")
+        after = "after: " + ended.text.removeprefix("pipedream: ")
         if restarts < max_restarts:
             restarts += 1
             print(f"pipedream: restart {restarts} of {max_restarts} {after}", file=sys.stderr, flush=True)
@@ -80,7 +80,7 @@ def launch(
             extra = ["--workers", str(workers)]
             print(f"pipedream: going on with one worker fewer, {workers}, {after}", file=sys.stderr, flush=True)
         else:
-            print(ended.words, file=sys.stderr, flush=True)
+            print(ended.text, file=sys.stderr, flush=True)
             return ended.status
         attempt += 1
 
@@ -92,7 +92,7 @@ def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool)
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=workers,
-            run_id=f"{notes.OWN_RUN}{uuid.uuid4().hex}",
+            run_id=f"{notes.RUN_ID_PREFIX}{uuid.uuid4().hex}",
             rdzv_backend=loopback.BACKEND,
             rdzv_endpoint=f"{loopback.ADDRESS}:0",
             local_addr=loopback.ADDRESS,
@@ -108,8 +108,8 @@ def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool)
         except ChildFailedError as error:
             rank, first = error.get_first_failure()
             status = first.exitcode if first.exitcode in (1, BAD_CALL) else 1
-            words = notes.verdict_in(Path(folder)) or notes.word_in(first.error_file)
-            return _Failure(words or _words_for_it(rank, first.exitcode, notes.last_place(Path(folder), rank)), status)
+            text = notes.read_verdict(Path(folder)) or notes.read_error(first.error_file)
+            return _Failure(text or _silent_end(rank, first.exitcode, notes.read_place(Path(folder), rank)), status)
         except (SignalException, KeyboardInterrupt) as error:
             number = getattr(error, "sigval", signal.SIGINT)
             return 128 + int(number)
@@ -123,7 +123,7 @@ def _quiet_torch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def _words_for_it(rank: int, exitcode: int, place: str | None) -> str:
+def _silent_end(rank: int, exitcode: int, place: str | None) -> str:
     """Returns what there is to say of a worker that left no word."""
     last = "it had not built its pipeline" if place is None else f"it was last in {place}"
     if exitcode >= 0:

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-__all__ = ["ADDRESS", "BACKEND", "keep_to_loopback", "register"]
+__all__ = ["ADDRESS", "BACKEND", "register", "restrict_gloo_to_loopback"]
 
 ADDRESS = "127.0.0.1"
 BACKEND = "pipedream-loopback"
@@ -39,15 +39,15 @@ class _Loopback(StaticTCPRendezvous):
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(ADDRESS, port))
 
 
-def _made(parameters: RendezvousParameters) -> RendezvousHandler:
+def _loopback_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
     return _Loopback(ADDRESS, 0, 0, 1, parameters.run_id, 60)
 
 
 def register() -> None:
     """Makes the rendezvous known to torch's launcher, under the name `BACKEND`; again is as good as once."""
-    rendezvous_handler_registry.register(BACKEND, _made)
+    rendezvous_handler_registry.register(BACKEND, _loopback_rendezvous)
 
 
-def keep_to_loopback() -> None:
+def restrict_gloo_to_loopback() -> None:
     """Lets gloo listen on loopback only, unless the user has named an interface."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -14,9 +14,17 @@ from pathlib import Path
 
 from pipedream.runtime.failure.peers import is_running
 
-__all__ = ["OWN_RUN", "is_launched_here", "last_place", "leave_place", "leave_word", "verdict_in", "word_in"]
+__all__ = [
+    "RUN_ID_PREFIX",
+    "is_launched_here",
+    "read_error",
+    "read_place",
+    "read_verdict",
+    "write_error",
+    "write_place",
+]
 
-OWN_RUN = "pipedream-"
+RUN_ID_PREFIX = "pipedream-"
 """Runs of our own launcher have an id that begins so."""
 
 _PLACE = "place.txt"
@@ -24,11 +32,11 @@ _PLACE = "place.txt"
 
 def is_launched_here() -> bool:
     """Tells whether our own launcher started this worker and is there to print what is left for it."""
-    own = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN)
+    own = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID_PREFIX)
     return own and "TORCHELASTIC_ERROR_FILE" in os.environ and is_running(os.getppid())
 
 
-def leave_word(message: str, *, verdict: bool = False) -> bool:
+def write_error(message: str, *, verdict: bool = False) -> bool:
     """Leaves a failing worker's message where its elastic agent looks for it; tells whether there is one.
 
     A `verdict` is one on another rank, or on a rank that could not speak for itself; it counts for the run.
@@ -44,7 +52,7 @@ def leave_word(message: str, *, verdict: bool = False) -> bool:
     return False
 
 
-def leave_place(where: str) -> None:
+def write_place(where: str) -> None:
     """Leaves what this worker does now."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):
@@ -54,18 +62,18 @@ def leave_place(where: str) -> None:
             written.replace(Path(path).with_name(_PLACE))
 
 
-def word_in(error_file: str) -> str | None:
+def read_error(error_file: str) -> str | None:
     """Returns the message that a worker left, if it did."""
-    return next((word for word, _ in _words(Path(error_file))), None)
+    return next((word for word, _ in _errors(Path(error_file))), None)
 
 
-def verdict_in(folder: Path) -> str | None:
+def read_verdict(folder: Path) -> str | None:
     """Returns the verdict that a worker of a run left, if one did."""
     files = sorted(folder.rglob("error.json"))
-    return next((word for file in files for word, verdict in _words(file) if verdict), None)
+    return next((word for file in files for word, verdict in _errors(file) if verdict), None)
 
 
-def last_place(folder: Path, rank: int) -> str | None:
+def read_place(folder: Path, rank: int) -> str | None:
     """Returns what a worker of a local run was doing when it was last seen; None before its pipeline was built."""
     with suppress(OSError):
         for file in folder.rglob(_PLACE):
@@ -74,7 +82,7 @@ def last_place(folder: Path, rank: int) -> str | None:
     return None
 
 
-def _words(file: Path) -> Iterator[tuple[str, bool]]:
+def _errors(file: Path) -> Iterator[tuple[str, bool]]:
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(file.read_text(encoding="utf-8"))
         yield str(found["message"]["message"]), bool(found.get("verdict"))

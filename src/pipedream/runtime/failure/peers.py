@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Process", "is_running"]
+__all__ = ["RankProcess", "is_running"]
 
 
 @dataclass(frozen=True)
-class Process:
+class RankProcess:
     """A process of some machine.
 
     Attributes:
@@ -26,19 +26,19 @@ class Process:
     started: int
 
     @staticmethod
-    def this() -> Process:
+    def this() -> RankProcess:
         """Returns this process."""
         pid = os.getpid()
-        return Process(_this_host(), pid, _started(pid))
+        return RankProcess(_this_host(), pid, _started(pid))
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         """It is a process of this machine, and its id means here what it means to itself."""
         return bool(self.host) and self.host == _this_host()
 
     def kill(self) -> bool:
         """Ends it by SIGKILL, if it runs on this machine and is still the same process; tells whether it did."""
-        if not self.is_here or not self.started:
+        if not self.is_local or not self.started:
             return False
         with suppress(OSError):
             file = os.pidfd_open(self.pid)  # from here on the id cannot be given to another process unnoticed

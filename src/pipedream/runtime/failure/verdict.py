@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipedream.runtime.failure.activity import Activity
-from pipedream.runtime.failure.peers import Process
+from pipedream.runtime.failure.peers import RankProcess
 
-__all__ = ["SILENT_S", "STUCK_AFTER_S", "Beat", "FailureDetector", "Verdict"]
+__all__ = ["SILENT_S", "STUCK_AFTER_S", "FailureDetector", "RankStatus", "Verdict"]
 
 SILENT_S = 6.0
 """A rank that is not heard of for so long is given up: twelve beats, and it leaves as long again within the 15 s
@@ -28,7 +28,7 @@ _TIMES_LONGEST = 20.0
 
 
 @dataclass(frozen=True)
-class Beat:
+class RankStatus:
     """One heartbeat of a rank.
 
     Attributes:
@@ -40,7 +40,7 @@ class Beat:
 
     count: int
     where: str
-    process: Process
+    process: RankProcess
     ended: bool = False
 
 
@@ -52,16 +52,16 @@ class Verdict:
         rank: that is blamed.
         where: what it did last.
         cause, advice: as in WorkerError.
-        silent: it gives no sign of life; a process that still exists may be ended.
-        storeless: the store does not answer, so the others cannot be told.
+        unresponsive: it gives no sign of life; a process that still exists may be ended.
+        store_lost: the store does not answer, so the others cannot be told.
     """
 
     rank: int
     where: str
     cause: str
     advice: str = ""
-    silent: bool = False
-    storeless: bool = False
+    unresponsive: bool = False
+    store_lost: bool = False
 
 
 class FailureDetector:
@@ -79,7 +79,7 @@ class FailureDetector:
         self._activity = activity
         self._stuck_after_s = stuck_after_s
         self._store_owner = store_owner
-        self._beats: dict[int, Beat] = {}
+        self._statuses: dict[int, RankStatus] = {}
         self._silent_s: dict[int, float] = {}
         self._exchanged_at_s: float | None = None
         self._looked_at_s: float | None = None
@@ -87,43 +87,43 @@ class FailureDetector:
         self._task: tuple[str, int] | None = None
         self._task_s = 0.0
 
-    def hear(self, now_s: float, beats: Mapping[int, Beat]) -> None:
+    def receive(self, now_s: float, statuses: Mapping[int, RankStatus]) -> None:
         """Takes in the others' newest beats, of an exchange with the store that began and got through just now."""
         since_s = 0.0 if self._exchanged_at_s is None else now_s - self._exchanged_at_s
         self._exchanged_at_s = now_s
         self._unanswered_s = 0.0
-        for rank, beat in beats.items():
-            before = self._beats.get(rank)
-            if before is None or before.count != beat.count:
+        for rank, status in statuses.items():
+            before = self._statuses.get(rank)
+            if before is None or before.count != status.count:
                 self._silent_s[rank] = 0.0
             else:
                 self._silent_s[rank] += min(since_s, _MOST_COUNTED_S)
-            self._beats[rank] = beat
+            self._statuses[rank] = status
 
-    def look(self, now_s: float) -> Verdict | None:
+    def check(self, now_s: float) -> Verdict | None:
         """Returns what is wrong, or None; called several times a second."""
         since_s = 0.0 if self._looked_at_s is None else min(now_s - self._looked_at_s, _MOST_COUNTED_S)
         self._looked_at_s = now_s
         return self._stuck(since_s) or self._silence() or self._store(since_s)
 
-    def process_of(self, rank: int) -> Process | None:
+    def process_of(self, rank: int) -> RankProcess | None:
         """Returns the process of another rank, where it was heard of."""
-        return self._beats[rank].process if rank in self._beats else None
+        return self._statuses[rank].process if rank in self._statuses else None
 
     @property
-    def others(self) -> Mapping[int, Beat]:
+    def others(self) -> Mapping[int, RankStatus]:
         """The last beat of each other rank that was heard of."""
-        return self._beats
+        return self._statuses
 
     def _silence(self) -> Verdict | None:
         for rank, silent_s in sorted(self._silent_s.items()):
-            beat = self._beats[rank]
-            if silent_s > SILENT_S and not beat.ended:
+            status = self._statuses[rank]
+            if silent_s > SILENT_S and not status.ended:
                 return Verdict(
                     rank,
-                    beat.where,
+                    status.where,
                     f"has not been heard of for {silent_s:.1f} s (stopped, swapping, machine or link gone)",
-                    silent=True,
+                    unresponsive=True,
                 )
         return None
 
@@ -136,7 +136,7 @@ class FailureDetector:
             self._activity.where,
             f"the store, which {self._store_owner} serves, has not answered for {self._unanswered_s:.1f} s "
             "(stopped, ended, machine or link gone); this rank cannot reach the others and ends",
-            storeless=True,
+            store_lost=True,
         )
 
     def _stuck(self, since_s: float) -> Verdict | None:
@@ -145,16 +145,16 @@ class FailureDetector:
             self._task, self._task_s = task, 0.0
             return None
         self._task_s += since_s
-        pace = self._activity.paces.get(task[0])
-        if not self._stuck_after_s or pace is None or pace.done < _FIRST_TASKS:
+        durations = self._activity.durations.get(task[0])
+        if not self._stuck_after_s or durations is None or durations.done < _FIRST_TASKS:
             return None
-        limit_s = max(self._stuck_after_s, _TIMES_LONGEST * pace.longest_s)
+        limit_s = max(self._stuck_after_s, _TIMES_LONGEST * durations.longest_s)
         if self._task_s <= limit_s:
             return None
         return Verdict(
             self._rank,
             self._activity.where,
-            f"no progress in {task[0]} for {self._task_s:.1f} s; before, it took {pace.longest_s:.2g} s at the longest",
+            f"no progress in {task[0]} for {self._task_s:.1f} s; before, it took {durations.longest_s:.2g} s at the longest",
             f"if so long a time is expected, raise stuck_after_s (--stuck-after), now {self._stuck_after_s:g} s; "
             "0 turns this off",
         )

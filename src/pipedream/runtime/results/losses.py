@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["Loss", "Metric", "is_torch_loss", "measure"]
+__all__ = ["Loss", "Metric", "is_torch_loss", "metric_sums"]
 
 Metric = Callable[[Any, Any], Any]
 """(output, batch) -> a mean over samples, or (sum, weight)."""
@@ -68,7 +68,7 @@ class Loss:
         Raises:
             TypeError: the loss gave neither a scalar tensor nor a pair.
         """
-        found = self._found(output, batch)
+        found = self._evaluated(output, batch)
         if isinstance(found, tuple):
             total, weight = found
             return total, float(weight), True
@@ -82,7 +82,7 @@ class Loss:
         weight = self._torch_weight(output, batch, reduction)
         return found, float(samples if weight is None else weight), False
 
-    def extent(self, output: Any, batch: Any, samples: int, share: float) -> float:
+    def weight_from_shapes(self, output: Any, batch: Any, samples: int, share: float) -> float:
         """Returns the weight as far as shapes tell it: in proportion to the samples, whatever the targets hold.
 
         Args:
@@ -93,8 +93,8 @@ class Loss:
         reduction = self._option("reduction", "mean")
         if reduction == "sum":
             return share
-        extent = self._torch_extent(output, batch, reduction) or 0
-        return float(extent if extent and extent % samples == 0 else samples)
+        count = self._torch_count(output, batch, reduction) or 0
+        return float(count if count and count % samples == 0 else samples)
 
     def value(self, output: Any, batch: Any) -> torch.Tensor:
         """Returns the mean or the sum without its weight, which takes reading the targets.
@@ -102,11 +102,11 @@ class Loss:
         Raises:
             TypeError: the loss gave neither a scalar tensor nor a pair.
         """
-        found = self._found(output, batch)
+        found = self._evaluated(output, batch)
         return found[0] if isinstance(found, tuple) else self._scalar(found)
 
-    def _found(self, output: Any, batch: Any) -> Any:
-        return _own_loss(output) if self._loss is None else self._loss(output, batch)
+    def _evaluated(self, output: Any, batch: Any) -> Any:
+        return _loss_of_output(output) if self._loss is None else self._loss(output, batch)
 
     @staticmethod
     def _scalar(found: Any) -> torch.Tensor:
@@ -118,14 +118,14 @@ class Loss:
         return found.reshape(())
 
     def _torch_weight(self, output: Any, targets: Any, reduction: str) -> float | None:
-        extent = self._torch_extent(output, targets, reduction)
-        if extent is None or not self._is_of_classes or targets.is_floating_point():
-            return None if extent is None else float(extent)
+        count = self._torch_count(output, targets, reduction)
+        if count is None or not self._is_of_classes or targets.is_floating_point():
+            return None if count is None else float(count)
         counted = targets[targets != self._option("ignore_index", -100)]
         classes = self._option("weight", None)
         return float(counted.numel() if classes is None else classes[counted].sum())
 
-    def _torch_extent(self, output: Any, targets: Any, reduction: str) -> int | None:
+    def _torch_count(self, output: Any, targets: Any, reduction: str) -> int | None:
         function = self._function
         if not is_torch_loss(self._loss) or not isinstance(targets, torch.Tensor):
             return None
@@ -147,7 +147,9 @@ class Loss:
         return self._keywords.get(name, default)
 
 
-def measure(metrics: Mapping[str, Metric], output: Any, batch: Any, samples: int) -> tuple[tuple[float, float], ...]:
+def metric_sums(
+    metrics: Mapping[str, Metric], output: Any, batch: Any, samples: int
+) -> tuple[tuple[float, float], ...]:
     """Returns (sum, weight) of each metric for one microbatch."""
     found = []
     with torch.no_grad():
@@ -168,7 +170,7 @@ def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
     return loss, keywords
 
 
-def _own_loss(output: Any) -> torch.Tensor:
+def _loss_of_output(output: Any) -> torch.Tensor:
     found = getattr(output, "loss", None)
     if found is None and isinstance(output, Mapping):
         found = output.get("loss")

@@ -15,7 +15,7 @@ from pipedream.runtime.comm.channel import Receiver, Sender
 from pipedream.runtime.comm.message import ENDS_EPOCH, Message
 from pipedream.runtime.comm.values import unflatten
 
-__all__ = ["Done", "Output", "Results", "Sums"]
+__all__ = ["Done", "MinibatchSums", "Output", "Results"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Output:
 
 
 @dataclass
-class Sums:
+class MinibatchSums:
     """Sums over some microbatches: weighted loss, weight, then weighted value and weight of each metric."""
 
     minibatch: int = 0
@@ -95,24 +95,24 @@ class Results:
 
     def begin(self) -> None:
         """Forgets what an earlier stream left."""
-        self._open: dict[int, Sums] = {}
-        self._own: dict[int, Sums] = {}
+        self._open: dict[int, MinibatchSums] = {}
+        self._own: dict[int, MinibatchSums] = {}
         self._outputs: dict[int, Message] = {}
 
     @property
-    def nothing(self) -> list[float]:
+    def zeros(self) -> list[float]:
         """The sums over no microbatch."""
         return [0.0] * (2 + 2 * len(self._metrics))
 
-    def note(self, key: int, message: Message, numbers: Sequence[float]) -> None:
+    def add(self, key: int, message: Message, numbers: Sequence[float]) -> None:
         """Adds a microbatch's sums to those of its minibatch, which is called `key` in this stream."""
-        sums = self._open.setdefault(key, Sums(message.minibatch, message.epoch, message.flags & ENDS_EPOCH))
+        sums = self._open.setdefault(key, MinibatchSums(message.minibatch, message.epoch, message.flags & ENDS_EPOCH))
         sums.add(numbers, message.samples)
 
-    def announce(self, key: int) -> None:
+    def send_sums(self, key: int) -> None:
         """Sends the sums of a minibatch to all ranks; nothing is added to them afterwards."""
-        sums = self._open.pop(key, None) or Sums()
-        sums.numbers = sums.numbers or self.nothing
+        sums = self._open.pop(key, None) or MinibatchSums()
+        sums.numbers = sums.numbers or self.zeros
         self._own[key] = sums
         message = Message(
             0,
@@ -130,16 +130,18 @@ class Results:
         count = len(self._owners)
         return sorted({k % count for k in range(key * microbatches, (key + 1) * microbatches)})
 
-    def gather(self, key: int, replicas: Iterable[int], rate: float) -> Generator[Any, None, Done]:
+    def collect(self, key: int, replicas: Iterable[int], rate: float) -> Generator[Any, None, Done]:
         """Puts a minibatch's sums together, in the order of the replicas that saw some of it."""
-        total: Sums | None = None
+        total: MinibatchSums | None = None
         for replica in replicas:
             owner = self._owners[replica]
             if owner == self._rank:
                 part = self._own.pop(key)
             else:
                 message = yield from self._received(owner)
-                part = Sums(message.minibatch, message.epoch, message.flags, message.samples, list(message.numbers))
+                part = MinibatchSums(
+                    message.minibatch, message.epoch, message.flags, message.samples, list(message.numbers)
+                )
             if total is None:
                 total = part
             else:
@@ -160,14 +162,14 @@ class Results:
             },
         )
 
-    def give_output(self, index: int, message: Message) -> None:
+    def send_output(self, index: int, message: Message) -> None:
         """Sends an output of the model to rank 0."""
         if self._rank == 0:
             self._outputs[index] = message
         else:
             self.senders[0].send(message)
 
-    def take_output(self, index: int, owner: int) -> Generator[Any, None, Output]:
+    def receive_output(self, index: int, owner: int) -> Generator[Any, None, Output]:
         """Returns output `index`, at rank 0."""
         message = self._outputs.pop(index) if owner == self._rank else (yield from self._received(owner))
         return Output(message.minibatch, unflatten(message.structure, message.tensors))  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from pipedream.core.errors import WorkerError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import flatten, unflatten
-from pipedream.runtime.results.losses import Loss, Metric, measure
+from pipedream.runtime.results.losses import Loss, Metric, metric_sums
 from pipedream.runtime.results.results import Results
 
 __all__ = ["Scorer"]
@@ -78,17 +78,17 @@ class Scorer:
             self._note(key, message, _detached(output), targets, loss, weight, is_sum)
         if self._mean_of_rounds:  # a round takes the gradient of each minibatch's mean
             return value, weight, 1.0 / weight if is_sum and weight else 1.0
-        unit = self._unit(message, output, targets)
+        unit = self._weight_unit(message, output, targets)
         return value, weight / unit, (1.0 if is_sum else weight) / unit
 
-    def _unit(self, message: Message, output: Any, targets: Any) -> float:
+    def _weight_unit(self, message: Message, output: Any, targets: Any) -> float:
         if not self._has_units:
             return 1.0
-        extent = self._loss.extent(output, targets, message.samples, message.share)
+        weight = self._loss.weight_from_shapes(output, targets, message.samples, message.share)
         # Whole before it is rounded: each microbatch finds the same, on whatever replica.
-        return 2.0 ** round(log2(max(round(extent / message.share), 1)))
+        return 2.0 ** round(log2(max(round(weight / message.share), 1)))
 
-    def assess(self, message: Message, output: Any, targets: Any) -> None:
+    def score_evaluation(self, message: Message, output: Any, targets: Any) -> None:
         """Notes loss and metrics of a batch of an evaluation, whose sums are all under one key, 0."""
         value, weight, is_sum = self._loss(output, targets, message.samples, message.share)
         self._note(0, message, output, targets, float(value), weight, is_sum)
@@ -97,9 +97,9 @@ class Scorer:
         self, key: int, message: Message, output: Any, targets: Any, loss: float, weight: float, is_sum: bool
     ) -> None:
         numbers = [(loss if is_sum else loss * weight) if weight else 0.0, weight]
-        for pair in measure(self._metrics, output, targets, message.samples):
+        for pair in metric_sums(self._metrics, output, targets, message.samples):
             numbers.extend(pair)
-        self._results.note(key, message, numbers)
+        self._results.add(key, message, numbers)
 
 
 def _detached(value: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import nn
 from pipedream.core.plan.cost import FIRST_BUCKET_BYTES
 from pipedream.core.plan.plan import Stage
 
-__all__ = ["EmulatedStage", "Waiting", "emulated_batch", "emulated_model", "emulated_optimizer"]
+__all__ = ["EmulatedOptimizer", "EmulatedStage", "emulated_batch", "emulated_model", "emulated_optimizer"]
 
 _ITEM_BYTES = 4
 _MOST_PIECES = 32
@@ -55,7 +55,7 @@ def emulated_optimizer(stages: Sequence[Stage]) -> Callable[[list[tuple[str, nn.
     def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         numbers = {int(name.split(".")[0].removeprefix("stage")) for name, _ in named}
         seconds = sum(stages[number].update_s - stages[number].copy_s for number in numbers)  # copies are made
-        return Waiting([parameter for _, parameter in named], seconds)
+        return EmulatedOptimizer([parameter for _, parameter in named], seconds)
 
     return make
 
@@ -89,23 +89,23 @@ class EmulatedStage(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """Waits for the seconds of a forward; returns rows of the planned size."""
-        made = _Forward.apply(value, self._forward_s, self._columns, self._activation_bytes)  # type: ignore[no-untyped-call]
+        made = _EmulatedForward.apply(value, self._forward_s, self._columns, self._activation_bytes)  # type: ignore[no-untyped-call]
         nowhere, halves = torch.empty(0, dtype=torch.long), (self._piece_s / 2,) * 2
         if not value.requires_grad:
             halves = 0.0, self._piece_s  # nothing goes back: all is done for the weights
         for weights in self.weights:
             if self._splits:
                 if halves[0]:
-                    made = _Path.apply(made, halves[0])  # type: ignore[no-untyped-call]
+                    made = _EmulatedInputGradient.apply(made, halves[0])  # type: ignore[no-untyped-call]
                 # Adds no rows, which costs nothing: a node of autograd's own, where the halves of a backward part.
-                apart = _Apart.apply(weights, self._columns, halves[1])  # type: ignore[no-untyped-call]
+                apart = _EmulatedWeightGradient.apply(weights, self._columns, halves[1])  # type: ignore[no-untyped-call]
                 made = made.index_add_(0, nowhere, apart)
             else:
-                made = _Piece.apply(made, weights, self._piece_s)  # type: ignore[no-untyped-call]
+                made = _EmulatedBackward.apply(made, weights, self._piece_s)  # type: ignore[no-untyped-call]
         return torch.as_tensor(made)
 
 
-class Waiting(torch.optim.Optimizer):
+class EmulatedOptimizer(torch.optim.Optimizer):
     """An optimizer whose step waits and changes nothing.
 
     Args:
@@ -125,7 +125,7 @@ class Waiting(torch.optim.Optimizer):
         """Tells those who predict weights that its step has no direction."""
 
 
-class _Forward(torch.autograd.Function):
+class _EmulatedForward(torch.autograd.Function):
     """Waits; the gradient of what came in is as large as that."""
 
     @staticmethod
@@ -142,7 +142,7 @@ class _Forward(torch.autograd.Function):
         return (_zeros(*ctx.shape) if ctx.needs_input_grad[0] else None), None, None, None
 
 
-class _Piece(torch.autograd.Function):
+class _EmulatedBackward(torch.autograd.Function):
     """A piece of a stage's weights: passes the value through, and waits in the backward for its gradient."""
 
     @staticmethod
@@ -156,7 +156,7 @@ class _Piece(torch.autograd.Function):
         return gradients[0], _zeros(ctx.items), None
 
 
-class _Path(torch.autograd.Function):
+class _EmulatedInputGradient(torch.autograd.Function):
     """Waits in the backward, as for the gradient of what came in."""
 
     @staticmethod
@@ -171,7 +171,7 @@ class _Path(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Apart(torch.autograd.Function):
+class _EmulatedWeightGradient(torch.autograd.Function):
     """A piece of a stage's weights that gives no rows, and waits in the backward for its gradient."""
 
     @staticmethod

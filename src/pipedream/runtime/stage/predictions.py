@@ -22,7 +22,7 @@ from pipedream.runtime.stage.velocity import add_velocity, check_velocity
 from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.optimizer import Optimizer
 
-__all__ = ["Intermediate", "WeightPredictions"]
+__all__ = ["InterpolatedWeights", "WeightPredictions"]
 
 
 class WeightPredictions:
@@ -57,7 +57,7 @@ class WeightPredictions:
             if prediction.by != VELOCITY
         }
         self._gamma = next((prediction.gamma(stage) for prediction in predictions if prediction.by == AVERAGE), 0.0)
-        self._aside: list[torch.Tensor] = []
+        self._saved: list[torch.Tensor] = []
         self._shared: list[torch.Tensor] = []
         self._shared_asked: int | None = None
         self._shared_version = 0
@@ -88,7 +88,7 @@ class WeightPredictions:
         if self._forward is None or self._until is Kind.BACKWARD:
             yield
         else:
-            with self._standing(self._forward if self._until is None else self._shared):
+            with self._in_place(self._forward if self._until is None else self._shared):
                 yield
 
     @contextmanager
@@ -97,7 +97,7 @@ class WeightPredictions:
         if self._backward is None:
             yield
         else:
-            with self._standing(self._backward):
+            with self._in_place(self._backward):
                 yield
 
     def begin_update(self) -> None:
@@ -105,7 +105,7 @@ class WeightPredictions:
         if DIFFERENCE in self._added:
             _copy(self._added[DIFFERENCE], self._weights)
         if AVERAGE in self._added:
-            self._put_aside()
+            self._save_weights()
 
     def end_update(self) -> None:
         """Takes in what the update has added."""
@@ -114,7 +114,7 @@ class WeightPredictions:
             torch._foreach_neg_(last)
             torch._foreach_add_(last, self._weights)
         if AVERAGE in self._added and self._handles:
-            added = torch._foreach_sub(self._weights, self._aside)
+            added = torch._foreach_sub(self._weights, self._saved)
             torch._foreach_lerp_(self._added[AVERAGE], added, 1.0 - self._gamma)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -134,8 +134,8 @@ class WeightPredictions:
         return [handle.data for handle in self._handles]
 
     @contextmanager
-    def _standing(self, prediction: WeightPrediction | list[torch.Tensor]) -> Iterator[None]:
-        self._put_aside()
+    def _in_place(self, prediction: WeightPrediction | list[torch.Tensor]) -> Iterator[None]:
+        self._save_weights()
         if isinstance(prediction, WeightPrediction):
             self._advance(prediction, self._weights)
         else:
@@ -144,12 +144,12 @@ class WeightPredictions:
         try:
             yield
         finally:
-            _copy(self._weights, self._aside)
+            _copy(self._weights, self._saved)
             self._versions.cast()
 
-    def _put_aside(self) -> None:
-        self._aside = self._aside or [torch.empty_like(w) for w in self._weights]
-        _copy(self._aside, self._weights)
+    def _save_weights(self) -> None:
+        self._saved = self._saved or [torch.empty_like(w) for w in self._weights]
+        _copy(self._saved, self._weights)
 
     def _fill(self, into: Mapping[str, torch.Tensor]) -> None:
         assert self._forward is not None
@@ -164,12 +164,12 @@ class WeightPredictions:
             for target, added in zip(targets, self._added[prediction.by], strict=True):
                 target.add_(added, alpha=horizon)
             return
-        self._optimizer.catch_up(self._optimizer.due)  # the rate of the coming update
+        self._optimizer.step_scheduler(self._optimizer.scheduler_steps_due)  # the rate of the coming update
         by_handle = dict(zip(self._handles, targets, strict=True))
         add_velocity(self._optimizer.optimizer, by_handle, horizon * self._optimizer.rate_factor)
 
 
-class Intermediate:
+class InterpolatedWeights:
     """Weights between those that a forward has read and the newest, for one backward after the other.
 
     Args:
@@ -187,7 +187,7 @@ class Intermediate:
         newest = self._versions.peek()
         if old is newest:
             return newest
-        self._made = self._made or self._versions.spare()
+        self._made = self._made or self._versions.new_storage()
         share = self._between.weight(newest.version - old.version)
         # Of the leaves that passes read; .data: these have a graph of their own where the forward is done again.
         targets, ends, begins = ([leaf.data for leaf in s.leaves.values()] for s in (self._made, newest, old))

@@ -29,10 +29,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 
-__all__ = ["Recomputation", "Run", "without_graph"]
+__all__ = ["ForwardFunction", "Recomputation", "without_graph"]
 
 
-class Run(Protocol):
+class ForwardFunction(Protocol):
     """From what arrived, and whether it did before, to what goes on; fills in what the backward starts from."""
 
     def __call__(self, message: Message, again: bool = False) -> Message:
@@ -40,7 +40,7 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _BufferSlot:
     """Where a buffer stands."""
 
     module: nn.Module
@@ -74,11 +74,11 @@ class Recomputation:
         self._module = module
         owners = {id(m): m for _, layer in module.layers for m in layer.modules()}.values()
         # All may move, until the first microbatch has told.
-        self._moving = [_Slot(m, name) for m in owners for name, b in m._buffers.items() if b is not None]
-        self._still: list[_Slot] | None = None
+        self._moving = [_BufferSlot(m, name) for m in owners for name, b in m._buffers.items() if b is not None]
+        self._constant: list[_BufferSlot] | None = None
 
-    def forward(self, held: SavedForward, message: Message, run: Run) -> Message:
-        """Runs a forward that keeps nothing but what it takes to do it again, in `held.again`.
+    def forward(self, held: SavedForward, message: Message, run: ForwardFunction) -> Message:
+        """Runs a forward that keeps nothing but what it takes to do it again, in `held.recompute`.
 
         Raises:
             RuntimeError: a buffer moves that did not move in the first microbatch.
@@ -86,36 +86,36 @@ class Recomputation:
         state = self._module.save_generator()
         memo: dict[int, torch.Tensor] = {}
         before = [_clone(slot.tensor, memo) for slot in self._moving]
-        marks = [slot.mark for slot in self._still or ()]
+        marks = [slot.mark for slot in self._constant or ()]
         result = without_graph(run, message)
-        if self._still is None:
+        if self._constant is None:
             changed = [
                 slot.tracks or not torch.equal(slot.tensor, old) for slot, old in zip(self._moving, before, strict=True)
             ]
-            self._still = [slot for slot, moved in zip(self._moving, changed, strict=True) if not moved]
+            self._constant = [slot for slot, moved in zip(self._moving, changed, strict=True) if not moved]
             self._moving = [slot for slot, moved in zip(self._moving, changed, strict=True) if moved]
             before = [old for old, moved in zip(before, changed, strict=True) if moved]
-        for slot, mark in zip(self._still, marks, strict=False):
+        for slot, mark in zip(self._constant, marks, strict=False):
             if slot.mark != mark:
                 raise RuntimeError(
                     f"a stage that recomputes wrote into buffer {slot.name!r}, which its first microbatch left alone; "
                     "let the layer write it in every forward, or train this stage without recomputation"
                 )
-        held.entries, held.outputs = (), ()
-        held.again = partial(self._again, message, run, before, state)
+        held.graph_inputs, held.outputs = (), ()
+        held.recompute = partial(self._again, message, run, before, state)
         return result
 
-    def _again(self, message: Message, run: Run, kept: Sequence[torch.Tensor], state: Any) -> None:
+    def _again(self, message: Message, run: ForwardFunction, kept: Sequence[torch.Tensor], state: Any) -> None:
         now = self._module.save_generator()
         self._module.restore_generator(state)
         try:
-            with self._standing(kept):
+            with self._with_buffers(kept):
                 run(message, True)
         finally:
             self._module.restore_generator(now)
 
     @contextmanager
-    def _standing(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
+    def _with_buffers(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
         """Lets other tensors stand in the slots of the buffers that move."""
         own = [slot.tensor for slot in self._moving]
         for slot, tensor in zip(self._moving, others, strict=True):
@@ -127,7 +127,7 @@ class Recomputation:
                 slot.module._buffers[slot.name] = tensor
 
 
-def without_graph(run: Run, message: Message) -> Message:
+def without_graph(run: ForwardFunction, message: Message) -> Message:
     """Runs a forward on a copy of what arrived, by the paths that it takes in training; keeps none of its tensors."""
     with torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
         result = run(_copied(message), False)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream.runtime.comm.message import Message, Spec, dimension_order, join_payload, take_payload
-from pipedream.runtime.stage.recompute import Run, without_graph
+from pipedream.runtime.comm.message import Message, TensorSpec, dimension_order, join_payload, split_payload
+from pipedream.runtime.stage.recompute import ForwardFunction, without_graph
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import WeightSet
 
@@ -59,14 +59,14 @@ class WeightPacket:
 
     def unpack(self, payload: torch.Tensor) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Returns the weights by name, as leaves, and what goes into the other slots: views of the payload."""
-        arrived = take_payload(Message(0), list(self._specs), payload).tensors
+        arrived = split_payload(Message(0), list(self._specs), payload).tensors
         found = [tensor for tensor in arrived if tensor is not None]
         count = len(self._names)
         leaves = {name: leaf.requires_grad_() for name, leaf in zip(self._names, found[:count], strict=True)}
         return leaves, found[count:]
 
     @contextmanager
-    def standing(self, others: list[torch.Tensor]) -> Iterator[None]:
+    def installed(self, others: list[torch.Tensor]) -> Iterator[None]:
         """Lets tensors stand in the slots of what is not trained; what layers put there in their stead is put into the
         list."""
         own = [[held[name] for held, name in slots] for slots in self._slots]
@@ -82,13 +82,13 @@ class WeightPacket:
                     held[name] = tensor
 
 
-class _Forgetting:
+class _WithoutGraph:
     """Runs forwards that keep nothing: their backwards are elsewhere."""
 
-    def forward(self, held: SavedForward, message: Message, run: Run) -> Message:
+    def forward(self, held: SavedForward, message: Message, run: ForwardFunction) -> Message:
         """Runs one; see `Recomputation.forward`."""
         result = without_graph(run, message)
-        held.entries, held.outputs = (), ()
+        held.graph_inputs, held.outputs = (), ()
         return result
 
 
@@ -105,9 +105,9 @@ class RemoteForward:
 
     def __init__(self, module: StageModule, weight_packet: WeightPacket) -> None:
         self.module = module
-        self.recomputation = _Forgetting()
+        self.recomputation = _WithoutGraph()
         self.next_forward = 0
-        self._parcel = weight_packet
+        self._packet = weight_packet
         self._weights: WeightSet | None = None
         self._others: list[torch.Tensor] = []
 
@@ -127,7 +127,7 @@ class RemoteForward:
         assert self._weights is None, "weights are fetched where others still are"
         (payload,) = message.tensors
         assert payload is not None
-        leaves, self._others = self._parcel.unpack(payload)
+        leaves, self._others = self._packet.unpack(payload)
         self._weights = WeightSet(message.version, leaves)
 
     def drop(self) -> None:
@@ -148,21 +148,21 @@ class RemoteForward:
         """Runs the layers; see `StageModule.forward`."""
         return self.module.forward(value, read.leaves, microbatch, first)
 
-    def at_forward(self) -> AbstractContextManager[None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         """Returns the context of a forward: what is not trained stands in the modules."""
-        return self._parcel.standing(self._others)
+        return self._packet.installed(self._others)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """The context of a forward without training."""
         flags = self.module.train(False)
         try:
-            with self._parcel.standing(self._others):
+            with self._packet.installed(self._others):
                 yield
         finally:
             for module, training in flags:
                 module.training = training
 
 
-def _spec(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Spec:
-    return Spec(dtype or tensor.dtype, tuple(tensor.shape), dimension_order(tensor))
+def _spec(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
+    return TensorSpec(dtype or tensor.dtype, tuple(tensor.shape), dimension_order(tensor))

@@ -32,7 +32,7 @@ from pipedream.runtime.comm.values import flatten
 from pipedream.runtime.stage.split_backward import saved_by
 from pipedream.runtime.stage.versions import WeightSet
 
-__all__ = ["Saved"]
+__all__ = ["SavedTensorHooks"]
 
 _PACKING = {"aten::_cudnn_rnn": -1}
 """Operations that copy their weights inside, by their name, and which output is the copy."""
@@ -43,20 +43,20 @@ _CHECKPOINT = CheckpointFunction._backward_cls
 """A node that does its forward again in its backward."""
 
 
-class Saved:
+class SavedTensorHooks:
     """What the forwards of one stage save. The first one through `watching` is checked, further ones are not.
 
     Attributes:
-        leads: whether graphs keep places in the weights, for backwards that are led to another version (`led_to`).
+        redirects: whether graphs keep places in the weights, for backwards that are led to another version (`redirected_to`).
     """
 
     def __init__(self) -> None:
-        self._checked = self._led = self.leads = False
-        self._goal: Mapping[str, torch.Tensor] = {}
+        self._checked = self._redirect_checked = self.redirects = False
+        self._target: Mapping[str, torch.Tensor] = {}
 
-    def switch_to(self, leads: bool) -> None:
+    def switch_to(self, redirects: bool) -> None:
         """Takes up another method's rule at a drain."""
-        self.leads = leads
+        self.redirects = redirects
 
     def run(self, layers: Callable[[], Any], value: Any, read: WeightSet) -> Any:
         """Returns what the layers make of a value at weights.
@@ -65,63 +65,65 @@ class Saved:
             ScheduleError: as for `watching`; or a layer keeps what it saves in a way of its own (checkpointing,
                 offloading); or graphs are led, and a function keeps a weight that cannot be.
         """
-        known = self._checked and (self._led or not self.leads)
-        with self.watching(value, read) as flow:
+        known = self._checked and (self._redirect_checked or not self.redirects)
+        with self.watching(value, read) as tracker:
             output = layers()
         if not known:
-            self._led = self.leads
-            self._check_graph(flatten(output)[1], _Parts(read.leaves if self.leads else {}), flow)
+            self._redirect_checked = self.redirects
+            self._check_graph(flatten(output)[1], _WeightLocator(read.leaves if self.redirects else {}), tracker)
         return output
 
     @contextmanager
-    def watching(self, value: Any, read: WeightSet) -> Iterator[_Flow | None]:
+    def watching(self, value: Any, read: WeightSet) -> Iterator[_DataflowTracker | None]:
         """Watches the layers run on a value at weights; gives what tells where tensors come from, the first time.
 
         Raises:
             ScheduleError: autograd has saved what was computed from weights alone, or, where graphs are led, a part of
                 a weight that cannot be found again in another version; names the parameters.
         """
-        if self._checked and not self.leads:
+        if self._checked and not self.redirects:
             yield None
             return
-        flow = None if self._checked else _Flow(read.leaves, flatten(value)[1])
-        parts = _Parts(read.leaves if self.leads else {})
+        tracker = None if self._checked else _DataflowTracker(read.leaves, flatten(value)[1])
+        locator = _WeightLocator(read.leaves if self.redirects else {})
 
-        def pack(tensor: torch.Tensor) -> _Kept | _Part:
-            if flow is not None:
-                flow.note(tensor)
-            return parts.of(tensor) or _Kept(tensor, tensor._version)
+        def pack(tensor: torch.Tensor) -> _SavedActivation | _WeightSlice:
+            if tracker is not None:
+                tracker.note(tensor)
+            return locator.of(tensor) or _SavedActivation(tensor, tensor._version)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack), flow or nullcontext():
-            yield flow
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack), tracker or nullcontext():
+            yield tracker
         self._checked = True
-        if flow is not None and flow.refused:
-            told = "; ".join(f"{name!r} (by {operation})" for name, operation in sorted(flow.refused.items()))
+        if tracker is not None and tracker.refused:
+            names = "; ".join(f"{name!r} (by {operation})" for name, operation in sorted(tracker.refused.items()))
             raise ScheduleError(
                 "the backward rule 'graph' needs layers of which autograd saves the weights themselves; here it saves "
-                f"what was computed from {told}, and would go on with the old weights there. Take "
+                f"what was computed from {names}, and would go on with the old weights there. Take "
                 f"{_RECOMPUTE}, or a layer that uses the parameter as it is (no autocast of it, no "
                 "weight_norm, no mask)"
             )
 
     @contextmanager
-    def led_to(self, weights: WeightSet) -> Iterator[None]:
+    def redirected_to(self, weights: WeightSet) -> Iterator[None]:
         """Lets a backward find these weights where its graph has saved places."""
-        self._goal = weights.leaves
+        self._target = weights.leaves
         try:
             yield
         finally:
-            self._goal = {}
+            self._target = {}
 
-    def _unpack(self, saved: _Kept | _Part) -> torch.Tensor:
-        return saved.look_up(self._goal) if isinstance(saved, _Part) else saved.unchanged()
+    def _unpack(self, saved: _SavedActivation | _WeightSlice) -> torch.Tensor:
+        return saved.look_up(self._target) if isinstance(saved, _WeightSlice) else saved.unchanged()
 
-    def _check_graph(self, outputs: Iterable[torch.Tensor], parts: _Parts, flow: _Flow | None) -> None:
+    def _check_graph(
+        self, outputs: Iterable[torch.Tensor], locator: _WeightLocator, tracker: _DataflowTracker | None
+    ) -> None:
         """Checks that all that a graph needs is where the rule says.
 
         Args:
-            parts: of the weights, where graphs are led.
-            flow: of the forward, where it was watched.
+            locator: of the weights, where graphs are led.
+            tracker: of the forward, where it was watched.
 
         Raises:
             ScheduleError: it is not; names the operation.
@@ -135,17 +137,17 @@ class Saved:
                 )
             kept: list[Any] = tree_leaves(vars(node)) if isinstance(node, BackwardCFunction) else []
             for item in (item for item in kept if isinstance(item, torch.Tensor)):
-                told = _told(parts.owners(item))
-                made = {} if flow is None else flow.made_of(item)
-                if told or made:
-                    told = told or "what was computed from " + _told(sorted(made.items()))
+                names = _quoted(locator.owners(item))
+                made = {} if tracker is None else tracker.computed_from(item)
+                if names or made:
+                    names = names or "what was computed from " + _quoted(sorted(made.items()))
                     raise ScheduleError(
-                        f"{asked} the newest weights, but {node.name()} keeps {told} on its context, where it cannot "
+                        f"{asked} the newest weights, but {node.name()} keeps {names} on its context, where it cannot "
                         f"be exchanged; let its forward save_for_backward the weight itself, or take {_RECOMPUTE}"
                     )
 
 
-class _Kept(NamedTuple):
+class _SavedActivation(NamedTuple):
     """An activation, and how often it had been written when it was saved: behind hooks autograd does not look."""
 
     tensor: torch.Tensor
@@ -162,7 +164,7 @@ class _Kept(NamedTuple):
         return self.tensor
 
 
-class _Part(NamedTuple):
+class _WeightSlice(NamedTuple):
     """A part of a weight, of whatever version.
 
     Attributes:
@@ -182,7 +184,7 @@ class _Part(NamedTuple):
         return leaf.as_strided(self.size, self.stride, leaf.storage_offset() + self.offset)
 
 
-class _Parts:
+class _WeightLocator:
     """Which part of the weights a tensor is.
 
     Args:
@@ -195,7 +197,7 @@ class _Parts:
             self._owners.setdefault(_place(leaf), []).append((name, leaf))
         self._owners.pop(0, None)
 
-    def of(self, tensor: torch.Tensor) -> _Part | None:
+    def of(self, tensor: torch.Tensor) -> _WeightSlice | None:
         """Returns which part of a weight a tensor is; None for what is none.
 
         Raises:
@@ -210,10 +212,10 @@ class _Parts:
             alike = tensor.dtype == leaf.dtype and tensor.is_conj() == leaf.is_conj() and not tensor.is_neg()
             # A weight with holes is packed in the other sets.
             if inside and alike and _extent(leaf) == leaf.numel():
-                return _Part(name, tensor.size(), tensor.stride(), offset)
+                return _WeightSlice(name, tensor.size(), tensor.stride(), offset)
         raise ScheduleError(
             "the backward rule 'graph' looks up what autograd saves of a weight in another version of it; here it "
-            f"saves a part of {_told(owners)} that lies across parameters, in one with holes, or is of another type; "
+            f"saves a part of {_quoted(owners)} that lies across parameters, in one with holes, or is of another type; "
             f"take {_RECOMPUTE}, or a parameter with a storage of its own"
         )
 
@@ -222,7 +224,7 @@ class _Parts:
         return self._owners.get(_place(tensor), [])
 
 
-def _told(owners: Iterable[tuple[str, Any]]) -> str:
+def _quoted(owners: Iterable[tuple[str, Any]]) -> str:
     return " or ".join(repr(name) for name, _ in owners)
 
 
@@ -245,7 +247,7 @@ def _extent(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
 
 
-class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _DataflowTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows through the operations what is a weight, an activation, or computed from weights and constants alone.
 
     Attributes:
@@ -287,9 +289,9 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note(self, tensor: torch.Tensor) -> None:
         """Takes what autograd saves."""
-        self.refused |= self.made_of(tensor)
+        self.refused |= self.computed_from(tensor)
 
-    def made_of(self, tensor: torch.Tensor) -> dict[str, str]:
+    def computed_from(self, tensor: torch.Tensor) -> dict[str, str]:
         """Returns, where a tensor was computed from weights alone: parameter -> operation."""
         return self._made.get(_place(tensor), {})
 

@@ -29,14 +29,14 @@ from pipedream.runtime.comm.values import flatten, unflatten
 from pipedream.runtime.stage.split_backward import Deferred, split_backward
 from pipedream.runtime.stage.versions import WeightSet
 
-__all__ = ["Entry", "SavedForward", "StageModule", "low_precision_weights", "outputs_of"]
+__all__ = ["GraphInput", "SavedForward", "StageModule", "low_precision_weights", "outputs_of"]
 
 # Layers whose weights autocast casts before each use (torch.amp's op lists: linear, convolutions, recurrent
 # cells). Norms and embeddings stay in full precision there, so they do here.
 _CAST_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
 
 
-class _Entry(torch.autograd.Function):
+class _GraphInputFunction(torch.autograd.Function):
     """Gives a received tensor a place in the graph without copying it: neither a leaf nor a view.
 
     The anchor makes autograd come here, although nothing else that it looks for lies behind.
@@ -54,7 +54,7 @@ class _Entry(torch.autograd.Function):
         return None, None, None
 
 
-class Entry(NamedTuple):
+class GraphInput(NamedTuple):
     """Where a received tensor entered the graph.
 
     Attributes:
@@ -72,48 +72,48 @@ class SavedForward:
 
     Attributes:
         weights: the set that the forward read; None for a microbatch without samples.
-        entries: of each input that wants a gradient.
+        graph_inputs: of each input that wants a gradient.
         outputs: tensors that went on, or the loss.
         wants: for each tensor that arrived, whether its gradient goes back.
         microbatch: whose.
         version: that the forward read, or of which it read a view.
         weight: loss weight of the microbatch, in its minibatch's unit (`Scorer.score`).
         scale: gradient of the update's objective by the loss, at the last stage.
-        again: does the forward again and fills in entries and outputs; None where its graph was kept.
-        redone: the set that it read when it was done again; None where that is the set of the first time.
+        recompute: does the forward again and fills in entries and outputs; None where its graph was kept.
+        recomputed_weights: the set that it read when it was done again; None where that is the set of the first time.
         deferred: gradients of the weights that are still to be made, between the halves of a backward.
     """
 
     weights: WeightSet | None
-    entries: tuple[Entry, ...]
+    graph_inputs: tuple[GraphInput, ...]
     outputs: tuple[torch.Tensor, ...]
     wants: tuple[bool, ...]
     microbatch: int
     version: int = 0
     weight: float = 0.0
     scale: float = 1.0
-    again: Callable[[], object] | None = None
-    redone: WeightSet | None = None
+    recompute: Callable[[], object] | None = None
+    recomputed_weights: WeightSet | None = None
     deferred: Deferred | None = None
 
     @property
     def leaves(self) -> WeightSet:
         """The set whose leaves the graph ends in."""
-        found = self.redone or self.weights
+        found = self.recomputed_weights or self.weights
         assert found is not None, "a microbatch without samples has no graph"
         return found
 
-    def given(self, message: Message | None, loss_scale: float = 1.0) -> list[torch.Tensor | None]:
+    def output_gradients(self, message: Message | None, loss_scale: float = 1.0) -> list[torch.Tensor | None]:
         """Returns the gradients of the outputs, whose graph is there then, and notes the loss weight.
 
         Args:
             message: that brought them; None at the last stage, which makes its own.
             loss_scale: factor on those that it makes.
         """
-        if self.again is not None:
-            again, self.again = self.again, None  # it holds what arrived
-            again()
-            del again
+        if self.recompute is not None:
+            recompute, self.recompute = self.recompute, None  # it holds what arrived
+            recompute()
+            del recompute
         if message is None:
             own = torch.full_like(self.outputs[0], self.scale)
             return [own.mul_(loss_scale)]  # may overflow, and be infinite
@@ -178,7 +178,7 @@ class StageModule:
             first: the value is the model's input; a tuple is handed over as several arguments.
         """
         state = self.save_generator()
-        self._place(leaves)
+        self._set_parameters(leaves)
         try:
             with self.casting():
                 for name, layer in self.layers:
@@ -187,27 +187,29 @@ class StageModule:
                     first = False
             return value
         finally:
-            self._place(self.handles)
+            self._set_parameters(self.handles)
             self.restore_generator(state)
 
-    def enter(self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]) -> tuple[Any, tuple[Entry, ...]]:
+    def enter(
+        self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]
+    ) -> tuple[Any, tuple[GraphInput, ...]]:
         """Returns a received value with its place in the graph, and the entries of those whose gradients go back."""
-        entries: list[Entry] = []
+        graph_inputs: list[GraphInput] = []
         inside = []
         for tensor, want in zip(tensors, wants, strict=True):
             if want:
                 box: list[torch.Tensor] = []
                 anchor = torch.empty((), requires_grad=True)
-                tensor = _Entry.apply(tensor, anchor, box)  # type: ignore[no-untyped-call]
-                entries.append(Entry(box, get_gradient_edge(tensor)))
+                tensor = _GraphInputFunction.apply(tensor, anchor, box)  # type: ignore[no-untyped-call]
+                graph_inputs.append(GraphInput(box, get_gradient_edge(tensor)))
             inside.append(tensor)
-        return unflatten(structure, tuple(inside)), tuple(entries)
+        return unflatten(structure, tuple(inside)), tuple(graph_inputs)
 
     def backward(
         self,
         held: SavedForward,
         gradients: Sequence[torch.Tensor | None],
-        lent: Sequence[torch.Tensor | None],
+        accumulators: Sequence[torch.Tensor | None],
         ready: Callable[[int, torch.Tensor], None] | None = None,
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Returns the gradients of the weights, in the order of the handles, and of what arrived.
@@ -217,17 +219,17 @@ class StageModule:
         Args:
             held: what the forward kept; its graph is freed.
             gradients: of the outputs that went on.
-            lent: for each handle, the sum to add to, or None.
+            accumulators: for each handle, the sum to add to, or None.
             ready: takes each handle's number and gradient while the backward still runs, as soon as it is there; what
                 it has taken is None in the answer. The leaves must be watched. On a GPU it is called on a thread of
                 autograd.
         """
         outputs, arrived = _with_gradients(held, gradients)
-        with self._adding(held.leaves, lent) as leaves:
+        with self._accumulating(held.leaves, accumulators) as leaves:
             if outputs:
                 held.leaves.ready = ready
                 torch.autograd.backward(outputs, arrived)
-            return [leaf.grad for leaf in leaves], [box[0] if box else None for box, _ in held.entries]
+            return [leaf.grad for leaf in leaves], [box[0] if box else None for box, _ in held.graph_inputs]
 
     def backward_inputs(
         self, held: SavedForward, gradients: Sequence[torch.Tensor | None]
@@ -239,24 +241,24 @@ class StageModule:
             gradients: of the outputs that went on.
         """
         outputs, arrived = _with_gradients(held, gradients)
-        back, held.deferred = split_backward(outputs, arrived, [entry.edge for entry in held.entries])
-        held.entries, held.outputs = (), ()
+        back, held.deferred = split_backward(outputs, arrived, [entry.edge for entry in held.graph_inputs])
+        held.graph_inputs, held.outputs = (), ()
         return back
 
     def backward_weights(
         self,
         held: SavedForward,
-        lent: Sequence[torch.Tensor | None],
+        accumulators: Sequence[torch.Tensor | None],
         ready: Callable[[int, torch.Tensor], None] | None = None,
     ) -> list[torch.Tensor | None]:
         """Returns the gradients of the weights, behind `backward_inputs`.
 
         Args:
             held: what that has left; freed as the gradients come.
-            lent, ready: as for `backward`; the leaves need not be watched.
+            accumulators, ready: as for `backward`; the leaves need not be watched.
         """
         assert held.deferred is not None
-        with self._adding(held.leaves, lent) as leaves:
+        with self._accumulating(held.leaves, accumulators) as leaves:
             numbers = {leaf: number for number, leaf in enumerate(leaves)}
             for leaf in held.deferred.run():
                 if ready is not None and leaf in numbers and leaf.grad is not None:
@@ -266,25 +268,27 @@ class StageModule:
             return [leaf.grad for leaf in leaves]
 
     @contextmanager
-    def _adding(self, weights: WeightSet, lent: Sequence[torch.Tensor | None]) -> Iterator[list[torch.Tensor]]:
+    def _accumulating(
+        self, weights: WeightSet, accumulators: Sequence[torch.Tensor | None]
+    ) -> Iterator[list[torch.Tensor]]:
         """Gives the leaves, in the order of the handles, to which autograd may add; the sums so far stand in them.
 
         They stand in the modules too: a checkpointed layer reads its weights again in the backward.
         """
         leaves = [weights.leaves[name] for name in self._names]
-        self._place(weights.leaves)
+        self._set_parameters(weights.leaves)
         try:
-            for leaf, total in zip(leaves, lent, strict=True):
+            for leaf, total in zip(leaves, accumulators, strict=True):
                 if total is not None and total.dtype == leaf.dtype:
                     leaf.grad = total
             yield leaves
         finally:
-            self._place(self.handles)
+            self._set_parameters(self.handles)
             weights.ready = None
             for leaf in leaves:
                 leaf.grad = None
 
-    def _place(self, leaves: Any) -> None:
+    def _set_parameters(self, leaves: Any) -> None:
         for parameters, slot, name in self._slots:
             parameters[slot] = leaves[name]
         for module in self._recurrent:

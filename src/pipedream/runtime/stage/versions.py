@@ -88,15 +88,15 @@ class Versions:
         self._watched = watched
         self._single = single
         self.newest = 0
-        self._sets = {0: self._made(0, {name: self._leaf(name, handle) for name, handle in handles.items()})}
+        self._sets = {0: self._new_set(0, {name: self._leaf(name, handle) for name, handle in handles.items()})}
         self._free: list[WeightSet] = []
-        self._kept: dict[int, WeightSet] = {}
+        self._predictions: dict[int, WeightSet] = {}
         self.peak = 1
 
     @property
     def alive(self) -> int:
         """Versions that are held now, the newest included, and views of them."""
-        return len(self._sets) + len(self._kept)
+        return len(self._sets) + len(self._predictions)
 
     @property
     def storages(self) -> int:
@@ -105,12 +105,12 @@ class Versions:
         if not self.handles:
             return 1
         name = next(iter(self.handles))
-        held = [s.leaves[name].untyped_storage().data_ptr() for s in self._whole]
+        held = [s.leaves[name].untyped_storage().data_ptr() for s in self._all_sets]
         return len({*held, self.handles[name].untyped_storage().data_ptr()})
 
     @property
-    def _whole(self) -> list[WeightSet]:
-        return [*self._sets.values(), *self._kept.values(), *self._free]
+    def _all_sets(self) -> list[WeightSet]:
+        return [*self._sets.values(), *self._predictions.values(), *self._free]
 
     def read(self, version: int) -> WeightSet:
         """Returns a version for a forward, which must `release` it after its backward.
@@ -133,9 +133,9 @@ class Versions:
             version: the newest, unless its view is kept already.
             fill: writes the view into tensors by name, when nobody keeps it yet.
         """
-        if version not in self._kept:
+        if version not in self._predictions:
             assert version == self.newest, f"a view of version {version} was asked for, the newest is {self.newest}"
-            made = self._free.pop() if self._free else self.spare()
+            made = self._free.pop() if self._free else self.new_storage()
             into = {
                 name: torch.empty_like(handle.data) if name in self._low else made.leaves[name].data
                 for name, handle in self.handles.items()
@@ -144,17 +144,17 @@ class Versions:
             for name in self._low:
                 made.leaves[name].data.copy_(into[name])
             made.version = version
-            self._kept[version] = made
+            self._predictions[version] = made
             self.peak = max(self.peak, self.alive)
-        found = self._kept[version]
+        found = self._predictions[version]
         found.readers += 1
         return found
 
     def release(self, held: WeightSet) -> None:
         """Ends a reader's hold."""
         held.readers -= 1
-        if not held.readers and self._kept.get(held.version) is held:
-            del self._kept[held.version]
+        if not held.readers and self._predictions.get(held.version) is held:
+            del self._predictions[held.version]
             held.version = -1
             self._free.append(held)
 
@@ -182,7 +182,7 @@ class Versions:
         self.keep(coming)
         newest = self._sets[self.newest]
         if newest.readers or self.newest in coming:
-            moved = self._free.pop() if self._free else self.spare()
+            moved = self._free.pop() if self._free else self.new_storage()
             shared = [name for name in self.handles if name not in self._low]
             targets = [moved.leaves[name].detach() for name in shared]
             if targets:
@@ -208,10 +208,12 @@ class Versions:
             # Not detach(): graphs may have read the leaf, and shall see the new weights.
             leaves[name].data.copy_(self.handles[name].data)
 
-    def spare(self) -> WeightSet:
+    def new_storage(self) -> WeightSet:
         """Returns a set of no version, of storage of its own."""
         leaves = self._sets[self.newest].leaves
-        return self._made(-1, {name: torch.empty_like(leaf).detach().requires_grad_() for name, leaf in leaves.items()})
+        return self._new_set(
+            -1, {name: torch.empty_like(leaf).detach().requires_grad_() for name, leaf in leaves.items()}
+        )
 
     def rewind(self) -> None:
         """Counts versions from 0 again: after a drain, when one set is left."""
@@ -242,7 +244,7 @@ class Versions:
         if self._watched:
             newest.watch(self.handles.keys() - self._low.keys())
 
-    def _made(self, version: int, leaves: dict[str, torch.Tensor]) -> WeightSet:
+    def _new_set(self, version: int, leaves: dict[str, torch.Tensor]) -> WeightSet:
         made = WeightSet(version, leaves)
         if self._watched:
             made.watch(leaves)

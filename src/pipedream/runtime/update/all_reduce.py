@@ -26,7 +26,7 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Group, Pending
 
-__all__ = ["Reduction", "add_up_all", "buckets_of", "last_backwards"]
+__all__ = ["GradientAllReduce", "all_reduce_many", "buckets_of", "last_backwards"]
 
 
 def last_backwards(program: Program, rank: int) -> Callable[[Op], bool]:
@@ -99,7 +99,7 @@ class _Bucket:
     flat: torch.Tensor | None = None
 
 
-class Reduction:
+class GradientAllReduce:
     """The sums of one seat's gradients over the replicas of its stage.
 
     Args:
@@ -156,18 +156,18 @@ class Reduction:
             parts = [
                 torch.zeros_like(self._handles[i]) if (part := due.parts[i]) is None else part for i in due.members
             ]
-            due.parts = {i: None if part is None else _GIVEN for i, part in due.parts.items()}
+            due.parts = {i: None if part is None else _REDUCED for i, part in due.parts.items()}
             flat = [part.detach().reshape(-1) for part in parts]
             due.flat = torch.cat(flat) if len(flat) > 1 else flat[0]
-            self._running.append(self._group.add_up(due.flat))
+            self._running.append(self._group.all_reduce(due.flat))
 
-    def close(self, sums: Sequence[torch.Tensor | None], weight: float, count: int, wish: float) -> None:
+    def close(self, sums: Sequence[torch.Tensor | None], weight: float, count: int, stop_request: float) -> None:
         """Gives all that is left of this replica's part in the coming update.
 
         Args:
             sums: of the handles; what has been put before is not looked at.
             weight, count: loss weight and number of the microbatches.
-            wish: not 0 where this replica was asked to stop; all replicas hear of it.
+            stop_request: not 0 where this replica was asked to stop; all replicas hear of it.
         """
         assert not self.closed, "a second backward is the last one of an update"
         for bucket in self._buckets:
@@ -176,9 +176,9 @@ class Reduction:
                     self.put(index, sums[index])
         there = [self._buckets[self._bucket_of[i]].parts[i] is not None for i in range(len(self._handles))]
         # Small numbers, behind the buckets: whether there is a gradient decides whether the optimizer sees one.
-        amounts = torch.tensor([weight, count, wish, *there], dtype=torch.float64)
+        amounts = torch.tensor([weight, count, stop_request, *there], dtype=torch.float64)
         device = self._handles[0].device if self._handles else amounts.device
-        self._amounts = self._group.add_up(amounts.to(device))
+        self._amounts = self._group.all_reduce(amounts.to(device))
 
     def take(self) -> Generator[Pending[Any], None, tuple[list[torch.Tensor | None], float, int, float]]:
         """Returns the sums, weight, count and wish over all replicas, and gets ready for the next update.
@@ -190,7 +190,7 @@ class Reduction:
             if not pending.ready():
                 yield pending
             amounts = pending.result()
-        weight, count, wish, *there = amounts.tolist()
+        weight, count, stop_request, *there = amounts.tolist()
         sums: list[torch.Tensor | None] = [None] * len(self._handles)
         for bucket in self._buckets:
             assert bucket.flat is not None
@@ -198,19 +198,19 @@ class Reduction:
             for i, piece in zip(bucket.members, pieces, strict=True):
                 sums[i] = piece.view_as(self._handles[i]) if there[i] else None
         self._begin()
-        return sums, weight, int(count), wish
+        return sums, weight, int(count), stop_request
 
 
-_GIVEN = torch.empty(0)
+_REDUCED = torch.empty(0)
 """In the place of a gradient that has gone into its bucket: its memory is free."""
 
 
-def add_up_all(group: Group, tensors: Sequence[torch.Tensor]) -> Generator[Pending[Any], None, list[torch.Tensor]]:
+def all_reduce_many(group: Group, tensors: Sequence[torch.Tensor]) -> Generator[Pending[Any], None, list[torch.Tensor]]:
     """Returns the sums of tensors over a group, with one message for each type of number."""
     sums = list(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         members = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        pending = group.add_up(torch.cat([tensors[i].detach().reshape(-1) for i in members]))
+        pending = group.all_reduce(torch.cat([tensors[i].detach().reshape(-1) for i in members]))
         if not pending.ready():
             yield pending
         pieces = torch.split(pending.result(), [tensors[i].numel() for i in members])

@@ -113,7 +113,7 @@ class Compensator:
         if self._velocity is not None:
             self._step_along_velocity(self._velocity)
         elif self._strength or self._gap is not None:
-            self._step_and_look()
+            self._step_and_track()
         else:
             self._optimizer.step()
 
@@ -172,9 +172,9 @@ class Compensator:
             else:
                 directions = velocities
             torch._foreach_add_(weights, directions, alpha=-float(rate))
-            self._look(moved, velocities, float(rate))
+            self._track_usual_step(moved, velocities, float(rate))
 
-    def _step_and_look(self) -> None:
+    def _step_and_track(self) -> None:
         """The optimizer's own step; what it did is used by error feedback, and to know the usual step."""
         handles = list(self._handles.values())
         if not handles:
@@ -197,9 +197,11 @@ class Compensator:
                 rate = float(group["lr"])
                 moved = [handle for handle in group["params"] if id(handle) in of]
                 if rate:
-                    self._look(moved, [of[id(handle)] / rate for handle in moved], rate)
+                    self._track_usual_step(moved, [of[id(handle)] / rate for handle in moved], rate)
 
-    def _look(self, handles: Sequence[torch.nn.Parameter], steps: Sequence[torch.Tensor], rate: float) -> None:
+    def _track_usual_step(
+        self, handles: Sequence[torch.nn.Parameter], steps: Sequence[torch.Tensor], rate: float
+    ) -> None:
         """Takes steps, for a rate of 1, into the usual one."""
         if self._gap is None or not rate:
             return

@@ -17,14 +17,14 @@ import torch
 
 from pipedream.core.errors import ScheduleError
 
-__all__ = ["LossScale", "Scaling"]
+__all__ = ["LossScale", "LossScaleOptions"]
 
 _SKIPPED_IN_A_ROW = 8
 """Updates left out one after the other, at which a scale that does not change is warned of."""
 
 
 @dataclass(frozen=True)
-class Scaling:
+class LossScaleOptions:
     """How a loss is scaled.
 
     Attributes:
@@ -46,7 +46,7 @@ class Scaling:
         return "constant" if self.growth == self.backoff == 1.0 else "dynamic"
 
     @classmethod
-    def of(cls, given: Any) -> Scaling | None:
+    def of(cls, given: Any) -> LossScaleOptions | None:
         """Returns what a number (a constant scale), a torch.amp.GradScaler or None asks for.
 
         Raises:
@@ -73,7 +73,7 @@ class LossScale:
     Warns of a constant scale by which many updates in a row have been left out: nothing will make them finite.
     """
 
-    def __init__(self, scaling: Scaling) -> None:
+    def __init__(self, scaling: LossScaleOptions) -> None:
         self._scaling = scaling
         self.value = scaling.scale
         self.good = scaling.good
@@ -84,7 +84,7 @@ class LossScale:
         """It is a dynamic scale."""
         return self._scaling.kind == "dynamic"
 
-    def hear(self, finite: bool) -> None:
+    def update(self, finite: bool) -> None:
         """Takes in whether the gradients of an update were finite."""
         self.good = self.good + 1 if finite else 0
         self._bad = 0 if finite else self._bad + 1

@@ -20,18 +20,18 @@ import torch
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.runtime.comm.channel import Group, Pending
-from pipedream.runtime.update.all_reduce import Reduction
+from pipedream.runtime.update.all_reduce import GradientAllReduce
 from pipedream.runtime.update.compensation import Compensator
 from pipedream.runtime.update.loss_scale import LossScale
 
-__all__ = ["Gathered", "Gradients", "Optimizer"]
+__all__ = ["Gradients", "Optimizer", "ReducedGradients"]
 
 
 class Gradients:
     """The gradients of the update that is coming, in the order of the handles.
 
     Autograd itself adds a further microbatch's gradients to the sums, in place and tensor by tensor while they
-    are in the cache: `lent` are the tensors for it to add to. To add them up afterwards cost 2 to 4 ms of a
+    are in the cache: `accumulators` are the tensors for it to add to. To add them up afterwards cost 2 to 4 ms of a
     35 ms backward.
     """
 
@@ -42,7 +42,7 @@ class Gradients:
         self.count = 0
 
     @property
-    def lent(self) -> list[torch.Tensor | None]:
+    def accumulators(self) -> list[torch.Tensor | None]:
         """The sums so far; None where there is none."""
         return list(self._sums)
 
@@ -84,20 +84,20 @@ class Gradients:
         return taken
 
 
-class Gathered(NamedTuple):
+class ReducedGradients(NamedTuple):
     """An update's gradients over all replicas, not yet divided.
 
     Attributes:
         sums: in the order of the handles; None where there is none.
         weight: loss weight of the microbatches.
         microbatches: how many these are.
-        wish: not 0 where a replica was asked to stop.
+        stop_request: not 0 where a replica was asked to stop.
     """
 
     sums: list[torch.Tensor | None]
     weight: float
     microbatches: int
-    wish: float
+    stop_request: float
 
 
 class Optimizer:
@@ -110,11 +110,11 @@ class Optimizer:
         replicas: r_s.
         replica_group: adds up gradients over the stage's replicas; None where there is one.
         ema: decay of the exponential moving average of the weights; None keeps none.
-        spoken_for: numbers of the handles that another stage, which holds them too, speaks for.
+        counted_elsewhere: numbers of the handles that another stage, which holds them too, speaks for.
         loss_scale: of the loss that the gradients are of; None where it is not scaled.
 
     Attributes:
-        spoken_for: as given.
+        counted_elsewhere: as given.
         finite: the gradients of the coming update are, or it is made whatever they are; otherwise it is skipped.
         skipped: updates that were left out.
 
@@ -133,7 +133,7 @@ class Optimizer:
         replicas: int = 1,
         replica_group: Group | None = None,
         ema: float | None = None,
-        spoken_for: Collection[int] = (),
+        counted_elsewhere: Collection[int] = (),
         loss_scale: LossScale | None = None,
     ) -> None:
         self.named = dict(handles)
@@ -153,14 +153,14 @@ class Optimizer:
         self._rate_factor: Callable[[int], float] = lambda rounds: 1.0
         self.replicas = replicas
         self.replica_group = replica_group
-        self.reduction = None if replica_group is None else Reduction(self._handles, replica_group)
+        self.all_reduce = None if replica_group is None else GradientAllReduce(self._handles, replica_group)
         self._mean_of_rounds = False
         self._decay = ema
         self.finite = True
         self.skipped = 0
         self._has_stepped = False
         self.loss_scale = loss_scale
-        self.spoken_for = frozenset(spoken_for)
+        self.counted_elsewhere = frozenset(counted_elsewhere)
         self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
         self.scheduled = 0
         self.updates = 0
@@ -183,7 +183,7 @@ class Optimizer:
         Raises:
             ScheduleError: a compensation is not defined for the optimizer.
         """
-        self.catch_up(clock - self.scheduled)
+        self.step_scheduler(clock - self.scheduled)
         self.rounds_before += clock
         self.updates = self.scheduled = 0
         self._clock_rate = Fraction(updates.per_update[stage], updates.per_update[0])
@@ -209,39 +209,43 @@ class Optimizer:
         """The factor on the user's learning rate of the coming update: the stage's, and T1's."""
         return self._rate_factor(self.rounds)
 
-    def close(self, gradients: Gradients, wish: float = 0.0) -> None:
+    def close(self, gradients: Gradients, stop_request: float = 0.0) -> None:
         """Starts what is left of the sums over the replicas; does nothing where that was done before.
 
         Args:
             gradients: the update's sums; emptied.
-            wish: not 0 where this replica was asked to stop; all replicas hear of it with the sums.
+            stop_request: not 0 where this replica was asked to stop; all replicas hear of it with the sums.
         """
-        if self.reduction is not None and not self.reduction.closed:
-            self.reduction.close(*gradients.take(), wish)
+        if self.all_reduce is not None and not self.all_reduce.closed:
+            self.all_reduce.close(*gradients.take(), stop_request)
 
-    def prepare(self, gradients: Gradients, wish: float = 0.0) -> Generator[Pending[Any], None, tuple[float, bool]]:
+    def prepare(
+        self, gradients: Gradients, stop_request: float = 0.0
+    ) -> Generator[Pending[Any], None, tuple[float, bool]]:
         """Puts the update's gradients into the handles' ``.grad``: `gather`, `normalise`."""
-        gathered = yield from self.gather(gradients, wish)
+        gathered = yield from self.gather(gradients, stop_request)
         return self.normalise(gathered)
 
-    def gather(self, gradients: Gradients, wish: float = 0.0) -> Generator[Pending[Any], None, Gathered]:
+    def gather(
+        self, gradients: Gradients, stop_request: float = 0.0
+    ) -> Generator[Pending[Any], None, ReducedGradients]:
         """Returns the update's gradients, added up over the replicas; yields where it would wait.
 
         Args:
-            gradients, wish: see `close`.
+            gradients, stop_request: see `close`.
         """
-        if self.reduction is None:
-            return Gathered(*gradients.take(), wish)
-        self.close(gradients, wish)
-        return Gathered(*(yield from self.reduction.take()))
+        if self.all_reduce is None:
+            return ReducedGradients(*gradients.take(), stop_request)
+        self.close(gradients, stop_request)
+        return ReducedGradients(*(yield from self.all_reduce.take()))
 
-    def normalise(self, gathered: Gathered) -> tuple[float, bool]:
+    def normalise(self, gathered: ReducedGradients) -> tuple[float, bool]:
         """Divides what was gathered, and puts it into the handles' ``.grad``.
 
         Returns the share of the round's replicas that are present, which scales the learning rate, and
         whether a replica wishes to stop.
         """
-        sums, weight, count, wish = gathered
+        sums, weight, count, stop_request = gathered
         divisor = (float(count) if self._mean_of_rounds else weight) * self.scale
         present = [s for s in sums if s is not None]
         if present and divisor != 1.0 and divisor > 0.0:
@@ -249,12 +253,12 @@ class Optimizer:
         ready = iter(present)
         for handle, held in zip(self._handles, sums, strict=True):
             handle.grad = None if held is None else next(ready)
-        return (count / self.replicas if self._mean_of_rounds else 1.0), wish > 0
+        return (count / self.replicas if self._mean_of_rounds else 1.0), stop_request > 0
 
     @property
-    def squares(self) -> float:
+    def norm_square(self) -> float:
         """The sum of the squares of the gradients in the handles, but for weights that another stage speaks for."""
-        found = [h.grad for i, h in enumerate(self._handles) if h.grad is not None and i not in self.spoken_for]
+        found = [h.grad for i, h in enumerate(self._handles) if h.grad is not None and i not in self.counted_elsewhere]
         # In double precision the squares of all finite float32 are finite; a device is waited for once.
         norms = torch._foreach_norm(found, 2, torch.float64) if found else ()
         return float(torch.stack(list(norms)).square().sum()) if found else 0.0
@@ -271,7 +275,7 @@ class Optimizer:
 
         One that is skipped leaves out the step and the average; the schedule's clock counts it.
         """
-        self.catch_up(self.due)
+        self.step_scheduler(self.scheduler_steps_due)
         if self.finite:
             self._step(present_share)
         else:
@@ -280,7 +284,7 @@ class Optimizer:
         for handle in self._handles:
             handle.grad = None
         if self.loss_scale is not None:
-            self.loss_scale.hear(self.finite)
+            self.loss_scale.update(self.finite)
 
     def _step(self, present_share: float) -> None:
         factor = self.rate_factor * present_share
@@ -303,7 +307,7 @@ class Optimizer:
         return self.rounds_before + int(self.updates * self._clock_rate)
 
     @property
-    def due(self) -> int:
+    def scheduler_steps_due(self) -> int:
         """Steps of the learning-rate schedule that are due before the next update.
 
         One clock for all stages: update n of this stage belongs to round (n - 1) r_s / r_0 of the input's.
@@ -314,7 +318,7 @@ class Optimizer:
         """Returns the weights of which the stored ones are the prediction (`Compensator.unpredicted`)."""
         return self.compensator.unpredicted(self.rate_factor)
 
-    def catch_up(self, steps: int) -> None:
+    def step_scheduler(self, steps: int) -> None:
         """Makes steps of the learning-rate schedule."""
         if self.scheduler is None or steps <= 0:
             return

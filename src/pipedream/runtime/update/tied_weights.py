@@ -20,13 +20,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.placement import Placement
 from pipedream.runtime.comm.channel import Group, Pending
-from pipedream.runtime.update.all_reduce import add_up_all
+from pipedream.runtime.update.all_reduce import all_reduce_many
 
-__all__ = ["Shared", "TiedSum", "own_copies", "shared_weights", "spread"]
+__all__ = ["TiedGradientSum", "TiedWeights", "broadcast_tied", "copies_of_tied", "find_tied_weights"]
 
 
 @dataclass(frozen=True)
-class Shared:
+class TiedWeights:
     """Weights that the same stages hold.
 
     Attributes:
@@ -37,16 +37,16 @@ class Shared:
     names: tuple[str, ...]
     stages: tuple[int, ...]
 
-    def among(self, stages: Collection[int]) -> Shared:
+    def among(self, stages: Collection[int]) -> TiedWeights:
         """Returns the same weights with the holders that are among some stages."""
-        return Shared(self.names, tuple(stage for stage in self.stages if stage in stages))
+        return TiedWeights(self.names, tuple(stage for stage in self.stages if stage in stages))
 
     def ranks(self, placement: Placement) -> tuple[int, ...]:
         """Returns the ranks with a holder, in order."""
         return tuple(sorted({rank for stage in self.stages for rank in placement.ranks[stage]}))
 
 
-def shared_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> tuple[Shared, ...]:
+def find_tied_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> tuple[TiedWeights, ...]:
     """Returns the trained weights that more than one stage holds.
 
     Args:
@@ -89,10 +89,12 @@ def shared_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> t
     for name, parameter in named.items():
         if len(holders[id(parameter)]) > 1:
             groups[tuple(sorted(holders[id(parameter)]))].append(name)
-    return tuple(Shared(tuple(names), held) for held, names in groups.items())
+    return tuple(TiedWeights(tuple(names), held) for held, names in groups.items())
 
 
-def own_copies(handles: Mapping[str, nn.Parameter], stage: int, shared: Sequence[Shared]) -> dict[str, nn.Parameter]:
+def copies_of_tied(
+    handles: Mapping[str, nn.Parameter], stage: int, shared: Sequence[TiedWeights]
+) -> dict[str, nn.Parameter]:
     """Returns a stage's handles for a process with several stages: copies of what one of these before it holds too.
 
     Args:
@@ -106,9 +108,9 @@ def own_copies(handles: Mapping[str, nn.Parameter], stage: int, shared: Sequence
     }
 
 
-def spread(
+def broadcast_tied(
     model: nn.Module,
-    shared: Sequence[Shared],
+    shared: Sequence[TiedWeights],
     groups: Sequence[dist.ProcessGroup | None],
     placement: Placement,
     rank: int,
@@ -125,7 +127,7 @@ def spread(
                 dist.broadcast(named[name].data, placement.ranks[one.stages[0]][0], group=group)
 
 
-class TiedSum:
+class TiedGradientSum:
     """One rank's part in the sums over all holders of the same weights.
 
     Args:
@@ -137,7 +139,7 @@ class TiedSum:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: TiedWeights,
         handles: Mapping[int, Mapping[str, torch.Tensor]],
         replicas: Sequence[int],
         group: Group,
@@ -148,7 +150,7 @@ class TiedSum:
         self._replicas = replicas
         self._group = group
 
-    def add_up(self, sums: Mapping[int, list[torch.Tensor | None]]) -> Generator[Pending[Any], None, None]:
+    def all_reduce(self, sums: Mapping[int, list[torch.Tensor | None]]) -> Generator[Pending[Any], None, None]:
         """Puts the sums over all holders in the place of those of this rank's; yields where it would wait.
 
         A weight that no holder has a gradient for has none, as in one process.
@@ -164,7 +166,7 @@ class TiedSum:
                 if (held := sums[stage][place]) is not None:
                     mine[n] += held / share if share > 1 else held
                     there[n] += 1
-        *whole, counts = yield from add_up_all(self._group, [*mine, there.to(mine[0].device)])
+        *whole, counts = yield from all_reduce_many(self._group, [*mine, there.to(mine[0].device)])
         for stage, places in self._places.items():
             for place, total, count in zip(places, whole, counts.tolist(), strict=True):
                 sums[stage][place] = total.clone() if count else None  # each is divided and clipped in its place

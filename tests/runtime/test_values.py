@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.errors import WorkerError
-from pipedream.runtime.comm.values import flatten, samples, split, unflatten
+from pipedream.runtime.comm.values import count_samples, flatten, split_batch, unflatten
 
 TENSORS = st.lists(st.integers(0, 3), max_size=3).map(lambda shape: torch.randn(shape))
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -58,7 +58,7 @@ def test_what_cannot_travel_is_refused() -> None:
 @given(count=st.integers(1, 9), parts=st.integers(1, 6))
 def test_microbatches_are_all_samples_in_order_larger_ones_first(count: int, parts: int) -> None:
     x, constant = torch.arange(2.0 * count).reshape(count, 2), torch.ones(())
-    pieces = split({"x": x, "y": [x[:, 0]], "c": constant, "n": 3}, count, parts)
+    pieces = split_batch({"x": x, "y": [x[:, 0]], "c": constant, "n": 3}, count, parts)
     sizes = [len(piece["x"]) for piece in pieces]
     assert len(pieces) == parts
     assert sorted(sizes, reverse=True) == sizes
@@ -71,7 +71,7 @@ def test_microbatches_are_all_samples_in_order_larger_ones_first(count: int, par
 
 
 def test_the_samples_of_a_batch_are_counted_on_its_first_tensor() -> None:
-    assert samples((torch.ones(3, 2), torch.ones(5))) == 3
-    assert samples(torch.ones(())) == 1
+    assert count_samples((torch.ones(3, 2), torch.ones(5))) == 3
+    assert count_samples(torch.ones(())) == 1
     with pytest.raises(WorkerError, match="holds no tensor"):
-        samples({"name": "text"})
+        count_samples({"name": "text"})

@@ -1,4 +1,4 @@
-"""A stage's backward: autograd adds to the sums that it is lent."""
+"""A stage's backward: autograd adds to the sums that it is accumulators."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def test_sums_grow_in_place_and_share_nothing() -> None:
         value, boxes = stage.enter("", (arrived.clone(),), (True,))
         output = stage.forward(value, held.leaves, k, first=False)
         scale = torch.randn(2, 3)
-        lent = gradients.lent
-        found, back = stage.backward(SavedForward(held, boxes, (output,), (True,), k), [scale], lent)
-        assert k == 0 or all(new is old for new, old in zip(found, lent, strict=True))
+        accumulators = gradients.accumulators
+        found, back = stage.backward(SavedForward(held, boxes, (output,), (True,), k), [scale], accumulators)
+        assert k == 0 or all(new is old for new, old in zip(found, accumulators, strict=True))
         gradients.add(found, 1.0)
         expected += (arrived * scale).sum(0)
         torch.testing.assert_close(back[0], scale * (layer.a + layer.b).detach())
         assert all(leaf.grad is None for leaf in held.leaves.values())
         assert layer.a.grad is None
-        sums.append(gradients.lent)
+        sums.append(gradients.accumulators)
     (a, b), weight, count = gradients.take()
     assert (weight, count) == (3.0, 3)
     assert sums[0][0] is sums[2][0] is a

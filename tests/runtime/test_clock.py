@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipedream.core.errors import DeadlockError
-from pipedream.runtime.clock import in_process
+from pipedream.runtime.clock import run_in_process
 from pipedream.runtime.comm.channel import LocalChannel, LocalGroup, Pending
 from pipedream.runtime.comm.message import Message
 
@@ -28,7 +28,7 @@ def test_workers_of_the_input_stage_do_not_run_ahead_of_the_lead() -> None:
         member = group.member(rank)
         for number in range(5):
             admitted[rank] = number
-            yield from waited(member.add_up(torch.zeros(1)))
+            yield from waited(member.all_reduce(torch.zeros(1)))
             if rank == 0:  # the lead has to wait for several turns, the other one has not
                 there.send(Message(number))
                 yield from waited(back.receive())
@@ -40,7 +40,7 @@ def test_workers_of_the_input_stage_do_not_run_ahead_of_the_lead() -> None:
 
     # Each message goes by the workers in the order in which they do not have their turns.
     workers = [worker(0), worker(1), relay(nearer, back), relay(further, nearer), relay(there, further)]
-    for number in in_process(workers, [0, 1]):
+    for number in run_in_process(workers, [0, 1]):
         assert admitted == {0: number, 1: number}, "else what the loop asks for now finds it further on"
 
 
@@ -63,7 +63,7 @@ def test_a_worker_waits_for_a_message_and_the_others_go_on() -> None:
             back.send(Message(pending.result().microbatch * 10))
             yield "not the lead's"
 
-    assert list(in_process([asks(), answers()], [0])) == [0, 10, 20]
+    assert list(run_in_process([asks(), answers()], [0])) == [0, 10, 20]
 
 
 def test_workers_that_wait_for_each_other_are_named() -> None:
@@ -71,4 +71,4 @@ def test_workers_that_wait_for_each_other_are_named() -> None:
         yield LocalChannel().receive()
 
     with pytest.raises(DeadlockError, match=r"workers \[0, 1\] wait for each other"):
-        list(in_process([waits(), waits()], [0]))
+        list(run_in_process([waits(), waits()], [0]))

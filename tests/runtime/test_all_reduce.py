@@ -18,7 +18,7 @@ from pipedream.core.schedule.update import UpdateRule
 from pipedream.runtime.comm.channel import Group, LocalGroup, Pending
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions
-from pipedream.runtime.update.all_reduce import Reduction, add_up_all, buckets_of, last_backwards
+from pipedream.runtime.update.all_reduce import GradientAllReduce, all_reduce_many, buckets_of, last_backwards
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 from pipedream.schedules import build
 
@@ -40,9 +40,9 @@ class Noted(Group):
         self.member = LocalGroup(1).member(0)
         self.started: list[int] = []
 
-    def add_up(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
+    def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
         self.started.append(tensor.numel())
-        return self.member.add_up(tensor)
+        return self.member.all_reduce(tensor)
 
 
 @given(HANDLES, st.integers(1, 40), st.integers(1, 80))
@@ -72,7 +72,9 @@ def test_sums_are_those_of_the_members_in_their_order(
     handles = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
     group, reductions = LocalGroup(members), []
     for member in range(members):
-        reductions.append(Reduction(handles, group.member(member), first_bytes=bucket_bytes, bucket_bytes=bucket_bytes))
+        reductions.append(
+            GradientAllReduce(handles, group.member(member), first_bytes=bucket_bytes, bucket_bytes=bucket_bytes)
+        )
     for update in range(2):
         given_: list[list[torch.Tensor | None]] = []
         for member, reduction in enumerate(reductions):
@@ -84,8 +86,8 @@ def test_sums_are_those_of_the_members_in_their_order(
             reduction.close(mine, member + 0.5, update + member, float(member == 1))
             assert reduction.started == len(buckets_of(handles, bucket_bytes, bucket_bytes))
         for reduction in reductions:
-            sums, weight, count, wish = result(reduction.take())
-            assert (weight, wish) == (sum(m + 0.5 for m in range(members)), 1.0)
+            sums, weight, count, stop_request = result(reduction.take())
+            assert (weight, stop_request) == (sum(m + 0.5 for m in range(members)), 1.0)
             assert count == sum(update + m for m in range(members))
             for i, handle in enumerate(handles):
                 there = [row[i] for row in given_]
@@ -102,7 +104,7 @@ def test_sums_are_those_of_the_members_in_their_order(
 def test_a_bucket_waits_for_its_turn(order: list[int]) -> None:
     group = Noted()
     handles = [torch.zeros(i + 1, dtype=torch.float64) for i in range(6)]
-    reduction = Reduction(handles, group, first_bytes=1, bucket_bytes=1)  # each handle is a bucket
+    reduction = GradientAllReduce(handles, group, first_bytes=1, bucket_bytes=1)  # each handle is a bucket
     done: set[int] = set()
     for index in order:
         reduction.put(index, torch.ones(index + 1, dtype=torch.float64))
@@ -131,7 +133,7 @@ def test_sums_start_while_the_backward_runs_and_only_in_the_last() -> None:
     handles = dict(layer.named_parameters())
     stage = StageModule([("slow", layer)], handles, torch.device("cpu"), seed=0)
     versions, gradients = Versions(handles, watched=True), Gradients([torch.float32] * 4)
-    reduction = Reduction(list(handles.values()), group, first_bytes=1, bucket_bytes=1)
+    reduction = GradientAllReduce(list(handles.values()), group, first_bytes=1, bucket_bytes=1)
     seen: list[int] = []
 
     def ready(index: int, gradient: torch.Tensor) -> None:
@@ -148,14 +150,14 @@ def test_sums_start_while_the_backward_runs_and_only_in_the_last() -> None:
         held = versions.read(0)
         output = stage.forward(x, held.leaves, k, first=True)
         kept = SavedForward(held, (), (output,), (), k)
-        found, _ = stage.backward(kept, [torch.ones(2, 4)], gradients.lent, ready if k == 2 else None)
+        found, _ = stage.backward(kept, [torch.ones(2, 4)], gradients.accumulators, ready if k == 2 else None)
         gradients.add(found, 1.0)
         assert not seen or k == 2
         assert all(leaf.grad is None for leaf in held.leaves.values())
         versions.release(held)
     # The handle that nobody reads is the first bucket: all others wait for the end of the backward.
     assert seen == [0, 0, 0]
-    assert gradients.lent == [None] * 4
+    assert gradients.accumulators == [None] * 4
     reduction.close(*gradients.take(), 0.0)
     sums, weight, count, _ = result(reduction.take())
     assert (weight, count, sums[3]) == (3.0, 3, None)
@@ -164,7 +166,7 @@ def test_sums_start_while_the_backward_runs_and_only_in_the_last() -> None:
     # Without it the sums start one after the other, from the output's end.
     del handles["unused"], layer.unused
     reduction, gradients = (
-        Reduction(list(handles.values()), group, first_bytes=1, bucket_bytes=1),
+        GradientAllReduce(list(handles.values()), group, first_bytes=1, bucket_bytes=1),
         Gradients([torch.float32] * 3),
     )
     seen.clear()
@@ -179,7 +181,7 @@ def test_low_precision_gradients_join_in_the_type_of_the_handle() -> None:
     gradients.add([torch.tensor([256.0], dtype=torch.bfloat16)], 1.0)
     whole = gradients.complete(0, torch.tensor([1.0], dtype=torch.bfloat16))
     assert (whole.dtype, float(whole)) == (torch.float32, 257.0)
-    assert gradients.lent == [None]
+    assert gradients.accumulators == [None]
 
 
 def test_a_parameter_without_any_gradient_is_left_alone() -> None:
@@ -201,7 +203,7 @@ def test_a_parameter_without_any_gradient_is_left_alone() -> None:
 
 def test_all_types_are_added_up() -> None:
     mine, group = [torch.ones(2, 3), torch.tensor(4), torch.ones(2).double()], LocalGroup(2)
-    adding = [add_up_all(group.member(i), [tensor * (i + 1) for tensor in mine]) for i in range(2)]
+    adding = [all_reduce_many(group.member(i), [tensor * (i + 1) for tensor in mine]) for i in range(2)]
     sums = []
     while adding:
         one = adding.pop(0)

@@ -91,7 +91,7 @@ def test_clipping_is_that_of_torch(limit: float) -> None:
         p.grad = gradient.clone()
     torch.nn.utils.clip_grad_norm_(plain.values(), limit)
     finish(optimizer.prepare(gradients))
-    optimizer.clip(limit, optimizer.squares**0.5)
+    optimizer.clip(limit, optimizer.norm_square**0.5)
     for name in plain:
         torch.testing.assert_close(handles[name].grad, plain[name].grad)
 
@@ -101,10 +101,10 @@ def test_large_gradients_that_are_finite_have_a_norm() -> None:
     optimizer, gradients = Optimizer(handles, SGD), Gradients([torch.float32] * 2)
     gradients.add([torch.full((3,), 1e20), torch.full((2, 2), -1e38)], 1.0)
     finish(optimizer.prepare(gradients))
-    assert optimizer.squares == pytest.approx(3e40 + 4e76, rel=1e-6)
+    assert optimizer.norm_square == pytest.approx(3e40 + 4e76, rel=1e-6)
     for value, is_finite in ((3e38, True), (float("inf"), False), (float("nan"), False)):
         handles["a"].grad = torch.full((3,), value)
-        assert isfinite(optimizer.squares) == is_finite
+        assert isfinite(optimizer.norm_square) == is_finite
 
 
 def test_replicas_step_alike_on_the_mean_and_a_lone_one_at_its_share_of_the_rate() -> None:
@@ -120,7 +120,7 @@ def test_replicas_step_alike_on_the_mean_and_a_lone_one_at_its_share_of_the_rate
         for (_, optimizer, gradients), value in zip(stage_states, present, strict=True):
             if value is not None:
                 gradients.add([torch.full((3,), value), torch.full((2, 2), value)], 5.0)
-            prepared.append(optimizer.prepare(gradients, wish=0.0))
+            prepared.append(optimizer.prepare(gradients, stop_request=0.0))
         waiting = next(prepared[0])
         assert not waiting.ready()
         shares = []

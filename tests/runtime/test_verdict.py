@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.runtime.failure.activity import Activity, Pace
-from pipedream.runtime.failure.peers import Process
-from pipedream.runtime.failure.verdict import SILENT_S, Beat, FailureDetector, Verdict
+from pipedream.runtime.failure.activity import Activity, TaskDurations
+from pipedream.runtime.failure.peers import RankProcess
+from pipedream.runtime.failure.verdict import SILENT_S, FailureDetector, RankStatus, Verdict
 
 LOOK_S = 0.125
-PROCESS = Process("here", 1, 1)
+PROCESS = RankProcess("here", 1, 1)
 
 
 class Bench:
@@ -25,12 +25,13 @@ class Bench:
         self.counts = {1: 0, 2: 0}
         self.ended: set[int] = set()
 
-    def beat(self, *ranks: int) -> None:
+    def status(self, *ranks: int) -> None:
         """Lets some ranks beat, and exchanges."""
         for rank in ranks:
             self.counts[rank] += 1
-        self.detector.hear(
-            self.now_s, {r: Beat(n, f"stage {r}, {r}F{n}", PROCESS, r in self.ended) for r, n in self.counts.items()}
+        self.detector.receive(
+            self.now_s,
+            {r: RankStatus(n, f"stage {r}, {r}F{n}", PROCESS, r in self.ended) for r, n in self.counts.items()},
         )
 
     def run(
@@ -41,8 +42,8 @@ class Bench:
         for look in range(round(seconds / LOOK_S)):
             self.now_s += LOOK_S
             if answers and look % 4 == 3:
-                self.beat(*beating)
-            verdict = self.detector.look(self.now_s)
+                self.status(*beating)
+            verdict = self.detector.check(self.now_s)
             if verdict is not None:
                 return self.now_s - start_s, verdict
         return None
@@ -56,8 +57,8 @@ def test_a_rank_that_beats_no_more_is_named_with_its_last_place() -> None:
     after_s, verdict = found
     assert SILENT_S < after_s < SILENT_S + 1.5
     assert (verdict.rank, verdict.where) == (2, f"stage 2, 2F{bench.counts[2]}")
-    assert verdict.silent
-    assert not verdict.storeless
+    assert verdict.unresponsive
+    assert not verdict.store_lost
 
 
 def test_a_rank_that_left_in_order_is_not_missed() -> None:
@@ -74,7 +75,7 @@ def test_a_store_that_does_not_answer_is_noticed_without_it() -> None:
     assert found is not None
     after_s, verdict = found
     assert SILENT_S - 0.6 < after_s < SILENT_S + 0.6
-    assert (verdict.rank, verdict.storeless) == (0, True)
+    assert (verdict.rank, verdict.store_lost) == (0, True)
     assert "the launcher serves" in verdict.cause
 
 
@@ -88,15 +89,15 @@ def test_a_store_that_was_slow_makes_nobody_silent() -> None:
 @given(away_s=st.floats(1.0, 1e6), before_s=st.floats(0.0, 4.0))
 def test_a_judge_that_was_away_blames_nobody_for_it(away_s: float, before_s: float) -> None:
     bench = Bench()
-    bench.activity.paces["a forward"] = Pace()
-    bench.activity.paces["a forward"].done = 9
+    bench.activity.durations["a forward"] = TaskDurations()
+    bench.activity.durations["a forward"].done = 9
     bench.activity.begin("a forward")
     bench.run(2.0)
     assert bench.run(before_s, beating=()) is None
     bench.now_s += away_s
-    assert bench.detector.look(bench.now_s) is None
-    bench.beat()
-    assert bench.detector.look(bench.now_s) is None
+    assert bench.detector.check(bench.now_s) is None
+    bench.status()
+    assert bench.detector.check(bench.now_s) is None
 
 
 @given(
@@ -107,19 +108,19 @@ def test_a_judge_that_was_away_blames_nobody_for_it(away_s: float, before_s: flo
 def test_nobody_is_blamed_who_was_heard_within_the_time(gaps: list[tuple[float, set[int], bool]]) -> None:
     """Whatever the order of beats, answers and looks: a verdict names a rank (or a store) that was silent so long."""
     bench = Bench()
-    bench.beat(1, 2)
+    bench.status(1, 2)
     heard: dict[int, float] = {1: bench.now_s, 2: bench.now_s}
     answered_s = bench.now_s
-    bench.detector.look(bench.now_s)
+    bench.detector.check(bench.now_s)
     for gap_s, ranks, answers in gaps:
         bench.now_s += gap_s
         if answers:
-            bench.beat(*ranks)
+            bench.status(*ranks)
             answered_s = bench.now_s
             heard |= dict.fromkeys(ranks, bench.now_s)
-        verdict = bench.detector.look(bench.now_s)
+        verdict = bench.detector.check(bench.now_s)
         if verdict is not None:
-            since_s = bench.now_s - (answered_s if verdict.storeless else heard[verdict.rank])
+            since_s = bench.now_s - (answered_s if verdict.store_lost else heard[verdict.rank])
             assert since_s > SILENT_S
             return
 
@@ -137,9 +138,9 @@ def test_nobody_is_blamed_who_was_heard_within_the_time(gaps: list[tuple[float, 
 )
 def test_a_task_that_hangs(done: int, longest_s: float, stuck_after_s: float, limit_s: float | None) -> None:
     bench = Bench(stuck_after_s)
-    pace = bench.activity.paces.setdefault("a forward", Pace())
-    pace.done, pace.longest_s = done, longest_s
-    bench.activity.where_op = lambda: "stage 0, 0F9"
+    taken = bench.activity.durations.setdefault("a forward", TaskDurations())
+    taken.done, taken.longest_s = done, longest_s
+    bench.activity.describe_op = lambda: "stage 0, 0F9"
     bench.activity.begin("a forward")
     found = bench.run(100.0)
     if limit_s is None:
@@ -148,7 +149,7 @@ def test_a_task_that_hangs(done: int, longest_s: float, stuck_after_s: float, li
     assert found is not None
     after_s, verdict = found
     assert limit_s < after_s < limit_s + 3 * LOOK_S
-    assert (verdict.rank, verdict.where, verdict.silent) == (0, "stage 0, 0F9", False)
+    assert (verdict.rank, verdict.where, verdict.unresponsive) == (0, "stage 0, 0F9", False)
     assert f"{longest_s:.2g} s at the longest" in verdict.cause
     assert "--stuck-after" in verdict.advice
 
@@ -159,13 +160,13 @@ def test_tasks_one_after_the_other_are_not_one_long_task() -> None:
         bench.activity.begin("a forward")
         assert bench.run(9.0) is None
         bench.activity.end()
-    assert bench.activity.paces["a forward"].done == 50
+    assert bench.activity.durations["a forward"].done == 50
 
 
 def test_waiting_is_not_a_task() -> None:
     bench = Bench()
-    bench.activity.paces["a forward"] = pace = Pace()
-    pace.done = 9
+    bench.activity.durations["a forward"] = taken = TaskDurations()
+    taken.done = 9
     bench.activity.begin("a forward")
     bench.activity.end()
     assert bench.run(1000.0) is None
@@ -173,8 +174,8 @@ def test_waiting_is_not_a_task() -> None:
 
 def test_a_failed_task_is_no_task() -> None:
     bench = Bench()
-    bench.activity.paces["a forward"] = pace = Pace()
-    pace.done = 9
+    bench.activity.durations["a forward"] = taken = TaskDurations()
+    taken.done = 9
     bench.activity.begin("a forward")
     bench.activity.stop()
     assert bench.run(1000.0) is None
@@ -183,13 +184,13 @@ def test_a_failed_task_is_no_task() -> None:
 def test_where_says_the_place_and_within_a_task_the_op() -> None:
     activity = Activity()
     assert activity.where == "starting"
-    activity.where_op = lambda: "stage 0, 0F3"
+    activity.describe_op = lambda: "stage 0, 0F3"
     activity.place = None
     assert activity.where == "stage 0, 0F3"
-    with activity.task_of("loading data"):
+    with activity.running("loading data"):
         assert activity.where == "stage 0, 0F3 (loading data)"
     with activity.at("saving"):
         assert activity.where == "saving"
-        with activity.task_of("a forward"):  # of an evaluation, say
+        with activity.running("a forward"):  # of an evaluation, say
             assert activity.where == "stage 0, 0F3"
     assert activity.where == "stage 0, 0F3"

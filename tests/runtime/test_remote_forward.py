@@ -164,7 +164,7 @@ def test_a_parcel_brings_all_that_the_layers_read() -> None:
         assert leaf.stride() == leaves[name].stride()
         assert torch.equal(leaf, leaves[name])
     layer = there.layers[0][1]
-    with weight_packet.standing(others):
+    with weight_packet.installed(others):
         assert layer.seen is layer.also
         assert layer.seen == 4.0
         assert torch.equal(layer.mask, home.layers[0][1].mask)  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def test_a_parcel_brings_all_that_the_layers_read() -> None:
         layer.mask = ~layer.mask  # type: ignore[operator]
     assert layer.seen is layer.also
     assert all(torch.equal(now, then) for now, then in zip(tensors(there), before, strict=True)), "nothing is left"
-    with weight_packet.standing(others):
+    with weight_packet.installed(others):
         assert layer.seen == 5.0, "what a forward wrote is there for the next one"
         assert not torch.equal(layer.mask, home.layers[0][1].mask)  # type: ignore[arg-type]
     assert home.layers[0][1].seen == 4.0

@@ -345,7 +345,7 @@ def test_gradients_are_ready_one_after_the_other_and_whole() -> None:
     def passed() -> tuple[SavedForward, dict[int, Tensor], Callable[[int, Tensor], None]]:
         weights = Versions(handles, watched=True).read(0)
         torch.manual_seed(0)
-        value, entries = stage.enter("", (torch.randn(3, WIDTH),), (True,))
+        value, graph_inputs = stage.enter("", (torch.randn(3, WIDTH),), (True,))
         output = stage.forward(value, weights.leaves, 0, first=False)
         given: dict[int, Tensor] = {}
 
@@ -353,7 +353,7 @@ def test_gradients_are_ready_one_after_the_other_and_whole() -> None:
             assert number not in given
             given[number] = gradient
 
-        return SavedForward(weights, entries, (output,), (True,), 0), given, ready
+        return SavedForward(weights, graph_inputs, (output,), (True,), 0), given, ready
 
     ones: list[Tensor | None] = [torch.ones(3, WIDTH)]
     held, wanted, ready = passed()
@@ -376,11 +376,11 @@ def test_sums_grow_in_place() -> None:
     handles = dict(layer.named_parameters())
     stage = StageModule([("layer", layer)], handles, torch.device("cpu"), seed=0)
     weights = Versions(handles).read(0)
-    lent: list[Tensor | None] = [torch.ones(WIDTH, WIDTH), None]
-    value, entries = stage.enter("", (torch.ones(2, WIDTH),), (True,))
-    held = SavedForward(weights, entries, (stage.forward(value, weights.leaves, 0, first=False),), (True,), 0)
+    accumulators: list[Tensor | None] = [torch.ones(WIDTH, WIDTH), None]
+    value, graph_inputs = stage.enter("", (torch.ones(2, WIDTH),), (True,))
+    held = SavedForward(weights, graph_inputs, (stage.forward(value, weights.leaves, 0, first=False),), (True,), 0)
     stage.backward_inputs(held, [torch.ones(2, WIDTH)])
-    found = stage.backward_weights(held, lent)
-    assert found[0] is lent[0]
-    assert torch.equal(lent[0], torch.full((WIDTH, WIDTH), 3.0))
+    found = stage.backward_weights(held, accumulators)
+    assert found[0] is accumulators[0]
+    assert torch.equal(accumulators[0], torch.full((WIDTH, WIDTH), 3.0))
     assert torch.equal(found[1], torch.full((WIDTH,), 2.0))

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from pipedream.core.errors import ScheduleError
-from pipedream.runtime.stage.saved_tensors import Saved
+from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule, low_precision_weights
 from pipedream.runtime.stage.versions import Versions
 
@@ -130,7 +130,7 @@ def _graph_rule(
     handles = {f"layer.{name}": p for name, p in layer.named_parameters()}
     low = low_precision_weights(named, handles, autocast)
     stage, versions = StageModule(named, handles, x.device, 0, autocast), Versions(handles, low, single=not led)
-    held, saved = versions.peek(), Saved()
+    held, saved = versions.peek(), SavedTensorHooks()
     saved.switch_to(led)
     wants = x.is_floating_point()
     value, boxes = stage.enter("", (x.clone(),), (wants,))
@@ -142,7 +142,7 @@ def _graph_rule(
             for handle in handles.values():
                 handle.mul_(share)
         versions.end_update()
-    with saved.led_to(versions.peek()):
+    with saved.redirected_to(versions.peek()):
         found, back = stage.backward(SavedForward(held, boxes, (output,), (wants,), 0), [slope], [None] * len(handles))
     assert versions.storages == 1 + led + bool(low)
     return back[0] if back else None, dict(zip(handles, found, strict=True)), slope
@@ -259,7 +259,7 @@ def test_what_is_not_saved_may_be_computed() -> None:
 def test_the_first_forward_alone_is_watched() -> None:
     layer = Computed()
     versions = Versions(dict(layer.named_parameters()), single=True)
-    saved, x = Saved(), torch.randn(5, 8, requires_grad=True)
+    saved, x = SavedTensorHooks(), torch.randn(5, 8, requires_grad=True)
     with pytest.raises(ScheduleError), saved.watching(x, versions.peek()):
         x * (versions.peek().leaves["a"] + versions.peek().leaves["b"])
     with saved.watching(x, versions.peek()):
