@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.prediction import Between
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.core.schedule.tagged import Interpolated, Tagged
+from pipedream.core.schedule.tagged import Tagged
 from pipedream.core.schedule.weights import WeightRule
-from pipedream.experimental.timeprest_interpolated import timeprest_interpolated
+from pipedream.experimental.timeprest_interpolated import Between, Interpolated, timeprest_interpolated
 from pipedream.schedules import build
 from pipedream.verifier import verify
 
@@ -201,7 +200,7 @@ def test_a_share_decays_with_staleness() -> None:
     assert [Between().weight(d) for d in (0, 1, 3)] == pytest.approx([1.0, exp(-1), exp(-3)])
     assert [Between(0.0).weight(d) for d in (0, 1)] == [1.0, 0.0]
     for share in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match="a share of weights lies between 0 and 1"):
+        with pytest.raises(ValueError, match="the share of the old weights must be between 0 and 1"):
             Between(share)
 
 

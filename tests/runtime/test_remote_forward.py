@@ -21,11 +21,11 @@ from pipedream.core.errors import WorkerError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
+from pipedream.experimental.roundpipe import homes
 from pipedream.planner import by_hand
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
 from pipedream.runtime.stage.stage_module import StageModule
-from pipedream.schedules.layouts import homes
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 NAMES = [str(i) for i in range(8)]

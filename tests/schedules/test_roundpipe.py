@@ -23,10 +23,9 @@ from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram, Transfer, moved
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.experimental.roundpipe import roundpipe
+from pipedream.experimental.roundpipe import homes, roundpipe
 from pipedream.metrics import measure
 from pipedream.schedules import build, evaluation, uniform
-from pipedream.schedules.layouts import homes
 from pipedream.simulator import costs, simulate
 from pipedream.verifier import verify
 from pipedream.workflows.check import check_plan

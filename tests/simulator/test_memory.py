@@ -22,9 +22,10 @@ from pipedream.core.plan.plan import Plan, Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.core.schedule.tagged import Interpolated, Tagged
+from pipedream.core.schedule.tagged import Tagged
 from pipedream.core.schedule.timeline import MemoryStep, Timeline
 from pipedream.core.schedule.weights import WeightRule
+from pipedream.experimental.timeprest_interpolated import Interpolated
 from pipedream.metrics import measure
 from pipedream.schedules import build, evaluation
 from pipedream.simulator import Costs, costs, simulate

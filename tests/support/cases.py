@@ -18,8 +18,8 @@ from torch import Tensor
 
 import pipedream as pd
 from pipedream.core.plan.plan import Plan
+from pipedream.experimental.roundpipe import dispatched, homes
 from pipedream.schedules import LAYOUTS, SCHEDULES, build
-from pipedream.schedules.layouts import dispatched, homes
 
 FLUSHING = ("naive", "gpipe", "1f1b", "zb_h1", "zb_h2", *LAYOUTS)
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")

@@ -16,9 +16,9 @@ from pipedream.core.plan.plan import Plan, Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.experimental.roundpipe import roundpipe
+from pipedream.experimental.roundpipe import dispatched, homes, roundpipe
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, uniform
-from pipedream.schedules.layouts import dispatched, homes, looped
+from pipedream.schedules.layouts import looped
 from pipedream.simulator import Costs
 
 WHOLE = (  # methods that do not split a minibatch

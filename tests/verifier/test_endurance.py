@@ -19,6 +19,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Span, Timeline
+from pipedream.experimental.roundpipe import dispatched
 from pipedream.schedules import (
     LAYOUTS,
     SCHEDULES,
@@ -27,7 +28,7 @@ from pipedream.schedules import (
     to_torch_csv,
     uniform,
 )
-from pipedream.schedules.layouts import dispatched, looped, mirrored
+from pipedream.schedules.layouts import looped, mirrored
 from pipedream.simulator import Costs, Stragglers, simulate
 from pipedream.verifier import verify
 

@@ -1,1 +1,5 @@
-"""Methods kept apart: invented here, or in need of machinery of their own. Nothing else imports this package."""
+"""Methods kept apart: not published in full, or the only user of some machinery.
+
+The registry (`schedules.registry`) finds them by scanning this folder; nothing else in the package imports it, and
+without it everything else works.
+"""

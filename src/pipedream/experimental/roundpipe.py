@@ -1,21 +1,20 @@
-"""RoundPipe: stages are bound to no worker, but dispatched in round robin; their weights travel from a home.
+"""RoundPipe: stages have no fixed worker but are dispatched in round robin; their weights travel from a home.
 
 Efficient Training on Multiple Consumer GPUs with RoundPipe (arXiv 2604.27085). A minibatch is a row of *slots*: the
-forwards of stage 0, 1, ..., then the backwards down to stage 0; the last stage's forward and backward are one. Each
-slot goes to the worker behind that of the slot before; it does all m microbatches at it, and then the slot p further
-on. A backward does its forward again, from what that has read. So the stages need not be a multiple of the workers, and
-of n equal slots p - 1 of one microbatch are idle at either end of a minibatch: a bubble of p (p - 1)/(n m + p (p - 1)),
-where p divides n and m >= p. The digits are stage and microbatch; a forward away from home has fetched its weights.
+forwards of stage 0, 1, ..., then the backwards down to stage 0; the last stage's forward and backward are one slot.
+Each slot goes to the next worker, which runs all m microbatches of it, and later the slot p further on. A backward
+repeats its forward, from the same input. So the number of stages need not be a multiple of p, and with n equal slots
+p - 1 of one microbatch are idle at either end of a minibatch: a bubble of p (p - 1)/(n m + p (p - 1)), where p divides
+n and m >= p. The digits are stage and microbatch; a forward away from home has fetched its weights.
 
     rank 0 | .    1F0  1F1  3F0  3B0  3F1  3B1' 1B0  1B1'
     rank 1 | 0F0  0F1  2F0  2F1  .    2B0  .    2B1' 0B0  0B1'
 
-What is ours beside the paper: weights live with the workers, where the paper has the memory of the host. The home of a
-stage is the worker of its backwards, so that its gradients stay there and its weights travel once a minibatch, to the
-worker of its forwards, or not at all where that is the same. The paper cuts the forwards more coarsely than the
-backwards, which with their recomputation take about three times as long: one slot may have the forwards of several
-stages. The update is the synchronous one: a minibatch begins when the one before has ended, with a round robin of its
-own.
+What differs from the paper: weights live on the workers, not in host memory. The home of a stage is the worker of its
+backwards, so gradients stay there, and weights travel once per minibatch to the worker of the stage's forwards, or not
+at all if that is the same. The paper cuts forwards more coarsely than backwards, which take about three times as long
+with recomputation: one slot may hold the forwards of several stages. The update is the synchronous one: a minibatch
+starts when the one before has ended, with a round robin of its own.
 """
 
 from __future__ import annotations
@@ -30,22 +29,33 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.schedules.idioms import backward, flushing, forward, minibatch_by_minibatch
-from pipedream.schedules.layouts import dispatched, homes
+from pipedream.schedules.layouts import Layout
 from pipedream.schedules.method import Method, Picture
 
-__all__ = ["METHODS", "roundpipe"]
+__all__ = ["METHODS", "dispatched", "homes", "roundpipe"]
+
+
+def homes(workers: int, stages: int) -> tuple[int, ...]:
+    """Returns the workers of any number of stages whose backwards follow each other in round robin."""
+    return tuple((stages - 1 - s) % workers for s in range(stages))
+
+
+dispatched = Layout(
+    "the stages in round robin from the last one on, which is on the first worker",
+    lambda workers, chunks: homes(workers, workers * chunks),
+)
 
 
 def roundpipe(plan: Plan, microbatches: int | None = None, *, forwards: int = 1) -> Schedule:
-    """Returns RoundPipe, synchronous; 4 microbatches a worker unless asked.
+    """Returns RoundPipe, synchronous; by default 4 microbatches per worker.
 
     Args:
-        plan: of at least as many stages as workers, on `homes` of theirs. All but the last one recompute.
-        microbatches: m, of a minibatch; from m = p on workers do not wait between their slots.
-        forwards: stages whose forwards are one slot.
+        plan: at least as many stages as workers, on their `homes`. All but the last one are made to recompute.
+        microbatches: from m = p on workers do not wait between their slots.
+        forwards: number of stages whose forwards are one slot.
 
     Raises:
-        ScheduleError: the plan is laid out otherwise.
+        ScheduleError: the plan is laid out differently.
     """
     p, last = plan.workers, len(plan.stages) - 1
     taken = plan.order or tuple(range(sum(plan.replicas)))
@@ -58,7 +68,7 @@ def roundpipe(plan: Plan, microbatches: int | None = None, *, forwards: int = 1)
         raise ScheduleError(f"schedule 'roundpipe': a slot has the forwards of at least 1 stage, found {forwards}")
     m = microbatches or 4 * p
     slots = [range(first, min(first + forwards, last)) for first in range(0, last, forwards)]
-    # Counted back from the last stage's slot, which is on worker 0: its backwards are on 1, 2, ...
+    # Counted back from the last stage's slot on worker 0; the backwards after it are on workers 1, 2, ...
     worker = {stage: (number - len(slots)) % p for number, slot in enumerate(slots) for stage in slot}
     placement = Dispatched(plan.placement.ranks, (*worker.values(), 0))
 
@@ -81,11 +91,11 @@ def roundpipe(plan: Plan, microbatches: int | None = None, *, forwards: int = 1)
 
 
 def _claims(last: int) -> Claims:
-    """Returns the closed forms of S = last + 1 equal stages, each forward a slot.
+    """Returns the closed forms for S = last + 1 equal stages, each forward a slot.
 
-    A forward takes f, a backward f + b with the forward that it does again. Behind slot j begins slot j + 1, as soon as
-    it has its first microbatch and its worker is done with slot j + 1 - p. With m >= p it is the worker that is waited
-    for, once in p slots; of those p - r behind the last stage's, r = (S - 1) mod p, it is so where forwards are long.
+    A forward takes f, a backward f + b with the forward that it repeats. Slot j + 1 starts as soon as it has its first
+    microbatch from slot j and its worker has finished slot j + 1 - p. With m >= p it waits for the worker, once in p
+    slots; of the p - r slots after the last stage's, r = (S - 1) mod p, only if forwards are long.
     """
 
     def makespan_s(p: int, m: int, n: int, f: float, i: float, w: float) -> float:
@@ -96,7 +106,7 @@ def _claims(last: int) -> Claims:
         return n * ((rounds * m + rest) * (2 * f + b) + m * (f + b) + waits)
 
     def away(p: int, s: int) -> int:
-        """Stages behind which s slots of backwards are, mod p."""
+        """Returns how many stages have s slots of backwards after them, mod p."""
         return len(range((-s) % p or p, last + 1, p))
 
     return Claims(
@@ -119,8 +129,8 @@ METHODS = (
         picture=Picture("RoundPipe: forwards and backwards dispatched in round robin; s is the stage; m = 4", 4, 8),
         choose="When the stages do not come out even on the workers, or their weights and what belongs to them take "
         "more memory than activations: any number of stages from p on, and a worker computes on one set of weights "
-        "beside its own. Its bubble is that of as many slots as there are forwards and backwards together. It does "
-        "each forward twice, and a stage's weights travel once a minibatch: links must carry them beside the "
+        "besides its own. Its bubble is that of as many slots as there are forwards and backwards together. It runs "
+        "each forward twice, and a stage's weights travel once per minibatch: links must carry them besides the "
         "activations.",
     ),
 )

@@ -1,44 +1,122 @@
-"""After I-TiMePReSt: nF1B with a stash, and backwards at weights between the stash and the newest.
+"""After I-TiMePReSt: nF1B with weight stashing, and backwards at weights between the stashed and the newest ones.
 
-I-TiMePReSt, 2025 (arXiv 2509.23241), keeps the weights that a forward has read and goes back at intermediate ones,
-towards the newest, in which the significance of the stale ones decays exponentially with the degree of staleness. Its
-formula was not found published in full, so this is a reading of those words and not the authors' method to the letter:
-a backward d updates behind its forward is at w_new + share^d (w_old - w_new), share = 1/e. share = 0 is V-TiMePReSt;
-share = 1 is weight stashing in this order.
+I-TiMePReSt, 2025 (arXiv 2509.23241), keeps the weights that a forward read. The backward uses intermediate weights,
+closer to the newest, in which the significance of the stale weights decays exponentially with the degree of staleness.
+The full formula was not found in print, so this is an interpretation and not the authors' method to the letter: the
+backward of a forward that is d updates old uses w_new + share^d (w_old - w_new), share = 1/e. With share = 0 it is
+V-TiMePReSt; with share = 1 it is weight stashing in this order.
 
     rank 0 | F0  F1  F2  F3  B0  B1' F4  F5  B2  B3'
     rank 1 | .   F0  F1  B0  B1' F2  F3  B2  B3' F4
+
+Everything that only this method needs is in this file: the order is `timeprest`'s, and `Interpolated` is a weight rule
+that computes the weights of a backward itself (`WeightRule.backward_reader`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import exp
+from typing import Any, ClassVar
 
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.prediction import Between
+from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.core.schedule.tagged import Interpolated
+from pipedream.core.schedule.tagged import NewerBackward
 from pipedream.schedules.asynchronous.timeprest import nf1b
 from pipedream.schedules.method import Method, Picture
 
-__all__ = ["METHODS", "timeprest_interpolated"]
+__all__ = ["METHODS", "Between", "Interpolated", "timeprest_interpolated"]
+
+
+@dataclass(frozen=True)
+class Between:
+    """Weights between those that a forward read and the newest, d updates later: w_new + share^d (w_old - w_new).
+
+    Attributes:
+        share: of the old weights if they are one update old; 0 is the newest weights, 1 the old ones.
+
+    Raises:
+        ValueError: the share is not between 0 and 1.
+    """
+
+    share: float = exp(-1)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"the share of the old weights must be between 0 and 1, found {self.share}")
+
+    def weight(self, staleness: int) -> float:
+        """Returns the share of weights that are `staleness` updates old."""
+        return float(self.share**staleness)
+
+
+@dataclass(frozen=True)
+class Interpolated(NewerBackward):
+    """Weight stashing, but the backward reads weights between the stashed and the newest ones.
+
+    A forward reads the newest weights of its stage, which are kept until its backward.
+
+    Attributes:
+        between: how much of the stashed weights a backward reads.
+    """
+
+    name: ClassVar[str] = "interpolated"
+    between: Between = field(default_factory=Between, kw_only=True)
+
+    def forward_version(self, stage: int, microbatch: int) -> int:
+        return max(0, (microbatch - self._late(stage)) // self.per_update)
+
+    def versions(self, stage: int) -> int:
+        return self.staleness(stage) + 1
+
+    def staleness(self, stage: int) -> int:
+        return -(-self._late(stage) // self.per_update)
+
+    def mean_staleness(self, stage: int) -> float:
+        return self._late(stage) / self.per_update
+
+    def buffers(self, stage: int) -> int:
+        return int(self.staleness(stage) > 0)  # the weights of a backward
+
+    @property
+    def held_until(self) -> Kind:
+        return Kind.BACKWARD
+
+    def backward_reader(self, versions: Any) -> Callable[[Any], Any]:
+        made: list[Any] = []  # one set, computed anew for each backward
+
+        def between(old: Any) -> Any:
+            newest = versions.peek()
+            if old is newest:
+                return newest
+            if not made:
+                made.append(versions.new_storage())
+            share = self.between.weight(newest.version - old.version)
+            # .data: where the forward is done again these leaves have a graph of their own.
+            rows = zip(made[0].leaves.values(), newest.leaves.values(), old.leaves.values(), strict=True)
+            for target, end, begin in rows:
+                target.data.copy_(end.data).lerp_(begin.data, share)
+            return made[0]
+
+        return between
 
 
 def timeprest_interpolated(
     plan: Plan, microbatches: int | None = None, *, share: float = exp(-1), backward_rule: str = "graph"
 ) -> Schedule:
-    """Returns nF1B with interpolated backwards; 3 microbatches a minibatch unless asked.
+    """Returns nF1B with interpolated backwards; by default 3 microbatches per minibatch.
 
     Args:
-        plan: of stages; this order has a depth of its own.
-        microbatches: m, of a minibatch.
-        share: of weights that are one update old, in those of a backward; from 0 to 1.
-        backward_rule: 'graph', or 'recompute'.
+        plan: its in-flight counts are replaced; this order has a depth of its own.
+        share: of the old weights in those of a backward, if they are one update old; from 0 to 1.
+        backward_rule: 'graph' or 'recompute'.
 
     Raises:
         ScheduleError: fewer microbatches than a stage has replicas.
-        ValueError: a share that is none.
+        ValueError: the share is not between 0 and 1.
     """
     return nf1b(
         "timeprest_interpolated",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,10 +14,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.prediction import VELOCITY
 from pipedream.core.schedule.program import Program
-from pipedream.core.schedule.tagged import Interpolated
 from pipedream.core.schedule.weights import WeightRule
 from pipedream.runtime.comm.channel import Pending
-from pipedream.runtime.stage.predictions import InterpolatedWeights, WeightPredictions
+from pipedream.runtime.stage.predictions import WeightPredictions
 from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
@@ -37,7 +36,6 @@ class StageState:
     Attributes:
         recomputation: of the forward in the backward; None where its graph is kept.
         predictions: weights that are computed; None where passes read versions.
-        intermediate: weights of backwards between two versions; None where they read versions or views.
         saved: what the run's first forward saves; None where no phase has the rule 'graph'.
         next_forward: microbatch of its next forward.
         tags: (microbatch, forward version, backward version) of the gradients of the coming update.
@@ -49,12 +47,12 @@ class StageState:
     optimizer: Optimizer
     recomputation: Recomputation | None = None
     predictions: WeightPredictions | None = None
-    intermediate: InterpolatedWeights | None = None
     saved: SavedTensorHooks | None = None
     next_forward: int = 0
     tags: list[tuple[int, int, int]] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
     _rule: WeightRule = field(init=False)
+    _backward_weights: Callable[[WeightSet], WeightSet] = field(init=False)
 
     def check(self, programs: Iterable[Program], stage: int) -> None:
         """Checks, before a run, what the methods of its phases ask of this seat's optimizer.
@@ -83,7 +81,7 @@ class StageState:
         self.versions.switch_to(rule.held_until is None or rule.kept_until(stage) is not None)
         if self.saved is not None:
             self.saved.switch_to(redirects=rule.backward_rule == "graph" and rule.held_until is not None)
-        self.intermediate = InterpolatedWeights(rule.between, self.versions) if isinstance(rule, Interpolated) else None
+        self._backward_weights = rule.backward_reader(self.versions) or (lambda read: self.versions.peek())
         self.recomputation = Recomputation(self.module) if program.plan.stages[stage].recompute else None
         before = {} if self.predictions is None else self.predictions.tensors()
         self.predictions = (
@@ -146,7 +144,7 @@ class StageState:
     def _newer(self, held: SavedForward) -> WeightSet:
         """Returns the weights of a backward that does not read those of its forward."""
         assert held.weights is not None
-        return self.versions.peek() if self.intermediate is None else self.intermediate.read(held.weights)
+        return self._backward_weights(held.weights)
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Returns the context of a forward that has read a version, or a view of it."""

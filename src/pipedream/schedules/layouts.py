@@ -1,7 +1,6 @@
-"""Where a method wants its stages: one on each worker, or several.
+"""Which worker gets which stage, for methods that give a worker several.
 
-The planner cuts a model into a row of stages. A method that shares a worker between stages says by a layout which
-worker each stage of such a row goes to, and how often it is there.
+The planner cuts a model into a row of stages. A layout says which worker each stage of such a row goes to.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 
-__all__ = ["Layout", "dispatched", "homes", "looped", "mirrored", "wave"]
+__all__ = ["Layout", "looped", "mirrored", "wave"]
 
 
 @dataclass(frozen=True)
@@ -20,11 +19,11 @@ class Layout:
     """How a method lays stages out on p workers.
 
     Attributes:
-        words: what it asks for.
-        order: (p, v) -> the workers of the stages, in the order of `Plan.order`, v stages a worker if it may choose;
-            raises ScheduleError for a number of workers that it cannot serve.
+        words: describes the layout in errors and notes.
+        order: (p, v) -> the workers of the stages in the order of `Plan.order`, with v stages per worker (chunks) if the
+            method leaves the choice; raises ScheduleError for a number of workers that it cannot use.
         replicas: workers of each stage.
-        chunks: v, stages of a worker unless said; None where the method leaves no choice.
+        chunks: default v; None if the method leaves no choice.
     """
 
     words: str
@@ -37,15 +36,14 @@ class Layout:
         return len(self.order(workers, chunks or self.chunks or 1)) // self.replicas
 
     def check(self, name: str, plan: Plan, wanted: int | None = None) -> int:
-        """Returns v, the stages of each worker of a plan that is laid out so.
+        """Checks that a plan is laid out like this; returns v, its stages per worker.
 
         Args:
             name: of the method.
-            plan: to look at.
             wanted: the only v that the method works with; None for any.
 
         Raises:
-            ScheduleError: it is not, or has another v.
+            ScheduleError: the plan is laid out differently, or has another v.
         """
         held = sum(plan.replicas)
         taken = plan.order or tuple(range(held))
@@ -74,13 +72,8 @@ def _mirrored(workers: int, chunks: int) -> tuple[int, ...]:
     return tuple(worker for s in range(workers) for worker in (s, workers - 1 - s))
 
 
-def homes(workers: int, stages: int) -> tuple[int, ...]:
-    """Returns the workers of stages whose backwards follow each other in round robin; as many stages as one likes."""
-    return tuple((stages - 1 - s) % workers for s in range(stages))
-
-
 looped = Layout("stage s on worker s mod p, without replicas", _looped)
-"""p stages apart (Megatron-LM, SC 2021, section 2.2.2)."""
+"""The stages of a worker are p apart (Megatron-LM, SC 2021, section 2.2.2)."""
 
 wave = Layout("the stages there and back over the workers (a V), without replicas", _wave)
 """There and back, so that the first worker has the first stage and, with two stages each, the last one: the V of zero
@@ -88,9 +81,3 @@ bubble (Qi et al., NeurIPS 2024) and, with more, the waves of Hanayo (SC 2023)."
 
 mirrored = Layout("two replicas of each stage, on workers s and p - 1 - s, p even", _mirrored, replicas=2, chunks=None)
 """Two pipelines in opposite directions (Chimera, SC 2021)."""
-
-dispatched = Layout(
-    "the stages in round robin from the last one on, which is on the first worker",
-    lambda workers, chunks: homes(workers, workers * chunks),
-)
-"""The homes of stages that are dispatched (RoundPipe, 2026): their backwards follow each other in round robin."""

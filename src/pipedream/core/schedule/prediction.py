@@ -10,8 +10,6 @@ A view of version t is w_t + T d_t: T its horizon in updates, d_t what one updat
 
 T > 0 predicts; T < 0 goes back towards weights that are gone. At T = 0 the view is the version itself. Before the
 first update d = 0.
-
-Where an old version is kept, a backward may read weights that lie *between* that one and the newest.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp, isfinite
 
-__all__ = ["AVERAGE", "DIFFERENCE", "VELOCITY", "Between", "WeightPrediction"]
+__all__ = ["AVERAGE", "DIFFERENCE", "VELOCITY", "WeightPrediction"]
 
 VELOCITY, DIFFERENCE, AVERAGE = "velocity", "difference", "average"
 
@@ -55,30 +53,3 @@ class WeightPrediction:
     def gamma(self, stage: int) -> float:
         """Returns what is left of an average after one update."""
         return float(self.decay ** (1 / abs(self.horizons[stage])))
-
-
-@dataclass(frozen=True)
-class Between:
-    """Weights between those that a forward has read and the newest: w_new + share^d (w_old - w_new), d updates apart.
-
-    The idea is I-TiMePReSt's, 2025 (arXiv 2509.23241). What was found published of it: the backward is at intermediate
-    weights, towards the newest ones, in which the significance of the stale ones decays exponentially with the degree
-    of staleness. The formula itself was not found, so the rest is a reading: staleness is counted in updates of the
-    stage, and the base is a parameter.
-
-    Attributes:
-        share: of the old weights where they are one update old; 0 is the newest alone, 1 the stash alone.
-
-    Raises:
-        ValueError: a share that is not between 0 and 1.
-    """
-
-    share: float = exp(-1)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"a share of weights lies between 0 and 1, found {self.share}")
-
-    def weight(self, staleness: int) -> float:
-        """Returns the share of weights that are so many updates old."""
-        return float(self.share**staleness)

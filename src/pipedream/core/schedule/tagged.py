@@ -1,10 +1,4 @@
-"""Weight rules of TiMePReSt and its successor: several versions, and backwards at newer ones than their forwards read.
-
-Both are for the order nF1B. They differ in what an old version is kept for, and in what a backward reads:
-
-- *tagged*: for forwards that are still to come under an older tag; a backward reads the newest;
-- *interpolated*: for the backward of what has read it, which is at weights between that version and the newest.
-"""
+"""Weight rules whose backward reads newer weights than its forward, although several versions are kept: TiMePReSt's."""
 
 from __future__ import annotations
 
@@ -12,14 +6,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from pipedream.core.schedule.op import Kind
-from pipedream.core.schedule.prediction import Between
 from pipedream.core.schedule.weights import BACKWARD_RULES, WeightRule
 
-__all__ = ["Interpolated", "Tagged"]
+__all__ = ["NewerBackward", "Tagged"]
 
 
 @dataclass(frozen=True)
-class _Newer(WeightRule):
+class NewerBackward(WeightRule):
     """Abstract: W_s r_s microbatches of a stage lie between a forward and the backward at its point of the order.
 
     Attributes:
@@ -60,7 +53,7 @@ class _Newer(WeightRule):
 
 
 @dataclass(frozen=True)
-class Tagged(_Newer):
+class Tagged(NewerBackward):
     """Vertical sync without a horizontal stash: the version that a microbatch meets at the input stage is its tag,
     which the forward of each stage reads; the backward reads the newest weights that its stage has.
 
@@ -86,37 +79,3 @@ class Tagged(_Newer):
     @property
     def held_until(self) -> Kind:
         return Kind.FORWARD
-
-
-@dataclass(frozen=True)
-class Interpolated(_Newer):
-    """Stashing, with a backward between the stash and the newest weights: see `predictions.Between`.
-
-    A forward reads the newest weights of its stage, which are kept until its backward. That one is at weights computed
-    from these and from what is newest then.
-
-    Attributes:
-        between: how much of the stash a backward reads.
-    """
-
-    name: ClassVar[str] = "interpolated"
-    between: Between = field(default_factory=Between, kw_only=True)
-
-    def forward_version(self, stage: int, microbatch: int) -> int:
-        return max(0, (microbatch - self._late(stage)) // self.per_update)
-
-    def versions(self, stage: int) -> int:
-        return self.staleness(stage) + 1
-
-    def staleness(self, stage: int) -> int:
-        return -(-self._late(stage) // self.per_update)
-
-    def mean_staleness(self, stage: int) -> float:
-        return self._late(stage) / self.per_update
-
-    def buffers(self, stage: int) -> int:
-        return int(self.staleness(stage) > 0)  # the weights of a backward
-
-    @property
-    def held_until(self) -> Kind:
-        return Kind.BACKWARD

@@ -20,6 +20,7 @@ per minibatch, all from the plan and the schedule.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from math import lcm
@@ -108,6 +109,17 @@ class WeightRule(ABC):
     def held_until(self) -> Kind | None:
         """The last pass for which a version is kept that is no longer the newest; None: there is one set of weights."""
         return Kind.BACKWARD if self.backward_rule == "stash" else None
+
+    def backward_reader(self, versions: Any) -> Callable[[Any], Any] | None:
+        """Returns how a stage finds the weights of a backward that does not read those of its forward.
+
+        Args:
+            versions: of the stage, a `runtime.stage.versions.Versions`.
+
+        None: the backward reads the newest version. Otherwise a function from the set of weights that the forward read
+        to the set that the backward reads.
+        """
+        return None
 
     def buffers(self, stage: int) -> int:
         """Returns how many tensors of the size of the weights the views need beside the versions."""

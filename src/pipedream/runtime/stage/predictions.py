@@ -16,13 +16,13 @@ from contextlib import contextmanager
 import torch
 
 from pipedream.core.schedule.op import Kind
-from pipedream.core.schedule.prediction import AVERAGE, DIFFERENCE, VELOCITY, Between, WeightPrediction
+from pipedream.core.schedule.prediction import AVERAGE, DIFFERENCE, VELOCITY, WeightPrediction
 from pipedream.core.schedule.weights import WeightRule
 from pipedream.runtime.stage.velocity import add_velocity, check_velocity
 from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.optimizer import Optimizer
 
-__all__ = ["InterpolatedWeights", "WeightPredictions"]
+__all__ = ["WeightPredictions"]
 
 
 class WeightPredictions:
@@ -167,34 +167,6 @@ class WeightPredictions:
         self._optimizer.step_scheduler(self._optimizer.scheduler_steps_due)  # the rate of the coming update
         by_handle = dict(zip(self._handles, targets, strict=True))
         add_velocity(self._optimizer.optimizer, by_handle, horizon * self._optimizer.rate_factor)
-
-
-class InterpolatedWeights:
-    """Weights between those that a forward has read and the newest, for one backward after the other.
-
-    Args:
-        between: how much of the old ones.
-        versions: of the seat.
-    """
-
-    def __init__(self, between: Between, versions: Versions) -> None:
-        self._between = between
-        self._versions = versions
-        self._made: WeightSet | None = None
-
-    def read(self, old: WeightSet) -> WeightSet:
-        """Returns them, until the next call; the newest set where that is the old one."""
-        newest = self._versions.peek()
-        if old is newest:
-            return newest
-        self._made = self._made or self._versions.new_storage()
-        share = self._between.weight(newest.version - old.version)
-        # Of the leaves that passes read; .data: these have a graph of their own where the forward is done again.
-        targets, ends, begins = ([leaf.data for leaf in s.leaves.values()] for s in (self._made, newest, old))
-        _copy(targets, ends)
-        if targets:
-            torch._foreach_lerp_(targets, begins, share)
-        return self._made
 
 
 def _moving(prediction: WeightPrediction | None, stage: int) -> WeightPrediction | None:
