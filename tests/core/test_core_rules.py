@@ -18,7 +18,7 @@ from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.plan import depth
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.op import Kind, Op, requires
+from pipedream.core.schedule.op import Kind, Op, data_requirements
 from pipedream.core.schedule.prediction import WeightPrediction
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.update import UpdateRule
@@ -246,17 +246,17 @@ class TestNeeds:
     def test_flow(self) -> None:
         placement = Placement.replicated((2, 1, 3))
         forward = Op(Kind.FORWARD, 1, 5)
-        assert requires(forward, placement) == (Op(Kind.FORWARD, 0, 5, 1),)
-        assert requires(Op(Kind.FORWARD, 0, 5, 1), placement) == ()
-        assert requires(Op(Kind.BACKWARD, 1, 5), placement) == (forward, Op(Kind.BACKWARD, 2, 5, 2))
-        assert requires(Op(Kind.BACKWARD, 2, 5, 2), placement) == (Op(Kind.FORWARD, 2, 5, 2),)
+        assert data_requirements(forward, placement) == (Op(Kind.FORWARD, 0, 5, 1),)
+        assert data_requirements(Op(Kind.FORWARD, 0, 5, 1), placement) == ()
+        assert data_requirements(Op(Kind.BACKWARD, 1, 5), placement) == (forward, Op(Kind.BACKWARD, 2, 5, 2))
+        assert data_requirements(Op(Kind.BACKWARD, 2, 5, 2), placement) == (Op(Kind.FORWARD, 2, 5, 2),)
 
     def test_split_backward(self) -> None:
         placement = Placement.replicated((1, 1))
         gradient = Op(Kind.INPUT_GRADIENT, 0, 3)
         behind = Op(Kind.INPUT_GRADIENT, 1, 3)
-        assert requires(gradient, placement, SPLIT) == (Op(Kind.FORWARD, 0, 3), behind)
-        assert requires(Op(Kind.WEIGHT_GRADIENT, 0, 3), placement, SPLIT) == (gradient,)
+        assert data_requirements(gradient, placement, SPLIT) == (Op(Kind.FORWARD, 0, 3), behind)
+        assert data_requirements(Op(Kind.WEIGHT_GRADIENT, 0, 3), placement, SPLIT) == (gradient,)
 
     def test_weights_and_updates(self) -> None:
         schedule = build("pipedream", Plan.uniform(2, replicas=(2, 1)))

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 from pipedream.core.plan.cost import all_reduce_s
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Move, Program
+from pipedream.core.schedule.program import Instruction, Move, Program
 from pipedream.core.schedule.timeline import Span
-from pipedream.runtime.update.all_reduce import last_backwards
 from pipedream.simulator import Costs
 
 FIRST_BYTES, NEXT_BYTES = 1 << 20, 4 << 20
@@ -65,7 +64,8 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
     """Looks at all ranks in turn until nobody can go on."""
     ranks = range(program.placement.workers)
     texts = [list(program.instructions(rank, total)) for rank in ranks]
-    is_last = [last_backwards(program, rank) for rank in ranks] if overlap else []
+    longer = total + 2 * program.cycle  # an update that the end of the run cuts short does not count
+    last = [last_backwards(program.instructions(rank, longer)) for rank in ranks] if overlap else []
     at, now = [0] * len(ranks), [0.0] * len(ranks)
     done = Pass([[] for _ in ranks])
     taken: list[list[int]] = [[] for _ in program.channels]  # microbatches in the order of their receives
@@ -92,7 +92,7 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
             if one.kind is not Kind.FETCH:
                 done.spans[rank].append(Span(rank, one.kind.value, one.stage, one.index, now[rank], end))
             backward = one.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
-            if overlap and backward and is_last[rank](one) and program.placement.replicas[one.stage] > 1:
+            if overlap and backward and one in last[rank] and program.placement.replicas[one.stage] > 1:
                 brought[one.stage, program.updates.update_of(one.stage, one.index)][rank] = now[rank], end
             now[rank] = end
             for number, k in received[rank]:
@@ -134,6 +134,18 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
                 going = True
     assert all(at[rank] == len(texts[rank]) for rank in ranks)
     return done
+
+
+def last_backwards(text: Iterable[Instruction]) -> set[Op]:
+    """Returns the backwards after which the next backward or update of their stage is an update."""
+    before: dict[int, Op] = {}
+    found = set()
+    for op in text:
+        if isinstance(op, Op) and op.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
+            before[op.stage] = op
+        elif isinstance(op, Op) and op.kind is Kind.UPDATE and op.stage in before:
+            found.add(before.pop(op.stage))
+    return found
 
 
 def through_ports(program: Program, costs: Costs, done: Pass) -> Table:

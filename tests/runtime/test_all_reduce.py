@@ -18,7 +18,7 @@ from pipedream.core.schedule.update import UpdateRule
 from pipedream.runtime.comm.channel import Group, LocalGroup, Pending
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions
-from pipedream.runtime.update.all_reduce import GradientAllReduce, all_reduce_many, buckets_of, last_backwards
+from pipedream.runtime.update.all_reduce import GradientAllReduce, all_reduce_many, buckets_of
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 from pipedream.schedules import build
 
@@ -234,7 +234,7 @@ def test_the_last_backward_before_an_update_stands_in_the_program(
     program = lower(build(name, replace(Plan.uniform(len(replicas), replicas=replicas), update_delay=update_delay)))
     rule = program.updates
     for rank in range(program.placement.workers):
-        ends = last_backwards(program, rank)
+        ends = program.ends_update(rank)
         total = 7 * program.cycle
         for stage, replica in program.placement.stage_replicas(rank):
             step = program.placement.replicas[stage]

@@ -89,7 +89,7 @@ def test_in_flight_staleness_and_versions(name: str, p: int, m: int) -> None:
             assert staleness(timeline, s) == claims.staleness(p, counted, s) == schedule.weights.staleness(s)
         if claims.versions:
             each = sum(schedule.weights.versions(stage) for stage, _ in schedule.placement.stage_replicas(s))
-            each += min(1, len(schedule.placement.visits(s)))
+            each += min(1, len(schedule.placement.remote_forwards(s)))
             assert timeline.peak_versions[s] == claims.versions(p, counted, s) == each
 
 

@@ -52,7 +52,7 @@ METHODS = (Method(mine), Method(mine, name="other"))
 
 
 def unnamed(program: Program) -> Program:
-    return replace(program, schedule="")
+    return replace(program, name="")
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ import pipedream as pd
 from pipedream.core.errors import ArtifactError, DeadlockError, PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.placement import Dispatched
+from pipedream.core.plan.dispatched import Dispatched
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram, Transfer, moved
+from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram, Transfer, advanced
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.experimental.roundpipe import homes, roundpipe
 from pipedream.metrics import measure
@@ -97,8 +97,8 @@ def test_the_proof_counts_guests(size: tuple[int, int, int], forwards: int) -> N
     assert timeline.peak_versions == proof.peak_versions
     for rank in range(p):
         remote_forwards = proof.peak_versions[rank] - len(placement.stage_replicas(rank))
-        assert (remote_forwards > 0) == (len(placement.visits(rank)) > 0)
-        assert remote_forwards <= min(forwards, len(placement.visits(rank)))
+        assert (remote_forwards > 0) == (len(placement.remote_forwards(rank)) > 0)
+        assert remote_forwards <= min(forwards, len(placement.remote_forwards(rank)))
     if forwards == 1:
         claims = schedule.claims
         assert claims.in_flight is not None
@@ -120,7 +120,7 @@ def test_weights_travel_once_a_minibatch_and_gradients_of_weights_never(size: tu
         if isinstance(item, Transfer) and item.kind is Move.SEND
     ]
     for stage in range(stages):
-        away = schedule.placement.is_fetched(stage)
+        away = schedule.placement.is_remote(stage)
         first = [k for channel, k in sent if (channel.carries, channel.source) == ("weights", stage)]
         assert first == [t * m for t in range(n)] * away
         kept = [k for channel, k in sent if (channel.carries, channel.source) == ("kept", stage)]
@@ -134,7 +134,7 @@ def test_weights_take_their_time() -> None:
     heavy = replace(plan, stages=tuple(replace(stage, parameter_bytes=50, output_bytes=0) for stage in plan.stages))
     slow = replace(heavy, cluster=Cluster.flat(3, 10.0))
     schedule = build("roundpipe", slow, 3)
-    assert [s for s in range(4) if schedule.placement.is_fetched(s)] == [1, 2]
+    assert [s for s in range(4) if schedule.placement.is_remote(s)] == [1, 2]
     timeline = simulate(lower(schedule), costs(schedule.plan), 6)
     begins = {
         (span.stage, span.index): span.start_s for span in timeline.work() if span.kind == "F" and span.index in (0, 3)
@@ -152,7 +152,7 @@ def test_weights_take_their_time() -> None:
 
 
 PROGRAM = lower(roundpipe(plan_of(4, 5), 4))
-GUESTS = [(rank, stage) for rank in range(4) for stage, _ in PROGRAM.placement.visits(rank)]
+GUESTS = [(rank, stage) for rank in range(4) for stage, _ in PROGRAM.placement.remote_forwards(rank)]
 
 
 def channel(carries: str, stage: int) -> int:
@@ -165,7 +165,7 @@ def refused(
     """Returns what the proof says of the program, the text of a rank being edited from microbatch 8 on, behind what is
     brought forward."""
     mine = PROGRAM.ranks[rank]
-    turns = [[moved(item, 4 * turn, PROGRAM.updates) for item in mine.period] for turn in range(3)]
+    turns = [[advanced(item, 4 * turn, PROGRAM.updates) for item in mine.period] for turn in range(3)]
     ranks = list(PROGRAM.ranks)
     ranks[rank] = RankProgram((*mine.warmup, *turns[0], *turns[1], *ahead), tuple(edit(turns[2])))
     with pytest.raises((ScheduleError, DeadlockError)) as caught:
@@ -205,7 +205,7 @@ def test_a_fetch_that_is_not_there_or_not_in_time(rank: int, stage: int) -> None
 def test_a_fetch_in_the_place_of_weights_that_are_still_read(rank: int, stage: int) -> None:
     """The next minibatch's weights stand there before the last forward of this one."""
     here = [Transfer(Move.RECEIVE, channel("weights", stage), 8), Op(Kind.FETCH, stage, 8)]
-    coming = [moved(item, 4, PROGRAM.updates) for item in here]
+    coming = [advanced(item, 4, PROGRAM.updates) for item in here]
 
     def early(items: list[Instruction]) -> list[Instruction]:
         rest = [item for item in items if item not in here]
@@ -220,7 +220,7 @@ def test_weights_that_leave_before_their_update_or_behind_the_next(rank: int, st
     home = PROGRAM.placement.rank_of(stage, 0)
     leaves = Transfer(Move.SEND, channel("weights", stage), 8)
 
-    soon, made = moved(leaves, 4, PROGRAM.updates), Op(Kind.UPDATE, stage, 3)
+    soon, made = advanced(leaves, 4, PROGRAM.updates), Op(Kind.UPDATE, stage, 3)
 
     def early(items: list[Instruction]) -> list[Instruction]:
         rest = [item for item in items if item != leaves]

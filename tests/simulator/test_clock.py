@@ -100,7 +100,7 @@ def test_what_holds_for_every_schedule_and_cost(run: tuple[Schedule, Costs, int]
         assert tag.forward_version == schedule.weights.forward_version(tag.stage, tag.microbatch)
         assert tag.microbatch in schedule.updates.members(tag.stage, tag.applied_to + 1)
     for rank, peak in enumerate(timeline.peak_versions):
-        visiting = min(1, len(placement.visits(rank)))
+        visiting = min(1, len(placement.remote_forwards(rank)))
         assert (
             1 <= peak <= visiting + sum(schedule.weights.versions(stage) for stage, _ in placement.stage_replicas(rank))
         )
@@ -201,7 +201,16 @@ def test_split_backward_sends_its_gradient_before_the_weight_gradient() -> None:
             yield Op(Kind.UPDATE, rank, k + 1)
 
     kinds = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-    schedule = Schedule("split", plan, plan.placement, order, Flush(1), UpdateRule((1, 1)), 1, True, kinds)
+    schedule = Schedule(
+        name="split",
+        plan=plan,
+        placement=plan.placement,
+        weights=Flush(1),
+        updates=UpdateRule((1, 1)),
+        flushes=True,
+        kinds=kinds,
+        order=order,
+    )
     timeline = simulate(lower(schedule), costs(plan, weight_s=1.0), 1)
     assert [(s.kind, s.start_s, s.end_s) for s in timeline.of_rank(0) if s.kind in WORK] == [
         ("F", 0.0, 1.0),

@@ -498,7 +498,7 @@ def test_a_phase_has_its_own_peak_and_is_trained_if_it_has_a_minibatch() -> None
         for _ in pipeline.train(Fresh(animal.batches), epochs=3):
             pass
         assert pipeline.trained == {0: (0, 9), 1: (9, 15)}
-        assert (pipeline.timeline().name, pipeline.program.schedule) == ("1f1b", "gpipe")
+        assert (pipeline.timeline().name, pipeline.program.name) == ("1f1b", "gpipe")
         assert [pipeline.timeline(phase).peak_versions for phase in (0, 1)] == [(3, 2, 1), (1, 1, 1)]
 
 

@@ -61,7 +61,7 @@ def drawn_schedule(rng: random.Random, name: str) -> Schedule:
             found = build(name, plan, rng.choice([None, *range(1, most + 1)]))
         except ScheduleError:
             continue
-        stays = not any(map(found.placement.is_fetched, range(len(plan.stages))))
+        stays = not any(map(found.placement.is_remote, range(len(plan.stages))))
         if found.flushes and stays and max(plan.replicas) == 1 and rng.random() < 0.2:
             return from_torch_csv(to_torch_csv(found), name=name, plan=plan)
         return found
@@ -135,7 +135,7 @@ def check(schedule: Schedule, timeline: Timeline, total: int) -> None:
             assert min(gradients[stage, n + 1, rank], default=span.end_s) >= span.start_s - _TINY, "another's gradient"
     for rank in range(placement.workers):
         own = sum(weights.versions(stage) for stage, _ in placement.stage_replicas(rank))
-        assert timeline.peak_versions[rank] <= own + min(1, len(placement.visits(rank)))
+        assert timeline.peak_versions[rank] <= own + min(1, len(placement.remote_forwards(rank)))
     for tag in timeline.tags:
         assert tag.applied_to == tag.microbatch // per_update[tag.stage]
         assert tag.forward_version == weights.forward_version(tag.stage, tag.microbatch)

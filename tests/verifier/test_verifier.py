@@ -38,7 +38,7 @@ def test_all_methods_pass(case: Case) -> None:
     proof = verify(program)
     weights, placement = program.weights, program.placement
     for rank in range(placement.workers):
-        visiting = min(1, len(placement.visits(rank)))
+        visiting = min(1, len(placement.remote_forwards(rank)))
         assert proof.peak_versions[rank] <= visiting + sum(
             weights.versions(s) for s, _ in placement.stage_replicas(rank)
         )
@@ -46,9 +46,9 @@ def test_all_methods_pass(case: Case) -> None:
         peaks = [proof.peak_versions[rank] for rank in placement.ranks[stage]]
         held = [proof.peak_in_flight[rank] for rank in placement.ranks[stage]]
         assert proof.staleness[stage] == weights.staleness(stage)
-        if program.schedule in ASYNCHRONOUS:
+        if program.name in ASYNCHRONOUS:
             assert max(held) == program.plan.in_flight[stage]
-            assert program.schedule == "pipedream_2bw" or max(peaks) == weights.versions(stage)
+            assert program.name == "pipedream_2bw" or max(peaks) == weights.versions(stage)
 
 
 @given(laid_out(most=6))

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.placement import Dispatched
+from pipedream.core.plan.dispatched import Dispatched
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.properties import MethodProperties
@@ -76,7 +76,7 @@ def roundpipe(plan: Plan, microbatches: int | None = None, *, forwards: int = 1)
         for slot in (slot for slot in slots if worker[slot[0]] == rank):
             for k in mine:
                 for stage in slot:
-                    if k == mine[0] and placement.is_fetched(stage):
+                    if k == mine[0] and placement.is_remote(stage):
                         yield Op(Kind.FETCH, stage, k)
                     yield forward((stage, 0), k)
         for stage in range(last - rank, -1, -p):

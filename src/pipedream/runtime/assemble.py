@@ -351,7 +351,7 @@ def remote_forwards_of(
         handles: stage -> its trained parameters; while layers that share one still do.
     """
     found = {}
-    for stage, _ in program.placement.visits(rank):
+    for stage, _ in program.placement.remote_forwards(rank):
         mine = layers[program.plan.stages[stage].first : program.plan.stages[stage].last]
         module = StageModule(mine, dict(handles[stage]), device, settings.seed, settings.autocast)
         found[stage] = RemoteForward(
@@ -394,7 +394,7 @@ def _worker(
                 low_precision_weights(stage_state.module.layers, stage_state.module.handles, settings.autocast),
             )
             for stage, stage_state in stage_states.items()
-            if program.placement.is_fetched(stage)
+            if program.placement.is_remote(stage)
         },
         senders=dict(senders),
         receivers=dict(receivers),

@@ -79,7 +79,7 @@ class Checkpointer:
             whole |= {int(s): decode(SavedStage, state, "a stage") for s, state in json.loads(text)[0].items()}
         page = Checkpoint(
             **position,
-            schedule=self._program.schedule,
+            schedule=self._program.name,
             microbatches=self._program.microbatches,
             stages=tuple(whole[stage] for stage in range(len(self._names))),
             random=tuple(json.loads(text)[1] for text in said),
@@ -194,7 +194,7 @@ class Checkpointer:
         """Tells whether the stages' counts of updates mean the same now as they did then."""
         plan, then = self._program.plan, page.plan
         spans = [[(stage.first, stage.last, stage.replicas) for stage in p.stages] for p in (plan, then)]
-        alike = spans[0] == spans[1] and page.schedule == self._program.schedule
+        alike = spans[0] == spans[1] and page.schedule == self._program.name
         return alike and page.microbatches == self._program.microbatches
 
     def _stages(self) -> list[int]:

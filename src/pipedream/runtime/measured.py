@@ -65,7 +65,7 @@ def timeline(
         for rank, kind, stage, index, begin, end in part["spans"]
     )
     return Timeline(
-        name=program.schedule,
+        name=program.name,
         source="measured",
         workers=program.placement.workers,
         spans=spans,

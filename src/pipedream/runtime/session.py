@@ -148,7 +148,9 @@ class Session:
             parameters.materialise(model, named[span.first : span.last], self.device, self._settings.seed)
         parameters.share_initial(model, self._names, placement, self.rank, self._group, drawn)
         broadcast_tied(model, shared, wires.holders, placement, self.rank)
-        foreign = {stage: parameters.trained(model, self._names[stage]) for stage, _ in placement.visits(self.rank)}
+        foreign = {
+            stage: parameters.trained(model, self._names[stage]) for stage, _ in placement.remote_forwards(self.rank)
+        }
         remote_forwards = remote_forwards_of(self.rank, program, named, foreign, self._settings, self.device)
         parameters.drop_foreign(model, own)
         for remote_forward in remote_forwards.values():

@@ -29,7 +29,6 @@ from pipedream.runtime.results.scoring import Scorer
 from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage_state import StageState, evaluating
-from pipedream.runtime.update.all_reduce import last_backwards
 from pipedream.runtime.update_barrier import UpdateBarrier
 
 __all__ = ["Worker"]
@@ -104,7 +103,7 @@ class Worker:
     def switch_to(self, program: Program, phase: int) -> None:
         """Takes up a verified program over the same channels, at a drain; `phase` is its number in the run."""
         self.program = program
-        self._ends_update = last_backwards(program, self.rank)
+        self._ends_update = program.ends_update(self.rank)
         self.recorder.switch_to(phase)
         self._scorer.switch_to(program)
         self.coupling.switch_to(program)
@@ -273,13 +272,13 @@ class Worker:
     def _backward_op(self, op: Op) -> None:
         """Does a backward, or a half of it: the gradients of what arrived, or later those of the weights."""
         stage_state = self.stage_states[op.stage]
-        if self.program.placement.is_fetched(op.stage):
+        if self.program.placement.is_remote(op.stage):
             self._saved_forwards[op.stage, op.index] = self._forwards.recompute(
                 op, stage_state, self._mailbox.take("kept", op)
             )
         held = self._saved_forwards[op.stage, op.index]
         makes_inputs, makes_weights = op.kind is not Kind.WEIGHT_GRADIENT, op.kind is not Kind.INPUT_GRADIENT
-        last = makes_weights and stage_state.optimizer.all_reduce is not None and self._ends_update(op)
+        last = makes_weights and stage_state.optimizer.all_reduce is not None and self._ends_update(op) is not None
         message = self._mailbox.take("gradient", op) if makes_inputs and op.stage < self._last else None
         start = self.recorder.mark()
         back: list[torch.Tensor | None] = []

@@ -27,7 +27,7 @@ def evaluation(plan: Plan, placement: Placement | None = None) -> Schedule:
 
     def order(rank: int) -> Iterator[Op]:
         stage_replicas = placed.passes(rank, forward=True)
-        yield from (Op(Kind.FETCH, stage, 0, replica) for stage, replica in placed.visits(rank))
+        yield from (Op(Kind.FETCH, stage, 0, replica) for stage, replica in placed.remote_forwards(rank))
         if not stage_replicas:
             return
         for slot in count():  # a wave: all stages of a rank, each as far behind the data as it stands behind the input

@@ -56,29 +56,34 @@ SPLIT = (F, I, W)
 """Kinds of op of a microbatch whose backward is split."""
 
 
-def forward(stage_replica: StageReplica, microbatch: int) -> Op:
+def forward(stage_replica: tuple[int, int], microbatch: int) -> Op:
     """Returns the forward of a microbatch at a seat."""
-    return Op(F, stage_replica[0], microbatch, stage_replica[1])
+    stage, replica = stage_replica
+    return Op(F, stage, microbatch, replica)
 
 
-def backward(stage_replica: StageReplica, microbatch: int) -> Op:
+def backward(stage_replica: tuple[int, int], microbatch: int) -> Op:
     """Returns the backward of a microbatch at a seat."""
-    return Op(B, stage_replica[0], microbatch, stage_replica[1])
+    stage, replica = stage_replica
+    return Op(B, stage, microbatch, replica)
 
 
-def input_gradient(stage_replica: StageReplica, microbatch: int) -> Op:
+def input_gradient(stage_replica: tuple[int, int], microbatch: int) -> Op:
     """Returns the half of a backward that the stage before waits for."""
-    return Op(Kind.INPUT_GRADIENT, stage_replica[0], microbatch, stage_replica[1])
+    stage, replica = stage_replica
+    return Op(Kind.INPUT_GRADIENT, stage, microbatch, replica)
 
 
-def weight_gradient(stage_replica: StageReplica, microbatch: int) -> Op:
+def weight_gradient(stage_replica: tuple[int, int], microbatch: int) -> Op:
     """Returns the half of a backward that only the update waits for."""
-    return Op(W, stage_replica[0], microbatch, stage_replica[1])
+    stage, replica = stage_replica
+    return Op(W, stage, microbatch, replica)
 
 
-def update(stage_replica: StageReplica, number: int) -> Op:
+def update(stage_replica: tuple[int, int], number: int) -> Op:
     """Returns the update that makes version `number` at a seat."""
-    return Op(U, stage_replica[0], number, stage_replica[1])
+    stage, replica = stage_replica
+    return Op(U, stage, number, replica)
 
 
 class Turns:
@@ -90,13 +95,13 @@ class Turns:
 
     def __init__(self, mine: range) -> None:
         self._mine = mine
-        self._taken: Counter[tuple[Kind, StageReplica]] = Counter()
+        self._taken: Counter[tuple[Kind, tuple[int, int]]] = Counter()
 
-    def left(self, kind: Kind, stage_replica: StageReplica) -> int:
+    def left(self, kind: Kind, stage_replica: tuple[int, int]) -> int:
         """Returns how many microbatches are still to have this kind of op."""
         return len(self._mine) - self._taken[kind, stage_replica]
 
-    def take(self, *steps: tuple[Kind, StageReplica], times: int = 1) -> Iterator[Op]:
+    def take(self, *steps: tuple[Kind, tuple[int, int]], times: int = 1) -> Iterator[Op]:
         """Yields the next op of each of these, so many times; leaves out those that have none left, or none as yet: a
         backward needs its forward, a weight gradient its input gradient."""
         for _ in range(times):
@@ -104,7 +109,8 @@ class Turns:
                 before = {F: None, B: F, I: F, W: I}[kind]
                 most = len(self._mine) if before is None else self._taken[before, stage_replica]
                 if self._taken[kind, stage_replica] < most:
-                    yield Op(kind, stage_replica[0], self._mine[self._taken[kind, stage_replica]], stage_replica[1])
+                    stage, replica = stage_replica
+                    yield Op(kind, stage, self._mine[self._taken[kind, stage_replica]], replica)
                     self._taken[kind, stage_replica] += 1
 
 
@@ -188,7 +194,7 @@ def flushed(
     """Yields, minibatch after minibatch, the ops on the seat's share of its microbatches and one update."""
     for number in count():
         first = number * microbatches
-        yield from ops(range(first + (stage_replica[1] - first) % replicas, first + microbatches, replicas))
+        yield from ops(range(first + (stage_replica.replica - first) % replicas, first + microbatches, replicas))
         yield update(stage_replica, number + 1)
 
 
@@ -260,7 +266,7 @@ def unflushed(plan: Plan, per_update: int | None = None) -> Order:
     """
 
     def ops(stage_replica: StageReplica) -> Iterator[Op]:
-        stage = stage_replica[0]
+        stage = stage_replica.stage
         replicas = plan.replicas[stage]
         steady = one_forward_one_backward(
             stage_replica, mine=endless(stage_replica, replicas), warmup=plan.in_flight[stage] - 1
@@ -346,4 +352,4 @@ def check_handing(name: str, plan: Plan, m: int) -> None:
 
 def endless(stage_replica: StageReplica, replicas: int) -> range:
     """Returns all microbatches of a seat (2 to the 62nd: more than any run has)."""
-    return range(stage_replica[1], 2**62, replicas)
+    return range(stage_replica.replica, 2**62, replicas)

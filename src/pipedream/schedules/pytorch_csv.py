@@ -119,7 +119,7 @@ def to_torch_csv(schedule: Schedule | Program) -> str:
     Raises:
         ScheduleError: it has what the notation has no word for (updates without a flush, replicas), or stands still.
     """
-    name = repr(schedule.name if isinstance(schedule, Schedule) else schedule.schedule)
+    name = repr(schedule.name)
     if not schedule.flushes or not isinstance(schedule.weights, Flush):
         raise ScheduleError(
             f"schedule {name} updates without a flush, and PyTorch's notation knows neither updates nor versions of "
@@ -132,7 +132,7 @@ def to_torch_csv(schedule: Schedule | Program) -> str:
             "rank for each stage: it puts data parallelism around the whole pipeline; write a straight plan"
         )
     placement = schedule.placement
-    for stage in filter(placement.is_fetched, range(placement.stages)):
+    for stage in filter(placement.is_remote, range(placement.stages)):
         raise ScheduleError(
             f"schedule {name} has the forwards of stage {stage} on rank {placement.forward_rank(stage, 0)} and its "
             f"backwards on rank {placement.rank_of(stage, 0)}, and PyTorch's notation one rank for each stage; write a "

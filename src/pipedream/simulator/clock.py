@@ -27,11 +27,11 @@ from typing import Any, NoReturn
 from pipedream.core.errors import DeadlockError, ScheduleError
 from pipedream.core.schedule.occupancy import most_in_flight
 from pipedream.core.schedule.op import Kind
-from pipedream.core.schedule.program import Channel, Instruction, Move, Program, Transfer, moved
+from pipedream.core.schedule.program import Channel, Instruction, Move, Program, Transfer, advanced
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.simulator.costs import Costs
 from pipedream.simulator.flat import (
-    FETCH,
+    FREE,
     GIVE,
     OP,
     RECEIVE,
@@ -175,7 +175,7 @@ class _Clock:
             raise DeadlockError(self._who_waits(waiting))
         for lost in self.messages.left():
             raise ScheduleError(
-                f"program {self.program.schedule!r}: {described(*lost)} is sent and "
+                f"program {self.program.name!r}: {described(*lost)} is sent and "
                 "never received; lower the schedule again"
             )
         return self._timeline()
@@ -232,7 +232,7 @@ class _Clock:
                 received.append(what)
             elif code == SEND:
                 send(what, index, now)
-            elif code == FETCH:  # takes no time: what it waits for is a message
+            elif code == FREE:
                 for wire in received:
                     post(wire, now)
                 received.clear()
@@ -303,7 +303,7 @@ class _Clock:
         for rank in self.ranks:
             spans += sorted(rank.spans + rank.sends, key=itemgetter(4))
         return Timeline(
-            name=program.schedule,
+            name=program.name,
             source="simulated",
             workers=len(self.ranks),
             spans=tuple(spans),
@@ -318,13 +318,13 @@ class _Clock:
 
     def _lacks(self, rank: _Rank) -> NoReturn:
         raise ScheduleError(
-            f"program {self.program.schedule!r}: rank {rank.number} lacks ops of the {rank.text.ops} that "
+            f"program {self.program.name!r}: rank {rank.number} lacks ops of the {rank.text.ops} that "
             f"{self.total} microbatches need; lower the schedule again"
         )
 
     def _out_of_turn(self, channel: Channel, wanted: int, found: int) -> NoReturn:
         raise ScheduleError(
-            f"program {self.program.schedule!r}: rank {channel.receiver} wants {described(channel, wanted)}, but the "
+            f"program {self.program.name!r}: rank {channel.receiver} wants {described(channel, wanted)}, but the "
             f"next on its channel is that of microbatch {found}; receive in the order of sending"
         )
 
@@ -342,7 +342,7 @@ class _Clock:
             rows.append(f"  rank {rank.number} waits at {what}")
         return "\n".join(
             [
-                f"program {self.program.schedule!r} of {self.total} microbatches: {len(waiting)} of {len(self.ranks)} "
+                f"program {self.program.name!r} of {self.total} microbatches: {len(waiting)} of {len(self.ranks)} "
                 "ranks wait for ever; each receive must follow, on all ranks, what its sender needs",
                 *rows,
             ]
@@ -351,4 +351,4 @@ class _Clock:
     def _instruction(self, rank: _Rank) -> Instruction:
         source = rank.text.instructions[rank.position].source
         assert source is not None
-        return moved(source, rank.turn * self.program.cycle, self.program.updates)
+        return advanced(source, rank.turn * self.program.cycle, self.program.updates)

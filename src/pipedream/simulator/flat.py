@@ -8,16 +8,16 @@ and STOP stand at the end of the text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Instruction, Move, Program, moved
+from pipedream.core.schedule.program import Instruction, Move, Program, Transfer, advanced
 
 __all__ = [
     "COUPLE",
-    "FETCH",
+    "FREE",
     "GIVE",
     "OP",
     "RECEIVE",
@@ -30,9 +30,7 @@ __all__ = [
     "flatten",
 ]
 
-OP, RECEIVE, SEND, SYNC, GIVE, COUPLE, FETCH, TURN, STOP = range(9)
-
-_BACKWARDS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # with which a microbatch's gradients are there
+OP, RECEIVE, SEND, SYNC, GIVE, COUPLE, FREE, TURN, STOP = range(9)
 
 
 class FlatInstruction(NamedTuple):
@@ -94,7 +92,7 @@ class FlatRank:
         return [*left, _STOP]
 
 
-def flatten(program: Program, rank: int, total: int, *, gives: Iterable[int]) -> FlatRank:
+def flatten(program: Program, rank: int, total: int, *, gives: Collection[int]) -> FlatRank:
     """Returns the flat instructions of a rank in a run of `total` microbatches.
 
     Args:
@@ -104,32 +102,34 @@ def flatten(program: Program, rank: int, total: int, *, gives: Iterable[int]) ->
         gives: stages whose sums begin while the backward runs.
     """
     mine = program.ranks[rank]
-    text = [*mine.warmup, *mine.period]
-    loop = len(mine.warmup)
-    given = {stage: _last_backwards(program, text, loop, stage) for stage in gives}
+    completed = program.ends_update(rank)
+    text = (*mine.warmup, *mine.period)
+    next_turn = (advanced(item, program.cycle, program.updates) for item in mine.period)
+    sums = {item for item in (*text, *next_turn) if item.kind is Move.SYNC}
     flat: list[FlatInstruction] = []
     start = 0
     for position, instruction in enumerate(text):
-        if position == loop:
+        if position == len(mine.warmup):
             start = len(flat)
         one = _flat(program, instruction, total)
         # A delayed norm is known before it is asked for (`core.schedule.coupling`).
         if program.couples_updates and not program.norm_delay and one.letter == Kind.UPDATE.value:
             flat.append(one._replace(code=COUPLE))
         flat.append(one)
-        sum_of = given[one.what].get(position) if one.code == OP and one.what in given else None
-        if sum_of is not None:
-            flat.append(one._replace(code=GIVE, what=(one.what, *sum_of)))
+        update = completed(instruction) if isinstance(instruction, Op) and instruction.stage in gives else None
+        if update is not None and Transfer(Move.SYNC, update.stage, update.index) in sums:
+            stride = program.cycle // program.updates.per_update[update.stage]
+            flat.append(one._replace(code=GIVE, what=(update.stage, update.index, stride)))
     if mine.period:
-        return FlatRank((*flat, _TURN), start, sum(program.op_counts(rank, total)))
-    return FlatRank((*flat, _STOP), 0, sum(program.op_counts(rank, total)))
+        return FlatRank((*flat, _TURN), start, program.op_count(rank, total))
+    return FlatRank((*flat, _STOP), 0, program.op_count(rank, total))
 
 
 def _flat(program: Program, instruction: Instruction, total: int) -> FlatInstruction:
-    stride = moved(instruction, program.cycle, program.updates).index - instruction.index
+    stride = advanced(instruction, program.cycle, program.updates).index - instruction.index
     if isinstance(instruction, Op):
         what, letter = instruction.stage, instruction.kind.value
-        code = FETCH if instruction.kind is Kind.FETCH else OP
+        code = OP if instruction.kind.is_work else FREE
         counts_updates = instruction.kind is Kind.UPDATE
     else:
         code = {Move.SEND: SEND, Move.RECEIVE: RECEIVE, Move.SYNC: SYNC}[instruction.kind]
@@ -137,28 +137,3 @@ def _flat(program: Program, instruction: Instruction, total: int) -> FlatInstruc
         counts_updates = instruction.kind is Move.SYNC
     limit = program.updates.updates(what, total) + 1 if counts_updates else total
     return FlatInstruction(code, what, instruction.index, stride, limit, letter, instruction)
-
-
-def _last_backwards(program: Program, text: list[Instruction], loop: int, stage: int) -> dict[int, tuple[int, int]]:
-    """Returns where the last backwards before the sums of a stage stand, and of which update: first and stride.
-
-    It is the last, where the next backward, sum or update of its stage is the sum. Behind the end follows the period's
-    next turn.
-    """
-    cycle, updates = program.cycle, program.updates
-    following = [*text, *(moved(instruction, cycle, updates) for instruction in text[loop:])]
-    found: dict[int, tuple[int, int]] = {}
-    before: int | None = None
-    for position, instruction in enumerate(following):
-        if isinstance(instruction, Op):
-            if instruction.stage != stage:
-                continue
-            if instruction.kind in _BACKWARDS:
-                before = position
-            elif instruction.kind is Kind.UPDATE:
-                before = None
-        elif instruction.kind is Move.SYNC and instruction.channel == stage:
-            if before is not None and before < len(text):
-                found[before] = (instruction.index, cycle // updates.per_update[stage])
-            before = None
-    return found

@@ -68,7 +68,7 @@ class _Seat:
         row = plan.stages[stage]
         parts = program.microbatches if plan.unit == "minibatch" else 1
         self.stride = program.placement.replicas[stage]
-        self.is_fetched = program.placement.is_fetched(stage)
+        self.is_fetched = program.placement.is_remote(stage)
         self.read = [program.weights.forward_version(stage, k) for k in range(replica, total, self.stride)]
         self.readers = Counter(self.read)
         self.until = program.weights.kept_until(stage)
@@ -235,7 +235,7 @@ def follow(program: Program, rank: int, total: int, spans: Iterable[Span], in_fl
         for stage, replica in program.placement.stage_replicas(rank)
     }
     trains = len(program.kinds) > 1
-    visits = {stage: _Visit(program, stage, total) for stage, _ in program.placement.visits(rank)}
+    visits = {stage: _Visit(program, stage, total) for stage, _ in program.placement.remote_forwards(rank)}
     memory = [
         sum(stage_replica.start_bytes for stage_replica in stage_replicas.values())
         + sum(visit.held_bytes for visit in visits.values())

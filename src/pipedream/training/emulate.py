@@ -96,7 +96,7 @@ def emulate(
         "configuration": {
             "workers": plan.workers,
             "processes": processes,
-            "schedule": program.schedule,
+            "schedule": program.name,
             "microbatches": program.microbatches,
             "in_flight": list(scaled.in_flight),
             "depth": scaled.depth,

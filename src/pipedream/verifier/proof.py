@@ -13,8 +13,8 @@ from math import ceil, lcm
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.op import Kind, Op, ends_backward
 from pipedream.core.schedule.program import Channel, Program
-from pipedream.core.schedule.schedule import fetched_for
-from pipedream.verifier.rules import check_rules
+from pipedream.verifier import dispatch
+from pipedream.verifier.assumptions import check_assumptions
 from pipedream.verifier.unrolled import Unrolled, unroll
 from pipedream.verifier.waits import check_waits
 
@@ -97,7 +97,7 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
     """Proves that a program keeps the rules and cannot stand still.
 
     Checked are: every op once; `requires` kept on each rank and, by messages, across ranks; what the runtime takes for
-    granted of each seat (`check_rules`); no cycle in the graph of waits (`check_waits`); no more versions alive than
+    granted of each seat (`check_assumptions`); no cycle in the graph of waits (`check_waits`); no more versions alive than
     the weight rule allows.
 
     Args:
@@ -115,13 +115,14 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
     most = [[(0, 0)] * (1 + len(program.placement.stage_replicas(rank))) for rank in ranks]
     for total in totals:
         run = unroll(program, total)
-        check_rules(run)
+        check_assumptions(run)
+        dispatch.check_fetches(run)
         check_waits(run, lanes)
         for rank in ranks:
             pairs = zip(most[rank], _peaks(run, rank), strict=True)
             most[rank] = [(max(a, c), max(b, d)) for (a, b), (c, d) in pairs]
     return Proof(
-        schedule=program.schedule,
+        schedule=program.name,
         config=program.plan.config,
         microbatches=program.microbatches,
         totals=totals,
@@ -133,7 +134,7 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
         seat_versions=tuple(tuple(count for _, count in rank[1:]) for rank in most),
         staleness=tuple(_staleness(program, stage, totals[-1]) for stage in range(program.placement.stages)),
         mean_staleness=tuple(_mean_staleness(program, stage) for stage in range(program.placement.stages)),
-        remote_forwards=tuple(tuple(stage for stage, _ in program.placement.visits(rank)) for rank in ranks),
+        remote_forwards=tuple(tuple(stage for stage, _ in program.placement.remote_forwards(rank)) for rank in ranks),
     )
 
 
@@ -168,7 +169,7 @@ def _check_reach(program: Program, total: int) -> None:
         for item in (*mine.warmup, *mine.period):
             if not exists(item):
                 raise ScheduleError(
-                    f"program {program.schedule!r}: {item} stands in the text of rank {rank}, which does not come to "
+                    f"program {program.name!r}: {item} stands in the text of rank {rank}, which does not come to "
                     f"it within {total} microbatches; mend the schedule's order or its lowering"
                 )
 
@@ -186,7 +187,10 @@ def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
     program = run.program
     stage_replicas = program.placement.stage_replicas(rank)
     if len(program.kinds) == 1:
-        return [(0, len(stage_replicas) + len(program.placement.visits(rank))), *[(0, 1)] * len(stage_replicas)]
+        return [
+            (0, len(stage_replicas) + len(program.placement.remote_forwards(rank))),
+            *[(0, 1)] * len(stage_replicas),
+        ]
     held: list[tuple[int, int]] = []
     alive: list[tuple[int, int]] = []
     peaks: list[tuple[int, int]] = []
@@ -205,14 +209,14 @@ def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
         open_ = [
             (
                 _begins(run, stage, replica, k),
-                run.ops[Op(last, stage, k, replica)][1] + program.placement.is_fetched(stage),
+                run.ops[Op(last, stage, k, replica)][1] + program.placement.is_remote(stage),
             )
             for k in range(replica, run.total, program.placement.replicas[stage])
         ]
         peaks.append((_peak(open_)[0], found))
         alive += lives
         held += open_
-    for kept, fetched in _visits(run, rank):
+    for kept, fetched in dispatch.remote_spans(run, rank):
         held += kept
         alive.append(fetched)
     return [(_peak(held)[0], _peak(alive)[0]), *peaks]
@@ -220,22 +224,8 @@ def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
 
 def _begins(run: Unrolled, stage: int, replica: int, k: int) -> int:
     """Returns where a microbatch begins at a seat: with its forward, or with its backward if that alone is there."""
-    kind = Kind.BACKWARD if run.program.placement.is_fetched(stage) else Kind.FORWARD
+    kind = Kind.BACKWARD if run.program.placement.is_remote(stage) else Kind.FORWARD
     return run.ops[Op(kind, stage, k, replica)][1]
-
-
-def _visits(run: Unrolled, rank: int) -> Iterable[tuple[list[tuple[int, int]], tuple[int, int]]]:
-    """Yields, for each fetch of a rank, how long what its forwards have read is kept, and how long its weights are."""
-    program = run.program
-    for stage, replica in program.placement.visits(rank):
-        reads: dict[int, list[int]] = {}
-        for k in range(run.total):
-            fetch = fetched_for(stage, k, program.updates, program.kinds)
-            reads.setdefault(fetch, []).append(run.ops[Op(Kind.FORWARD, stage, k, replica)][1])
-        fetched = [run.ops[Op(Kind.FETCH, stage, k, replica)][1] for k in reads]
-        until = [*fetched[1:], len(run.streams[rank])]
-        for at, again, positions in zip(fetched, until, reads.values(), strict=True):
-            yield [(position, again) for position in positions], (at, max(positions))
 
 
 def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]:

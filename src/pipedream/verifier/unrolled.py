@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from pipedream.core.errors import ScheduleError
+from pipedream.core.schedule import dispatch
 from pipedream.core.schedule.op import Kind, Op, gives_back
 from pipedream.core.schedule.program import Instruction, Move, Program, Transfer
 
@@ -54,28 +55,28 @@ class Unrolled:
         """Returns the error that an instruction deserves."""
         program = self.program
         return ScheduleError(
-            f"program {program.schedule!r}, plan {program.plan.config}, a run of {self.total} microbatches: rank "
+            f"program {program.name!r}, plan {program.plan.config}, a run of {self.total} microbatches: rank "
             f"{rank}, instruction {position}, {self.streams[rank][position]}: {reason}; nothing was run, mend the "
             "schedule's order or its lowering"
         )
 
     def producer(self, message: Message) -> Op | None:
-        """Returns the op whose result a message carries; None for the weights that were there from the start."""
-        channel, k = message
-        ends = self.program.channels[channel]
-        if ends.carries == "weights":
-            version = self.program.weights.forward_version(ends.source, k)
-            return Op(Kind.UPDATE, ends.source, version) if version else None
-        kind = gives_back(self.program.kinds) if ends.carries == "gradient" else Kind.FORWARD
-        return Op(kind, ends.source, k, self.program.placement.replica(ends.source, k))
+        """Returns the op whose result a message carries; None for weights that were there from the start."""
+        number, k = message
+        channel = self.program.channels[number]
+        if channel.carries in dispatch.CARRIES:
+            return dispatch.producer(channel, k, self.program)
+        kind = gives_back(self.program.kinds) if channel.carries == "gradient" else Kind.FORWARD
+        return Op(kind, channel.source, k, self.program.placement.replica(channel.source, k))
 
     def consumer(self, message: Message) -> Op:
         """Returns the op that reads a message, after which its place in the ring is free."""
-        channel, k = message
-        ends = self.program.channels[channel]
-        kind = gives_back(self.program.kinds) if ends.carries in ("gradient", "kept") else Kind.FORWARD
-        kind = Kind.FETCH if ends.carries == "weights" else kind
-        return Op(kind, ends.target, k, self.program.placement.replica(ends.target, k))
+        number, k = message
+        channel = self.program.channels[number]
+        if channel.carries in dispatch.CARRIES:
+            return dispatch.consumer(channel, k, self.program)
+        kind = gives_back(self.program.kinds) if channel.carries == "gradient" else Kind.FORWARD
+        return Op(kind, channel.target, k, self.program.placement.replica(channel.target, k))
 
 
 def unroll(program: Program, total: int) -> Unrolled:
@@ -120,40 +121,29 @@ def _stream(program: Program, rank: int, total: int) -> tuple[Instruction, ...]:
 
 def _check_lacks_nothing(program: Program, rank: int, total: int, found: Collection[Instruction]) -> None:
     """Checks that all ops of a rank are among those that were found."""
-    placement = program.placement
-    wanted = [
-        Op(kind, stage, k, replica)
-        for kind in program.kinds
-        for stage, replica in placement.passes(rank, forward=kind is Kind.FORWARD)
-        for k in range(replica, total, placement.replicas[stage])
-    ]
-    if len(program.kinds) > 1:
-        for stage, replica in placement.stage_replicas(rank):
-            numbers = range(1, program.updates.updates(stage, total) + 1)
-            wanted += [Op(Kind.UPDATE, stage, n, replica) for n in numbers]
-    lacking = [op for op in (*program.fetches(rank, total), *wanted) if op not in found]
+    work = (op for row in program.expected_ops(rank, total) for op in row.ops())
+    lacking = [op for op in (*dispatch.fetches(program, rank, total), *work) if op not in found]
     if lacking:
         first = min(lacking, key=lambda op: (op.stage, op.kind is Kind.UPDATE, op.index))
         raise ScheduleError(
-            f"program {program.schedule!r}: rank {rank} lacks {first} in a run of {total} microbatches; each op of "
+            f"program {program.name!r}: rank {rank} lacks {first} in a run of {total} microbatches; each op of "
             "each microbatch must come once"
         )
 
 
 def _index(run: Unrolled, rank: int) -> None:
     placement, channels = run.program.placement, run.program.channels
-    stage_replicas, passes = set(placement.stage_replicas(rank)), set(placement.passes(rank, forward=True))
-    fetches = set(run.program.fetches(rank, run.total))
+    stage_replicas, forwards = set(placement.stage_replicas(rank)), set(placement.passes(rank, forward=True))
+    fetches = dispatch.fetches(run.program, rank, run.total)
     for position, instruction in enumerate(run.streams[rank]):
-        kind = instruction.kind
         if isinstance(instruction, Op):
-            if kind is Kind.FETCH and instruction not in fetches:
+            kind, stage, index, replica = instruction
+            if not kind.is_work and instruction not in fetches:
                 raise run.error(rank, position, "a fetch of weights that live here, or that nothing here is to read")
-            if kind not in (Kind.UPDATE, Kind.FETCH) and kind not in run.program.kinds:
+            if kind.is_work and kind is not Kind.UPDATE and kind not in run.program.kinds:
                 raise run.error(rank, position, "an op of a kind that this schedule does not have")
-            stage, replica = instruction.stage, instruction.replica
-            expected = replica if kind is Kind.UPDATE else placement.replica(stage, instruction.index)
-            here = passes if kind in (Kind.FORWARD, Kind.FETCH) else stage_replicas
+            expected = replica if kind is Kind.UPDATE else placement.replica(stage, index)
+            here = forwards if kind is Kind.FORWARD or not kind.is_work else stage_replicas
             if (stage, replica) not in here or replica != expected:
                 raise run.error(rank, position, f"an op of another rank or replica ({replica} of stage {stage})")
             if instruction in run.ops:
@@ -161,14 +151,14 @@ def _index(run: Unrolled, rank: int) -> None:
             run.ops[instruction] = (rank, position)
             continue
         assert isinstance(instruction, Transfer)
-        number, index = instruction.channel, instruction.index
-        if kind is Move.SYNC:
+        move, number, index = instruction
+        if move is Move.SYNC:
             if number not in {stage for stage, _ in stage_replicas}:
                 raise run.error(rank, position, f"a sum over stage {number}, which is not on this rank")
             if run.synced.setdefault((rank, number, index), position) != position:
                 raise run.error(rank, position, "this sum was joined before")
             continue
-        sends = kind is Move.SEND
+        sends = move is Move.SEND
         if not 0 <= number < len(channels):
             raise run.error(rank, position, f"there are {len(channels)} channels")
         if rank != (channels[number].sender if sends else channels[number].receiver):

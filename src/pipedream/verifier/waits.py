@@ -181,7 +181,7 @@ class _Waits:
         program = self.run.program
         return "\n  ".join(
             [
-                f"program {program.schedule!r}, plan {program.plan.config}: in a run of {self.run.total} microbatches "
+                f"program {program.name!r}, plan {program.plan.config}: in a run of {self.run.total} microbatches "
                 "these wait for each other for ever; change the order, the depth of a ring or the lanes:",
                 *cycle,
             ]

@@ -272,13 +272,13 @@ def refuse_visitors(built: Schedule) -> None:
         PlanError: it does not.
     """
     plan, m, memories = built.plan, built.microbatches, built.plan.cluster.memories
-    if not any(built.placement.visits(rank) for rank in range(plan.workers)):
+    if not any(built.placement.remote_forwards(rank) for rank in range(plan.workers)):
         return
     peaks = clock.simulate(lower(built), clock.costs(plan, split=m), m).peak_bytes
     for rank, (worker, peak) in enumerate(zip(sorted(set(plan.order)), peaks, strict=True)):
         limit = memories[worker]
         if limit is not None and peak > limit:
-            visiting = ", ".join(str(stage) for stage, _ in built.placement.visits(rank))
+            visiting = ", ".join(str(stage) for stage, _ in built.placement.remote_forwards(rank))
             raise PlanError(
                 f"worker {worker} needs up to {format_bytes(peak)} with its own stages and the forwards of stages "
                 f"{visiting}, whose weights it fetches, and has {format_bytes(limit)}; use smaller microbatches, more "

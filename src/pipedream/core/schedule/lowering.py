@@ -16,29 +16,31 @@ receiving does not grow with the run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from itertools import islice
 from math import lcm
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Placement
+from pipedream.core.schedule import dispatch
 from pipedream.core.schedule.op import Kind, Op, gives_back
 from pipedream.core.schedule.program import (
+    MOST_AHEAD,
+    Cargo,
     Channel,
     Instruction,
     Move,
     Program,
     RankProgram,
+    Route,
     Transfer,
-    moved,
+    advanced,
 )
+from pipedream.core.schedule.rules import Rules
 from pipedream.core.schedule.schedule import Schedule
 
 __all__ = ["lower", "with_common_channels"]
-
-_MOST_AHEAD = 8
-_NEVER = 2**62  # more microbatches than any run has
 
 _MOST_PROVED = 4096  # a proof unrolls two periods on every rank
 
@@ -58,21 +60,8 @@ def lower(schedule: Schedule) -> Program:
     channels = _channels(schedule.placement, schedule.plan.in_flight)
     numbers = {(c.sender, c.receiver, c.carries, c.source): i for i, c in enumerate(channels)}
     ranks = tuple(_fold(schedule, rank, _expand(schedule, rank, numbers)) for rank in range(schedule.placement.workers))
-    return Program(
-        schedule=schedule.name,
-        plan=schedule.plan,
-        placement=schedule.placement,
-        weights=schedule.weights,
-        updates=schedule.updates,
-        kinds=schedule.kinds,
-        microbatches=schedule.microbatches,
-        cycle=schedule.cycle,
-        flushes=schedule.flushes,
-        couples_updates=schedule.couples_updates,
-        norm_delay=schedule.norm_delay,
-        channels=channels,
-        ranks=ranks,
-    )
+    shared = {one.name: getattr(schedule, one.name) for one in fields(Rules)}
+    return Program(**shared, cycle=schedule.cycle, channels=channels, ranks=ranks)
 
 
 def with_common_channels(programs: Sequence[Program]) -> tuple[Program, ...]:
@@ -86,7 +75,7 @@ def with_common_channels(programs: Sequence[Program]) -> tuple[Program, ...]:
         ways = [[(c.sender, c.receiver, c.carries, c.source, c.target) for c in p.channels] for p in (first, other)]
         if other.placement != first.placement or ways[0] != ways[1]:
             raise ScheduleError(
-                f"schedules {first.schedule!r} and {other.schedule!r} were asked for in one run: their stages live on "
+                f"schedules {first.name!r} and {other.name!r} were asked for in one run: their stages live on "
                 "other ranks, or their messages go other ways, and a change of phase moves no weights; take methods of "
                 "one placement"
             )
@@ -96,85 +85,76 @@ def with_common_channels(programs: Sequence[Program]) -> tuple[Program, ...]:
 
 
 def _channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel, ...]:
-    found: dict[tuple[int, int, str, int], Channel] = {}
+    """Returns the channels, each with as many receives posted ahead as its stages differ in what they hold in flight."""
     last = placement.stages - 1
-
-    def join(carries: str, source: int, target: int, depth: int) -> None:
-        for k in range(placement.cycle):
-            sender, receiver = placement.ends(carries, source, target, k)
-            if sender != receiver:
-                least = 1 if carries == "weights" else 2  # a set of weights is large, and wanted once an update
-                channel = Channel(sender, receiver, carries, source, target, max(least, min(depth, _MOST_AHEAD)))
-                found.setdefault((sender, receiver, carries, source), channel)
-
+    routes: list[Route] = []
     for stage in range(last):
         here, after = placement.replicas[stage], placement.replicas[stage + 1]
         between = in_flight[stage] * here - in_flight[stage + 1] * after
-        ahead = -(-between // lcm(here, after)) + 1
-        join("activation", stage, stage + 1, ahead)
-        join("gradient", stage + 1, stage, ahead)
+        ahead = max(2, -(-between // lcm(here, after)) + 1)
+        routes += [Route("activation", stage, stage + 1, ahead), Route("gradient", stage + 1, stage, ahead)]
     if last:
-        join("input", 0, last, in_flight[0])
-    for stage in range(last + 1):
-        if placement.is_fetched(stage):
-            join("weights", stage, stage, 1)
-            join("kept", stage, stage, _MOST_AHEAD)
+        routes.append(Route("input", 0, last, max(2, in_flight[0])))
+    routes += dispatch.routes(placement)
+    found: dict[tuple[int, int, str, int], Channel] = {}
+    for carries, source, target, depth in routes:
+        for k in range(placement.cycle):
+            sender, receiver = placement.ends(carries, source, target, k)
+            if sender != receiver:
+                channel = Channel(sender, receiver, carries, source, target, min(depth, MOST_AHEAD))
+                found.setdefault((sender, receiver, carries, source), channel)
     return tuple(found.values())
 
 
 def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, str, int], int]) -> Iterator[Instruction]:
-    """Yields a rank's ops with their messages around them."""
+    """Yields a rank's ops with their messages around them.
+
+    Args:
+        numbers: from (sender, receiver, carries, source) to the number of the channel.
+    """
     placement = schedule.placement
-    last = placement.stages - 1
-    gradient = gives_back(schedule.kinds)
 
-    def channel(carries: str, source: int, target: int, k: int) -> int | None:
-        """The number of the channel; None where both stages are on this rank."""
-        return numbers.get((*placement.ends(carries, source, target, k), carries, source))
+    def transfers(move: Move, messages: Iterable[Cargo]) -> Iterator[Transfer]:
+        """Yields the transfers of messages; none if both stages are on this rank."""
+        for carries, source, target, k in messages:
+            number = numbers.get((*placement.ends(carries, source, target, k), carries, source))
+            if number is not None:
+                yield Transfer(move, number, k)
 
-    trains = len(schedule.kinds) > 1
-    lent = dict.fromkeys((stage for stage, _ in placement.stage_replicas(rank) if placement.is_fetched(stage)), 0)
-
-    def lend(stage: int, version: int) -> Iterator[Transfer]:
-        """Sends a version to where it is fetched, once for each update whose forwards read it; in a run of forwards
-        alone, which all read one version, once."""
-        while stage in lent and schedule.weights.forward_version(stage, lent[stage]) <= version:
-            number = channel("weights", stage, stage, lent[stage])
-            assert number is not None
-            yield Transfer(Move.SEND, number, lent[stage])
-            lent[stage] += schedule.updates.per_update[stage] if trains else _NEVER
-
-    for stage in lent:
-        yield from lend(stage, 0)
+    lender = dispatch.Lender(schedule, rank)
+    yield from transfers(Move.SEND, lender.due())
     for op in schedule.order(rank):
-        kind, stage, k, _ = op
-        arrives: list[int | None] = []
-        leaves: list[int | None] = []
-        if kind is Kind.FORWARD:
-            if stage:
-                arrives.append(channel("activation", stage - 1, stage, k))
-            if stage == last:
-                arrives.append(channel("input", 0, stage, k))
-            else:
-                leaves.append(channel("activation", stage, stage + 1, k))
-            if stage == 0:
-                leaves.append(channel("input", 0, last, k))
-            leaves.append(channel("kept", stage, stage, k) if trains else None)
-        elif kind is Kind.FETCH:
-            arrives.append(channel("weights", stage, stage, k))
-        elif kind is gradient:
-            arrives.append(channel("kept", stage, stage, k))
-            if stage < last:
-                arrives.append(channel("gradient", stage + 1, stage, k))
-            if stage:
-                leaves.append(channel("gradient", stage, stage - 1, k))
-        elif kind is Kind.UPDATE and placement.replicas[stage] > 1:
-            yield Transfer(Move.SYNC, stage, k)
-        yield from (Transfer(Move.RECEIVE, number, k) for number in arrives if number is not None)
+        if op.kind is Kind.UPDATE and placement.replicas[op.stage] > 1:
+            yield Transfer(Move.SYNC, op.stage, op.index)
+        yield from transfers(Move.RECEIVE, (*dispatch.arrivals(op, schedule), *_arrivals(op, schedule)))
         yield op
-        yield from (Transfer(Move.SEND, number, k) for number in leaves if number is not None)
-        if kind is Kind.UPDATE:
-            yield from lend(stage, k)
+        yield from transfers(Move.SEND, (*_departures(op, schedule), *dispatch.departures(op, schedule)))
+        if op.kind is Kind.UPDATE:
+            yield from transfers(Move.SEND, lender.due(op))
+
+
+def _arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
+    """Yields what an op reads from other stages."""
+    kind, stage, k, _ = op
+    last = rules.placement.stages - 1
+    if kind is Kind.FORWARD and stage:
+        yield Cargo("activation", stage - 1, stage, k)
+        if stage == last:
+            yield Cargo("input", 0, stage, k)
+    elif kind is gives_back(rules.kinds) and stage < last:
+        yield Cargo("gradient", stage + 1, stage, k)
+
+
+def _departures(op: Op, rules: Rules) -> Iterator[Cargo]:
+    """Yields what an op makes for other stages."""
+    kind, stage, k, _ = op
+    last = rules.placement.stages - 1
+    if kind is Kind.FORWARD and stage < last:
+        yield Cargo("activation", stage, stage + 1, k)
+        if not stage:
+            yield Cargo("input", 0, last, k)
+    elif kind is gives_back(rules.kinds) and stage:
+        yield Cargo("gradient", stage, stage - 1, k)
 
 
 def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankProgram:
@@ -196,13 +176,13 @@ def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankP
         if isinstance(instruction, Op) and instruction.kind is anchor:
             if first is None and instruction.index >= settled:
                 first = len(window) - 1
-            elif first is not None and instruction == moved(window[first], cycle, schedule.updates):
+            elif first is not None and instruction == advanced(window[first], cycle, schedule.updates):
                 if second is None:
                     second = len(window) - 1
             elif (
                 first is not None
                 and second is not None
-                and instruction == moved(window[first], 2 * cycle, schedule.updates)
+                and instruction == advanced(window[first], 2 * cycle, schedule.updates)
             ):
                 break
     if first is None or second is None:
@@ -210,20 +190,14 @@ def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankP
     length = second - first
 
     def repeats(i: int) -> bool:
-        return window[i + length] == moved(window[i], cycle, schedule.updates)
+        return window[i + length] == advanced(window[i], cycle, schedule.updates)
 
     start = first
     while start and repeats(start - 1):
         start -= 1
     # A turn must also do all that a cycle of microbatches needs, or what repeats is only a run of like ops.
-    wanted = sum(
-        cycle // placement.replicas[stage]
-        for kind in schedule.kinds
-        for stage, _ in placement.passes(rank, forward=kind is Kind.FORWARD)
-    )
-    if len(schedule.kinds) > 1:
-        wanted += sum(cycle // schedule.updates.per_update[stage] for stage, _ in placement.stage_replicas(rank))
-    found = sum(isinstance(item, Op) and item.kind is not Kind.FETCH for item in window[first:second])
+    wanted = schedule.op_count(rank, cycle)
+    found = sum(isinstance(item, Op) and item.kind.is_work for item in window[first:second])
     if found != wanted or not all(repeats(i) for i in range(start, len(window) - length)):
         raise ScheduleError(
             f"schedule {schedule.name!r}: the order of rank {rank} does not repeat itself every {cycle} microbatches"

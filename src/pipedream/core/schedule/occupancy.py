@@ -49,7 +49,7 @@ def _in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
 
     Follows the first replica, which has the most microbatches of a minibatch, until one behind the warm-up is
     forwarded: in a flushed minibatch all of its own have been by then, and an endless order only repeats itself."""
-    if schedule.placement.is_fetched(stage):
+    if schedule.placement.is_remote(stage):
         return schedule.microbatches, 0  # all inputs of a minibatch wait for their backwards
     replicas = schedule.plan.replicas[stage]
     last = max(schedule.microbatches, (schedule.plan.in_flight[stage] + 1) * replicas)
@@ -88,7 +88,7 @@ def most_in_flight(program: Program, total: int | None = None) -> tuple[int, ...
     enough = 2 * program.cycle * (program.microbatches + max(program.plan.in_flight))
     counted = enough if total is None else min(enough, total)
     for stage, (rank, *_) in enumerate(program.placement.ranks):
-        if program.placement.is_fetched(stage):
+        if program.placement.is_remote(stage):
             found.append(program.microbatches)
             continue
         in_flight = most = 0

@@ -15,22 +15,33 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from math import lcm
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 from pipedream.core.artifact import Artifact, decode, encode
 from pipedream.core.errors import ArtifactError, ScheduleError
-from pipedream.core.plan.placement import Dispatched, Placement
-from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.dispatched import Dispatched
+from pipedream.core.plan.placement import Placement
 from pipedream.core.schedule import tagged  # noqa: F401  # files may name its rules
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.schedule import fetched_for, requires_of
+from pipedream.core.schedule.rules import Rules
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import WeightRule
 
-__all__ = ["Channel", "Instruction", "Move", "Program", "RankProgram", "Transfer", "format_instructions", "moved"]
+__all__ = [
+    "MOST_AHEAD",
+    "Cargo",
+    "Channel",
+    "Instruction",
+    "Move",
+    "Program",
+    "RankProgram",
+    "Route",
+    "Transfer",
+    "advanced",
+    "format_instructions",
+]
 
 
 class Move(StrEnum):
@@ -61,16 +72,37 @@ class Transfer(NamedTuple):
 Instruction = Op | Transfer
 
 
+class Cargo(NamedTuple):
+    """One message, of a microbatch from stage to stage; `carries` as in `Channel`."""
+
+    carries: str
+    source: int
+    target: int
+    microbatch: int
+
+
+class Route(NamedTuple):
+    """A channel-to-be, wherever its stages live; `depth` as in `Channel`."""
+
+    carries: str
+    source: int
+    target: int
+    depth: int
+
+
+MOST_AHEAD = 8
+"""The most receives that a channel posts ahead."""
+
+
 @dataclass(frozen=True)
 class Channel:
     """One direction between a stage's rank and another's, first in, first out.
 
     Attributes:
         sender, receiver: ranks.
-        carries: 'activation' (stage to next), 'gradient' (stage to previous) or 'input' (a part of the
-            batch, such as the targets, straight from the input stage to the stage that reads it); of a stage whose
-            forwards run away from its home, 'weights' (from there) and 'kept' (what a forward read, back there for
-            its backward).
+        carries: 'activation' (to the next stage), 'gradient' (to the previous stage) or 'input' (a part of the batch,
+            such as the targets, straight from the input stage to the stage that reads it). 'weights' and 'kept' are
+            for dispatched stages alone (`core.schedule.dispatch`).
         source, target: the stages at its ends.
         depth: receives that are posted ahead; receive i waits for the consumer of receive i - depth.
     """
@@ -97,43 +129,25 @@ class RankProgram:
     period: tuple[Instruction, ...]
 
 
-@dataclass(frozen=True)
-class Program(Artifact):
-    """A lowered schedule.
+@dataclass(frozen=True, kw_only=True)
+class Program(Rules, Artifact):
+    """A lowered schedule: its rules, and the instructions of each rank.
 
     Attributes:
-        schedule: name of the method.
-        plan: the stages, with their predicted seconds and bytes.
-        placement: where each (stage, replica) lives.
-        weights, updates: the rules.
-        kinds: kinds of op that each microbatch needs at each stage.
-        microbatches: m, how many a minibatch is split into.
-        cycle: microbatches by which one period moves on.
-        flushes: an update waits until nothing is in flight.
-        couples_updates: updates of all stages wait for each other.
-        norm_delay: see `Schedule`.
+        cycle: microbatches by which one period advances.
         channels: the ends of the messages.
         ranks: the instructions of each rank.
 
     Raises:
-        ValueError: parts that are not for the same stages and ranks, or a cycle that is none.
+        ValueError: parts that are not for the same stages and ranks, or a wrong cycle.
     """
 
     FORMAT = 1
+    RENAMED: ClassVar[dict[str, str]] = {"schedule": "name"}
 
-    schedule: str
-    plan: Plan
-    placement: Placement
-    weights: WeightRule
-    updates: UpdateRule
-    kinds: tuple[Kind, ...]
-    microbatches: int
     cycle: int
-    flushes: bool
-    couples_updates: bool
     channels: tuple[Channel, ...]
     ranks: tuple[RankProgram, ...]
-    norm_delay: int = 0
 
     def __post_init__(self) -> None:
         stages, workers = self.placement.stages, self.placement.workers
@@ -145,7 +159,7 @@ class Program(Artifact):
                 f"{len(self.updates.per_update)}"
             )
         # 0 where a count is 0: no cycle is a multiple of that.
-        least = lcm(self.placement.cycle, self.microbatches, *self.updates.per_update)
+        least = self.shortest_cycle
         if least < 1 or self.cycle < 1 or self.cycle % least:
             raise ValueError(
                 f"a cycle is a whole number of rounds ({self.placement.cycle} microbatches), minibatches "
@@ -164,7 +178,7 @@ class Program(Artifact):
         turn = 0
         while mine.period:
             for instruction in mine.period:
-                yield self._moved_on(instruction, turn)
+                yield self._advanced(instruction, turn)
             turn += 1
 
     def instructions(self, rank: int, total: int | Callable[[], int | None]) -> Iterator[Instruction]:
@@ -180,7 +194,7 @@ class Program(Artifact):
             ScheduleError: the program goes on without yielding what is still missing.
         """
         known = total if isinstance(total, int) else None
-        missing = sum(self.op_counts(rank, known)) if known is not None else 0
+        missing = self.op_count(rank, known) if known is not None else 0
         exists = self.exists(known) if known is not None else None
         # Indices only grow: a whole turn without an instruction of this run is followed by no other.
         patience = len(self.ranks[rank].warmup) + len(self.ranks[rank].period)
@@ -190,8 +204,8 @@ class Program(Artifact):
             if exists is None and not isinstance(total, int) and (known := total()) is not None:
                 exists = self.exists(known)
                 if last is not None and not exists(last):
-                    made -= _counts(last)
-                missing = sum(self.op_counts(rank, known)) - made
+                    made -= _is_work(last)
+                missing = self.op_count(rank, known) - made
             if exists is not None:
                 # The sends behind the last op still belong to it.
                 if not missing and not (isinstance(instruction, Transfer) and instruction.kind is Move.SEND):
@@ -203,11 +217,11 @@ class Program(Artifact):
                     continue
             idle = 0
             last = instruction
-            made += _counts(instruction)
-            missing -= exists is not None and _counts(instruction)
+            made += _is_work(instruction)
+            missing -= exists is not None and _is_work(instruction)
             yield instruction
         if missing or (exists is None and self.ranks[rank].period):
-            raise ScheduleError(f"program {self.schedule!r}: rank {rank} lacks {missing} ops of {known} microbatches")
+            raise ScheduleError(f"program {self.name!r}: rank {rank} lacks {missing} ops of {known} microbatches")
 
     def exists(self, total: int) -> Callable[[Instruction], bool]:
         """Returns the test whether an instruction belongs to a run of `total` microbatches."""
@@ -224,35 +238,34 @@ class Program(Artifact):
 
         return test
 
-    def op_counts(self, rank: int, total: int) -> tuple[int, int]:
-        """Returns how many ops on microbatches, and how many updates, a rank makes in a run of `total`."""
-        passes = updates = 0
-        for kind in self.kinds:
-            for stage, replica in self.placement.passes(rank, forward=kind is Kind.FORWARD):
-                passes += len(range(replica, total, self.placement.replicas[stage]))
-        for stage, _ in self.placement.stage_replicas(rank) if len(self.kinds) > 1 else ():
-            updates += self.updates.updates(stage, total)
-        return passes, updates
+    def ends_update(self, rank: int) -> Callable[[Op], Op | None]:
+        """Returns a function: from a backward of a rank to the update that it completes the gradients for, if any.
 
-    def requires(self, op: Op, total: int | None = None) -> tuple[Op, ...]:
-        """Returns the ops that must be done before an op (`core.schedule.schedule.requires_of`, the one rule)."""
-        return requires_of(
-            op,
-            placement=self.placement,
-            weights=self.weights,
-            updates=self.updates,
-            kinds=self.kinds,
-            total=total,
-        )
+        It does if the next backward or update of its stage in the rank's program is an update. Weight gradients count
+        as backwards.
+        """
+        text = self.ranks[rank]
+        next_turn = (self._advanced(instruction, 1) for instruction in text.period)
+        open_backwards: dict[int, Op] = {}
+        completes: dict[Op, Op] = {}
+        for op in (*text.warmup, *text.period, *next_turn):
+            if isinstance(op, Op) and op.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
+                open_backwards[op.stage] = op
+            elif isinstance(op, Op) and op.kind is Kind.UPDATE and op.stage in open_backwards:
+                completes[open_backwards.pop(op.stage)] = op
+        in_period: dict[tuple[Kind, int, int], int] = {
+            (op.kind, op.stage, op.index % self.cycle): op.index
+            for op in text.period
+            if isinstance(op, Op) and op.kind is not Kind.UPDATE
+        }
 
-    def fetches(self, rank: int, total: int) -> tuple[Op, ...]:
-        """Returns the fetches of a rank in a run of `total` microbatches."""
-        found = (
-            Op(Kind.FETCH, stage, fetched_for(stage, k, self.updates, self.kinds), replica)
-            for stage, replica in self.placement.visits(rank)
-            for k in range(total)
-        )
-        return tuple(dict.fromkeys(found))
+        def completed(op: Op) -> Op | None:
+            first = in_period.get((op.kind, op.stage, op.index % self.cycle), op.index)
+            turns = max(0, (op.index - first) // self.cycle)
+            update = completes.get(op._replace(index=op.index - turns * self.cycle))
+            return None if update is None else Op(*self._advanced(update, turns))
+
+        return completed
 
     def describe(self, instruction: Instruction) -> str:
         """Returns an instruction in words: ``stage 1, 1F17`` or ``stage 1, receiving activation of microbatch 17``."""
@@ -278,12 +291,17 @@ class Program(Artifact):
     @classmethod
     def decoded(cls, value: Any, place: str) -> Program:
         """Builds a program from JSON values: `decode` for a noun that has abstract and textual fields."""
-        value = {"norm_delay": 0, **value}
-        where = value.get("placement")
+        value = {"norm_delay": 0} | {cls.RENAMED.get(name, name): item for name, item in value.items()}
+        hints = get_type_hints(cls)
+        names = {one.name for one in fields(cls)}
+        lacking, unknown = sorted(names - set(value)), sorted(set(value) - names)
+        if lacking or unknown:
+            raise ArtifactError(f"{place} lacks the fields {lacking} and has unknown fields {unknown}")
+        where = value.pop("placement")
         dispatches = isinstance(where, dict) and "forwards" in where
         placement: Placement = decode(Dispatched if dispatches else Placement, where, f"{place}.placement")
-        weights = WeightRule.from_dict(value.pop("weights", None), f"{place}.weights")
-        rows = decode(tuple[dict[str, str], ...], value.pop("ranks", None), f"{place}.ranks")
+        weights = WeightRule.from_dict(value.pop("weights"), f"{place}.weights")
+        rows = decode(tuple[dict[str, str], ...], value.pop("ranks"), f"{place}.ranks")
         ranks = tuple(
             RankProgram(
                 _parse(row.get("warmup", ""), placement, rank, f"{place}.ranks[{rank}].warmup"),
@@ -291,53 +309,30 @@ class Program(Artifact):
             )
             for rank, row in enumerate(rows)
         )
-        plain = {
-            name: decode(kind, value[name], f"{place}.{name}") for name, kind in _PLAIN_FIELDS.items() if name in value
-        } | {"placement": placement}
-        lacking = sorted(set(_PLAIN_FIELDS) - set(plain))
-        unknown = sorted(set(value) - set(_PLAIN_FIELDS) - {"placement"})
-        if lacking or unknown:
-            raise ArtifactError(f"{place} lacks the fields {lacking} and has unknown fields {unknown}")
+        plain = {name: decode(hints[name], item, f"{place}.{name}") for name, item in value.items()}
         try:
-            return cls(weights=weights, ranks=ranks, **plain)
+            return cls(placement=placement, weights=weights, ranks=ranks, **plain)
         except ValueError as error:
             raise ArtifactError(f"{place}: {error}") from None
 
     def __str__(self) -> str:
-        head = f"Program {self.schedule}, plan {self.plan.config}, {self.microbatches} microbatches a minibatch"
+        head = f"Program {self.name}, plan {self.plan.config}, {self.microbatches} microbatches a minibatch"
         rows = [
             f"rank {rank}: {format_instructions(mine.warmup)} | ( {format_instructions(mine.period)} )"
             for rank, mine in enumerate(self.ranks)
         ]
         return "\n".join([head, *rows])
 
-    def _moved_on(self, instruction: Instruction, turns: int) -> Instruction:
-        if not turns:
-            return instruction
-        return moved(instruction, turns * self.cycle, self.updates)
+    def _advanced(self, instruction: Instruction, turns: int) -> Instruction:
+        return advanced(instruction, turns * self.cycle, self.updates) if turns else instruction
 
 
-_PLAIN_FIELDS: dict[str, Any] = {
-    "schedule": str,
-    "plan": Plan,
-    "updates": UpdateRule,
-    "kinds": tuple[Kind, ...],
-    "microbatches": int,
-    "cycle": int,
-    "flushes": bool,
-    "couples_updates": bool,
-    "norm_delay": int,
-    "channels": tuple[Channel, ...],
-}
+def _is_work(instruction: Instruction) -> bool:
+    return isinstance(instruction, Op) and instruction.kind.is_work
 
 
-def _counts(instruction: Instruction) -> bool:
-    """Whether an instruction is an op that a run is complete with; what is fetched is there for those."""
-    return isinstance(instruction, Op) and instruction.kind is not Kind.FETCH
-
-
-def moved(instruction: Instruction, microbatches: int, updates: UpdateRule) -> Instruction:
-    """Returns an instruction moved on by a number of microbatches (a multiple of the cycle)."""
+def advanced(instruction: Instruction, microbatches: int, updates: UpdateRule) -> Instruction:
+    """Returns an instruction that many microbatches (a multiple of the cycle) later."""
     if isinstance(instruction, Op):
         kind, stage, index, replica = instruction
         by = microbatches // updates.per_update[stage] if kind is Kind.UPDATE else microbatches

@@ -6,7 +6,7 @@ order of the buckets, the same on every replica: a bucket that is ready before i
 backward has brought (a handle without a gradient, a replica that is absent from the last round, an empty
 microbatch) joins as zeros, when the last backward is over or at the update.
 
-Which backward is the last before an update stands in the program; time decides nothing.
+The program says which backward is the last before an update (`Program.ends_update`); time decides nothing.
 
 Between GPUs the gradients come on a thread of autograd. It works on the stream of the forward, which is the one
 that the worker works on; an all-reduce that starts there waits for what that stream has done so far, and waiting for
@@ -15,50 +15,16 @@ it makes the worker's stream wait, so that a bucket is given back to the allocat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Group, Pending
 
-__all__ = ["GradientAllReduce", "all_reduce_many", "buckets_of", "last_backwards"]
-
-
-def last_backwards(program: Program, rank: int) -> Callable[[Op], bool]:
-    """Returns the test whether a backward of a rank is the last of its update there.
-
-    It is, where the next backward or update of its stage in the rank's program is the update.
-    """
-    cycle = program.cycle
-    passes = [op for op in program.ranks[rank].warmup if isinstance(op, Op) and op.kind is not Kind.UPDATE]
-    # From `settled` on, the answer repeats itself every cycle.
-    settled = (max((op.index for op in passes), default=0) // cycle + 1) * cycle
-    open_ = {stage for stage, _ in program.placement.stage_replicas(rank)}
-    before: dict[int, int] = {}
-    last: set[tuple[int, int]] = set()
-    for op in program.stream(rank):
-        if not isinstance(op, Op) or op.kind not in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT, Kind.UPDATE):
-            continue
-        if op.kind is Kind.UPDATE:
-            if op.stage in before:
-                last.add((op.stage, before.pop(op.stage)))
-            continue
-        before[op.stage] = op.index
-        if op.index >= settled + 2 * cycle:
-            open_.discard(op.stage)
-            if not open_:
-                break
-
-    def test(op: Op) -> bool:
-        index = op.index if op.index < settled else settled + (op.index - settled) % cycle
-        return (op.stage, index) in last
-
-    return test
+__all__ = ["GradientAllReduce", "all_reduce_many", "buckets_of"]
 
 
 def buckets_of(

@@ -124,7 +124,7 @@ def nf1b(
     )
 
     def ops(stage_replica: StageReplica) -> Iterator[Op]:
-        stage, replicas = stage_replica[0], plan.replicas[stage_replica[0]]
+        stage, replicas = stage_replica.stage, plan.replicas[stage_replica.stage]
         ahead = waits[stage] * replicas
         forwards, backwards = iter(endless(stage_replica, replicas)), iter(endless(stage_replica, replicas))
         k, back = next(forwards), next(backwards)

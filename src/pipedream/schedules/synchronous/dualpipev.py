@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterator
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.placement import StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.properties import MethodProperties
@@ -72,9 +71,9 @@ def _minibatch(rank: int, p: int, mine: range) -> Iterator[Op]:
     """Yields what a worker does with the microbatches of one minibatch, numbered as the steps of the released code."""
     there, back = (rank, 0), (2 * p - 1 - rank, 0)
     turns = Turns(mine)
-    put_off: deque[StageReplica] = deque()
+    put_off: deque[tuple[int, int]] = deque()
 
-    def backward(stage_replica: StageReplica, later: bool) -> Iterator[Op]:
+    def backward(stage_replica: tuple[int, int], later: bool) -> Iterator[Op]:
         yield from turns.take((I, stage_replica))
         put_off.append(stage_replica)
         if not later:

@@ -31,7 +31,7 @@ def gpipe(plan: Plan, microbatches: int | None = None) -> Schedule:
             yield from (backward(stage_replica, k) for k in mine)
 
         return flushed(
-            stage_replica, replicas=plan.replicas[stage_replica[0]], microbatches=m, ops=all_forward_all_backward
+            stage_replica, replicas=plan.replicas[stage_replica.stage], microbatches=m, ops=all_forward_all_backward
         )
 
     return flushing(

@@ -35,7 +35,7 @@ def naive(plan: Plan, microbatches: int | None = None) -> Schedule:
         def one_at_a_time(mine: range) -> Iterator[Op]:
             return one_forward_one_backward(stage_replica, mine=mine, warmup=0)
 
-        return flushed(stage_replica, replicas=plan.replicas[stage_replica[0]], microbatches=m, ops=one_at_a_time)
+        return flushed(stage_replica, replicas=plan.replicas[stage_replica.stage], microbatches=m, ops=one_at_a_time)
 
     return flushing(
         "naive",

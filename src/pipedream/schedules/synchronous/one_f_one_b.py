@@ -34,10 +34,10 @@ def one_f_one_b(plan: Plan, microbatches: int | None = None) -> Schedule:
     def ops(stage_replica: StageReplica) -> Iterator[Op]:
         def in_turn(mine: range) -> Iterator[Op]:
             # A stage cannot warm up with more than the minibatch has for it.
-            warmup = min(plan.in_flight[stage_replica[0]] - 1, max(len(mine) - 1, 0))
+            warmup = min(plan.in_flight[stage_replica.stage] - 1, max(len(mine) - 1, 0))
             return one_forward_one_backward(stage_replica, mine=mine, warmup=warmup)
 
-        return flushed(stage_replica, replicas=plan.replicas[stage_replica[0]], microbatches=m, ops=in_turn)
+        return flushed(stage_replica, replicas=plan.replicas[stage_replica.stage], microbatches=m, ops=in_turn)
 
     return flushing(
         "1f1b",

@@ -36,7 +36,7 @@ def zb_h1(plan: Plan, microbatches: int | None = None) -> Schedule:
     m = share_out("zb_h1", plan, microbatches, 4 * len(plan.stages))
 
     def ops(stage_replica: StageReplica) -> Iterator[Op]:
-        count = plan.in_flight[stage_replica[0]]
+        count = plan.in_flight[stage_replica.stage]
 
         def in_turn(mine: range) -> Iterator[Op]:
             # All stages hold as many as the fullest.
@@ -45,7 +45,7 @@ def zb_h1(plan: Plan, microbatches: int | None = None) -> Schedule:
                 stage_replica, mine=mine, warmup=min(count, len(mine)) - 1, behind=behind
             )
 
-        return flushed(stage_replica, replicas=plan.replicas[stage_replica[0]], microbatches=m, ops=in_turn)
+        return flushed(stage_replica, replicas=plan.replicas[stage_replica.stage], microbatches=m, ops=in_turn)
 
     return flushing(
         "zb_h1",

@@ -40,7 +40,7 @@ def zb_h2(plan: Plan, microbatches: int | None = None) -> Schedule:
     warmups = [count - 1 for count in legal(tuple(2 * count - 1 for count in plan.in_flight), plan.replicas)]
 
     def ops(stage_replica: StageReplica) -> Iterator[Op]:
-        warmup = warmups[stage_replica[0]]
+        warmup = warmups[stage_replica.stage]
 
         def in_turn(mine: range) -> Iterator[Op]:
             # All stages hold as many as the fullest.
@@ -49,7 +49,7 @@ def zb_h2(plan: Plan, microbatches: int | None = None) -> Schedule:
                 stage_replica, mine=mine, warmup=min(warmup, len(mine) - 1), behind=behind
             )
 
-        return flushed(stage_replica, replicas=plan.replicas[stage_replica[0]], microbatches=m, ops=in_turn)
+        return flushed(stage_replica, replicas=plan.replicas[stage_replica.stage], microbatches=m, ops=in_turn)
 
     return flushing(
         "zb_h2",

@@ -1,0 +1,59 @@
+"""A placement whose forwards run away from the weights' home (RoundPipe, `core.schedule.dispatch`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipedream.core.plan.placement import Placement, StageReplica
+
+__all__ = ["Dispatched"]
+
+
+@dataclass(frozen=True)
+class Dispatched(Placement):
+    """Stages without replicas whose forwards run where they are dispatched, on weights that are fetched from home.
+
+    Attributes:
+        forwards: the rank of each stage's forwards.
+
+    Raises:
+        ValueError: replicas, a stage without a rank for its forwards, or a rank that does not exist.
+    """
+
+    forwards: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if set(self.replicas) != {1} or len(self.forwards) != len(self.ranks):
+            raise ValueError(
+                f"each stage has one home and one rank of its forwards, found homes {self.ranks} and {self.forwards}"
+            )
+        if not set(self.forwards) <= set(range(self.workers)):
+            raise ValueError(f"forwards run on the ranks 0 to {self.workers - 1}, found {self.forwards}")
+
+    def forward_rank(self, stage: int, microbatch: int) -> int:
+        return self.forwards[stage]
+
+    def is_remote(self, stage: int) -> bool:
+        return self.forwards[stage] != self.ranks[stage][0]
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        return self.forwards[:1]
+
+    def ends(self, carries: str, source: int, target: int, microbatch: int) -> tuple[int, int]:
+        sends = self.rank_of if carries in ("gradient", "weights") else self.forward_rank
+        receives = self.rank_of if carries in ("gradient", "kept") else self.forward_rank
+        return sends(source, microbatch), receives(target, microbatch)
+
+    def passes(self, rank: int, *, forward: bool) -> tuple[StageReplica, ...]:
+        if not forward:
+            return self.stage_replicas(rank)
+        return tuple(StageReplica(stage, 0) for stage, owner in enumerate(self.forwards) if owner == rank)
+
+    def remote_forwards(self, rank: int) -> tuple[StageReplica, ...]:
+        return tuple(one for one in self.passes(rank, forward=True) if self.is_remote(one.stage))
+
+    def __str__(self) -> str:
+        each = enumerate(zip(self.ranks, self.forwards, strict=True))
+        return "\n".join(f"stage {s}: home on rank {home}, forwards on rank {there}" for s, ((home,), there) in each)

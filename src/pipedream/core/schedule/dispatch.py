@@ -1,0 +1,93 @@
+"""Dispatched stages: forwards on a rank where the weights do not live (RoundPipe). No other method needs this module.
+
+Such a stage has a *home*, where its weights live and are updated and where its backwards run. The rank of its forwards
+*fetches* the weights once for each update (op ``H``; ``2H8`` is for the forwards of stage 2 from microbatch 8 on). What
+a forward has read goes home, for the backward.
+
+Two kinds of channel belong to it: 'weights' (from home to the forwards; a message has the number of the first
+microbatch that it is for) and 'kept' (what a forward has read, to its home).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipedream.core.plan.placement import Placement
+from pipedream.core.schedule.op import Kind, Op, gives_back
+from pipedream.core.schedule.program import MOST_AHEAD, Cargo, Channel, Route
+from pipedream.core.schedule.rules import Rules
+
+__all__ = ["CARRIES", "Lender", "arrivals", "consumer", "departures", "fetches", "producer", "routes"]
+
+CARRIES = ("weights", "kept")
+"""What only the channels of dispatched stages carry."""
+
+_NEVER = 2**62  # more microbatches than any run has
+
+
+def fetches(rules: Rules, rank: int, total: int) -> tuple[Op, ...]:
+    """Returns the fetches of a rank in a run of `total` microbatches."""
+    found = (
+        rules.fetch_before(Op(Kind.FORWARD, stage, k, replica))
+        for stage, replica in rules.placement.remote_forwards(rank)
+        for k in range(total)
+    )
+    return tuple(dict.fromkeys(found))
+
+
+def routes(placement: Placement) -> Iterator[Route]:
+    """Yields the channels of dispatched stages; one set of weights is large, and enough for an update."""
+    for stage in filter(placement.is_remote, range(placement.stages)):
+        yield Route("weights", stage, stage, 1)
+        yield Route("kept", stage, stage, MOST_AHEAD)
+
+
+def arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
+    """Yields what an op reads of its own stage on another rank."""
+    kind, stage, k, _ = op
+    if kind is Kind.FETCH:
+        yield Cargo("weights", stage, stage, k)
+    elif kind is gives_back(rules.kinds) and rules.placement.is_remote(stage):
+        yield Cargo("kept", stage, stage, k)
+
+
+def departures(op: Op, rules: Rules) -> Iterator[Cargo]:
+    """Yields what an op makes for its own stage on another rank."""
+    kind, stage, k, _ = op
+    if kind is Kind.FORWARD and rules.trains and rules.placement.is_remote(stage):
+        yield Cargo("kept", stage, stage, k)
+
+
+class Lender:
+    """Sends the weights of a rank's stages to their forwards: each version once for each update that reads it.
+
+    In a run of forwards alone, all of which read one version, it sends them once.
+    """
+
+    def __init__(self, rules: Rules, rank: int) -> None:
+        placement = rules.placement
+        self._rules = rules
+        self._next = {stage: 0 for stage, _ in placement.stage_replicas(rank) if placement.is_remote(stage)}
+
+    def due(self, update: Op | None = None) -> Iterator[Cargo]:
+        """Yields the weights that can leave after an update; None is the start of the run."""
+        stages = self._next if update is None else self._next.keys() & {update.stage}
+        version = 0 if update is None else update.index
+        for stage in stages:
+            while self._rules.weights.forward_version(stage, self._next[stage]) <= version:
+                yield Cargo("weights", stage, stage, self._next[stage])
+                self._next[stage] += self._rules.updates.per_update[stage] if self._rules.trains else _NEVER
+
+
+def producer(channel: Channel, k: int, rules: Rules) -> Op | None:
+    """Returns the op that makes what a channel of `CARRIES` brings; None for the weights of the start."""
+    stage = channel.source
+    if channel.carries == "kept":
+        return Op(Kind.FORWARD, stage, k)
+    version = rules.weights.forward_version(stage, k)
+    return Op(Kind.UPDATE, stage, version) if version else None
+
+
+def consumer(channel: Channel, k: int, rules: Rules) -> Op:
+    """Returns the op that reads what a channel of `CARRIES` brings."""
+    return Op(Kind.FETCH if channel.carries == "weights" else gives_back(rules.kinds), channel.target, k)

@@ -1,0 +1,130 @@
+"""The rules that a schedule and its program share: what must be done, and what must be done before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+from typing import NamedTuple
+
+from pipedream.core.plan.placement import Placement
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.op import Kind, Op, data_requirements, ends_backward
+from pipedream.core.schedule.update import UpdateRule
+from pipedream.core.schedule.weights import WeightRule
+
+__all__ = ["OpRange", "Rules"]
+
+
+class OpRange(NamedTuple):
+    """Ops of one kind, of one replica of a stage."""
+
+    kind: Kind
+    stage: int
+    replica: int
+    indices: range
+
+    def ops(self) -> tuple[Op, ...]:
+        """Returns the ops one by one."""
+        return tuple(Op(self.kind, self.stage, index, self.replica) for index in self.indices)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a method decides for one plan, except for the order of the ops.
+
+    Attributes:
+        name: the method's name.
+        plan: stages, replicas, depth.
+        placement: where each (stage, replica) lives.
+        weights: which version a forward and a backward read.
+        updates: which microbatches an update holds.
+        microbatches: m, how many a minibatch is split into.
+        flushes: an update waits until nothing is in flight.
+        kinds: kinds of op that each microbatch needs at each stage.
+        couples_updates: the updates of all stages wait for each other (clipping by the global norm).
+        norm_delay: with coupled updates, D: update n waits for the norm of update n - D; 0 is its own norm.
+    """
+
+    name: str
+    plan: Plan
+    placement: Placement
+    weights: WeightRule
+    updates: UpdateRule
+    microbatches: int = 1
+    flushes: bool = False
+    kinds: tuple[Kind, ...] = (Kind.FORWARD, Kind.BACKWARD)
+    couples_updates: bool = False
+    norm_delay: int = 0
+
+    @property
+    def trains(self) -> bool:
+        """There are backwards and updates; an evaluation has forwards alone."""
+        return len(self.kinds) > 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """The method has I and W instead of B."""
+        return Kind.INPUT_GRADIENT in self.kinds
+
+    @property
+    def shortest_cycle(self) -> int:
+        """The fewest microbatches that are whole rounds of replicas, whole minibatches and whole updates everywhere."""
+        return lcm(self.placement.cycle, self.microbatches, *self.updates.per_update)
+
+    def expected_ops(self, rank: int, total: int) -> tuple[OpRange, ...]:
+        """Returns the work of a rank in a run of `total` microbatches, each op once, in no particular order."""
+        found = [
+            OpRange(kind, stage, replica, range(replica, total, self.placement.replicas[stage]))
+            for kind in self.kinds
+            for stage, replica in self.placement.passes(rank, forward=kind is Kind.FORWARD)
+        ]
+        for stage, replica in self.placement.stage_replicas(rank) if self.trains else ():
+            found.append(OpRange(Kind.UPDATE, stage, replica, range(1, self.updates.updates(stage, total) + 1)))
+        return tuple(found)
+
+    def op_count(self, rank: int, total: int) -> int:
+        """Returns the number of `expected_ops`."""
+        return sum(len(row.indices) for row in self.expected_ops(rank, total))
+
+    def requires(self, op: Op, total: int | None = None) -> tuple[Op, ...]:
+        """Returns the ops that must be done before an op: by data, by weights, by updates.
+
+        A pass needs what it reads (`op.data_requirements`), and the update that made the version it reads. An update
+        needs the gradients of all its members, over all replicas, and the update before it.
+
+        Args:
+            op: any op.
+            total: microbatches in the run; None for a run without end.
+        """
+        kind, stage, index, replica = op
+        if kind is Kind.UPDATE:
+            last = ends_backward(self.kinds)
+            members = self.updates.members(stage, index, total)
+            needs = tuple(Op(last, stage, k, self.placement.replica(stage, k)) for k in members)
+            return (*needs, Op(kind, stage, index - 1, replica)) if index > 1 else needs
+        data = data_requirements(op, self.placement, self.kinds)
+        if kind is Kind.FORWARD and self.placement.is_remote(stage):
+            return (*data, self.fetch_before(op))
+        version = self._version_awaited(op)
+        return (*data, Op(Kind.UPDATE, stage, version, replica)) if version > 0 else data
+
+    def fetch_before(self, forward: Op) -> Op:
+        """Returns the fetch of the weights that a remote forward reads (`core.schedule.dispatch`).
+
+        There is one for all forwards of an update, or, in a run of forwards alone, for the whole run.
+        """
+        _, stage, k, replica = forward
+        first = self.updates.members(stage, self.updates.update_of(stage, k)).start if self.trains else 0
+        return Op(Kind.FETCH, stage, first, replica)
+
+    def _version_awaited(self, op: Op) -> int:
+        """Returns the version that must have been made before an op that reads weights; 0 if none."""
+        kind, stage, index, _ = op
+        if kind is Kind.WEIGHT_GRADIENT or not self.trains:
+            return 0
+        version = self.weights.forward_version(stage, index)
+        if kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+            # Its own forward has already waited for the version that both read.
+            newer = self.weights.backward_version(stage, index)
+            return newer if newer > version else 0
+        return version

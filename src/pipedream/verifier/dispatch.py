@@ -1,0 +1,69 @@
+"""What is proved of dispatched stages (`core.schedule.dispatch`): their forwards find the right weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.verifier.unrolled import Unrolled
+
+__all__ = ["check_fetches", "remote_spans"]
+
+_Span = tuple[int, int]
+
+
+def check_fetches(run: Unrolled) -> None:
+    """Checks that forwards read the weights that were fetched for them, and that these were sent in time.
+
+    Fetched weights stay until the next set takes their place; at home an update may write in their place.
+
+    Raises:
+        ScheduleError: one is broken; names the rank, the instruction and the rule.
+    """
+    for rank in range(len(run.streams)):
+        _check_fetched(run, rank)
+    _check_sent(run)
+
+
+def _check_fetched(run: Unrolled, rank: int) -> None:
+    remote = {stage for stage, _ in run.program.placement.remote_forwards(rank)}
+    there: dict[int, Op] = {}
+    for position, op in enumerate(run.streams[rank]):
+        if not isinstance(op, Op) or op.stage not in remote:
+            continue
+        if op.kind is Kind.FETCH:
+            there[op.stage] = op
+        elif op.kind is Kind.FORWARD:
+            wanted, found = run.program.fetch_before(op), there.get(op.stage)
+            if found != wanted:
+                raise run.error(rank, position, f"reads what {wanted} fetched; found there is {found or 'none'}")
+
+
+def _check_sent(run: Unrolled) -> None:
+    program = run.program
+    for (number, k), position in run.sent.items():
+        channel = program.channels[number]
+        if channel.carries != "weights":
+            continue
+        version = program.weights.forward_version(channel.source, k)
+        overwrites = Op(Kind.UPDATE, channel.source, version + program.weights.versions(channel.source))
+        if run.ops.get(overwrites, (0, position))[1] < position:
+            raise run.error(
+                channel.sender, position, f"sends version {version}, in whose place {overwrites} has written"
+            )
+
+
+def remote_spans(run: Unrolled, rank: int) -> Iterator[tuple[list[_Span], _Span]]:
+    """Yields, for each fetch of a rank, how long each input of its forwards is kept, and how long its weights are.
+
+    An input is kept until the next fetch of the stage, weights until the last forward that reads them.
+    """
+    for stage, replica in run.program.placement.remote_forwards(rank):
+        reads: dict[Op, list[int]] = {}
+        for k in range(run.total):
+            forward = Op(Kind.FORWARD, stage, k, replica)
+            reads.setdefault(run.program.fetch_before(forward), []).append(run.ops[forward][1])
+        fetched = [run.ops[fetch][1] for fetch in reads]
+        until = [*fetched[1:], len(run.streams[rank])]
+        for at, end, positions in zip(fetched, until, reads.values(), strict=True):
+            yield [(position, end) for position in positions], (at, max(positions))
