@@ -16,7 +16,7 @@ from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.report.gallery import GalleryEntry, gallery, prose
 from pipedream.report.svg import timeline_svg
-from pipedream.schedules import COMPENSATED, METHODS, SCHEDULES, Picture, run_of, uniform
+from pipedream.schedules import COMPENSATED, METHODS, SCHEDULES, Picture, build, uniform
 from pipedream.simulator import costs, simulate
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -48,7 +48,9 @@ def compensated() -> list[tuple[Schedule, str, str]]:
     found = []
     for name, factory in COMPENSATED.items():
         text = (inspect.getdoc(factory) or "").removeprefix("Returns ")
-        found.append((run_of(name, uniform(name, STAGES), MICROBATCHES).schedule, text, METHODS[name].choose))
+        plan = uniform(name, STAGES)
+        splits = not build(name, plan).updates.mean_of_rounds
+        found.append((build(name, plan, MICROBATCHES if splits else None), text, METHODS[name].choose))
     return found
 
 

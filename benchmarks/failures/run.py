@@ -97,7 +97,7 @@ class Job:
     def run(self, *options: str) -> tuple[int | None, str]:
         """Trains; returns the exit status (None: had to be killed) and what was said on standard error."""
         environment = os.environ | {"TRIAL_FOLDER": str(self.folder), "TRIAL_MARK": self.mark}
-        command = [sys.executable, "-m", "pipedream.cli", "train", str(HERE / "job.py"), "--plan", str(self.plan)]
+        command = [sys.executable, "-m", "pipedream", "train", str(HERE / "job.py"), "--plan", str(self.plan)]
         command += ["--checkpoint-every", str(EVERY), "--keep", "9", "--json", *options]
         process = subprocess.Popen(
             command,

@@ -31,7 +31,7 @@ from pipedream.core.units import format_bytes
 from pipedream.planner import by_hand
 from pipedream.planner.tables.search_space import Space
 from pipedream.report import Pair, scatter_svg
-from pipedream.workflows.api import versions_of
+from pipedream.workflows.methods import versions_of
 
 __all__ = ["main"]
 

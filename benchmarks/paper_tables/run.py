@@ -18,7 +18,7 @@ from pathlib import Path
 from pipedream.core.errors import PipelineError
 from pipedream.core.hardware import presets
 from pipedream.core.model.graph_txt import GraphText
-from pipedream.workflows import api
+from pipedream.workflows import plan as planning
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ def answer(row: Row, text: GraphText) -> tuple[str, ...]:
     """Returns the cells of a row; each figure is a speedup over data parallelism under the same cost model."""
     # The profiles tell no batch, so their activations are no measure of memory: it is not limited here.
     cluster = replace(presets.cluster(row.cluster, machines=row.machines), memory_bytes=None)
-    classic = api.classic(text, cluster)
+    classic = planning.classic(text, cluster)
     profile = text.profile(row.model)
-    ours = api.plan(profile, cluster)
-    parallel_s = api.plan(profile, cluster, shape="data-parallel").slowest_stage_s
+    ours = planning.plan(profile, cluster)
+    parallel_s = planning.plan(profile, cluster, shape="data-parallel").slowest_stage_s
     try:
-        theirs = f"{parallel_s / api.plan(profile, cluster, shape=shape_of(row)).slowest_stage_s:.2f}x"
+        theirs = f"{parallel_s / planning.plan(profile, cluster, shape=shape_of(row)).slowest_stage_s:.2f}x"
     except PipelineError:
         theirs = "no such plan"
     return (

@@ -22,7 +22,7 @@ from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.workflows import api
+from pipedream.workflows import plan as planning
 
 CLASSIC = (
     ("resnet50", (8, 2), (30e9, 3.125e9), "268 s"),
@@ -53,7 +53,7 @@ def main() -> None:
     for name, widths, rates, original in CLASSIC:
         text = GraphText.load(Path(folder) / f"{name}.txt")
         cluster = Cluster(tuple(Level(width, rate) for width, rate in zip(widths, rates, strict=True)))
-        seconds, answer = timed(partial(api.classic, text, cluster))
+        seconds, answer = timed(partial(planning.classic, text, cluster))
         print(
             f"| {name}, {'x'.join(map(str, widths))} | {original} | {seconds:.2f} s | {answer.slowest_stage_s:.9f} s |"
         )
@@ -63,7 +63,7 @@ def main() -> None:
         profile = GraphText.load(file).profile(file.stem)
         took, configs, gaps = [], [], []
         for rate in RATES:
-            seconds, plan = timed(partial(api.plan, profile, Cluster.flat(16, rate)))
+            seconds, plan = timed(partial(planning.plan, profile, Cluster.flat(16, rate)))
             took.append(f"{seconds:.1f}")
             configs.append(plan.config)
             gaps.append(gap_of(plan))
@@ -77,7 +77,7 @@ def main() -> None:
             profile = GraphText.load(file).profile(file.stem)
             for widths, rates in LEVELS:
                 cluster = Cluster(tuple(Level(width, rate) for width, rate in zip(widths, rates, strict=True)))
-                seconds, plan = timed(partial(api.plan, profile, cluster))
+                seconds, plan = timed(partial(planning.plan, profile, cluster))
                 size = "x".join(map(str, widths))
                 print(f"| {file.stem} | {size} | {seconds:.1f} s | {plan.config} | {gap_of(plan)} |")
     print()
@@ -86,7 +86,7 @@ def main() -> None:
     for layers, levels in ((200, (64,)), (1000, (8, 16, 8))):
         rates = (150e9, 12.5e9, 1.25e9)
         cluster = Cluster(tuple(Level(width, rate) for width, rate in zip(levels, rates, strict=False)))
-        seconds, plan = timed(partial(api.plan, chain(layers), cluster))
+        seconds, plan = timed(partial(planning.plan, chain(layers), cluster))
         print(f"| {layers} layers | {'x'.join(map(str, levels))} | {seconds:.1f} s | {gap_of(plan)} |")
 
 

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from pipedream.recipe import Recipe
     from pipedream.training.emulate import emulate
     from pipedream.training.train import run
-    from pipedream.workflows.api import plan, profile, simulate
+    from pipedream.workflows.plan import plan
+    from pipedream.workflows.profile import profile
+    from pipedream.workflows.simulate import simulate
 
 __all__ = [
     "Cluster",
@@ -72,10 +74,10 @@ _HOMES = {
     "Stage": "core.plan.plan",
     "Timeline": "core.schedule.timeline",
     "emulate": "training.emulate",
-    "plan": "workflows.api",
-    "profile": "workflows.api",
+    "plan": "workflows.plan",
+    "profile": "workflows.profile",
     "run": "training.train",
-    "simulate": "workflows.api",
+    "simulate": "workflows.simulate",
 }
 
 

@@ -34,8 +34,8 @@ from pipedream.runtime.results.results import Done
 from pipedream.runtime.session import Session
 from pipedream.runtime.update.loss_scale import LossScaleOptions
 from pipedream.runtime.update.tied_weights import find_tied_weights
-from pipedream.workflows.api import layers_of
 from pipedream.workflows.prepare import compensated, evaluation_of, phases_of, prepare
+from pipedream.workflows.profile import layers_of
 
 __all__ = ["Done", "Pipeline"]
 

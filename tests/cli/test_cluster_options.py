@@ -65,7 +65,7 @@ def test_a_plan_is_simulated_on_another_cluster(tmp_path: Path, capfd: pytest.Ca
     path = str(Plan(rows, (2, 1), Cluster.flat(2), note="the fastest", bound_s=1.0).save(tmp_path / "plan.json"))
 
     def makespan_s(*arguments: str) -> float:
-        assert cli.main(["simulate", path, "--microbatches", "1", "--json", *arguments]) == 0
+        assert cli.main(["simulate", path, "--minibatches", "1", "--json", *arguments]) == 0
         return float(json.loads(capfd.readouterr().out)["makespan_s"])
 
     assert makespan_s() == pytest.approx(4.0 + 2 * 1.0)
@@ -77,7 +77,7 @@ def test_a_plan_is_simulated_on_another_cluster(tmp_path: Path, capfd: pytest.Ca
     assert cli.main(["simulate", path, "--cluster", "pipedream-c:1"]) == 2
     assert "the stages take 2 workers, the cluster has 1; plan again for that one" in capfd.readouterr().err
     assert cli.main(["simulate", "--uniform", "2", "--cluster", "pipedream-c"]) == 2
-    assert "give a plan's file with it" in capfd.readouterr().err
+    assert "a cluster is for the stages of a plan" in capfd.readouterr().err
 
 
 def test_a_plan_for_a_papers_cluster(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pipedream.core.hardware.cluster import Level
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import LayerProfile
 from pipedream.recipe import Recipe
-from pipedream.workflows import api
+from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import versions_of
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=100)
@@ -73,7 +73,7 @@ def test_cuts_by_hand(profile: str, capfd: pytest.CaptureFixture[str], tmp_path:
         pd.Profile.load(profile), pd.Cluster.flat(4), shape="2-1-1", cuts=(2, "layer5"), update_delay=1
     )
     assert asked(capfd, profile, "--workers", "2", "--cuts", "4")["config"] == "1-1"
-    assert cli.main(["simulate", out, "--schedule", "pipedream", "--microbatches", "8"]) == 0
+    assert cli.main(["simulate", out, "--schedule", "pipedream", "--minibatches", "8"]) == 0
 
 
 def test_depth_auto(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -90,8 +90,11 @@ def test_depth_auto(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--straight", "--config", "2-1"], "--straight and --config exclude each other; give one or none"),
-        (["--data-parallel", "--cuts", "2"], "--cuts already says the stages"),
+        (
+            ["--straight", "--config", "2-1"],
+            "--straight was given with --config 2-1, but each of them sets the shape of the plan; give one",
+        ),
+        (["--data-parallel", "--cuts", "2"], "--cuts 2 was given with --data-parallel, but cuts make several stages"),
         (["--config", "2+1"], "shape '2+1' is not known"),
         (["--config", "2-2"], "it takes 4 workers, the cluster has 3"),
         (["--config", "2-1", "--cuts", "1,2"], "name 2 stages, cuts (1, 2) make 3"),
@@ -107,7 +110,9 @@ def test_train_takes_a_plan_or_a_shape(profile: str, capfd: pytest.CaptureFixtur
     plan = str(tmp_path / "plan.json")
     asked(capfd, profile, "--workers", "2", "-o", plan)
     for option in (["--config", "1-1"], ["--straight"], ["--update-delay", "1"]):
-        assert "--plan already says stages" in refused(capfd, "train", "recipe.py", "--plan", plan, *option)
+        assert "but a plan has its own stages, workers and update delay" in refused(
+            capfd, "train", "recipe.py", "--plan", plan, *option
+        )
 
 
 def test_versions_of_methods_count_a_lag() -> None:
@@ -186,7 +191,7 @@ def test_levels_of_the_network(
 ) -> None:
     levels = pd.Cluster((Level(2, 2e9), Level(2, 1.25e8)))
     found = asked(capfd, graph, *network, "--cost-model", "classic", "-o", str(tmp_path / "plan.json"))
-    answer = api.classic(GraphText.load(graph), levels)
+    answer = planning.classic(GraphText.load(graph), levels)
     plan = pd.Plan.load(tmp_path / "plan.json")
     assert (plan.cluster, plan.model) == (levels, "net")
     assert found["slowest_stage_s"] == answer.slowest_stage_s
@@ -199,7 +204,7 @@ def test_levels_of_the_network(
 def test_a_straight_pipeline_by_the_classic_model(graph: str, capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--workers", "2", "--bandwidth", "1e9", "--cost-model", "classic"]
     found = asked(capfd, graph, *options, "--straight")
-    answer = api.classic(GraphText.load(graph), pd.Cluster((Level(2, 1e9),)), straight=True)
+    answer = planning.classic(GraphText.load(graph), pd.Cluster((Level(2, 1e9),)), straight=True)
     assert (found["config"], found["slowest_stage_s"]) == ("1-1", answer.slowest_stage_s)
 
 
@@ -220,11 +225,11 @@ def test_a_graph_of_the_original(graph: str, capfd: pytest.CaptureFixture[str], 
         (["--workers", "0"], "--workers 0 was asked for; give a whole number from 1 on"),
         (["--workers", "two"], "--workers two was asked for; give a whole number from 1 on"),
         (["--workers", "1000000"], "width must be between 1 and 100000, found 1000000"),
-        ([], "say how many workers"),
+        ([], "the number of workers is missing; give --workers N"),
         (["--workers", "2", "--memory", "1GB"], "leave the limit out"),
-        (["--workers", "2", "--data-parallel"], "--cost-model classic does not support --data-parallel"),
+        (["--workers", "2", "--data-parallel"], "--cost-model classic was given with --data-parallel, but the planner"),
         (["--workers", "2+1", "2", "--bandwidth", "2e9", "1e9"], "machines of unequal sizes"),
-        (["--workers", "2", "--strategy", "2bw"], "--strategy (of --cost-model pipedream): not used here"),
+        (["--workers", "2", "--strategy", "2bw"], "--cost-model classic was given with --strategy 2bw"),
     ],
 )
 def test_refusals_of_the_classic_model(
@@ -236,10 +241,13 @@ def test_refusals_of_the_classic_model(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--plot", "a.svg"], "--plot (of --sweep)"),
-        (["--explain"], "--explain (of --schedule auto)"),
-        (["--allow-asynchronous"], "--allow-asynchronous (of --schedule auto and --sweep)"),
-        (["--strategy", "2bw", "--schedule", "1f1b"], "--strategy 2bw plans for pipedream_2bw"),
+        (["--plot", "a.svg"], "No such option: --plot"),
+        (["--sweep"], "--sweep is a command of its own now; write pipedream sweep PROFILE"),
+        (["--check", "plan.json"], "--check is a command of its own now; write pipedream check PLAN"),
+        (["--explain"], "--explain was given with --schedule pipedream"),
+        (["--allow-asynchronous"], "--allow-asynchronous was given with --schedule pipedream"),
+        (["--strategy", "2bw", "--schedule", "1f1b"], "--strategy 2bw was given with --schedule 1f1b"),
+        (["--strategy", "2bw", "--config", "1-1"], "PipeDream-2BW's planner chooses the stages and the depth itself"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(

@@ -19,7 +19,8 @@ from pipedream.core.errors import PlanError
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import LayerProfile
-from pipedream.workflows import api
+from pipedream.workflows import plan as planning
+from pipedream.workflows.profile import layers_of
 
 
 def _node(name: str, kind: str, milliseconds: float, size_bytes: float, held_bytes: float = 0.0) -> str:
@@ -113,12 +114,12 @@ def test_a_pipeline_refuses_an_order_that_is_not_the_models() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     sample = torch.zeros(1, 2)
     cost = LayerProfile(1.0, 1.0, 1, 1)
-    names = [layer.name for layer in api.layers_of(model, pd.Plan.uniform(3), sample).graph.layers]
+    names = [layer.name for layer in layers_of(model, pd.Plan.uniform(3), sample).graph.layers]
     layers = tuple(Layer(name, "Layer") for name in reversed(names))
     chain = LayerGraph.chain(layers)
-    plan = api.plan(pd.Profile("Sequential", chain, (cost,) * 3, batch=1), pd.Cluster.flat(3), shape="straight")
+    plan = planning.plan(pd.Profile("Sequential", chain, (cost,) * 3, batch=1), pd.Cluster.flat(3), shape="straight")
     with pytest.raises(PlanError, match=r"the plan runs layer '2' where the model runs '0': .* plan again from a"):
-        api.layers_of(model, plan, sample)
+        layers_of(model, plan, sample)
 
 
 EXACT = ["alexnet", "densenet121", "gnmt", "gnmt_large", "resnet18", "resnet50", "resnet101", "resnext50", "resnext101"]
@@ -130,7 +131,7 @@ def test_published_profiles(name: str) -> None:
     """At 16 workers: those with few cuts are solved, the three with very many nearly; each in seconds."""
     profile = GraphText.load(published(name)).profile(name)
     began = time.process_time()
-    found = api.plan(profile, pd.Cluster.flat(16, 1.25e9))
+    found = planning.plan(profile, pd.Cluster.flat(16, 1.25e9))
     assert time.process_time() - began < 30  # ten times what it takes, for machines differ
     gap = found.slowest_stage_s / found.bound_s - 1
     assert 0 <= gap <= (0.02 if name in WIDE else 0.0)

@@ -20,7 +20,7 @@ def asked(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 
 def test_slow_ranks_and_jitter(capfd: pytest.CaptureFixture[str]) -> None:
-    run = ("--uniform", "2", "--microbatches", "40")
+    run = ("--uniform", "2", "--minibatches", "40")
     plain = asked(capfd, *run)
     assert plain["makespan_s"] == pytest.approx(40 * 3 + 3)
     assert [row["peak_bytes"] for row in plain["per_rank"]] == [3 + 2 + 3, 2 + 1 + 2 + 3]
@@ -34,8 +34,8 @@ def test_slow_ranks_and_jitter(capfd: pytest.CaptureFixture[str]) -> None:
 def test_sums_may_be_charged_whole(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     rows = (Stage(0, 1, 2, 1.0, 27.0, parameter_bytes=9 << 20),)
     path = str(Plan(rows, (1,), Cluster.flat(2, 1 << 20)).save(tmp_path / "plan.json"))
-    assert asked(capfd, path, "--microbatches", "2")["makespan_s"] == pytest.approx(28.0 + 4.0)
-    assert asked(capfd, path, "--microbatches", "2", "--no-overlap")["makespan_s"] == pytest.approx(28.0 + 9.0)
+    assert asked(capfd, path, "--minibatches", "2")["makespan_s"] == pytest.approx(28.0 + 4.0)
+    assert asked(capfd, path, "--minibatches", "2", "--no-overlap")["makespan_s"] == pytest.approx(28.0 + 9.0)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of three epochs of digits in two processes."""
     folder = tmp_path_factory.mktemp("digits")
     ended = commands.run(
-        *("-m", "pipedream.cli", "train", DIGITS, "--workers", "2", "--epochs", "3", "--out", "run"), folder=folder
+        *("-m", "pipedream", "train", DIGITS, "--workers", "2", "--epochs", "3", "--out", "run"), folder=folder
     )
     assert (ended.status, ended.err) == (0, "")
     assert len(re.findall(r"^epoch +\d", ended.out, re.MULTILINE)) == 3
@@ -210,8 +210,8 @@ def test_four_ways_to_start_give_the_same_losses(
         encoding="utf-8",
     )
     starts = {
-        "command": ("-m", "pipedream.cli", *rest, "--out", "command"),
-        "torchrun": (*torchrun, "-m", "pipedream.cli", *rest, "--out", "torchrun"),
+        "command": ("-m", "pipedream", *rest, "--out", "command"),
+        "torchrun": (*torchrun, "-m", "pipedream", *rest, "--out", "torchrun"),
         "file": (*torchrun, str(file)),
     }
     for name, arguments in starts.items():
@@ -270,7 +270,7 @@ def test_worst_accuracy_of_three_seeds(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_compare(tmp_path: Path) -> None:
-    command = ("-m", "pipedream.cli", "compare", DIGITS, "--minibatches", "20", "--schedule", "pipedream")
+    command = ("-m", "pipedream", "compare", DIGITS, "--minibatches", "20", "--schedule", "pipedream")
     ended = commands.run(*command, "--json", folder=tmp_path)
     assert (ended.status, ended.err) == (0, "")
     rows = json.loads(ended.out)["variants"]
@@ -350,7 +350,7 @@ def test_json_of_report_and_train(trained: Path, tmp_path: Path, capfd: pytest.C
     assert found == {"report": str(trained / "report.html")}
     assert (trained / "report.html").exists()
     plan = str(trained / "plan.json")
-    command = ("-m", "pipedream.cli", "train", DIGITS, "--plan", plan, "--minibatches", "5", "--out", "run", "--json")
+    command = ("-m", "pipedream", "train", DIGITS, "--plan", plan, "--minibatches", "5", "--out", "run", "--json")
     ended = commands.run(*command, folder=tmp_path)
     assert (ended.status, ended.err) == (0, "")
     assert set(json.loads(ended.out)) == SUMMARY_KEYS

@@ -133,7 +133,7 @@ def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
 
 
 COMMANDS: dict[str, Callable[[str, str], list[str]]] = {
-    "plan": lambda file, out: ["simulate", file, "--microbatches", "6"],
+    "plan": lambda file, out: ["simulate", file, "--minibatches", "6"],
     "profile": lambda file, out: ["plan", file, "--workers", "3", "--bandwidth", "1e9", "-o", out],
     "cluster": lambda file, out: ["plan", str(Path(out).parent / "whole.json"), "--cluster", file, "-o", out],
 }

@@ -20,7 +20,7 @@ import pipedream
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.recipe import load_recipe
 from pipedream.training.job import profile_recipe
-from pipedream.workflows import api
+from pipedream.workflows import plan as planning
 
 __all__ = ["machines"]  # the fixture
 
@@ -29,9 +29,9 @@ DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
 
 
 def test_two_machines_give_the_losses_of_one_process(machines: tuple[str, str], tmp_path: Path) -> None:
-    plan = api.plan(profile_recipe(load_recipe(DIGITS), runs=1), Cluster.flat(2), shape="straight")
+    plan = planning.plan(profile_recipe(load_recipe(DIGITS), runs=1), Cluster.flat(2), shape="straight")
     plan.save(tmp_path / "plan.json")
-    program = ("-m", "pipedream.cli", "train", DIGITS, "--plan", str(tmp_path / "plan.json"), "--epochs", "1")
+    program = ("-m", "pipedream", "train", DIGITS, "--plan", str(tmp_path / "plan.json"), "--epochs", "1")
     on_both(machines, "c10d", (*program, "--out", "run"), tmp_path)
     torch.set_num_threads(1)  # as many as each of the workers has
     pipedream.run(lambda seed: load_recipe(DIGITS, seed=seed), plan=plan, epochs=1, out=tmp_path / "here", quiet=True)
@@ -79,4 +79,4 @@ def test_both_sides_end_when_the_link_goes_away(machines: tuple[str, str], tmp_p
 def workers_of(started: Started) -> list[str]:
     """Returns the command lines of the workers, without their launcher's."""
     words = started.processes().values()
-    return [one for one in words if "pipedream.cli" in one and "torch.distributed.run" not in one]
+    return [one for one in words if "-m pipedream" in one and "torch.distributed.run" not in one]

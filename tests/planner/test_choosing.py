@@ -18,7 +18,7 @@ from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.workflows import api
+from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import methods_of, score
 
 FLUSHING = ("1f1b", "gpipe", "naive")
@@ -58,7 +58,7 @@ def periods(profile: Profile, cluster: Cluster, names: tuple[str, ...]) -> dict[
         if m > profile.batch:
             continue
         try:
-            plan = api.plan(
+            plan = planning.plan(
                 profile, cluster, schedule=name, microbatches=m, shape=shape, in_flight=depth, update_delay=update_delay
             )
             if update_delay and name not in ("pipedream", "pipedream_vertical_sync"):
@@ -81,9 +81,9 @@ def test_no_way_is_faster(
     every = periods(profile, cluster, names)
     if not every:
         with pytest.raises(PlanError, match="no method works"):
-            api.choose(profile, cluster, allow_asynchronous=allow_asynchronous)
+            planning.choose(profile, cluster, allow_asynchronous=allow_asynchronous)
         return
-    found = api.choose(profile, cluster, allow_asynchronous=allow_asynchronous)
+    found = planning.choose(profile, cluster, allow_asynchronous=allow_asynchronous)
     best = found.candidates[0]
     assert best.period_s == pytest.approx(min(every.values()))
     assert score(found.plan).period_s == best.period_s
@@ -98,7 +98,7 @@ def test_no_way_is_faster(
 def test_the_score_is_the_papers_bubble() -> None:
     """GPipe, section 2.3: (p - 1) / (m + p - 1) of the time is idle."""
     profile = Profile.of_chain((LayerProfile(1.0, 1.0, 0, 0),) * 4, batch=8)
-    plan = api.plan(profile, Cluster.flat(4), schedule="gpipe", microbatches=8, shape="straight")
+    plan = planning.plan(profile, Cluster.flat(4), schedule="gpipe", microbatches=8, shape="straight")
     assert score(plan).bubble == pytest.approx(3 / 11)
     assert score(plan).period_s == pytest.approx(2 * 11 / 8)
 
@@ -111,7 +111,7 @@ def test_halves_of_a_backward_are_not_compared() -> None:
     """Their seconds are not known; by half of a backward each, ZB-H2 would be the fastest of all."""
     assert not set(methods_of(allow_asynchronous=True)) & {"zb_h1", "zb_h2"}
     with pytest.raises(PlanError, match="compare zb_h1, but a profile does not tell the seconds of the halves"):
-        api.choose(CHAIN, Cluster.flat(2), names=("1f1b", "zb_h1"))
+        planning.choose(CHAIN, Cluster.flat(2), names=("1f1b", "zb_h1"))
 
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=960)

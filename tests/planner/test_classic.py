@@ -20,7 +20,7 @@ from pipedream.core.model.profile import LayerProfile
 from pipedream.planner.papers import classic_states
 from pipedream.planner.papers.classic_levels import solve
 from pipedream.planner.papers.classic_states import CutStates
-from pipedream.workflows import api
+from pipedream.workflows import plan as planning
 
 Cut = frozenset[int]
 
@@ -241,10 +241,10 @@ def test_replicated_pipelines_are_flattened_and_said() -> None:
     """Inside a machine two stages, and two machines that each hold the pipeline."""
     layer = LayerProfile(1.0, 1.0, output_bytes=10, parameter_bytes=1000)
     profile = pd.Profile.of_chain((layer, layer))
-    found = api.classic(profile, Cluster((Level(2, 100.0), Level(2, 1e9))))
+    found = planning.classic(profile, Cluster((Level(2, 100.0), Level(2, 1e9))))
     assert (found.plan.config, found.slowest_stage_s) == ("2-2", pytest.approx(1.000001, abs=1e-9))
     assert "stages 0 to 1 are 2 pipelines side by side, written as replicas" in found.plan.note
-    alone = api.classic(pd.Profile.of_chain((layer,)), Cluster((Level(2, 100.0), Level(2, 1e9)))).plan
+    alone = planning.classic(pd.Profile.of_chain((layer,)), Cluster((Level(2, 100.0), Level(2, 1e9)))).plan
     assert (alone.config, "side by side" in alone.note) == ("4", False)
 
 

@@ -14,7 +14,7 @@ from pipedream.core.errors import ProfileError
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.profiler.halved import fixed_s, half_of
-from pipedream.workflows import api
+from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score
 
 WHOLE = [(1.0, 0.0), (3.0, 0.0), (2.0, 0.5)]
@@ -65,9 +65,9 @@ def test_splitting_pays_the_fixed_part_each_time() -> None:
     layer = LayerProfile(1.0, 1.0, 0, 0, forward_fixed_s=0.5, backward_fixed_s=0.5)
     profile = Profile.of_chain((layer,) * 2, batch=64)
     for m in (1, 2, 4, 8):
-        plan = api.plan(profile, pd.Cluster.flat(2), schedule="gpipe", microbatches=m, shape="straight")
+        plan = planning.plan(profile, pd.Cluster.flat(2), schedule="gpipe", microbatches=m, shape="straight")
         assert score(plan).period_s == pytest.approx((m + 1) * (1 / m + 1))
-    best = api.plan(profile, pd.Cluster.flat(2), schedule="auto", shape="straight")
+    best = planning.plan(profile, pd.Cluster.flat(2), schedule="auto", shape="straight")
     assert best.microbatches in (1, 2), "finer splits cost more than they hide"
     assert Plan.from_json(best.to_json()) == best
     with pytest.raises(ValueError, match="cannot be greater"):

@@ -119,7 +119,7 @@ def test_names(told: Told) -> None:
 @pytest.mark.processes
 def test_train(tmp_path: Path) -> None:
     ended = command(
-        *("-m", "pipedream.cli", "train", str(ROOT / "examples" / "digits.py"), "--workers", "2"),
+        *("-m", "pipedream", "train", str(ROOT / "examples" / "digits.py"), "--workers", "2"),
         *("--schedule", str(EXAMPLE), "--minibatches", "6", "--epochs", "1", "--out", "run"),
         folder=tmp_path,
     )

@@ -248,7 +248,7 @@ def test_the_commands(told: Told, tmp_path: Path) -> None:
     assert told("plan", saved, "--workers", 2, "--microbatches", 4, "--schedule", name, "-o", out)[0] == 0
     plan = Plan.load(out)
     assert (plan.schedule, plan.microbatches) == (name, 4)
-    status, text, _ = told("plan", "--check", out)
+    status, text, _ = told("check", out)
     assert (status, f"holds: {name} with 4 microbatches" in text) == (0, True)
     assert told("simulate", out)[0] == 0
     again = json.loads(told("simulate", out, "--schedule", "paci[backward_rule = recompute]", "--json")[1])
@@ -262,11 +262,11 @@ def test_the_commands(told: Told, tmp_path: Path) -> None:
     assert (status, "has no option 'rule'" in error) == (2, True)
     # Of two stages, and no other number: for a plan that is there.
     assert told("plan", saved, "--workers", 2, "--schedule", "pipemare", "--straight", "-o", out)[0] == 0
-    assert told("plan", "--check", out, "--schedule", "pipemare[horizons=1/0]")[0] == 0
+    assert told("check", out, "--schedule", "pipemare[horizons=1/0]")[0] == 0
     file = tmp_path / "mine.py"
     file.write_text(TWO)
     assert told("plan", saved, "--workers", 2, "--schedule", file, "--straight", "-o", out)[0] == 0
-    status, text, _ = told("plan", saved, "--sweep", "--workers", 2, "--schedule", f"1f1b,{name}", "--json")
+    status, text, _ = told("sweep", saved, "--workers", 2, "--schedule", f"1f1b,{name}", "--json")
     assert status == 0
     assert {row["schedule"] for row in json.loads(text)["rows"]} == {"data parallel", "1f1b", name}
 
@@ -316,7 +316,7 @@ def test_a_pipeline_and_its_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_train(tmp_path: Path) -> None:
     name = "paci[backward_rule=recompute]"
-    head = ("-m", "pipedream.cli", "train", str(ROOT / "examples" / "digits.py"), "--workers", "2", "--out", "run")
+    head = ("-m", "pipedream", "train", str(ROOT / "examples" / "digits.py"), "--workers", "2", "--out", "run")
     ended = command(*head, "--schedule", name, "--minibatches", "6", "--epochs", "1", folder=tmp_path)
     assert ended.status == 0, ended.err
     assert f"Proof of {name}, plan 1-1" in ended.out

@@ -37,7 +37,6 @@ from pipedream.schedules import (
 from pipedream.schedules.layouts import looped
 from pipedream.simulator import costs, simulate
 from pipedream.verifier import verify
-from pipedream.workflows import api
 
 SIZES = ((1, 2), (2, 4), (2, 7), (3, 6), (4, 8))  # ranks and microbatches
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # with I and W
@@ -128,7 +127,7 @@ def test_their_bubbles_are_those_of_the_papers(name: str, p: int, m: int, v: int
     microbatch and behind the last one alone: not once between a rank's first pass and its last.
     """
     schedule = read(name, p, m, v)
-    timeline = api.simulate(schedule.plan, schedule=schedule, microbatches=m)
+    timeline = pd.simulate(schedule.plan, schedule=schedule, microbatches=m)
     if name in ("GPipe", "Interleaved1F1B", "LoopedBFS"):
         plan = uniform(name="1f1b", workers=p * v, forward_s=times[0], backward_s=times[1])
         plan = replace(plan, order=schedule.plan.order, cluster=schedule.plan.cluster)

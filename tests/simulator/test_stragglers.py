@@ -39,7 +39,7 @@ def test_no_jitter_and_no_slow_rank_is_the_plain_run(run: tuple[Schedule, Costs,
 def test_a_slow_rank_sets_the_pace(stages: int, data: st.DataObject, factor: float) -> None:
     slow = data.draw(st.integers(0, stages - 1))
     plan = Plan.uniform(stages, 1.0, 2.0)
-    timeline = pd.simulate(plan, microbatches=80, slow={slow: factor})
+    timeline = pd.simulate(plan, minibatches=80, slow={slow: factor})
     assert steady(timeline, skip=2 * stages).throughput_per_s == pytest.approx(1 / (3.0 * factor))
     assert seconds_of(timeline, "F", slow) == pytest.approx([factor] * 80)
 
@@ -47,7 +47,7 @@ def test_a_slow_rank_sets_the_pace(stages: int, data: st.DataObject, factor: flo
 def test_a_slow_replica_holds_its_stage_back() -> None:
     """Round robin gives every replica as much, so two replicas are as slow as the slower one."""
     plan = Plan.uniform(1, 1.0, 2.0, replicas=(2,))
-    timeline = pd.simulate(plan, microbatches=100, slow={1: 1.5})
+    timeline = pd.simulate(plan, minibatches=100, slow={1: 1.5})
     assert timeline.makespan_s == pytest.approx(50 * 4.5)
     assert sum(s.end_s - s.start_s for s in timeline.of_rank(0) if s.kind == "wait") == pytest.approx(50 * 1.5)
 
@@ -55,7 +55,7 @@ def test_a_slow_replica_holds_its_stage_back() -> None:
 @pytest.mark.parametrize("variation", [0.05, 0.3, 1.0])
 def test_jitter_keeps_the_mean_and_has_the_variation_asked_for(variation: float) -> None:
     count = 20_000
-    found = seconds_of(pd.simulate(Plan.uniform(1, 3.0, 6.0), microbatches=count, jitter=variation, seed=7), "B")
+    found = seconds_of(pd.simulate(Plan.uniform(1, 3.0, 6.0), minibatches=count, jitter=variation, seed=7), "B")
     # Five standard errors; the fourth moment of a lognormal is large, so its deviation is met less well.
     assert fmean(found) == pytest.approx(6.0, rel=5 * variation / sqrt(count))
     assert stdev(found) / fmean(found) == pytest.approx(variation, rel=0.1)
@@ -63,26 +63,26 @@ def test_jitter_keeps_the_mean_and_has_the_variation_asked_for(variation: float)
 
 
 def test_jitter_by_kind_of_op() -> None:
-    timeline = pd.simulate(Plan.uniform(2, 1.0, 2.0), microbatches=50, jitter={"B": 0.2})
+    timeline = pd.simulate(Plan.uniform(2, 1.0, 2.0), minibatches=50, jitter={"B": 0.2})
     assert seconds_of(timeline, "F") == pytest.approx([1.0] * 50)
     assert len(set(seconds_of(timeline, "B"))) == 50
 
 
 def test_the_same_seed_is_the_same_run_whatever_the_others_do() -> None:
     plan = Plan.uniform(3, 1.0, 2.0, 0.25)
-    first = pd.simulate(plan, microbatches=20, jitter=0.3, seed=1)
-    assert pd.simulate(plan, microbatches=20, jitter=0.3, seed=1) == first
-    assert pd.simulate(plan, microbatches=20, jitter=0.3, seed=2) != first
+    first = pd.simulate(plan, minibatches=20, jitter=0.3, seed=1)
+    assert pd.simulate(plan, minibatches=20, jitter=0.3, seed=1) == first
+    assert pd.simulate(plan, minibatches=20, jitter=0.3, seed=2) != first
     # A rank draws for itself: another order of events changes when its ops begin, not how long they take.
-    late = pd.simulate(plan, microbatches=20, jitter=0.3, seed=1, slow={2: 2.0})
+    late = pd.simulate(plan, minibatches=20, jitter=0.3, seed=1, slow={2: 2.0})
     assert seconds_of(late, "B", 0) == pytest.approx(seconds_of(first, "B", 0))
-    apart = pd.simulate(plan, microbatches=20, jitter={"B": 0.3}, seed=1)
+    apart = pd.simulate(plan, minibatches=20, jitter={"B": 0.3}, seed=1)
     assert seconds_of(apart, "B", 0) != pytest.approx(seconds_of(apart, "B", 1))
 
 
 def test_jitter_slows_a_pipeline_down() -> None:
     plan = Plan.uniform(4, 1.0, 2.0)
-    smooth, rough = (pd.simulate(plan, microbatches=400, jitter=cv).makespan_s for cv in (0.0, 0.3))
+    smooth, rough = (pd.simulate(plan, minibatches=400, jitter=cv).makespan_s for cv in (0.0, 0.3))
     assert rough > 1.05 * smooth
 
 

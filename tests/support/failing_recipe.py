@@ -146,4 +146,4 @@ def written(folder: Path, *, first: str = "nn.Identity", second: str = "nn.Ident
     text = RECIPE.replace("FIRST", first).replace("SECOND", second).replace("LOADER", loader)
     (folder / "small.py").write_text(text, encoding="utf-8")
     plan_for(2).save(folder / "plan.json")
-    return ["-m", "pipedream.cli", "train", "small.py", "--plan", "plan.json", "--out", "run"]
+    return ["-m", "pipedream", "train", "small.py", "--plan", "plan.json", "--out", "run"]

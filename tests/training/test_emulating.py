@@ -42,8 +42,8 @@ def plan_of(counts: tuple[int, ...], seconds: float = 0.03) -> Plan:
 def test_dilated_plan_takes_the_dilated_seconds(counts: tuple[int, ...], dilation: float, byte_scale: float) -> None:
     plan = plan_of(counts)
     # Buckets of sums have a size of their own, so only whole sums scale with the bytes.
-    before = simulate(plan, microbatches=12, overlap=False).makespan_s
-    after = simulate(emulated_plan(plan, dilation, byte_scale), microbatches=12, overlap=False).makespan_s
+    before = simulate(plan, minibatches=12, overlap=False).makespan_s
+    after = simulate(emulated_plan(plan, dilation, byte_scale), minibatches=12, overlap=False).makespan_s
     assert after == pytest.approx(dilation * before, rel=1e-6)
 
 
@@ -96,7 +96,7 @@ def test_command_runs_more_workers_than_cores(tmp_path: Path, unit: str) -> None
     plan.save(tmp_path / "plan.json")
     schedule = ("--schedule", "pipedream") if unit == "minibatch" else ("--schedule", "1f1b", "--microbatches", "4")
     arguments = ("emulate", "plan.json", *schedule, "--minibatches", "8", "--dilation", "2", "--byte-scale", "0.5")
-    ended = commands.run("-m", "pipedream.cli", *arguments, "--out", "run", "--json", folder=tmp_path)
+    ended = commands.run("-m", "pipedream", *arguments, "--out", "run", "--json", folder=tmp_path)
     assert ended.status == 0, ended.err
     assert not ended.orphans
     summary = json.loads(ended.out)
@@ -117,6 +117,6 @@ def test_command_runs_more_workers_than_cores(tmp_path: Path, unit: str) -> None
 
 def test_other_number_of_workers_is_refused(tmp_path: Path) -> None:
     plan_of((2, 1)).save(tmp_path / "plan.json")
-    ended = commands.run("-m", "pipedream.cli", "emulate", "plan.json", "--workers", "2", folder=tmp_path)
+    ended = commands.run("-m", "pipedream", "emulate", "plan.json", "--workers", "2", folder=tmp_path)
     assert ended.status == 2
     assert "2 workers were asked for, the plan 2-1 has 3" in ended.err

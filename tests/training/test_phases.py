@@ -532,7 +532,7 @@ def recipe():
 def test_the_command_trains_in_phases(tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(RECIPE)
     done = subprocess.run(
-        [sys.executable, "-m", "pipedream.cli", "train", "small.py", "--phases", "1f1b/2:3,pipedream:1e,1f1b/2",
+        [sys.executable, "-m", "pipedream", "train", "small.py", "--phases", "1f1b/2:3,pipedream:1e,1f1b/2",
          "--out", "run", "--json"],
         cwd=tmp_path, capture_output=True, text=True, timeout=120,
     )  # fmt: skip

@@ -67,7 +67,7 @@ def write(folder: Path, doomed: str) -> None:
 
 def train(folder: Path, *options: str) -> tuple[commands.Ended, dict[str, Any]]:
     """Trains by the command; returns how it ended and its summary."""
-    arguments = ["-m", "pipedream.cli", "train", "mortal.py", "--out", "run", "--checkpoint-every", "10", *options]
+    arguments = ["-m", "pipedream", "train", "mortal.py", "--out", "run", "--checkpoint-every", "10", *options]
     ended = commands.run(*arguments, folder=folder)
     assert not ended.orphans
     return ended, json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8")) if not ended.status else {}

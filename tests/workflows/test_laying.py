@@ -17,7 +17,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.schedules.layouts import looped
 from pipedream.verifier import verify
-from pipedream.workflows import api
+from pipedream.workflows import plan as planning
 from pipedream.workflows.check import check_plan
 from pipedream.workflows.methods import score
 
@@ -83,7 +83,7 @@ def test_what_cannot_be_laid_out_is_refused() -> None:
     cluster = Cluster.flat(4)
     with pytest.raises(PlanError, match="lays its stages out on all workers"):
         pd.plan(EVEN, cluster, schedule="chimera", shape="straight")
-    with pytest.raises(PlanError, match="2 chunks were asked of '1f1b'"):
+    with pytest.raises(PlanError, match="chunks=2, but each worker of this method has one stage"):
         pd.plan(EVEN, cluster, schedule="1f1b", chunks=2)
     with pytest.raises(ScheduleError, match="even number of workers, found 3"):
         pd.plan(EVEN, Cluster.flat(3), schedule="chimera")
@@ -96,7 +96,7 @@ def test_what_cannot_be_laid_out_is_refused() -> None:
     with pytest.raises(ScheduleError, match="needs stage s on worker s mod p, without replicas; found plan 1-1-1"):
         schedules.build("interleaved_1f1b", replace(Plan.uniform(3), order=(0, 2, 1)))
     with pytest.raises(ScheduleError, match="plan for it alone"):
-        api.choose(EVEN, cluster, names=["chimera"])
+        planning.choose(EVEN, cluster, names=["chimera"])
 
 
 def test_the_plan_says_who_has_several_stages() -> None:

@@ -72,7 +72,7 @@ def test_processes_of_one_machine(workers: int) -> None:
 @pytest.mark.processes
 def test_command_writes_the_cluster(tmp_path: Path) -> None:
     arguments = ("probe", "--workers", "2", "--seconds", "3", "-o", "cluster.json", "--json")
-    ended = commands.run("-m", "pipedream.cli", *arguments, folder=tmp_path)
+    ended = commands.run("-m", "pipedream", *arguments, folder=tmp_path)
     assert ended.status == 0, ended.err
     found = json.loads(ended.out)
     cluster = Cluster.load(tmp_path / "cluster.json")
@@ -88,7 +88,7 @@ def test_shaped_link_is_measured_at_its_rate(machines: tuple[str, str], tmp_path
     for name, rate in zip(machines, rates, strict=True):
         shape = f"tc -n {name} qdisc add dev cable root tbf rate {rate}mbit burst 32kb limit 16mb"
         subprocess.run(shape.split(), check=True)
-    arguments = ("-m", "pipedream.cli", "probe", "-o", str(tmp_path / "cluster.json"), "--json")
+    arguments = ("-m", "pipedream", "probe", "-o", str(tmp_path / "cluster.json"), "--json")
     found = json.loads(on_both(machines, "c10d", arguments, tmp_path)[0].out)
     rows = {(link["sender"], link["receiver"]): link for link in found["measured"]["links"]}
     for pair, rate in zip(((0, 1), (1, 0)), rates, strict=True):

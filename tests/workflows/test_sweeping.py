@@ -163,7 +163,7 @@ def test_one_bandwidth_is_drawn_over_the_workers() -> None:
 
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     CHAIN.save(tmp_path / "profile.json")
-    command = ["plan", str(tmp_path / "profile.json"), "--sweep", "--workers", "2,3", "--bandwidth", "300,3kB/s"]
+    command = ["sweep", str(tmp_path / "profile.json"), "--workers", "2,3", "--bandwidth", "300,3kB/s"]
     plot = tmp_path / "sweep.svg"
     assert cli.main([*command, "--schedule", "pipedream,1f1b", "--json", "--plot", str(plot)]) == 0
     found = json.loads(capfd.readouterr().out)
@@ -177,5 +177,5 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert plot.read_text().startswith("<svg")
     assert cli.main([*command, "--plot", str(tmp_path / "sweep.png")]) == 2
     assert "name.svg or name.html" in capfd.readouterr().err
-    assert cli.main(["plan", str(tmp_path / "profile.json"), "--sweep"]) == 2
+    assert cli.main(["sweep", str(tmp_path / "profile.json"), "--workers", "0"]) == 2
     assert "write --workers 2,4,8" in capfd.readouterr().err

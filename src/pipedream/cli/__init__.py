@@ -1,8 +1,9 @@
-"""The `pipedream` command. It reads flags and prints; everything else is done elsewhere.
+"""The `pipedream` command: it reads options and prints; all else happens elsewhere.
 
-Answers are for people; ``--json`` gives one object on standard output and nothing else there. Errors are one
-message on standard error: exit status 2 for a wrong call or bad input, 1 for a run that failed, 130 after
-Ctrl-C.
+Answers are for people; ``--json`` prints one object on standard output and nothing else there. An error is one message
+on standard error: exit status 2 for a wrong call or bad input, 1 for a run that failed, 130 after Ctrl-C.
+
+Each command has a module of its own name, imported only when the command is used: ``pipedream --help`` loads none.
 """
 
 from __future__ import annotations
@@ -10,42 +11,98 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
-from pipedream.cli.emulate import emulate
-from pipedream.cli.options import SeveralValues
-from pipedream.cli.plan import plan
-from pipedream.cli.probe import probe
-from pipedream.cli.study import list_schedules, show, simulate
-from pipedream.cli.work import compare, profile, report, train
+import pipedream
+from pipedream.cli.parsing import OptionParser
 from pipedream.core.errors import BAD_CALL, PeerError, PipelineError, WorkerError
 
-__all__ = ["app", "main", "script"]
+__all__ = ["COMMANDS", "app", "load", "main", "script"]
+
+COMMANDS = {
+    "train": "Train a recipe: profile, plan, run, report.",
+    "profile": "Measure or predict the seconds and bytes of each layer.",
+    "plan": "Cut a profiled model into stages.",
+    "check": "Check a plan that was edited, and predict its speed.",
+    "sweep": "Compare methods over workers and bandwidths.",
+    "simulate": "Predict a run: throughput, bubble, memory, staleness.",
+    "show": "Draw a method's schedule, with its proof on request.",
+    "schedules": "List the methods, with the claims of their papers.",
+    "compare": "Train a recipe by several methods, one after the other.",
+    "emulate": "Run a plan with waits in place of compute.",
+    "probe": "Measure the cluster that the workers run on.",
+    "report": "Write report.html of a run folder again.",
+}
+"""Each command, with the first line of its help."""
+
+
+class _Commands(TyperGroup):
+    """The commands. Until one is used, an empty one stands for it, with the first line of its help."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands.update({name: TyperCommand(name, help=text) for name, text in COMMANDS.items()})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, found, rest = super().resolve_command(ctx, args)
+        return name, found and load(found.name or ""), rest
+
+
+def load(name: str) -> Any:
+    """Imports a command and returns it."""
+    one = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    one.command(name, cls=OptionParser)(getattr(import_module(f"pipedream.cli.{name}"), name))
+    return get_command(one)
+
 
 app = typer.Typer(
+    cls=_Commands,
     name="pipedream",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Pipeline-parallel training of PyTorch models: profile, plan, simulate, run.\n\n"
-    "Try: pipedream show 1f1b --stages 4 --microbatches 8",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, profile, simulate, show, emulate, probe, compare, report):
-    app.command()(command)
-app.command(cls=SeveralValues)(plan)
-app.command("schedules")(list_schedules)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"pipedream {pipedream.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _face(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Pipeline-parallel training of PyTorch models: profile, plan, simulate, run.
+
+    For example: pipedream show 1f1b --stages 4 --microbatches 8
+
+    'pipedream COMMAND --help' describes a command; 'pipedream --install-completion' lets the shell complete commands and
+    options.
+    """
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command. Returns the exit status, and exits with it when called as a script."""
+    """Runs the command and returns its exit status.
+
+    Args:
+        arguments: None takes those of the process.
+    """
     try:
-        status = app(arguments, standalone_mode=False)
+        status = app(arguments, prog_name="pipedream", standalone_mode=False)
         return int(status or 0)
     except typer.Exit as leave:
         return int(leave.exit_code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         return 130
     except PipelineError as error:
         return _failed(error)
@@ -57,10 +114,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _failed(error: PipelineError) -> int:
-    """Says what went wrong, once for all workers, and returns the exit status."""
+    """Prints an error, once for all workers, and returns the exit status."""
     status = 1 if isinstance(error, WorkerError) else BAD_CALL
     if isinstance(error, PeerError):
-        return status  # the worker that failed says it
+        return status  # the worker that failed prints it
     text = f"pipedream: {error}"
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from pipedream.runtime.failure.notes import is_launched_here, write_error
@@ -68,7 +125,7 @@ def _failed(error: PipelineError) -> int:
         if write_error(text) and is_launched_here():
             return status  # our own launcher prints it
         if os.environ.get("RANK", "0") != "0" and not isinstance(error, WorkerError):
-            return status  # all ranks found the same; rank 0 says it
+            return status  # all ranks found the same, and rank 0 prints it
     print(text, file=sys.stderr, flush=True)
     return status
 
@@ -77,8 +134,8 @@ def script() -> None:
     """Runs the command and exits with its status: the entry point of ``pipedream``."""
     status = main()
     if status == BAD_CALL and "TORCHELASTIC_ERROR_FILE" in os.environ:
-        # The process groups that this worker has joined are not ended then, and their threads may abort an interpreter
-        # that is taken down: the signal would stand for the status. (Others' failures leave it time to be heard of.)
+        # The process groups that this worker joined are still open, and their threads may abort an interpreter that
+        # shuts down; the signal would then replace the status. (Other failures leave the peers time to hear of them.)
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""``python -m pipedream.cli``: how the workers of a local run are started."""
+"""``python -m pipedream.cli``, the same as ``python -m pipedream``."""
 
 from pipedream.cli import script
 

@@ -1,42 +1,61 @@
-"""`pipedream plan --check`: what is wrong with a plan that a person edited, or what it comes to."""
+"""`pipedream check`: whether a plan that was edited is valid, and how fast it is."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from pipedream.cli.options import measured, print_json
-from pipedream.core.model.graph_txt import GraphText
+import typer
+
+from pipedream.cli.options import Json, Microbatches, ScheduleOrPlans, print_json, profile_of
 from pipedream.core.plan.plan import Plan
 from pipedream.workflows.check import check_plan
 
 __all__ = ["check"]
 
 
-def check(file: Path, profile: Path | None, schedule: str | None, microbatches: int | None, as_json: bool) -> None:
-    """Checks a plan's file and prints it with its prediction."""
-    known = None if profile is None else measured(profile)
-    if isinstance(known, GraphText):
-        assert profile is not None
-        known = known.profile(profile.stem)
-    found = check_plan(Plan.load(file), profile=known, schedule=schedule, microbatches=microbatches)
+def check(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan to check.")],
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PROFILE",
+            show_default="trust the plan's figures",
+            help="Profile of the model, to check layers, times and sizes too.",
+        ),
+    ] = None,
+    schedule: ScheduleOrPlans = None,
+    microbatches: Microbatches = None,
+    as_json: Json = False,
+) -> None:
+    """Check a plan that was edited, and predict its speed.
+
+    Checks layers, depth, memory and method, and proves the program free of deadlock.
+
+    \b
+    Example:
+      pipedream check digits.plan.json --profile digits.profile.json
+    """
+    known = None if profile is None else profile_of(profile)
+    found = check_plan(Plan.load(plan), profile=known, schedule=schedule, microbatches=microbatches)
     if not as_json:
         print(found)
         return
-    plan = found.plan
+    checked = found.plan
     print_json(
         {
-            "config": plan.config,
-            "schedule": plan.schedule,
-            "microbatches": plan.microbatches,
-            "in_flight": list(plan.in_flight),
-            "update_delay": list(plan.update_delay),
+            "config": checked.config,
+            "schedule": checked.schedule,
+            "microbatches": checked.microbatches,
+            "in_flight": list(checked.in_flight),
+            "update_delay": list(checked.update_delay),
             "differences": list(found.differences),
             "period_s": found.score.period_s,
             "samples_per_s": found.samples_per_s,
             "bubble": found.score.bubble,
             "stages": [
                 {"first": stage.first, "last": stage.last, "replicas": stage.replicas, "peak_bytes": stage.peak_bytes}
-                for stage in plan.stages
+                for stage in checked.stages
             ],
         }
     )

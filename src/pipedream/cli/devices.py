@@ -20,7 +20,9 @@ Devices = Annotated[
     typer.Option(
         "--devices",
         metavar="NxDEVICE,...",
-        help="The workers in their order, by datasheet: 4xV100-16GB,2xRTX-4090; speeds are against the profile's.",
+        rich_help_panel="Cluster",
+        help="Devices of the workers in their order, e.g. 4xV100-16GB,2xRTX-4090. Speeds and memory are those of the "
+        "datasheets, relative to the profile's device.",
     ),
 ]
 

@@ -1,15 +1,14 @@
-"""The command `emulate`: a plan run by the real runtime, with waits for compute."""
+"""`pipedream emulate`: a plan run by the real runtime, with waits in place of compute."""
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipedream.cli.options import Json, Microbatches, PlansSchedule, depth_of, print_json
+from pipedream.cli.options import Json, Microbatches, ScheduleOrPlans, depth_of, print_json
+from pipedream.cli.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import check_factor
@@ -18,36 +17,45 @@ __all__ = ["emulate"]
 
 
 def emulate(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan's file.")],
-    schedule: PlansSchedule = None,
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan to run, from 'pipedream plan -o'.")],
+    schedule: ScheduleOrPlans = None,
     microbatches: Microbatches = None,
-    minibatches: Annotated[int, typer.Option(min=1, help="Minibatches of the run.")] = 32,
+    minibatches: Annotated[int, typer.Option(min=1, metavar="N", help="Minibatches to run.")] = 32,
     in_flight: Annotated[
-        str | None, typer.Option("--in-flight", help="Depth: noam, full, or counts: 3,2,1; the plan's unless said.")
+        str | None,
+        typer.Option(
+            metavar="noam|full|N,N,...",
+            show_default="the plan's",
+            help="Minibatches in flight at each stage, e.g. 3,2,1.",
+        ),
     ] = None,
-    dilation: Annotated[float, typer.Option(help="Factor on all seconds.")] = 1.0,
-    byte_scale: Annotated[float, typer.Option(help="Factor on all bytes.")] = 1.0,
+    dilation: Annotated[float, typer.Option(metavar="FACTOR", help="Factor on all times.")] = 1.0,
+    byte_scale: Annotated[float, typer.Option(metavar="FACTOR", help="Factor on all sizes in bytes.")] = 1.0,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Local worker processes: as many as the plan has workers.")
+        int | None,
+        typer.Option(min=1, metavar="N", show_default="the plan's", help="Number of local worker processes."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder; a new one under runs/ unless said.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", show_default="a new one in runs/", help="Run folder.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a plan by the real runtime with waits for compute; predicted beside measured.
+    """Run a plan with waits in place of compute.
 
-    Starts a local process for each of the plan's workers; under torchrun this process is one of them. Messages travel
-    over the network that the processes have.
+    Uses the real runtime, with a local process for each worker of the plan, and prints predicted and measured figures;
+    under torchrun this process is one of the workers. Messages use the network between the processes.
+
+    \b
+    Example:
+      pipedream emulate digits.plan.json --dilation 10
     """
     given = Plan.load(plan)
     if workers not in (None, given.workers):
         raise PlanError(f"{workers} workers were asked for, the plan {given.config} has {given.workers}; give as many")
-    check_factor("dilation", dilation)  # here: before workers are started
+    check_factor("dilation", dilation)  # before workers are started
     check_factor("byte scale", byte_scale)
-    launched = "TORCHELASTIC_RUN_ID" in os.environ or "WORLD_SIZE" in os.environ
-    if not launched and given.workers > 1:
-        from pipedream.runtime.failure.launch import launch  # torch is loaded only where workers run
-
-        raise typer.Exit(launch(given.workers, ["-m", "pipedream.cli", *sys.argv[1:]]))
+    if not is_worker() and given.workers > 1:
+        start_workers(given.workers)
     from pipedream.training.emulate import emulate as emulated
 
     summary = emulated(
@@ -61,5 +69,5 @@ def emulate(
         out=out,
         quiet=as_json,
     )
-    if as_json and int(os.environ.get("RANK", "0")) == 0:
+    if as_json and is_rank_0():
         print_json(summary)

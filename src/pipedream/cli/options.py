@@ -1,14 +1,13 @@
-"""Options that several commands share, and how they are read."""
+"""Options that several commands share, and what their text means."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from pipedream.core import units
 from pipedream.core.errors import PlanError
@@ -16,9 +15,11 @@ from pipedream.core.hardware import presets
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
+from pipedream.workflows.exclusions import as_flag, check_options
 
 __all__ = [
     "AllowAsynchronous",
+    "Bandwidth",
     "Chunks",
     "ClusterName",
     "Config",
@@ -26,78 +27,77 @@ __all__ = [
     "Depth",
     "Device",
     "Json",
+    "Latency",
+    "Memory",
     "Microbatches",
+    "Output",
     "PlanSchedule",
-    "PlansSchedule",
+    "ProfileFile",
     "RecipeFile",
-    "RunMicrobatches",
     "RunMinibatches",
-    "ScheduleName",
-    "SeveralValues",
+    "ScheduleOrPlans",
+    "Seed",
     "Straight",
     "UpdateDelay",
+    "Workers",
+    "check_flags",
     "cluster_of",
     "depth_of",
-    "measured",
     "print_json",
+    "profile_of",
+    "read_profile",
     "shape_of",
 ]
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
-Depth = Annotated[
+_SHAPE, _CLUSTER, _METHOD = "Shape of the plan", "Cluster", "Method"
+_METHOD_NAME = "NAME[OPTION=VALUE,...]|FILE"
+_METHOD_HELP = "The method: a name from 'pipedream schedules', a schedule in PyTorch's notation (FILE.csv), or FILE.py"
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]
+Seed = Annotated[int, typer.Option(metavar="N", help="Random seed.")]
+Device = Annotated[str, typer.Option(metavar="cpu|cuda", help="Device of the workers.")]
+RecipeFile = Annotated[str, typer.Argument(metavar="RECIPE", help="Python file that defines recipe().")]
+ProfileFile = Annotated[
+    Path, typer.Argument(metavar="PROFILE", help="Profile of the model, or a graph.txt of the original PipeDream.")
+]
+Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Also write the result to a file.")]
+
+PlanSchedule = Annotated[
     str,
     typer.Option(
-        "--in-flight",
-        help="Depth: noam (the paper's), full (hides messages), auto (as near to full as fits), or counts: 3,2,1.",
+        "--schedule",
+        metavar=_METHOD_NAME,
+        rich_help_panel=_METHOD,
+        help=f"{_METHOD_HELP}; 'auto' chooses the fastest by simulation.",
     ),
 ]
-Straight = Annotated[bool, typer.Option("--straight", help="One stage for each worker.")]
-DataParallel = Annotated[bool, typer.Option("--data-parallel", help="One stage on all workers.")]
-Config = Annotated[str | None, typer.Option("--config", metavar="R0-R1-...", help="Workers of each stage: 2-1.")]
-UpdateDelay = Annotated[
-    int, typer.Option("--update-delay", min=0, max=1, help="1: replicated stages update behind their next forward.")
-]
-ClusterName = Annotated[
-    Path | None,
-    typer.Option(
-        "--cluster",
-        metavar="FILE|NAME[:MACHINES]",
-        help=f"A cluster's file, or one of the papers': {', '.join(presets.PRESETS)}; as in pipedream-a:4.",
-    ),
-]
-Chunks = Annotated[
-    int | None,
-    typer.Option("--chunks", min=1, help="Stages of each worker, for methods that interleave; 2."),
-]
-ScheduleName = Annotated[str, typer.Option("--schedule", help="A method: see 'pipedream schedules'.")]
-PlanSchedule = Annotated[
+ScheduleOrPlans = Annotated[
     str | None,
     typer.Option(
         "--schedule",
-        help="A method: see 'pipedream schedules', with options as in pb_lwp[by=difference]; FILE.csv, FILE.py; "
-        "auto: the fastest by simulation; pipedream.",
-    ),
-]
-PlansSchedule = Annotated[
-    str | None,
-    typer.Option(
-        "--schedule",
-        help="A method: see 'pipedream schedules', with options as in pb_lwp[by=difference]; FILE.csv, FILE.py; the "
-        "plan's, or pipedream.",
+        metavar=_METHOD_NAME,
+        rich_help_panel=_METHOD,
+        show_default="the plan's own, or pipedream",
+        help=f"{_METHOD_HELP}.",
     ),
 ]
 AllowAsynchronous = Annotated[
-    bool, typer.Option("--allow-asynchronous", help="With auto: also methods whose gradients are late.")
+    bool,
+    typer.Option(
+        "--allow-asynchronous",
+        rich_help_panel=_METHOD,
+        help="Let --schedule auto also choose methods with late gradients.",
+    ),
 ]
 Microbatches = Annotated[
-    int | None, typer.Option("--microbatches", min=1, help="Parts of a minibatch, for methods that split it.")
-]
-RunMicrobatches = Annotated[
     int | None,
     typer.Option(
         "--microbatches",
         min=1,
-        help="Parts of a minibatch; for methods that do not split it, minibatches of the run.",
+        metavar="M",
+        rich_help_panel=_METHOD,
+        show_default="the plan's or the method's own number",
+        help="Microbatches per minibatch.",
     ),
 ]
 RunMinibatches = Annotated[
@@ -105,11 +105,90 @@ RunMinibatches = Annotated[
     typer.Option(
         "--minibatches",
         min=1,
-        help="Of the run, from an empty pipeline to an empty one; 1 with a flush, else enough for a steady state.",
+        metavar="N",
+        rich_help_panel=_METHOD,
+        show_default="1 if the method flushes, otherwise enough for a steady state",
+        help="Minibatches to run, from an empty pipeline to an empty one.",
     ),
 ]
-Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
-RecipeFile = Annotated[str, typer.Argument(metavar="RECIPE", help="A Python file with a function recipe().")]
+Chunks = Annotated[
+    int | None,
+    typer.Option(
+        "--chunks",
+        min=1,
+        metavar="V",
+        rich_help_panel=_METHOD,
+        show_default="the method's own number",
+        help="Stages per worker, for methods that interleave.",
+    ),
+]
+Depth = Annotated[
+    str,
+    typer.Option(
+        "--in-flight",
+        metavar="noam|full|auto|N,N,...",
+        rich_help_panel=_METHOD,
+        help="Depth, the microbatches in flight at each stage: as in the paper (noam), enough to hide messages (full), the "
+        "deepest that fits the memory (auto), or a count for each stage, e.g. 3,2,1.",
+    ),
+]
+
+Straight = Annotated[bool, typer.Option("--straight", rich_help_panel=_SHAPE, help="One stage for each worker.")]
+DataParallel = Annotated[
+    bool, typer.Option("--data-parallel", rich_help_panel=_SHAPE, help="One stage, replicated on all workers.")
+]
+Config = Annotated[
+    str | None,
+    typer.Option("--config", metavar="R0-R1-...", rich_help_panel=_SHAPE, help="Workers of each stage, e.g. 2-1."),
+]
+UpdateDelay = Annotated[
+    int,
+    typer.Option(
+        "--update-delay",
+        min=0,
+        max=1,
+        metavar="0|1",
+        rich_help_panel=_SHAPE,
+        help="1 lets replicated stages run their next forward before they update.",
+    ),
+]
+
+Workers = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="N [N ...]",
+        rich_help_panel=_CLUSTER,
+        help="Number of workers. With several network levels one number a level, innermost first, e.g. 4 4; for machines "
+        "of unequal size, e.g. 4+4+2 3.",
+    ),
+]
+Bandwidth = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="B [B ...]",
+        rich_help_panel=_CLUSTER,
+        show_default="10Gbit/s",
+        help="Bandwidth of a link in one direction, one value a level, e.g. 1e9 (bytes/s) or 10Gbit/s.",
+    ),
+]
+Latency = Annotated[
+    float, typer.Option(min=0.0, metavar="SECONDS", rich_help_panel=_CLUSTER, help="One-way latency of a message.")
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BYTES", rich_help_panel=_CLUSTER, show_default="no limit", help="Memory per worker, e.g. 16GB."
+    ),
+]
+ClusterName = Annotated[
+    Path | None,
+    typer.Option(
+        "--cluster",
+        metavar="FILE|NAME[:MACHINES]",
+        rich_help_panel=_CLUSTER,
+        help=f"A cluster's file, or a cluster of a paper ({', '.join(presets.PRESETS)}), e.g. pipedream-a:4.",
+    ),
+]
 
 
 def print_json(value: Any) -> None:
@@ -117,13 +196,36 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1))
 
 
-def measured(path: Path) -> Profile | GraphText:
-    """Reads a profile, or a graph.txt, told apart by how they begin. Raises ArtifactError."""
+def check_flags(**options: Any) -> None:
+    """Checks that no given option rules out another; see `workflows.exclusions`.
+
+    Raises:
+        PlanError: one does.
+    """
+    check_options(options, as_flag)
+
+
+def read_profile(path: Path) -> Profile | GraphText:
+    """Reads a profile or a graph.txt; the first character decides which.
+
+    Raises:
+        ArtifactError: it is neither.
+    """
     try:
         begins = path.read_text(encoding="utf-8").lstrip()[:1]
     except (OSError, UnicodeDecodeError):
-        return Profile.load(path)  # which says what is wrong with it
+        return Profile.load(path)  # which reports what is wrong with it
     return Profile.load(path) if begins in ("{", "[") or path.suffix == ".json" else GraphText.load(path)
+
+
+def profile_of(path: Path) -> Profile:
+    """Reads a profile; a graph.txt becomes one that is named after its file.
+
+    Raises:
+        ArtifactError: it is neither.
+    """
+    found = read_profile(path)
+    return found.profile(path.stem) if isinstance(found, GraphText) else found
 
 
 def depth_of(text: str) -> str | tuple[int, ...]:
@@ -136,72 +238,23 @@ def depth_of(text: str) -> str | tuple[int, ...]:
         raise PlanError(f"--in-flight {text!r} is not known; write noam, full, auto or counts as in 3,2,1") from None
 
 
-def shape_of(*, straight: bool, data_parallel: bool, config: str | None, usual: str) -> str:
-    """Reads --straight, --data-parallel and --config, of which one may be given. Raises PlanError."""
-    given = [
-        (name, shape)
-        for name, shape, said in (
-            ("--straight", "straight", straight),
-            ("--data-parallel", "data-parallel", data_parallel),
-            ("--config", config or "", config is not None),
-        )
-        if said
-    ]
-    if len(given) > 1:
-        raise PlanError(f"{' and '.join(name for name, _ in given)} exclude each other; give one or none")
-    return given[0][1] if given else usual
-
-
-_RATE = r"[0-9.]+([eE][-+]?\d+)?([kKmMgGtT]?(bit|[bB])(/s|ps)?)?"
-
-
-class SeveralValues(TyperCommand):
-    """A command whose --workers and --bandwidth take several values: ``--workers 4 4``, ``4,4``, or the option again.
-
-    What follows such an option belongs to it as long as it reads like another value; so a file whose name is a
-    number stands before it.
-    """
-
-    _LISTS: ClassVar = {
-        "--workers": r"[\d+]+(,[\d+]+)*",
-        "--bandwidth": rf"{_RATE}(,{_RATE})*",
-    }
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Writes the option's name before each of its values, and leaves the rest to typer."""
-        given: list[str] = []
-        option = ""
-        for word in args:
-            if option and given[-1] != option and re.fullmatch(self._LISTS[option], word):
-                given.append(option)
-            elif not option or given[-1] != option:
-                name = word.partition("=")[0]
-                option = name if name in self._LISTS else ""
-                if option and word != name:
-                    given += [option, word.partition("=")[2]]
-                    continue
-            given.append(word)
-        return list(super().parse_args(ctx, given))
+def shape_of(*, straight: bool, data_parallel: bool, config: str | None) -> str | None:
+    """Reads --straight, --data-parallel and --config; None without any. Raises PlanError for more than one."""
+    check_flags(straight=straight, data_parallel=data_parallel, config=config)
+    return "straight" if straight else "data-parallel" if data_parallel else config
 
 
 def cluster_of(
     path: Path | None, workers: list[str], bandwidths: list[str], latency_s: float, memory: str | None
 ) -> Cluster:
-    """Reads --cluster, or --workers, --bandwidth, --latency and --memory, a level a value. Raises PlanError."""
+    """Reads --cluster; or --workers and --bandwidth, one value a level, --latency and --memory. Raises PlanError."""
+    check_flags(cluster=path, workers=workers, bandwidth=bandwidths, latency=latency_s, memory=memory)
     if path is not None:
-        told = {
-            "--workers": bool(workers),
-            "--bandwidth": bool(bandwidths),
-            "--latency": bool(latency_s),
-            "--memory": memory is not None,
-        }
-        if also := [name for name, is_given in told.items() if is_given]:
-            raise PlanError(f"--cluster {path} was given, and {', '.join(also)}, which it says itself; leave one out")
         return _named_cluster(path)
     widths = [word for text in workers for word in text.split(",")]
     rates = [word for text in bandwidths for word in text.split(",")] or ["1.25e9"]
     if not widths:
-        raise PlanError("say how many workers: --workers N, or give --cluster FILE or NAME")
+        raise PlanError("the number of workers is missing; give --workers N, or --cluster with a file or a name")
     if len(widths) != len(rates):
         raise PlanError(
             f"--workers gives {len(widths)} levels of the network and --bandwidth {len(rates)}; give one of each a "
@@ -209,7 +262,7 @@ def cluster_of(
         )
     if not all(re.fullmatch(r"0*[1-9]\d*(\+0*[1-9]\d*)*", width) for width in widths):
         raise PlanError(
-            f"--workers {' '.join(widths)} was asked for; give a whole number from 1 on for each level, or of unequal "
+            f"--workers {' '.join(widths)} was asked for; give a whole number from 1 on for each level, or for unequal "
             "machines one for each, as in 4+4+2 3"
         )
     try:
@@ -225,10 +278,10 @@ def cluster_of(
 
 
 def _named_cluster(path: Path) -> Cluster:
-    """A cluster's file, or one of the papers' by name: pipedream-a:4."""
+    """Reads a cluster's file, or takes a paper's by name: pipedream-a:4."""
     name, _, count = path.name.partition(":")
     if path.exists() or path.name != str(path) or "." in name:
-        return Cluster.load(path)  # which says what is wrong with it
+        return Cluster.load(path)  # which reports what is wrong with it
     if count and not count.isdecimal():
         raise PlanError(f"--cluster {path} was asked for; write NAME:MACHINES with a whole number of machines")
     return presets.cluster(name, int(count) if count else None)

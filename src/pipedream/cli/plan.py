@@ -1,275 +1,213 @@
-"""`pipedream plan`: cut a profiled model into stages, check a plan, sweep over clusters."""
+"""`pipedream plan`: a profiled model cut into stages."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from pipedream import planner
-from pipedream.cli import check as checking
-from pipedream.cli import sweep as sweeping
 from pipedream.cli.devices import Devices, kinds_of, with_kinds
 from pipedream.cli.options import (
     AllowAsynchronous,
+    Bandwidth,
     Chunks,
     ClusterName,
     Config,
     DataParallel,
     Depth,
     Json,
+    Latency,
+    Memory,
     Microbatches,
     PlanSchedule,
+    ProfileFile,
     Straight,
     UpdateDelay,
+    Workers,
+    check_flags,
     cluster_of,
     depth_of,
-    measured,
     print_json,
+    read_profile,
     shape_of,
 )
 from pipedream.core.artifact import encode
-from pipedream.core.errors import PlanError
+from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
+from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_seconds
+from pipedream.planner import Comparison
 from pipedream.report.listing import stage_memory_table
-from pipedream.workflows import api
+from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import simulated_period_s
 
 __all__ = ["plan"]
 
+CostModel = Annotated[
+    str,
+    typer.Option(
+        "--cost-model",
+        metavar="pipedream|classic",
+        help="Cost model; classic is that of the original PipeDream's planner.",
+    ),
+]
+Strategy = Annotated[
+    str,
+    typer.Option(
+        metavar="search|2bw",
+        rich_help_panel="Method",
+        help="2bw plans with equal replica counts, by PipeDream-2BW's planner and cost model.",
+    ),
+]
+Explain = Annotated[
+    bool,
+    typer.Option("--explain", rich_help_panel="Method", help="Print what --schedule auto compared."),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", show_default="1", help="Minibatch size, for graph.txt profiles, which have none."),
+]
+Cuts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LAYER,LAYER,...",
+        rich_help_panel="Shape of the plan",
+        help="Layers at which a new stage begins, by index or name, e.g. 3,7.",
+    ),
+]
+Recompute = Annotated[
+    str,
+    typer.Option(
+        metavar="never|auto|always",
+        rich_help_panel="Shape of the plan",
+        help="Stages that keep only their input and repeat the forward: none, those that do not fit otherwise, or all.",
+    ),
+]
+MemoryTable = Annotated[bool, typer.Option("--memory-table", help="Print the parts of each stage's peak memory.")]
+PlanOutput = Annotated[
+    Path | None,
+    typer.Option(
+        "-o", "--output", metavar="FILE", help="Also write the plan to a file; as a graph.txt if it ends in .txt."
+    ),
+]
+
 
 def plan(
-    profile: Annotated[
-        Path | None,
-        typer.Argument(metavar="PROFILE", help="A profile's file, or a graph.txt of the original PipeDream."),
-    ] = None,
-    workers: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="M1 [M2 ...]",
-            help="Workers; of a network of several levels, innermost first: 4 4; of unequal machines: 4+4+2 3.",
-        ),
-    ] = None,
-    bandwidth: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="B1 [B2 ...]",
-            help="Of a link, in one direction, a value for each level: 1e9 (bytes/s), 10Gbit/s (the default).",
-        ),
-    ] = None,
-    latency: Annotated[float, typer.Option(min=0.0, help="Seconds of a message.")] = 0.0,
+    profile: ProfileFile,
+    workers: Workers = None,
+    bandwidth: Bandwidth = None,
+    latency: Latency = 0.0,
+    memory: Memory = None,
     cluster: ClusterName = None,
-    memory: Annotated[str | None, typer.Option(help="Of one worker: 16e9, 16GB.")] = None,
     devices: Devices = None,
-    cost_model: Annotated[
-        str,
-        typer.Option(
-            "--cost-model", metavar="pipedream|classic", help="classic: the arithmetic of the original's planner."
-        ),
-    ] = "pipedream",
-    schedule: PlanSchedule = None,
-    allow_asynchronous: AllowAsynchronous = False,
-    strategy: Annotated[
-        str, typer.Option(metavar="search|2bw", help="2bw: equal replicas, by PipeDream-2BW's planner and cost model.")
-    ] = "search",
-    explain: Annotated[bool, typer.Option("--explain", help="With auto: print what was compared.")] = False,
-    chunks: Chunks = None,
+    schedule: PlanSchedule = "pipedream",
     microbatches: Microbatches = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples of a minibatch, for a graph.txt, which does not say; 1.")
-    ] = None,
     in_flight: Depth = "noam",
-    update_delay: UpdateDelay = 0,
+    chunks: Chunks = None,
+    allow_asynchronous: AllowAsynchronous = False,
+    explain: Explain = False,
+    strategy: Strategy = "search",
     straight: Straight = False,
     data_parallel: DataParallel = False,
     config: Config = None,
-    cuts: Annotated[
-        str | None, typer.Option(help="By hand: the layers that begin a stage, by index or name: 3,7.")
-    ] = None,
-    recompute: Annotated[
-        str,
-        typer.Option(
-            metavar="never|auto|always", help="Stages that keep only their input: none, those that must, or all."
-        ),
-    ] = "never",
-    memory_table: Annotated[
-        bool, typer.Option("--memory-table", help="Print what the peak of each stage is made of.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File to write the plan to; name.txt: a graph.txt.")
-    ] = None,
-    check: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PLAN", help="Instead: check a plan that was edited; with a profile its seconds and bytes too."
-        ),
-    ] = None,
-    against: Annotated[
-        Path | None, typer.Option("--profile", metavar="PROFILE", help="With --check: the profile of its model.")
-    ] = None,
-    over: Annotated[
-        bool,
-        typer.Option(
-            "--sweep",
-            help="Instead: predict all of --workers 2,4,8 --bandwidth 1e8,1e9 --schedule pipedream,1f1b; "
-            "these lists are then alternatives, not levels of a network.",
-        ),
-    ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --sweep: draw it, as name.svg or name.html.")
-    ] = None,
+    cuts: Cuts = None,
+    update_delay: UpdateDelay = 0,
+    recompute: Recompute = "never",
+    cost_model: CostModel = "pipedream",
+    batch: Batch = None,
+    memory_table: MemoryTable = False,
+    output: PlanOutput = None,
     as_json: Json = False,
 ) -> None:
-    """Cut a profiled model into stages, as fast as can be within the memory; check a plan; compare clusters."""
-    if check is not None:
-        _refuse_unused(
-            "--check takes all else from the plan",
-            {
-                "--workers": bool(workers),
-                "--bandwidth": bool(bandwidth),
-                "--memory": memory is not None,
-                "--cluster": cluster is not None,
-                "--devices": devices is not None,
-                "--output": output is not None,
-                "--sweep": over,
-            },
-        )
-        checking.check(check, against or profile, schedule, microbatches, as_json)
-        return
-    if profile is None:
-        raise PlanError("say which PROFILE to plan from, or which plan to check: --check PLAN")
-    _refuse_unused(
-        "they are of other ways to plan",
-        {
-            "--plot (of --sweep)": plot is not None and not over,
-            "--explain (of --schedule auto)": explain and schedule != "auto",
-            "--allow-asynchronous (of --schedule auto and --sweep)": allow_asynchronous
-            and not over
-            and schedule != "auto",
-            "--profile (of --check)": against is not None,
-            "--chunks (of a method with several stages a worker)": chunks is not None and (over or schedule == "auto"),
-            "--batch (of a graph.txt)": batch is not None and (profile.suffix != ".txt" or cost_model == "classic"),
-            "--strategy (of --cost-model pipedream)": strategy != "search" and cost_model == "classic",
-            "--schedule (--strategy 2bw plans for pipedream_2bw)": strategy == "2bw"
-            and schedule not in (None, "2bw", "pipedream_2bw"),
-        },
-    )
-    schedule = schedule or "pipedream"
-    given = measured(profile)
-    if over:
-        told = {
-            "--cluster": cluster is not None,
-            "--devices": devices is not None,
-            "--cost-model": cost_model != "pipedream",
-            "--strategy": strategy != "search",
-            "--update-delay": bool(update_delay),
-            "--cuts": cuts is not None,
-            "--recompute": recompute != "never",
-            "--output": output is not None,
-        }
-        _refuse_unused("--sweep knows nothing of it; or plan without --sweep", told)
-        sweeping.sweep(
-            given.profile(profile.stem) if isinstance(given, GraphText) else given,
-            workers=workers or [],
-            bandwidths=bandwidth or [],
-            latency_s=latency,
-            memory=memory,
-            schedules=schedule,
-            microbatches=microbatches,
-            in_flight=depth_of(in_flight),
-            shape=shape_of(straight=straight, data_parallel=data_parallel, config=config, usual="pipeline"),
-            allow_asynchronous=allow_asynchronous,
-            plot=plot,
-            as_json=as_json,
-        )
-        return
+    """Cut a profiled model into stages.
+
+    The slowest stage is as fast as possible, and each stage fits the memory of its workers.
+
+    \b
+    Examples:
+      pipedream plan digits.profile.json --workers 4 -o digits.plan.json
+      pipedream plan digits.profile.json --cluster pipedream-a:2 --schedule auto
+    """
+    shape = shape_of(straight=straight, data_parallel=data_parallel, config=config)
+    options: dict[str, Any] = {
+        "schedule": schedule,
+        "microbatches": microbatches,
+        "in_flight": depth_of(in_flight),
+        "shape": shape or "any",
+        "cuts": None if cuts is None else tuple(int(cut) if cut.isdecimal() else cut for cut in cuts.split(",") if cut),
+        "update_delay": update_delay,
+        "recompute": recompute,
+        "cost_model": cost_model,
+        "strategy": strategy,
+        "chunks": chunks,
+        "allow_asynchronous": allow_asynchronous,
+    }
+    check_flags(**options, explain=explain, batch=batch, PROFILE=profile)
+    given = read_profile(profile)
     kinds = kinds_of(devices, given)
     widths = workers or ([str(sum(kind.count for kind in kinds))] if kinds and cluster is None else [])
     joined = with_kinds(cluster_of(cluster, widths, bandwidth or [], latency, memory), kinds)
-    shape = shape_of(straight=straight, data_parallel=data_parallel, config=config, usual="any")
-    if cuts is not None and (straight or data_parallel):
-        raise PlanError("--cuts already says the stages; give it alone or with --config, the workers of each")
-    began = time.perf_counter()
-    compared: tuple[planner.Candidate, ...] = ()
-    simulated_s: float | None = None
-    if cost_model == "classic":
-        if shape not in ("any", "straight") or cuts is not None or update_delay or microbatches or recompute != "never":
-            raise PlanError(
-                "--cost-model classic does not support --data-parallel, --config, --cuts, --update-delay, --recompute "
-                "or --microbatches; leave them out, or plan with --cost-model pipedream"
-            )
-        answer = api.classic(
-            given, joined, straight=shape == "straight", schedule=schedule, in_flight=depth_of(in_flight)
-        )
-        seconds = time.perf_counter() - began
-        found = replace(answer.plan, model=answer.plan.model if isinstance(given, Profile) else profile.stem)
-        slowest_s, alone_s, parallel_s = answer.slowest_stage_s, answer.one_worker_s, answer.data_parallel_s
-    else:
-        known = given.profile(profile.stem) if isinstance(given, GraphText) else given
-        depth = depth_of(in_flight)
-        if batch is not None:
-            known = replace(known, batch=batch)
-        if schedule == "auto" and cuts is None and (cost_model, strategy) == ("pipedream", "search"):
-            best = api.choose(
-                known,
-                joined,
-                microbatches=microbatches,
-                in_flight=depth,
-                shape=shape,
-                update_delay=update_delay,
-                recompute=recompute,
-                allow_asynchronous=allow_asynchronous,
-            )
-            found, compared = best.plan, best.candidates
-            if explain and not as_json:
-                print(best, end="\n\n")
-        else:
-            found = api.plan(
-                known,
-                joined,
-                schedule=schedule,
-                microbatches=microbatches,
-                in_flight=depth,
-                shape=shape,
-                cuts=None if cuts is None else tuple(int(c) if c.isdecimal() else c for c in cuts.split(",") if c),
-                update_delay=update_delay,
-                recompute=recompute,
-                cost_model=cost_model,
-                strategy=strategy,
-                chunks=chunks,
-            )
-        seconds = time.perf_counter() - began
-        slowest_s = found.slowest_stage_s
-        alone_s = known.forward_s + known.backward_s + known.update_s + known.loss_s
-        parallel_s = api.plan(known, joined.unlimited(), shape="data-parallel").slowest_stage_s
-        simulated_s = compared[0].period_s if compared else simulated_period_s(found)
+    answer = _answer(given, joined, options, name=profile.stem, batch=batch)
     if output is not None and output.suffix == ".txt":
         text = given if isinstance(given, GraphText) else GraphText.of(given)
-        text.with_stages(stage.names for stage in found.stages).save(output)
+        text.with_stages(stage.names for stage in answer.plan.stages).save(output)
     elif output is not None:
-        found.save(output)
-    if not as_json:
-        print(found)
-        if simulated_s is not None:
-            alone = f"one worker alone takes {format_seconds(alone_s)}"
-            slower = ", less than this plan" if simulated_s > 1.001 * alone_s else ""
-            print(f"simulated: {format_seconds(simulated_s)} per minibatch by {found.schedule}; {alone}{slower}")
-        if memory_table:
-            print(f"\n{stage_memory_table(found)}")
+        answer.plan.save(output)
+    if as_json:
+        print_json(answer.as_json())
         return
-    print_json(
-        {
+    if explain and answer.comparison is not None:
+        print(answer.comparison, end="\n\n")
+    print(answer)
+    if memory_table:
+        print(f"\n{stage_memory_table(answer.plan)}")
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A plan, with what it is compared with.
+
+    Attributes:
+        plan: the plan.
+        slowest_stage_s: predicted seconds per minibatch, of a full pipeline.
+        alone_s: seconds per minibatch of one worker alone.
+        parallel_s: seconds per minibatch of data parallelism.
+        planning_s: seconds that the planner took.
+        simulated_s: seconds per minibatch by simulation; None where it takes long, or by the classic cost model.
+        comparison: of the methods, for the schedule 'auto'.
+    """
+
+    plan: Plan
+    slowest_stage_s: float
+    alone_s: float
+    parallel_s: float
+    planning_s: float
+    simulated_s: float | None = None
+    comparison: Comparison | None = None
+
+    def __str__(self) -> str:
+        if self.simulated_s is None:
+            return str(self.plan)
+        slower = ", less than this plan" if self.simulated_s > 1.001 * self.alone_s else ""
+        return (
+            f"{self.plan}\n"
+            f"simulated: {format_seconds(self.simulated_s)} per minibatch by {self.plan.schedule}; "
+            f"one worker alone takes {format_seconds(self.alone_s)}{slower}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        found, period_s = self.plan, self.simulated_s or self.slowest_stage_s
+        return {
             "config": found.config,
-            "slowest_stage_s": slowest_s,
-            "simulated_s": simulated_s,
-            "speedup_over_one_worker": _ratio(alone_s, simulated_s or slowest_s),
-            "speedup_over_data_parallel": _ratio(parallel_s, simulated_s or slowest_s),
-            "planning_s": seconds,
+            "slowest_stage_s": self.slowest_stage_s,
+            "simulated_s": self.simulated_s,
+            "speedup_over_one_worker": self.alone_s / period_s if period_s else None,
+            "speedup_over_data_parallel": self.parallel_s / period_s if period_s else None,
+            "planning_s": self.planning_s,
             "in_flight": list(found.in_flight),
             "update_delay": list(found.update_delay),
             "schedule": found.schedule,
@@ -278,7 +216,7 @@ def plan(
             "bound_s": found.bound_s,
             "gap": found.gap,
             "order": list(found.order),
-            **({"candidates": encode(compared)} if compared else {}),
+            **({"candidates": encode(self.comparison.candidates)} if self.comparison else {}),
             "stages": [
                 {
                     "layers": list(stage.names),
@@ -294,15 +232,46 @@ def plan(
                 for s, stage in enumerate(found.stages)
             ],
         }
+
+
+def _answer(
+    given: Profile | GraphText, cluster: Cluster, options: dict[str, Any], *, name: str, batch: int | None
+) -> _Answer:
+    """Plans, and computes what the plan is compared with.
+
+    Args:
+        name: of the model, for a graph.txt, which has none.
+        batch: minibatch size, for a graph.txt, which has none.
+    """
+    began = time.perf_counter()
+    if options["cost_model"] == "classic":
+        answer = planning.classic(
+            given,
+            cluster,
+            straight=options["shape"] == "straight",
+            schedule=options["schedule"],
+            in_flight=options["in_flight"],
+        )
+        found = answer.plan if isinstance(given, Profile) else replace(answer.plan, model=name)
+        times = (answer.slowest_stage_s, answer.one_worker_s, answer.data_parallel_s)
+        return _Answer(found, *times, planning_s=time.perf_counter() - began)
+    known = given.profile(name) if isinstance(given, GraphText) else given
+    if batch is not None:
+        known = replace(known, batch=batch)
+    comparison = None
+    if options["schedule"] == "auto":
+        kept = ("microbatches", "in_flight", "shape", "update_delay", "recompute", "allow_asynchronous")
+        comparison = planning.choose(known, cluster, **{key: options[key] for key in kept})
+        found = comparison.plan
+    else:
+        found = planning.plan(known, cluster, **options)
+    planning_s = time.perf_counter() - began
+    return _Answer(
+        found,
+        found.slowest_stage_s,
+        known.forward_s + known.backward_s + known.update_s + known.loss_s,
+        planning.plan(known, cluster.unlimited(), shape="data-parallel").slowest_stage_s,
+        planning_s,
+        comparison.candidates[0].period_s if comparison else simulated_period_s(found),
+        comparison,
     )
-
-
-def _refuse_unused(why: str, given: dict[str, bool]) -> None:
-    """Raises PlanError where options are given that would do nothing."""
-    if unused := [name for name, is_given in given.items() if is_given]:
-        raise PlanError(f"{', '.join(unused)}: not used here, {why}; leave it out")
-
-
-def _ratio(seconds: float, shorter_s: float) -> float | None:
-    """Speed-up, of the profile's device; None where nothing takes time."""
-    return seconds / shorter_s if shorter_s else None

@@ -1,15 +1,13 @@
-"""The command `probe`: measures the links and workers of a cluster, and writes the cluster's file."""
+"""`pipedream probe`: measures the links and workers of a cluster, and writes the cluster's file."""
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipedream.cli.options import Device, Json, print_json
+from pipedream.cli.options import Device, Json, Output, print_json
+from pipedream.cli.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.artifact import encode
 
 __all__ = ["probe"]
@@ -17,29 +15,33 @@ __all__ = ["probe"]
 
 def probe(
     workers: Annotated[
-        int | None, typer.Option(min=2, help="Local worker processes, to try it on one machine; else use torchrun.")
+        int | None,
+        typer.Option(min=2, metavar="N", show_default="none; use torchrun", help="Number of local worker processes."),
     ] = None,
     device: Device = "cpu",
-    seconds: Annotated[float, typer.Option(min=0.5, help="About how long it may take.")] = 10.0,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write the cluster to.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="Approximate time to spend.")] = 10.0,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the cluster that the workers run on: links, sums, speeds, memory; write its file.
+    """Measure the cluster that the workers run on.
 
-    Started by torchrun on every machine as the training would be. Rank 0 writes and prints.
+    Measures links, all-reduces, speeds and memory. Start it with torchrun on every machine, as the training would be
+    started; rank 0 prints and writes. On one machine --workers starts the processes.
+
+    \b
+    Examples:
+      torchrun --nnodes 2 --nproc-per-node 4 ... -m pipedream probe -o cluster.json
+      pipedream probe --workers 2
     """
-    launched = "TORCHELASTIC_RUN_ID" in os.environ or "WORLD_SIZE" in os.environ
-    if not launched and workers is not None:
-        from pipedream.runtime.failure.launch import launch  # torch is loaded only where workers run
-
-        raise typer.Exit(launch(workers, ["-m", "pipedream.cli", *sys.argv[1:]]))
+    if not is_worker() and workers is not None:
+        start_workers(workers)
     from pipedream.runtime.comm.process_group import leave_group
     from pipedream.workflows.probe import probe as probed
 
     survey = probed(device=device, most_s=seconds)
     leave_group()
     cluster = survey.cluster()
-    if int(os.environ.get("RANK", "0")) != 0:
+    if not is_rank_0():
         return
     if output is not None:
         cluster.save(output)

@@ -1,15 +1,32 @@
-"""`pipedream plan --sweep`: a table, rows as JSON, and a picture, over workers, bandwidths and methods."""
+"""`pipedream sweep`: a table and a picture of methods over numbers of workers and bandwidths."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from pipedream.cli.options import print_json
+import typer
+
+from pipedream.cli.options import (
+    AllowAsynchronous,
+    Config,
+    DataParallel,
+    Depth,
+    Json,
+    Latency,
+    Memory,
+    Microbatches,
+    ProfileFile,
+    Straight,
+    depth_of,
+    print_json,
+    profile_of,
+    shape_of,
+)
 from pipedream.core import units
 from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level
-from pipedream.core.model.profile import Profile
 from pipedream.core.schedule.method_text import listed
 from pipedream.report.sweep import sweep_page, sweep_svg
 from pipedream.workflows import sweep as sweeping
@@ -18,41 +35,64 @@ __all__ = ["sweep"]
 
 
 def sweep(
-    profile: Profile,
-    *,
-    workers: list[str],
-    bandwidths: list[str],
-    latency_s: float,
-    memory: str | None,
-    schedules: str,
-    microbatches: int | None,
-    in_flight: str | tuple[int, ...],
-    shape: str,
-    allow_asynchronous: bool,
-    plot: Path | None,
-    as_json: bool,
+    profile: ProfileFile,
+    workers: Annotated[list[str], typer.Option(metavar="N,N,...", help="Numbers of workers, e.g. 2,4,8.")],
+    bandwidth: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="B,B,...",
+            show_default="10Gbit/s",
+            help="Bandwidths of a link in one direction, e.g. 1e8,1e9 (bytes/s) or 1Gbit/s,10Gbit/s.",
+        ),
+    ] = None,
+    schedule: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,NAME,...", help="Methods to compare with data parallelism, e.g. pipedream,1f1b,auto."
+        ),
+    ] = "pipedream",
+    latency: Latency = 0.0,
+    memory: Memory = None,
+    microbatches: Microbatches = None,
+    in_flight: Depth = "noam",
+    straight: Straight = False,
+    data_parallel: DataParallel = False,
+    config: Config = None,
+    allow_asynchronous: AllowAsynchronous = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also draw the table, as FILE.svg or FILE.html.")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Sweeps over the values of these lists, prints what comes out, and draws it."""
+    """Compare methods over workers and bandwidths.
+
+    Plans and simulates each method for each number of workers at each bandwidth, and finds the bandwidth at which it
+    becomes faster or slower than data parallelism.
+
+    \b
+    Example:
+      pipedream sweep digits.profile.json --workers 2,4 --bandwidth 1e8,1e9
+    """
     counts = _values(workers)
     if not counts or not all(count.isdecimal() and int(count) > 0 for count in counts):
         raise PlanError(f"a sweep over --workers {','.join(counts) or '(none)'} was asked for; write --workers 2,4,8")
     if plot is not None and plot.suffix not in (".svg", ".html"):
-        raise PlanError(f"--plot {plot} was asked for; a picture is written to name.svg or name.html")
+        raise PlanError(f"--plot {plot} was asked for, but a picture is SVG or HTML; write name.svg or name.html")
     try:
-        rates = [units.parse_rate(rate) for rate in _values(bandwidths) or ["1.25e9"]]
+        rates = [units.parse_rate(rate) for rate in _values(bandwidth or []) or ["1.25e9"]]
         size = None if memory is None else units.parse_bytes(memory)
-        cluster = Cluster((Level(int(counts[0]), rates[0], latency_s),), size)
+        cluster = Cluster((Level(int(counts[0]), rates[0], latency),), size)
     except ValueError as error:
         raise PlanError(str(error)) from None
     found = sweeping.sweep(
-        profile,
+        profile_of(profile),
         cluster,
         workers=sorted({int(count) for count in counts}),
         bandwidths=sorted(set(rates)),
-        schedules=_values([schedules]),
+        schedules=_values([schedule]),
         microbatches=microbatches,
-        in_flight=in_flight,
-        shape=shape,
+        in_flight=depth_of(in_flight),
+        shape=shape_of(straight=straight, data_parallel=data_parallel, config=config) or "pipeline",
         allow_asynchronous=allow_asynchronous,
     )
     if plot is not None:

@@ -113,33 +113,30 @@ def run_of(
     Args:
         schedule: a method's name, a file (`build`), or a schedule.
         plan: to build it for.
-        microbatches: m for methods that split a minibatch; for the others, the minibatches of the run.
+        microbatches: m, the microbatches of a minibatch; 1 for a method that does not split it.
         minibatches: of the run. By default one if the method flushes; else enough to show the steady state, at least
             two, and at least `usual` microbatches.
         split: m if `microbatches` is None.
         usual: m if neither is given, for methods that flush and work with this m; the method's own m otherwise.
 
     Raises:
-        ScheduleError: the method does not work with the plan or with m, or two different lengths are given.
+        ScheduleError: the method does not work with the plan or with m.
     """
     built = _built(schedule, plan, microbatches, split, usual) if isinstance(schedule, str) else schedule
-    if _keeps_minibatches(built):
-        if microbatches is not None and minibatches is not None:
+    if microbatches not in (None, built.microbatches):
+        if _keeps_minibatches(built):
             raise ScheduleError(
-                f"schedule {built.name!r} does not split a minibatch, so that {microbatches} microbatches and "
-                f"{minibatches} minibatches are two lengths of one run; give one of them"
+                f"schedule {built.name!r} does not split a minibatch, but {microbatches} microbatches per minibatch were "
+                "asked for; leave the number out, and give the length of the run in minibatches "
+                f"(--minibatches {microbatches}, or minibatches={microbatches} in Python)"
             )
-        length = microbatches or minibatches
-    else:
-        if microbatches not in (None, built.microbatches):
-            raise ScheduleError(
-                f"schedule {built.name!r} with {microbatches} microbatches a minibatch: it is built for "
-                f"{built.microbatches}; leave the number out, and say how many minibatches the run has"
-            )
-        length = minibatches
-    if length is not None and length < 1:
-        raise ScheduleError(f"a run has at least 1 minibatch, found {length}")
-    return Run(built, length or _default_length(built, usual))
+        raise ScheduleError(
+            f"schedule {built.name!r} is built for {built.microbatches} microbatches per minibatch, but {microbatches} "
+            "were asked for; leave the number out, and give the length of the run in minibatches"
+        )
+    if minibatches is not None and minibatches < 1:
+        raise ScheduleError(f"a run has at least 1 minibatch, found {minibatches}")
+    return Run(built, minibatches or _default_length(built, usual))
 
 
 def _built(name: str, plan: Plan, microbatches: int | None, split: int | None, usual: int) -> Schedule:

@@ -44,7 +44,7 @@ def compare_recipe(
         folder = out / name.replace(" ", "_").replace("/", "_")
         status = launch(
             count,
-            ["-m", "pipedream.cli", "train", recipe, "--workers", str(count), *flags, "--epochs", str(epochs)]
+            ["-m", "pipedream", "train", recipe, "--workers", str(count), *flags, "--epochs", str(epochs)]
             + ([] if minibatches is None else ["--minibatches", str(minibatches)])
             + ["--seed", str(seed), "--device", device, "--out", str(folder), "--json"],
             silent=True,

@@ -19,8 +19,8 @@ from pipedream.pipeline import Pipeline
 from pipedream.runtime.comm import process_group as process_group
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.training.run_folder import last_segment, software_versions, summarise, write_run
-from pipedream.workflows import api
 from pipedream.workflows.methods import asked_of
+from pipedream.workflows.simulate import simulate_program
 
 __all__ = ["emulate", "emulated_batches", "emulated_pipeline", "emulated_plan"]
 
@@ -79,7 +79,7 @@ def emulate(
         sent, rates = pipeline.sent_bytes(), pipeline.learning_rates()
         program, drains = pipeline.program, pipeline.drains
     steady = last_segment(measured, drains)
-    predicted = api.simulate_program(program, max(steady.microbatches, 4 * program.cycle * max(scaled.in_flight)))
+    predicted = simulate_program(program, max(steady.microbatches, 4 * program.cycle * max(scaled.in_flight)))
     summary = summarise(
         plan=scaled, predicted=predicted, measured=steady, sent_bytes=sent, learning_rates=rates, samples_per_s=()
     )

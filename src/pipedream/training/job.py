@@ -25,8 +25,9 @@ from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.schedules import canonical
 from pipedream.training.resume import ResumePoint, check_unused, resume_point
-from pipedream.workflows import api
+from pipedream.workflows.plan import plan as make_plan
 from pipedream.workflows.prepare import all_flush, check_phases_fit, compensated, phases_of, planned_for
+from pipedream.workflows.profile import profile as profile_model
 
 __all__ = ["Job", "PlannedJob", "Process", "model_input", "plan_job", "profile_recipe", "resolve"]
 
@@ -173,7 +174,7 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
     if plan is None:
         with blaming("while its model was profiled on its first batch"):
             profile = profile or profile_recipe(recipe, device=str(process.device), seed=job.seed)
-        plan = api.plan(
+        plan = make_plan(
             profile,
             options.cluster or Cluster.here(job.workers),
             schedule=job.schedule,
@@ -214,7 +215,7 @@ def profile_recipe(
     batch = recipe.first_batch()
     loss = Loss(recipe.loss, recipe.weight)
     _, targets = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss))(batch)
-    return api.profile(
+    return profile_model(
         recipe.model,
         model_input(recipe, batch),
         loss=lambda output: loss.value(output, targets),

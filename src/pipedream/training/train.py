@@ -32,7 +32,7 @@ from pipedream.training.run_folder import (
     summarise,
     write_run,
 )
-from pipedream.workflows import api
+from pipedream.workflows.simulate import simulate_program
 
 __all__ = ["Outcome", "report", "run", "run_job", "train_recipe"]
 
@@ -199,7 +199,7 @@ def _outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Pl
         average=average,
         program=program,
         steady=steady,
-        predicted=api.simulate_program(program, max(steady.microbatches, 4 * program.cycle * max(plan.in_flight))),
+        predicted=simulate_program(program, max(steady.microbatches, 4 * program.cycle * max(plan.in_flight))),
     )
 
 

@@ -44,8 +44,8 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
     rank, processes = process_group.join_group(place)
     if processes == 1:
         raise PlanError(
-            "a lone process has no links to measure; start a worker for each place of the cluster (torchrun ... -m "
-            "pipedream.cli probe), or try it here with --workers 2"
+            "a single process has no links to measure; start a worker on each device of the cluster (torchrun ... -m "
+            "pipedream probe), or try it on this machine with --workers 2"
         )
     set_threads(processes)
     everyone = process_group.world_group()

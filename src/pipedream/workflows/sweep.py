@@ -16,8 +16,8 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.sweep import DATA_PARALLEL, Crossover, Point, Sweep
 from pipedream.schedules import canonical
-from pipedream.workflows import api
 from pipedream.workflows.methods import methods_of, score
+from pipedream.workflows.plan import plan as make_plan
 
 __all__ = ["sweep"]
 
@@ -44,7 +44,7 @@ def sweep(
         cluster: of one level, whose latency and memory are kept.
         workers, bandwidths, schedules: the values; bytes per second; names of methods, or 'auto'.
         microbatches: of the methods that split minibatches.
-        in_flight, shape, allow_asynchronous: see `api.plan`.
+        in_flight, shape, allow_asynchronous: see `workflows.plan.plan`.
         crossovers: look for those of the methods that have a plan; it takes some twenty plans for each.
 
     Raises:
@@ -65,7 +65,7 @@ def sweep(
         parallel = schedule == DATA_PARALLEL
         empty = Point(count, rate, schedule)
         try:
-            plan = api.plan(
+            plan = make_plan(
                 profile,
                 joined,
                 schedule="pipedream" if parallel else schedule,

@@ -1,0 +1,68 @@
+"""How a command line is read, where typer alone does not: options with several values, options that have moved."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+from typer.core import TyperCommand
+
+from pipedream.core.errors import PlanError
+
+__all__ = ["OptionParser"]
+
+_RATE = r"[0-9.]+([eE][-+]?\d+)?([kKmMgGtT]?(bit|[bB])(/s|ps)?)?"
+
+
+class OptionParser(TyperCommand):
+    """A command whose lists may be written ``--workers 4 4``, ``--workers 4,4``, or with the option repeated.
+
+    The words after such an option belong to it as long as they read like values of it; so a file whose name is a
+    number must come before it. In the help, options are grouped by their panels.
+    """
+
+    _LISTS: ClassVar = {
+        "--workers": r"[\d+]+(,[\d+]+)*",
+        "--bandwidth": rf"{_RATE}(,{_RATE})*",
+    }
+    _MOVED: ClassVar[dict[tuple[str | None, str], str]] = {
+        ("plan", "--check"): "pipedream check PLAN --profile PROFILE",
+        ("plan", "--sweep"): "pipedream sweep PROFILE --workers 2,4,8 --bandwidth 1e8,1e9",
+    }
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Writes the option's name before each of its values, and leaves the rest to typer."""
+        for word in args:
+            if moved := self._MOVED.get((self.name, word.partition("=")[0])):
+                raise PlanError(f"{word} is a command of its own now; write {moved}")
+        lists = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
+        lists &= set(self._LISTS)
+        given: list[str] = []
+        option = ""
+        for word in args:
+            if option and given[-1] != option and re.fullmatch(self._LISTS[option], word):
+                given.append(option)
+            elif not option or given[-1] != option:
+                name = word.partition("=")[0]
+                option = name if name in lists else ""
+                if option and word != name:
+                    given += [option, word.partition("=")[2]]
+                    continue
+            given.append(word)
+        return list(super().parse_args(ctx, given))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes the arguments, the options without a panel, and each group of options under the title of its panel."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            if record := param.get_help_record(ctx):
+                usual = "Arguments" if param.param_type_name == "argument" else "Options"
+                name, text = record
+                text = re.sub(
+                    r"\[default: \((.*?)\)", r"[default: \1", text
+                )  # typer puts a default in words in brackets
+                sections.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append((name, text))
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)

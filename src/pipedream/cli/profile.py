@@ -1,0 +1,64 @@
+"""`pipedream profile`: seconds and bytes of each layer of a recipe's model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pipedream.cli.options import Json, Output, RecipeFile, Seed, check_flags
+from pipedream.core.errors import ProfileError
+
+__all__ = ["profile"]
+
+_META = "Prediction, with --device meta"
+
+
+def profile(
+    recipe: RecipeFile,
+    device: Annotated[
+        str,
+        typer.Option(metavar="cpu|cuda|meta", help="Device to measure on; meta predicts without running the model."),
+    ] = "cpu",
+    as_device: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            metavar="DEVICE",
+            rich_help_panel=_META,
+            show_default="here",
+            help="Device to predict for: a name such as A100-80GB, H100 or RTX-4090, a device's file, or 'here' for this "
+            "machine.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            rich_help_panel=_META,
+            show_default="the model's own",
+            help="Dtype of all floating-point tensors, e.g. bfloat16.",
+        ),
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, metavar="N", help="Measured runs, of which the median counts.")] = 10,
+    seed: Seed = 0,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Measure or predict the seconds and bytes of each layer.
+
+    \b
+    Example:
+      pipedream profile examples/digits.py -o digits.profile.json
+    """
+    from pipedream.recipe import load_recipe
+    from pipedream.training.job import profile_recipe
+
+    if device not in ("cpu", "cuda", "meta") and not device.startswith("cuda:"):
+        raise ProfileError(f"device {device!r} cannot be measured; choose cpu, cuda or meta")
+    check_flags(device=device, as_device=as_device, dtype=dtype)
+    made = load_recipe(recipe, seed=seed)
+    found = profile_recipe(made, device=device, as_device=as_device, dtype=dtype, seed=seed, runs=runs)
+    if output is not None:
+        found.save(output)
+    print(found.to_json() if as_json else found)

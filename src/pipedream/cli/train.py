@@ -1,0 +1,267 @@
+"""`pipedream train`: profile, plan and run a recipe, on local workers or under torchrun."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipedream.cli.options import (
+    AllowAsynchronous,
+    Chunks,
+    Config,
+    DataParallel,
+    Depth,
+    Device,
+    Json,
+    Microbatches,
+    RecipeFile,
+    Straight,
+    UpdateDelay,
+    check_flags,
+    depth_of,
+    print_json,
+    shape_of,
+)
+from pipedream.cli.workers import is_rank_0, is_worker, start_workers
+from pipedream.core.errors import PipelineError
+from pipedream.core.plan.plan import Plan
+from pipedream.planner import counts_of
+from pipedream.runtime.failure.verdict import STUCK_AFTER_S
+from pipedream.schedules import is_torch_csv, load_torch_csv
+
+__all__ = ["train"]
+
+_METHOD, _RUN, _FAILURES = "Method", "Run", "Failures"
+
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", show_default="the plan's, or 2", help="Number of local worker processes."),
+]
+Schedule = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME[OPTION=VALUE,...]|FILE",
+        rich_help_panel=_METHOD,
+        show_default="the plan's own, or pipedream",
+        help="The method: a name from 'pipedream schedules', a schedule in PyTorch's notation (FILE.csv), or FILE.py; "
+        "'auto' chooses the fastest by simulation.",
+    ),
+]
+Compensation = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME[:NUMBER]",
+        rich_help_panel=_METHOD,
+        show_default="the recipe's",
+        help="Compensation of late gradients: spike, nesterov, error_feedback, t1:500, ... or none; repeatable.",
+    ),
+]
+Phases = Annotated[
+    str | None,
+    typer.Option(
+        metavar="METHOD[/M][+COMPENSATION]:END,...",
+        rich_help_panel=_METHOD,
+        help="Methods to train with in turn, each with M microbatches until a minibatch or, with 'e', an epoch, e.g. "
+        "1f1b/4:200,pipedream:3e,1f1b/4.",
+    ),
+]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", show_default="profile the model and plan here", help="Plan to run, from 'pipedream plan -o'."
+    ),
+]
+Recompute = Annotated[
+    bool,
+    typer.Option(
+        "--recompute",
+        rich_help_panel="Shape of the plan",
+        help="Every stage keeps only its input and repeats the forward before the backward.",
+    ),
+]
+Epochs = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", rich_help_panel=_RUN, show_default="the recipe's", help="Epochs to train."),
+]
+Minibatches = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", rich_help_panel=_RUN, show_default="no limit", help="Stop after this many minibatches."
+    ),
+]
+EvaluateEvery = Annotated[
+    int,
+    typer.Option(min=0, metavar="EPOCHS", rich_help_panel=_RUN, help="Epochs between evaluations; 0: only at the end."),
+]
+CheckpointEvery = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="MINIBATCHES",
+        rich_help_panel=_RUN,
+        show_default="at each evaluation",
+        help="Minibatches between checkpoints; 0: no checkpoints.",
+    ),
+]
+Keep = Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=_RUN, help="Number of checkpoints to keep.")]
+Resume = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", rich_help_panel=_RUN, help="Run folder, or one of its checkpoints, to continue."),
+]
+TrainSeed = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        rich_help_panel=_RUN,
+        show_default="0, or the resumed run's",
+        help="Random seed for the recipe and all layers.",
+    ),
+]
+Weights = Annotated[
+    Path | None, typer.Option(metavar="FILE", rich_help_panel=_RUN, help="State dict of the whole model to start from.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", rich_help_panel=_RUN, show_default="a new one in runs/", help="Run folder."),
+]
+Log = Annotated[
+    list[str] | None,
+    typer.Option(metavar="csv|tensorboard", rich_help_panel=_RUN, help="Also log to the run folder; repeatable."),
+]
+StuckAfter = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        metavar="SECONDS",
+        rich_help_panel=_FAILURES,
+        help="End the run if an op or the data loader takes longer than this; 0: never.",
+    ),
+]
+MaxRestarts = Annotated[
+    int,
+    typer.Option(
+        min=0, metavar="N", rich_help_panel=_FAILURES, help="Restart the workers after a failure, at most N times."
+    ),
+]
+Elastic = Annotated[
+    bool,
+    typer.Option(
+        "--elastic", rich_help_panel=_FAILURES, help="If restarts fail, continue with one worker fewer, and so on."
+    ),
+]
+MinWorkers = Annotated[
+    int, typer.Option(min=1, metavar="N", rich_help_panel=_FAILURES, help="Fewest workers that --elastic may leave.")
+]
+
+
+def train(
+    recipe: RecipeFile,
+    workers: Workers = None,
+    plan: PlanFile = None,
+    schedule: Schedule = None,
+    compensation: Compensation = None,
+    phases: Phases = None,
+    allow_asynchronous: AllowAsynchronous = False,
+    straight: Straight = False,
+    data_parallel: DataParallel = False,
+    config: Config = None,
+    update_delay: UpdateDelay = 0,
+    recompute: Recompute = False,
+    in_flight: Depth = "noam",
+    chunks: Chunks = None,
+    microbatches: Microbatches = None,
+    epochs: Epochs = None,
+    minibatches: Minibatches = None,
+    evaluate_every: EvaluateEvery = 1,
+    checkpoint_every: CheckpointEvery = None,
+    keep: Keep = 2,
+    resume: Resume = None,
+    seed: TrainSeed = None,
+    device: Device = "cpu",
+    weights: Weights = None,
+    out: Out = None,
+    log: Log = None,
+    stuck_after: StuckAfter = STUCK_AFTER_S,
+    max_restarts: MaxRestarts = 0,
+    elastic: Elastic = False,
+    min_workers: MinWorkers = 1,
+    as_json: Json = False,
+) -> None:
+    """Train a recipe: profile, plan, run, report.
+
+    Starts local worker processes; under torchrun this process is one of the workers. Leaves summary.json, weights.pt,
+    trace.json (for Perfetto), report.html and checkpoints in the run folder.
+
+    \b
+    Example:
+      pipedream train examples/digits.py --workers 2 --schedule 1f1b
+    """
+    shape = shape_of(straight=straight, data_parallel=data_parallel, config=config)
+    check_flags(plan=plan, shape=shape, update_delay=update_delay, chunks=chunks)
+    given = Plan.load(plan) if plan is not None else None
+    count = workers or _planned_workers(given, config, resume, schedule) or 2
+    if not is_worker() and (count > 1 or max_restarts):
+        if not Path(recipe).is_file():
+            raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
+        more = []
+        if (max_restarts or elastic) and out is None:  # every attempt works in one run folder
+            more = ["--out", f"runs/{Path(recipe).stem}-{datetime.now():%Y%m%d-%H%M%S}"]
+        start_workers(count, more=more, max_restarts=max_restarts, fewest=min_workers if elastic else None)
+    wanted = _planned_workers(given, config, None)
+    if elastic and is_worker() and wanted not in (None, int(os.environ.get("WORLD_SIZE", "1"))):
+        given, shape = None, None  # workers were lost: plan again for those that are left
+    from pipedream.recipe import load_recipe
+    from pipedream.training.train import train_recipe
+
+    summary = train_recipe(
+        lambda chosen: load_recipe(recipe, seed=chosen),
+        workers=workers,
+        schedule=schedule,
+        compensation=None if compensation is None else [text for text in compensation if text != "none"],
+        phases=phases,
+        plan=given,
+        shape=shape or "pipeline",
+        update_delay=update_delay,
+        recompute=recompute,
+        in_flight=depth_of(in_flight),
+        chunks=chunks,
+        microbatches=microbatches,
+        allow_asynchronous=allow_asynchronous,
+        epochs=epochs,
+        minibatches=minibatches,
+        evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        resume=resume,
+        seed=seed,
+        device=device,
+        weights=None if weights is None else str(weights),
+        out=out,
+        logs=tuple(log or ()),
+        quiet=as_json,
+        stuck_after_s=stuck_after,
+    )
+    if as_json and is_rank_0():
+        print_json(summary)
+
+
+def _planned_workers(
+    plan: Plan | None, config: str | None, resume: Path | None, schedule: str | None = None
+) -> int | None:
+    """Returns the number of workers that the options imply; None if they imply none."""
+    if plan is not None:
+        return plan.workers
+    if config is not None:
+        return sum(counts_of(config))
+    if schedule is not None and is_torch_csv(schedule):
+        return load_torch_csv(schedule).placement.workers
+    if resume is None:
+        return None
+    from pipedream.training.resume import resume_point
+
+    found = resume_point(resume, None, 0)
+    return None if found is None else found.page.plan.workers

@@ -1,0 +1,241 @@
+"""Options that exclude each other: one table for `pipedream.plan`, `pipedream.profile` and the command, one wording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipedream import schedules
+from pipedream.core.errors import PipelineError, PlanError
+
+__all__ = ["EXCLUSIONS", "Exclusion", "as_flag", "as_keyword", "check_options"]
+
+Test = Callable[[Any], bool]
+Spelling = Callable[[str, Any], str]
+
+_DEFAULTS = {"shape": "any", "in_flight": "noam", "recompute": "never", "strategy": "search"}
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """An option that rules out others.
+
+    Attributes:
+        option: its name, as a keyword of Python.
+        applies: the values of it that rule others out.
+        others: the options ruled out, each with the values that are.
+        reason: why, as a clause.
+        advice: what to do, as an imperative.
+    """
+
+    option: str
+    applies: Test
+    others: Mapping[str, Test]
+    reason: str
+    advice: str
+
+
+def check_options(
+    options: Mapping[str, Any], spell: Spelling | None = None, *, error: type[PipelineError] = PlanError
+) -> None:
+    """Checks that no given option rules out another.
+
+    Args:
+        options: name -> value. Rows of the table that name an option missing here do not apply.
+        spell: how to write an option with its value in the message; `as_keyword` by default.
+        error: what to raise.
+
+    Raises:
+        PlanError, or `error`: names the two sides, the reason and what to do.
+    """
+    spell = spell or as_keyword
+    for row in EXCLUSIONS:
+        if row.option not in options or not row.applies(options[row.option]):
+            continue
+        found = [name for name, is_refused in row.others.items() if name in options and is_refused(options[name])]
+        if found:
+            asked, others = spell(row.option, options[row.option]), [spell(name, options[name]) for name in found]
+            listed = " and ".join([", ".join(others[:-1]), others[-1]] if len(others) > 1 else others)
+            raise error(f"{asked} was given with {listed}, but {row.reason}; {row.advice}")
+
+
+def as_keyword(name: str, value: Any) -> str:
+    """Writes an option as an argument of a Python function."""
+    return f"{name}={value!r}"
+
+
+def as_flag(name: str, value: Any) -> str:
+    """Writes an option as it stands on the command line; a name in capitals is an argument."""
+    if name == "shape":
+        return f"--{value}" if value in ("straight", "data-parallel") else f"--config {value}"
+    flag = name if name.isupper() else "--as" if name == "as_device" else f"--{name.replace('_', '-')}"
+    if value is True:
+        return flag
+    return f"{flag} {','.join(map(str, value)) if isinstance(value, tuple | list) else value}"
+
+
+def _given(*names: str) -> dict[str, Test]:
+    """Returns a test for each option: whether it has another value than its default."""
+
+    def is_given(name: str) -> Test:
+        return lambda value: value not in (None, False, 0, (), [], _DEFAULTS.get(name))
+
+    return {name: is_given(name) for name in names}
+
+
+def _is_given(value: Any) -> bool:
+    return value not in (None, False)
+
+
+def _is(*values: Any) -> Test:
+    return lambda value: value in values
+
+
+def _is_not(*values: Any) -> Test:
+    return lambda value: value not in values
+
+
+def _lays_out(schedule: str) -> bool:
+    return schedule != "auto" and schedules.layout_of(schedule) is not None
+
+
+def _has_one_stage_a_worker(schedule: str) -> bool:
+    return schedule != "auto" and schedules.layout_of(schedule) is None
+
+
+def _has_replicas(shape: str | tuple[int, ...]) -> bool:
+    counts = shape.split("-") if isinstance(shape, str) else shape
+    return shape == "data-parallel" or any(str(count).isdecimal() and int(count) > 1 for count in counts)
+
+
+_LEAVE_OUT = "leave it out"
+
+EXCLUSIONS = (
+    Exclusion(
+        "straight",
+        _is_given,
+        _given("data_parallel", "config"),
+        "each of them sets the shape of the plan",
+        "give one of them",
+    ),
+    Exclusion(
+        "data_parallel", _is_given, _given("config"), "each of them sets the shape of the plan", "give one of them"
+    ),
+    Exclusion(
+        "cuts",
+        _is_given,
+        {"shape": _is("data-parallel")},
+        "cuts make several stages and data parallelism has one",
+        "give the cuts alone, or with the replicas of each stage",
+    ),
+    Exclusion(
+        "cost_model",
+        _is("classic"),
+        {
+            "shape": _is_not("any", "straight"),
+            **_given("cuts", "update_delay", "microbatches", "recompute", "strategy", "chunks", "batch"),
+        },
+        "the planner of the original PipeDream has no such option",
+        "leave it out, or use the cost model pipedream",
+    ),
+    Exclusion(
+        "strategy",
+        _is("2bw"),
+        _given("shape", "cuts", "update_delay", "in_flight", "chunks"),
+        "PipeDream-2BW's planner chooses the stages and the depth itself",
+        _LEAVE_OUT,
+    ),
+    Exclusion(
+        "strategy",
+        _is("2bw"),
+        {"schedule": _is_not("pipedream", "2bw", "pipedream_2bw")},
+        "PipeDream-2BW's planner plans for pipedream_2bw only",
+        "leave one of them out",
+    ),
+    Exclusion(
+        "schedule",
+        _is("auto"),
+        _given("cuts", "chunks"),
+        "the search for the fastest method chooses the stages",
+        "leave it out, or name the method",
+    ),
+    Exclusion(
+        "explain",
+        _is_given,
+        {"schedule": _is_not("auto")},
+        "it prints what a search for the fastest method compared",
+        "leave it out, or ask for the schedule auto",
+    ),
+    Exclusion(
+        "allow_asynchronous",
+        _is_given,
+        {"schedule": _is_not("auto")},
+        "it widens the search for the fastest method",
+        "leave it out, or ask for the schedule auto",
+    ),
+    Exclusion(
+        "schedule",
+        _lays_out,
+        {"shape": _is_not("any", "pipeline"), **_given("cuts", "update_delay", "in_flight"), "recompute": _is("auto")},
+        "this method lays its stages out on all workers itself",
+        _LEAVE_OUT,
+    ),
+    Exclusion(
+        "schedule",
+        _has_one_stage_a_worker,
+        _given("chunks"),
+        "each worker of this method has one stage",
+        _LEAVE_OUT,
+    ),
+    Exclusion(
+        "schedule",
+        schedules.is_torch_csv,
+        {"shape": _has_replicas, **_given("update_delay")},
+        "a schedule in PyTorch's notation has no replicas",
+        "leave it out; the file determines the shape",
+    ),
+    Exclusion(
+        "batch",
+        _is_given,
+        {"PROFILE": lambda path: not str(path).endswith(".txt")},
+        "a profile has its own minibatch size, and only a graph.txt has none",
+        "leave the batch out",
+    ),
+    Exclusion(
+        "cluster",
+        _is_given,
+        _given("workers", "bandwidth", "latency", "memory"),
+        "the cluster determines these",
+        "leave them out, or the cluster",
+    ),
+    Exclusion(
+        "plan",
+        _is_given,
+        _given("shape", "update_delay", "chunks"),
+        "a plan has its own stages, workers and update delay",
+        _LEAVE_OUT,
+    ),
+    Exclusion(
+        "PLAN",
+        _is_given,
+        _given("uniform", "chunks", "forward_s", "backward_s", "transfer_s"),
+        "a plan has its own stages and times, and these describe equal stages",
+        "leave it out, or give --uniform in place of the plan",
+    ),
+    Exclusion(
+        "uniform",
+        _is_given,
+        _given("cluster"),
+        "a cluster is for the stages of a plan",
+        "give the file of a plan with it",
+    ),
+    Exclusion(
+        "device",
+        _is_not("meta"),
+        _given("as_device", "dtype"),
+        "only on the device meta are the times predicted and not measured",
+        "leave it out, or profile on the device meta",
+    ),
+)
+"""The table. The first row that applies is reported."""

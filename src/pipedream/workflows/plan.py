@@ -1,0 +1,210 @@
+"""Planning: a profiled model cut into stages, by the planner that the options ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pipedream import planner, schedules
+from pipedream.core.errors import PlanError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.graph_txt import GraphText
+from pipedream.core.model.profile import Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.workflows.exclusions import check_options
+from pipedream.workflows.layouts import lay_out
+from pipedream.workflows.methods import for_method, methods_of, occupancy_of, plan_of_file, score, versions_of
+
+__all__ = ["choose", "classic", "plan"]
+
+
+def plan(
+    profile: Profile | GraphText,
+    cluster: Cluster,
+    *,
+    schedule: str = "pipedream",
+    microbatches: int | None = None,
+    in_flight: str | tuple[int, ...] = "noam",
+    shape: str | tuple[int, ...] = "any",
+    cuts: tuple[int | str, ...] | None = None,
+    update_delay: int = 0,
+    all_workers: bool = False,
+    recompute: str = "never",
+    cost_model: str = "pipedream",
+    allow_asynchronous: bool = False,
+    strategy: str = "search",
+    chunks: int | None = None,
+) -> Plan:
+    """Cuts a profiled model into stages so that the slowest is as fast as possible and each fits the memory.
+
+    Args:
+        profile: of the model; or a graph.txt of the original PipeDream.
+        cluster: workers, links, memory.
+        schedule: the method, whose weight versions count against the memory; 'auto' takes the fastest by simulation,
+            with its microbatches and depth, see `choose`; a CSV file in PyTorch's notation determines the stages too.
+        microbatches: m, the microbatches of a minibatch.
+        in_flight: depth: 'noam', 'full', 'auto' (the deepest that fits), or a count for each stage.
+        shape: 'any' takes the fastest of one worker, data parallelism and pipelines; 'pipeline' at least two stages,
+            replicated or not; 'straight' one stage for each worker; 'data-parallel' one stage on all workers; replica
+            counts, '2-1' or (2, 1), that many replicas of each stage.
+        cuts: the layers, by index or name, at which a new stage begins. Each stage has one worker unless `shape` gives
+            replica counts.
+        update_delay: 1 lets replicated stages run their next forward before they update.
+        all_workers: 'any' and 'pipeline' must use every worker.
+        recompute: which stages keep only their input between forward and backward and repeat the forward: 'never' any,
+            'auto' those that do not fit the memory otherwise, 'always' all.
+        cost_model: 'pipedream', or 'classic' for the original planner's answer, see `classic`.
+        allow_asynchronous: 'auto' may choose a method whose gradients are late.
+        strategy: 'search', or '2bw' for the planner of PipeDream-2BW: equal replica counts, and the microbatches, by
+            that paper's cost model (`pipedream.planner.two_bw`).
+        chunks: stages of each worker, for methods that interleave (`layouts.lay_out`).
+
+    Raises:
+        PlanError: nothing fits, the model or the cluster does not allow the shape, or options exclude each other.
+    """
+    if cost_model not in ("pipedream", "classic"):
+        raise PlanError(f"cost model {cost_model!r} is not known; write pipedream or classic")
+    if strategy not in ("search", "2bw"):
+        raise PlanError(f"strategy {strategy!r} is not known; write search or 2bw")
+    chosen = {"schedule": schedule, "cost_model": cost_model, "strategy": strategy, "chunks": chunks, "cuts": cuts}
+    search: dict[str, Any] = {"microbatches": microbatches, "in_flight": in_flight, "shape": shape}
+    search |= {"update_delay": update_delay, "recompute": recompute}
+    check_options(chosen | search)
+    if cost_model == "classic":
+        return classic(profile, cluster, straight=shape == "straight", schedule=schedule, in_flight=in_flight).plan
+    known = profile.profile() if isinstance(profile, GraphText) else profile
+    _check_microbatches(known, microbatches)
+    if strategy == "2bw":
+        return _two_bw(known, cluster, microbatches, recompute)
+    if schedule == "auto":
+        search |= {"all_workers": all_workers, "allow_asynchronous": allow_asynchronous}
+        return choose(known, cluster, **search).plan
+    if schedules.layout_of(schedule) is not None:
+        always = recompute == "always"
+        return lay_out(known, cluster, schedule, chunks=chunks, microbatches=microbatches, recompute=always)
+    if schedules.is_torch_csv(schedule):
+        if isinstance(shape, tuple) or shape not in planner.SHAPES:
+            planner.counts_of(shape)  # refuses what are no counts
+        return plan_of_file(known, cluster, schedule, microbatches, cuts, depth=in_flight, recompute=recompute)
+    return _search(known, cluster, schedule, cuts=cuts, all_workers=all_workers, **search)
+
+
+def _check_microbatches(profile: Profile, microbatches: int | None) -> None:
+    if microbatches is not None and 1 < profile.batch < microbatches:
+        raise PlanError(
+            f"{microbatches} microbatches were asked of minibatches of {profile.batch} samples; ask for at most as "
+            "many, or profile larger minibatches"
+        )
+
+
+def _two_bw(profile: Profile, cluster: Cluster, microbatches: int | None, recompute: str) -> Plan:
+    planner.check_recompute(recompute)
+    found = planner.two_bw(
+        profile,
+        cluster,
+        lambda m: occupancy_of("pipedream_2bw", m),
+        microbatches=microbatches,
+        recompute={"never": False, "auto": None, "always": True}[recompute],
+    )
+    return replace(found, schedule="pipedream_2bw")
+
+
+def _search(
+    profile: Profile,
+    cluster: Cluster,
+    schedule: str,
+    *,
+    shape: str | tuple[int, ...],
+    cuts: tuple[int | str, ...] | None,
+    microbatches: int | None,
+    in_flight: str | tuple[int, ...],
+    update_delay: int,
+    recompute: str,
+    all_workers: bool,
+) -> Plan:
+    """Returns the fastest plan for a method, or the plan with these cuts."""
+    counts = None if isinstance(shape, str) and shape in planner.SHAPES else planner.counts_of(shape)
+    method = schedules.properties_of(schedule)
+    if method.recomputes:
+        recompute = "always"
+
+    def planned(parts: int) -> Plan:
+        rule = occupancy_of(schedule, parts)
+        how: dict[str, Any] = {
+            "microbatches": parts,
+            "depth": in_flight,
+            "update_delay": update_delay,
+            "recompute": recompute,
+        }
+        if cuts is not None:
+            return planner.by_hand(profile, cluster, cuts, counts, holds=rule, part_ties=method.flushes, **how)
+        return planner.plan(profile, cluster, holds=rule, shape=shape, all_workers=all_workers, **how)
+
+    found = for_method(planned(microbatches or 1), profile, schedule, microbatches)
+    if microbatches is None and found.overfull is not None:  # again, with the microbatches of the method
+        found = for_method(planned(found.microbatches), profile, schedule, found.microbatches)
+    return found
+
+
+def choose(
+    profile: Profile | GraphText,
+    cluster: Cluster,
+    *,
+    microbatches: int | None = None,
+    in_flight: str | tuple[int, ...] = "noam",
+    shape: str | tuple[int, ...] = "any",
+    update_delay: int = 0,
+    all_workers: bool = False,
+    recompute: str = "never",
+    allow_asynchronous: bool = False,
+    names: Sequence[str] = (),
+) -> planner.Comparison:
+    """Finds the method, stages, microbatches and depth with the fewest simulated seconds per minibatch.
+
+    `plan` does this for the schedule 'auto'; this function also returns what was compared.
+
+    Args:
+        profile, cluster, all_workers, recompute: see `plan`.
+        microbatches, in_flight, shape, update_delay: kept where given, otherwise searched; see `planner.choose`.
+        allow_asynchronous: also the methods whose gradients are late, which learn differently from a single process.
+        names: of the methods to compare; () compares all that are allowed.
+
+    Raises:
+        PlanError: no method works, or a name is not known.
+    """
+    return planner.choose(
+        profile.profile() if isinstance(profile, GraphText) else profile,
+        cluster,
+        methods_of(names, allow_asynchronous=allow_asynchronous),
+        score,
+        occupancy_of,
+        shape=shape,
+        microbatches=microbatches,
+        depth=in_flight,
+        update_delay=update_delay,
+        all_workers=all_workers,
+        recompute=recompute,
+    )
+
+
+def classic(
+    profile: Profile | GraphText,
+    cluster: Cluster,
+    *,
+    straight: bool = False,
+    schedule: str = "pipedream",
+    in_flight: str | tuple[int, ...] = "noam",
+) -> planner.Classic:
+    """Returns the answer of the original PipeDream's planner, with its predicted seconds; see docs/cost_models.md.
+
+    Args:
+        profile: of the model, or a graph.txt of the original.
+        cluster: workers and bandwidths, level by level, without a limit on memory.
+        straight: consider only pipelines with one worker for each stage.
+        schedule, in_flight: for the predicted bytes of the plan; they do not affect the cut.
+
+    Raises:
+        PlanError: see `pipedream.planner.classic`.
+    """
+    return planner.classic(profile, cluster, straight=straight, versions=versions_of(schedule), depth=in_flight)

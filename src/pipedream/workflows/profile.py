@@ -1,0 +1,117 @@
+"""Profiling: the layers of a model, and the seconds and bytes of each, measured or predicted.
+
+On several processes rank 0 profiles and all ranks get its answer: ranks that measured at the same time would disturb
+each other, and would disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pipedream import profiler
+from pipedream.capture import Captured, capture, find_layers, stand_ins, untouched
+from pipedream.core.errors import PlanError, ProfileError
+from pipedream.core.hardware.devices import Device
+from pipedream.core.model.profile import Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.runtime.comm import process_group
+from pipedream.runtime.comm.values import to_device
+from pipedream.workflows.exclusions import check_options
+
+__all__ = ["layers_of", "profile"]
+
+
+def profile(
+    model: Any,
+    sample: Any,
+    *,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    device: str = "cpu",
+    as_device: str | Device | None = None,
+    dtype: Any = None,
+    warmup: int = 3,
+    runs: int = 10,
+    autocast: Any = None,
+    seed: int = 0,
+) -> Profile:
+    """Measures seconds and bytes of each layer of a model on a sample minibatch.
+
+    On the device 'meta' nothing is computed or allocated, so the model may be larger than the machine and may itself be
+    on the meta device: bytes are those of stand-ins without data, seconds follow from flops and bytes by the roofline of
+    `as_device`. The notes of the profile list the assumptions.
+
+    Args:
+        model: a chain of modules, see `pipedream.capture`.
+        sample: the model's input for one minibatch; a tuple for several inputs.
+        loss: from the model's output to a scalar; its time is charged to the last stage.
+        optimizer: factory from named parameters to an optimizer, whose update time and state are measured.
+        device: where to measure: 'cpu', 'cuda' or 'cuda:N'; 'meta' predicts without measuring.
+        as_device: with 'meta', the device to predict for: a Device, its name in `pipedream.core.hardware.devices`
+            ('A100-80GB'), or 'here' for this machine (the default).
+        dtype: with 'meta', the dtype of all floating-point tensors; None leaves each its own.
+        warmup: runs before the measured ones.
+        runs: measured runs, of which the median counts.
+        autocast: low-precision dtype of the forwards.
+        seed: of the random numbers that layers draw.
+
+    Raises:
+        CaptureError: the model cannot be split into layers.
+        ProfileError: a layer fails on the sample, or options exclude each other.
+    """
+    check_options({"device": device, "as_device": as_device, "dtype": dtype}, error=ProfileError)
+    inputs = sample if isinstance(sample, tuple) else (sample,)
+
+    described: dict[str, Any] = {
+        "model_name": type(model).__name__,
+        "untouched": untouched,
+        "loss": loss,
+        "optimizer": optimizer,
+        "autocast": autocast,
+    }
+
+    def estimated() -> str:
+        datasheet = as_device if isinstance(as_device, Device) else profiler.device_of(as_device or "here")
+        with stand_ins(model, inputs, profiler.dtype_of(dtype)) as empty:
+            captured = capture(model, empty)
+            found = profiler.estimate(captured.layers, captured.graph, empty, device=datasheet, **described)
+            return found.to_json()
+
+    def measured() -> str:
+        moved = to_device(inputs, process_group.process_device(device))
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            model.to(process_group.process_device(device))
+        captured = capture(model, moved)
+        timing: dict[str, Any] = {"device": device, "warmup": warmup, "runs": runs, "seed": seed}
+        return profiler.measure(captured.layers, captured.graph, moved, **timing, **described).to_json()
+
+    make, where = (estimated, profiler.here()) if device == "meta" else (measured, device)
+    return Profile.from_json(process_group.run_on_rank_0(make, where), "rank 0's profile")
+
+
+def layers_of(model: Any, plan: Plan, sample: Any) -> Captured:
+    """Finds the layers of a plan in a model, by name or with a sample of its input.
+
+    Raises:
+        PlanError: the plan was made for another model.
+    """
+    names = [name for stage in plan.stages for name in stage.names]
+    if sample is not None:
+        captured = capture(model, sample if isinstance(sample, tuple) else (sample,))
+    elif len(names) == plan.stages[-1].last and plan.unit == "minibatch":
+        captured = find_layers(model, names)
+    else:
+        raise PlanError(
+            "the plan does not name the model's layers; plan from a profile of the model, or give the pipeline "
+            "sample=... (an input of the model) so that it can find them"
+        )
+    plan.check_layers(len(captured.layers))
+    own = [layer.name for layer in captured.graph.layers]
+    if names != own and sorted(names) == sorted(own):
+        here = next(i for i, name in enumerate(names) if name != own[i])
+        raise PlanError(
+            f"the plan runs layer {names[here]!r} where the model runs {own[here]!r}: it was made for a graph whose "
+            "branches it takes one after the other, and a pipeline runs chains; plan again from a profile of the model"
+        )
+    return captured

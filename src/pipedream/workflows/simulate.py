@@ -1,0 +1,78 @@
+"""Simulation: what runs when, predicted from a plan and a method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipedream import schedules
+from pipedream import simulator as clock
+from pipedream.core.errors import PlanError
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.program import Program
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.timeline import Timeline
+from pipedream.verifier import verify
+from pipedream.workflows.methods import asked_of
+
+__all__ = ["simulate", "simulate_program"]
+
+
+def simulate(
+    plan: Plan,
+    *,
+    schedule: str | Schedule | None = None,
+    microbatches: int | None = None,
+    minibatches: int | None = None,
+    weight_s: float | None = None,
+    jitter: float | Mapping[str, float] = 0.0,
+    slow: Mapping[int, float] | None = None,
+    seed: int = 0,
+    overlap: bool = True,
+) -> Timeline:
+    """Predicts what runs when, from an empty pipeline to an empty one.
+
+    Args:
+        plan: stages with predicted seconds and bytes.
+        schedule: a method's name, a CSV file in PyTorch's notation, or a schedule; by default the plan's own method,
+            or PipeDream.
+        microbatches: m, the microbatches of a minibatch; by default the plan's.
+        minibatches: the length of the run; see `schedules.run_of` for the default.
+        weight_s: seconds of the weight gradient, where the backward is split.
+        jitter: coefficient of variation of an op's seconds, which are then drawn from a lognormal distribution with
+            the same mean; one for all ops, or one for each kind, as in {"F": 0.1, "B": 0.2}.
+        slow: rank -> factor on the seconds of its ops.
+        seed: of the jitter; the same seed gives the same run.
+        overlap: whether the all-reduces over the replicas of a stage start during the backward, bucket by bucket, as
+            the runtime does it; otherwise they are charged in full right before their update.
+
+    Raises:
+        ScheduleError: the method does not work with this plan, or with so many microbatches.
+        PlanError: a negative jitter, a factor that is not positive, or a slow rank that does not exist.
+    """
+    name, split = (schedule, None) if isinstance(schedule, Schedule) else asked_of(plan, schedule)
+    run = schedules.run_of(name, plan, microbatches, minibatches, split=split)
+    try:
+        stragglers = clock.Stragglers(jitter, slow or {}, seed)
+        stragglers.check_ranks(run.schedule.placement.workers)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    program = lower(run.schedule)
+    verify(program)
+    return simulate_program(program, run.microbatches, weight_s=weight_s, stragglers=stragglers, overlap=overlap)
+
+
+def simulate_program(
+    program: Program,
+    total: int,
+    *,
+    weight_s: float | None = None,
+    stragglers: clock.Stragglers | None = None,
+    overlap: bool = True,
+) -> Timeline:
+    """Predicts a run of `total` microbatches of a program; see `simulate`."""
+    try:
+        seconds = clock.costs(program.plan, split=program.microbatches, weight_s=weight_s, overlap=overlap)
+    except ValueError as error:
+        raise PlanError(f"the seconds of the ops are not valid: {error}") from None
+    return clock.simulate(program, seconds, total, stragglers)

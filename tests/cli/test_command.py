@@ -1,0 +1,91 @@
+"""The command as a whole: what it loads, its help, its version, how it is started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipedream as pd
+from pipedream import cli
+from pipedream.core.model.profile import LayerProfile
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    layer = LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=100)
+    profile = pd.Profile.of_chain((layer,) * 4)
+    profile.save(folder / "profile.json")
+    pd.plan(profile, pd.Cluster.flat(2)).save(folder / "plan.json")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent"),
+    [
+        (["--help"], ("torch", "numpy", "rich")),
+        (["--version"], ("torch", "numpy", "rich")),
+        (["train", "--help"], ("torch",)),
+        (["schedules"], ("torch",)),
+        (["show", "1f1b"], ("torch",)),
+        (["plan", "profile.json", "--workers", "2"], ("torch",)),
+        (["simulate", "plan.json"], ("torch",)),
+        (["check", "plan.json"], ("torch",)),
+        (["sweep", "profile.json", "--workers", "2"], ("torch",)),
+    ],
+    ids=" ".join,
+)
+def test_commands_load_only_what_they_need(files: Path, arguments: list[str], absent: tuple[str, ...]) -> None:
+    program = (
+        "import sys\n"
+        "from pipedream.cli import main\n"
+        f"assert main({arguments!r}) == 0\n"
+        f"assert not (found := [name for name in {absent!r} if name in sys.modules]), found\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=files)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_list_of_commands_has_the_first_line_of_their_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = cli.COMMANDS[name]
+    assert (cli.load(name).help or "").startswith(f"{summary}\n") or cli.load(name).help == summary
+    assert cli.main([name, "-h"]) == 0
+    assert summary in capsys.readouterr().out
+    assert cli.main(["--help"]) == 0
+    assert f"  {name:<10} {summary}\n" in capsys.readouterr().out, "in full"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_option_is_described_by_a_sentence(name: str) -> None:
+    for param in cli.load(name).params:
+        text = param.help or ""
+        assert text.endswith("."), f"{param.name}: {text!r}"
+        assert text[0].isupper() or text[0].isdigit(), f"{param.name}: {text!r}"
+        assert not text.startswith("Of "), f"{param.name}: {text!r}"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pipedream {pd.__version__}\n"
+
+
+def test_a_misspelt_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulat"]) == 2
+    assert "No such command 'simulat'. Did you mean 'simulate'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["pipedream", "pipedream.cli"])
+def test_it_is_also_a_module(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"pipedream {pd.__version__}\n")
+
+
+def test_the_shell_completes_commands() -> None:
+    words = {"_PIPEDREAM_COMPLETE": "complete_bash", "COMP_WORDS": "pipedream s", "COMP_CWORD": "1"}
+    program = "from pipedream.cli import script; script()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=words)
+    assert done.stdout.split() == ["sweep", "simulate", "show", "schedules"], done.stderr
