@@ -42,7 +42,7 @@ MEASURED = Timeline(
     ),
     microbatches=3,
     batch=32,
-    tags=(
+    gradient_versions=(
         GradientVersions(0, 0, 0, 0, 0),
         GradientVersions(0, 1, 0, 0, 1),
         GradientVersions(0, 2, 1, 1, 2),

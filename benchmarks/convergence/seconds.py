@@ -44,7 +44,7 @@ def _paces(method: Method, p: int) -> tuple[float, float]:
     late = tuple(method.late(p, s) for s in range(p))
     name = "1f1b" if method.flushes else "pipedream_2bw" if m > 1 else "pipedream"
     if name == "pipedream" and late[0] > p - 1:
-        plan = replace(plan, in_flight=tuple(count + 1 for count in late), depth="hand")
+        plan = replace(plan, in_flight=tuple(count + 1 for count in late), depth_mode="hand")
     schedule = schedules.build(name, plan, m if m > 1 else None)
     if method.flushes:
         return pd.simulate(plan, schedule=schedule).makespan_s, 0.0

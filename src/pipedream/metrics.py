@@ -189,7 +189,7 @@ def staleness(timeline: Timeline, stage: int) -> int:
     Raises:
         ValueError: the timeline has no tags of this stage.
     """
-    found = [tag.staleness for tag in timeline.tags if tag.stage == stage]
+    found = [tag.staleness for tag in timeline.gradient_versions if tag.stage == stage]
     if not found:
         raise ValueError(f"staleness of stage {stage} was asked for, the timeline of {timeline.name} has no tags of it")
     return max(found)
@@ -200,7 +200,7 @@ def _metrics(timeline: Timeline, start_s: float, end_s: float, throughput_per_s:
     for span in timeline.spans:
         by_rank[span.rank].append(span)
     stalest: dict[int, int] = {}
-    for tag in timeline.tags:
+    for tag in timeline.gradient_versions:
         stalest[tag.stage] = max(tag.staleness, stalest.get(tag.stage, 0))
     apart = _apart(timeline)
     rows = []

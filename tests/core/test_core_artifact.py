@@ -84,7 +84,9 @@ def timelines(draw: st.DrawFn) -> Timeline:
     span = st.builds(Span, st.integers(0, 3), st.sampled_from(["F", "wait"]), counts, counts, seconds, seconds)
     tag = st.builds(GradientVersions, counts, counts, counts, counts, counts)
     spans, tags = tuple(draw(st.lists(span))), tuple(draw(st.lists(tag)))
-    return Timeline("gpipe", "simulated", 4, spans, 8, tags=tags, peak_bytes=tuple(draw(st.lists(sizes, max_size=4))))
+    return Timeline(
+        "gpipe", "simulated", 4, spans, 8, gradient_versions=tags, peak_bytes=tuple(draw(st.lists(sizes, max_size=4)))
+    )
 
 
 @st.composite

@@ -281,7 +281,7 @@ class TestLatest:
         update_delay = (0,) * len(replicas) if m else update_delay
         plan = Plan.uniform(len(replicas), replicas=replicas)
         plan = replace(
-            plan, in_flight=depth.legal(counts, replicas, update_delay), update_delay=update_delay, depth="hand"
+            plan, in_flight=depth.legal(counts, replicas, update_delay), update_delay=update_delay, depth_mode="hand"
         )
         rule, order = latest(plan, m), unflushed(plan, m)
         updates = UpdateRule(rule.per_update)

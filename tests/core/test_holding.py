@@ -25,7 +25,7 @@ METHODS = sorted(
     name
     for name in schedules.SCHEDULES
     if name not in schedules.LAYOUTS
-    and schedules.build(name, Plan.uniform(2)).weights.name not in ("latest", "tagged", "interpolated")
+    and schedules.build(name, Plan.uniform(2)).weights.name not in ("latest", "stamped", "interpolated")
 )
 """Those of one stage a worker whose weights are stored; views and graphs are counted in simulator/test_memory."""
 

@@ -91,7 +91,7 @@ def test_each_direction_has_a_channel_of_its_own(schedule: Schedule) -> None:
 
 def test_rings_hold_what_may_lie_between_two_stages() -> None:
     """In flight upstream minus in flight downstream, and the one that is being read; between 2 and 8."""
-    plan = replace(Plan.uniform(3), in_flight=(20, 4, 1), depth="hand")
+    plan = replace(Plan.uniform(3), in_flight=(20, 4, 1), depth_mode="hand")
     depths = {(c.carries, c.source, c.target): c.depth for c in lower(build("pipedream", plan)).channels}
     assert depths == {
         ("activation", 0, 1): 8,

@@ -17,8 +17,7 @@ from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.core.schedule.tagged import Tagged
-from pipedream.core.schedule.weights import WeightRule
+from pipedream.core.schedule.weights import Stamped, WeightRule
 from pipedream.experimental.timeprest_interpolated import Between, Interpolated, timeprest_interpolated
 from pipedream.schedules import build
 from pipedream.verifier import verify
@@ -60,7 +59,7 @@ def test_a_tag_is_what_is_newest_at_the_input_stage(replicas: tuple[int, ...], d
     m = data.draw(st.integers(max(replicas), 2 * max(replicas) + 2))
     plan = Plan.uniform(len(replicas), replicas=replicas)
     tagged, between = build("timeprest", plan, m), build("timeprest_interpolated", plan, m)
-    assert isinstance(tagged.weights, Tagged)
+    assert isinstance(tagged.weights, Stamped)
     assert isinstance(between.weights, Interpolated)
     tags = {k: n for ops in followed(tagged, 0, 8) for k, n in newest_at(ops, Kind.FORWARD).items()}
     for stage in range(len(replicas)):
@@ -190,7 +189,7 @@ def test_a_share_is_in_the_file() -> None:
         (((1, 0), (1, 1), 2), {"backward_rule": "stash"}, "a backward rule is recompute, graph, found 'stash'"),
     ],
 )
-@pytest.mark.parametrize("kind", [Tagged, Interpolated])
+@pytest.mark.parametrize("kind", [Stamped, Interpolated])
 def test_parts_that_do_not_go_together(kind: Any, parts: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kind(*parts, **changes)

@@ -245,7 +245,7 @@ def test_tags_are_those_of_the_static_table(name: str) -> None:
     ) as pipeline:
         for _ in pipeline.train(animal.batches, epochs=3):
             pass
-        tags = pipeline.timeline().tags
+        tags = pipeline.timeline().gradient_versions
     rule, updates = pipeline.program.weights, pipeline.program.updates
     assert len(tags) == 3 * 3 * len(animal.batches) * pipeline.program.microbatches - _empty(pipeline, animal, 3)
     paper = delayed.PAPERS[name](3, pipeline.program.microbatches)
@@ -269,7 +269,9 @@ def test_tags_tell_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
         rule = pipeline.program.weights
         wrong = [
-            t for t in pipeline.timeline().tags if t.forward_version != rule.forward_version(t.stage, t.microbatch)
+            t
+            for t in pipeline.timeline().gradient_versions
+            if t.forward_version != rule.forward_version(t.stage, t.microbatch)
         ]
     assert {tag.stage for tag in wrong} == {1, 2}
     with pytest.raises(AssertionError, match="forward_version"):

@@ -176,4 +176,4 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert Plan.load(plan).method("gpipe") == ("gpipe", None)
     assert cli.main(["simulate", str(plan)]) == 0
     assert capfd.readouterr().out.startswith("1f1b, simulated: ")
-    assert len(pd.simulate(Plan.load(plan)).tags) == 8 * 2
+    assert len(pd.simulate(Plan.load(plan)).gradient_versions) == 8 * 2

@@ -262,7 +262,7 @@ def test_a_profile_keeps_what_it_knows() -> None:
     graph = LayerGraph.chain((Layer("a", "Linear", ("a.weight",)), Layer("b", "Linear")))
     profile = pd.Profile("net", graph, costs, batch=32, update_s=0.5, optimizer="Adam", optimizer_bytes=16_000)
     plan = pd.plan(profile, Cluster.flat(2, 1e3), cost_model="classic", in_flight="full")
-    assert (plan.model, plan.batch, plan.config, plan.depth) == ("net", 32, "1-1", "full")
+    assert (plan.model, plan.batch, plan.config, plan.depth_mode) == ("net", 32, "1-1", "full")
     assert [stage.optimizer_bytes for stage in plan.stages] == [8_000, 8_000]
     assert all(stage.peak_bytes > 0 for stage in plan.stages)
 

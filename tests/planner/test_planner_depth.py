@@ -24,11 +24,11 @@ FOUR = Profile.of_chain((LayerProfile(1.0, 2.0, 300, 1000, 100),) * 4)
 def test_depth_is_applied_and_memory_checked_again() -> None:
     roomy = plan(FOUR, Cluster.flat(4, 100.0), shape="straight", depth="full")
     # The period is 6 s, of 300 bytes in and 300 out; messages queue at the ports of the stages in the middle.
-    assert (roomy.depth, roomy.in_flight) == ("full", (10, 7, 4, 1))
+    assert (roomy.depth_mode, roomy.in_flight) == ("full", (10, 7, 4, 1))
     # Versions, and activations of all but the one whose gradients have taken their place; three messages posted.
     assert roomy.stages[0].peak_bytes == 11 * 1000 + 9 * 100 + 3 * 300
     parallel = plan(FOUR, Cluster.flat(4, 1e9), shape="data-parallel", depth="full")
-    assert (parallel.depth, parallel.in_flight) == ("full", (1,))
+    assert (parallel.depth_mode, parallel.in_flight) == ("full", (1,))
     tight = Cluster.flat(4, 100.0, memory_bytes=8_000)
     assert plan(FOUR, tight, shape="straight").in_flight == (4, 3, 2, 1)
     says = (
@@ -38,7 +38,7 @@ def test_depth_is_applied_and_memory_checked_again() -> None:
     with pytest.raises(PlanError, match=says):
         plan(FOUR, tight, shape="straight", depth="full")
     by_count = plan(FOUR, tight, shape="straight", depth=(2, 2, 1, 1))
-    assert (by_count.depth, by_count.in_flight) == ("hand", (2, 2, 1, 1))
+    assert (by_count.depth_mode, by_count.in_flight) == ("hand", (2, 2, 1, 1))
     assert by_count.stages == by_hand(FOUR, tight, (1, 2, 3), depth=(2, 2, 1, 1)).stages
     with pytest.raises(PlanError, match="name 3 stages, the plan has 4"):
         plan(FOUR, tight, shape="straight", depth=(3, 2, 1))
@@ -48,7 +48,7 @@ def test_auto_is_full_where_there_is_room_and_between_where_there_is_not() -> No
     roomy, tight = Cluster.flat(4, 100.0), Cluster.flat(4, 100.0, memory_bytes=8_000)
     found = plan(FOUR, roomy, shape="straight", depth="auto")
     full = plan(FOUR, roomy, shape="straight", depth="full")
-    assert (found.depth, found.in_flight, found.stages) == ("auto", full.in_flight, full.stages)
+    assert (found.depth_mode, found.in_flight, found.stages) == ("auto", full.in_flight, full.stages)
     # A version and activations are 1100 bytes for each in flight, beside gradients and messages.
     assert plan(FOUR, tight, shape="straight", depth="auto").in_flight == (5, 3, 2, 1)
     least = max(stage.peak_bytes for stage in plan(FOUR, roomy, shape="straight").stages)
@@ -59,7 +59,7 @@ def test_auto_is_full_where_there_is_room_and_between_where_there_is_not() -> No
         plan(FOUR, short, shape="straight", depth="auto")
     with pytest.raises(PlanError, match=r"at depth noam stage 1 .* holds 3 in flight"):
         by_hand(FOUR, short, (1, 2, 3), depth="auto")
-    assert by_hand(FOUR, short, (1, 2, 3), depth=(3, 2, 2, 1)).depth == "hand"
+    assert by_hand(FOUR, short, (1, 2, 3), depth=(3, 2, 2, 1)).depth_mode == "hand"
 
 
 def test_a_lag_that_asks_for_depth_is_checked_against_the_memory() -> None:

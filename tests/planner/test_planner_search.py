@@ -50,7 +50,7 @@ def test_takes_the_fastest_of_all(
     if best != least:  # a search does not know which messages are in the way
         return
     found = plan(profile, cluster, microbatches=microbatches)
-    assert (found.stages, found.in_flight, found.depth) == (best.stages, best.in_flight, "noam")
+    assert (found.stages, found.in_flight, found.depth_mode) == (best.stages, best.in_flight, "noam")
     assert Plan.from_json(found.to_json()) == found
     assert "\n" not in found.note
 

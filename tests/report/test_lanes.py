@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.schedule.timeline import Span, Timeline
-from pipedream.report.lanes import rows, start_window, steady_window
+from pipedream.report.lanes import middle_window, rows, start_window
 
 Simulated = Callable[..., Timeline]
 TIMES = st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 20)), max_size=30)
@@ -28,15 +28,15 @@ def test_no_two_of_a_row_overlap_and_no_row_is_wasted(times: list[tuple[float, f
 
 def test_steady_window_keeps_away_from_drains(simulated: Simulated) -> None:
     timeline = simulated("pipedream", total=100)
-    window = steady_window(timeline, 12, [10, 30, 90])
+    window = middle_window(timeline, 12, [10, 30, 90])
     assert window is not None
     assert (window.first, window.last) == (54, 66)
     assert window.length_s == 36.0
-    assert steady_window(timeline, 12, range(0, 100, 20)) is None
+    assert middle_window(timeline, 12, range(0, 100, 20)) is None
 
 
 def test_steady_window_shows_whole_minibatches(simulated: Simulated) -> None:
-    window = steady_window(simulated("gpipe", split=4, total=68), 8)
+    window = middle_window(simulated("gpipe", split=4, total=68), 8)
     assert window is not None
     assert (window.first, window.last) == (28, 36)  # the middle would be 30
 

@@ -67,7 +67,7 @@ def test_labels_are_microbatches_and_versions(simulated: Simulated) -> None:
     tree = ElementTree.fromstring(timeline_svg(timeline, versions=True, px_per_s=40))
     labels = [text.text for text in tree.iter(f"{SVG}text") if text.get("class") == "on-op"]
     assert sorted(label for label in labels if label and label[0] == "v") == sorted(
-        f"v{tag.forward_version}" for tag in timeline.tags for _ in "FB"
+        f"v{tag.forward_version}" for tag in timeline.gradient_versions for _ in "FB"
     )
     assert sum(label == "7" for label in labels) == 6
     story = next(_story(box) for box in _boxes(tree) if _story(box).startswith("0B7"))

@@ -110,7 +110,7 @@ def test_staleness_settles_at_the_claim(p: int) -> None:
         schedule = build(name, Plan.uniform(p))
         timeline = run(schedule, 6 * p)
         assert schedule.claims.staleness is not None
-        for tag in timeline.tags:
+        for tag in timeline.gradient_versions:
             if tag.microbatch >= 2 * p:
                 assert tag.staleness == schedule.claims.staleness(p, 6 * p, tag.stage)
 

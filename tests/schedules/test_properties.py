@@ -66,7 +66,7 @@ def test_a_method_uses_of_a_plan_what_it_declares(name: str) -> None:
     assert declared.replicates_stages
     paper, replicated = Plan.uniform(3), Plan.uniform(2, replicas=(2, 1))
     counts = [(5, 2, 1), (3, 3, 1)]
-    deeper = [held(name, replace(paper, in_flight=found, depth="hand")) for found in counts]
+    deeper = [held(name, replace(paper, in_flight=found, depth_mode="hand")) for found in counts]
     assert (
         any(found not in (None, held(name, paper)) for found in deeper) == declared.uses_depth
         or not declared.uses_depth

@@ -28,7 +28,7 @@ def test_two_buffers_must_reach_over_the_warm_up(
     replicas: tuple[int, ...], in_flight: tuple[int, ...], stage: int, least: int
 ) -> None:
     """PipeDream-2BW: floor(m / r_s) >= W_s, or a forward would read a version that is not made yet."""
-    plan = replace(Plan.uniform(len(replicas), replicas=replicas), in_flight=in_flight, depth="hand")
+    plan = replace(Plan.uniform(len(replicas), replicas=replicas), in_flight=in_flight, depth_mode="hand")
     says = rf"stage {stage} has {in_flight[stage] - 1} warm-up forwards and {replicas[stage]} replicas, .* at least"
     with pytest.raises(ScheduleError, match=says):
         build("pipedream_2bw", plan, least - 1)
@@ -38,7 +38,7 @@ def test_two_buffers_must_reach_over_the_warm_up(
 
 def test_two_buffers_do_not_lag() -> None:
     """With update delay 1 upstream, stage 1 may wait for a minibatch more than stage 0 has in flight; 2BW has no update delay."""
-    plan = replace(Plan.uniform(2, replicas=(3, 2)), in_flight=(2, 3), update_delay=(1, 1), depth="hand")
+    plan = replace(Plan.uniform(2, replicas=(3, 2)), in_flight=(2, 3), update_delay=(1, 1), depth_mode="hand")
     build("pipedream", plan)
     with pytest.raises(ScheduleError, match=r"\(2, 3\): they need the update delay \(1, 1\) of the plan"):
         build("pipedream_2bw", plan)

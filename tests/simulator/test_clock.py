@@ -93,10 +93,10 @@ def test_what_holds_for_every_schedule_and_cost(run: tuple[Schedule, Costs, int]
     assert timeline.makespan_s >= way - 1e-9
 
     # One gradient a stage and microbatch, taken and applied at the versions of the rules.
-    assert Counter((t.stage, t.microbatch) for t in timeline.tags) == Counter(
+    assert Counter((t.stage, t.microbatch) for t in timeline.gradient_versions) == Counter(
         (s, k) for s in range(placement.stages) for k in range(total)
     )
-    for tag in timeline.tags:
+    for tag in timeline.gradient_versions:
         assert tag.forward_version == schedule.weights.forward_version(tag.stage, tag.microbatch)
         assert tag.microbatch in schedule.updates.members(tag.stage, tag.applied_to + 1)
     for rank, peak in enumerate(timeline.peak_versions):
@@ -188,7 +188,7 @@ def test_forwards_alone() -> None:
     plan = Plan.uniform(3, 1.0, 2.0, 0.0, replicas=(2, 1, 1))
     timeline = simulate(lower(evaluation(plan)), costs(plan), 10)
     assert timeline.makespan_s == pytest.approx(12.0)
-    assert timeline.tags == ()
+    assert timeline.gradient_versions == ()
     assert timeline.peak_versions == (1, 1, 1, 1)
 
 
@@ -218,7 +218,7 @@ def test_split_backward_sends_its_gradient_before_the_weight_gradient() -> None:
         ("W", 8.0, 9.0),
         ("U", 9.0, 9.0),
     ]
-    assert [(tag.stage, tag.microbatch) for tag in timeline.tags] == [(0, 0), (1, 0)]
+    assert [(tag.stage, tag.microbatch) for tag in timeline.gradient_versions] == [(0, 0), (1, 0)]
 
 
 def test_peak_bytes_count_versions_and_activations() -> None:

@@ -22,9 +22,8 @@ from pipedream.core.plan.plan import Plan, Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.core.schedule.tagged import Tagged
 from pipedream.core.schedule.timeline import MemoryStep, Timeline
-from pipedream.core.schedule.weights import WeightRule
+from pipedream.core.schedule.weights import Stamped, WeightRule
 from pipedream.experimental.timeprest_interpolated import Interpolated
 from pipedream.metrics import measure
 from pipedream.schedules import build, evaluation
@@ -73,7 +72,7 @@ def alive_after(
         waiting, coming: microbatches whose backward, whose forward is still to end.
     """
     until = rule.kept_until(stage)
-    if isinstance(rule, Tagged):  # for forwards to come, not for backwards
+    if isinstance(rule, Stamped):  # for forwards to come, not for backwards
         return len({newest} | {read[k] for k in coming if read[k] <= newest})
     if (rule.backward_rule == "stash" and until is None) or isinstance(rule, Interpolated):
         return len({newest} | {read[k] for k in waiting if read[k] <= newest})
@@ -137,7 +136,7 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
             elif span.kind == "F":
                 in_flight += 1
                 coming.remove(span.index)
-                one_set = rule.backward_rule != "stash" and not isinstance(rule, (Tagged, Interpolated))
+                one_set = rule.backward_rule != "stash" and not isinstance(rule, (Stamped, Interpolated))
                 if one_set or until is not None:
                     alive = alive_after(rule, stage, newest, read, waiting, coming)
                     if until is Kind.FORWARD and read[span.index] not in {read[k] for k in coming}:

@@ -172,8 +172,8 @@ def run(case: Case) -> Outcome:
         timeline = pipeline.timeline()
         outcome.state, outcome.ema = pipeline.state_dict(), pipeline.state_dict(ema=True) if case.ema else {}
         outcome.drains, outcome.position = pipeline.drains, pipeline.position
-        check_tags(timeline.tags, pipeline.program, outcome.drains, animal.batches)
-        for tag in timeline.tags:
+        check_tags(timeline.gradient_versions, pipeline.program, outcome.drains, animal.batches)
+        for tag in timeline.gradient_versions:
             outcome.late.setdefault(tag.stage, set()).add(tag.staleness)
         for worker in pipeline._session.workers:
             for stage, stage_state in worker.stage_states.items():
@@ -367,7 +367,7 @@ def _rule(schedule: str, plan: Plan) -> reference.Versions:
     p = len(plan.stages)
     if schedule == "pipedream_2bw":
         return lambda s, k: max(0, k - 1)
-    straight = plan.workers == p and plan.depth == "noam"
+    straight = plan.workers == p and plan.depth_mode == "noam"
     if schedule == "pipedream" and straight:
         return lambda s, k: max(0, k - (p - 1 - s))
     if schedule == "pipedream_vertical_sync" and straight:

@@ -91,11 +91,14 @@ def go(run: Run, folder: Path | None = None, resume: Path | None = None, save_at
                     break
         for phase, (begin, end) in pipeline.trained.items():
             if end > first:
-                tags, program = pipeline.timeline(phase).tags, pipeline._session._programs[phase]
+                tags, program = pipeline.timeline(phase).gradient_versions, pipeline._session._programs[phase]
                 check_tags(tags, program, pipeline.drains, animal.batches, max(begin, first), end)
         late = {
             phase: {
-                stage: max((tag.staleness for tag in pipeline.timeline(phase).tags if tag.stage == stage), default=-1)
+                stage: max(
+                    (tag.staleness for tag in pipeline.timeline(phase).gradient_versions if tag.stage == stage),
+                    default=-1,
+                )
                 for stage in range(len(run.replicas))
             }
             for phase in pipeline.trained

@@ -136,7 +136,7 @@ def check(schedule: Schedule, timeline: Timeline, total: int) -> None:
     for rank in range(placement.workers):
         own = sum(weights.versions(stage) for stage, _ in placement.stage_replicas(rank))
         assert timeline.peak_versions[rank] <= own + min(1, len(placement.remote_forwards(rank)))
-    for tag in timeline.tags:
+    for tag in timeline.gradient_versions:
         assert tag.applied_to == tag.microbatch // per_update[tag.stage]
         assert tag.forward_version == weights.forward_version(tag.stage, tag.microbatch)
 

@@ -24,13 +24,12 @@ from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram, Transfer
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.core.schedule.tagged import Tagged
-from pipedream.core.schedule.weights import DoubleBuffer, Flush, Stash, VerticalSync, WeightRule
+from pipedream.core.schedule.weights import DoubleBuffer, Flush, Stamped, Stash, VerticalSync, WeightRule
 from pipedream.experimental.timeprest_interpolated import Interpolated
 from pipedream.schedules import SCHEDULES, build, uniform
 from pipedream.verifier import verify
 
-RULES = (Flush, Stash, VerticalSync, DoubleBuffer, Tagged, Interpolated)
+RULES = (Flush, Stash, VerticalSync, DoubleBuffer, Stamped, Interpolated)
 GIVES = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
 REPLICAS = ((1, 1), (1, 1, 1), (2, 1), (1, 2))
 

@@ -24,7 +24,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.core.schedule.tagged import NewerBackward
+from pipedream.core.schedule.weights import NewerBackward
 from pipedream.schedules.asynchronous.timeprest import nf1b
 from pipedream.schedules.method import Method, Picture
 

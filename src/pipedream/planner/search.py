@@ -1,7 +1,7 @@
 """The planner's front: of one worker, data parallelism and pipelines, whatever is asked for or predicted fastest.
 
 The predicted seconds are those of a full pipeline whose messages are hidden behind compute, which takes
-the depth ``full``; at the paper's depth more may show (`core.plan.plan.depth`).
+the depth ``full``; at the paper's depth more may show (`core.plan.depth`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.units import format_seconds
 from pipedream.report.axis import figure
 from pipedream.report.curve import curve_svg
-from pipedream.report.lanes import Window, start_window, steady_window
+from pipedream.report.lanes import Window, middle_window, start_window
 from pipedream.report.style import page_style
 from pipedream.report.svg import LEFT, RIGHT, timeline_svg
 from pipedream.report.tables import (
@@ -99,7 +99,7 @@ def _subtitle(summary: Mapping[str, Any], plan: Plan | None) -> str:
     said = [("workers", summary.get("workers")), ("epochs", summary.get("epochs")), ("seed", summary.get("seed"))]
     words = [f"{name} {value}" for name, value in said if value is not None]
     if plan is not None:
-        words.insert(0, f"plan {plan.config}, depth {plan.depth}")
+        words.insert(0, f"plan {plan.config}, depth {plan.depth_mode}")
     return " \u00b7 ".join(words)
 
 
@@ -143,7 +143,7 @@ def _timelines(runs: Runs, drains: list[int]) -> str:
     if not runs:
         return ""
     boxes = []
-    steady = [(word, t, steady_window(t, _count(t), drains)) for word, t in runs]
+    steady = [(word, t, middle_window(t, _count(t), drains)) for word, t in runs]
     start = [(word, t, start_window(t, _count(t))) for word, t in runs]
     for name, shown in (("In the middle of the run", steady), ("At the start", start)):
         present = [(word, t, window) for word, t, window in shown if window is not None]

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from pipedream.core.schedule.timeline import Span, Timeline
 
-__all__ = ["Window", "rows", "start_window", "steady_window"]
+__all__ = ["Window", "middle_window", "rows", "start_window"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def start_window(timeline: Timeline, count: int) -> Window | None:
     return Window(window.first, window.last, min(span.start_s for span in timeline.spans), window.end_s)
 
 
-def steady_window(timeline: Timeline, count: int, drains: Iterable[int] = ()) -> Window | None:
+def middle_window(timeline: Timeline, count: int, drains: Iterable[int] = ()) -> Window | None:
     """Returns the middle of the longest stretch without a drain; None where that is no longer than `count`.
 
     Args:

@@ -56,7 +56,7 @@ def timeline_svg(
         width_px: of the whole picture, where `px_per_s` is not given.
         px_per_s: the scale of time, for pictures that are to be compared.
         start_s, end_s: the part to show; all of it unless said. The axis counts from `start_s`.
-        versions: writes into each forward and backward which version it reads, where `timeline.tags` or
+        versions: writes into each forward and backward which version it reads, where `timeline.gradient_versions` or
             `program` tells.
         program: whose weight rule tells the versions of a timeline without tags (from the start of the run).
         standalone: False for a picture inside an HTML page, which needs no name of a namespace.
@@ -116,7 +116,7 @@ def text(
 
 def _versions(timeline: Timeline, program: Program | None) -> Callable[[Span], int | None]:
     """Returns which version an op reads, or None where nobody tells."""
-    tags = {(tag.stage, tag.microbatch): tag for tag in timeline.tags}
+    tags = {(tag.stage, tag.microbatch): tag for tag in timeline.gradient_versions}
 
     def read(span: Span) -> int | None:
         if span.kind not in ("F", "B", "I", "W"):

@@ -69,7 +69,7 @@ def _sends(timeline: Timeline, rank: int) -> list[Span]:
 
 
 def _spans(run: int, timeline: Timeline) -> list[dict[str, Any]]:
-    tags = {(tag.stage, tag.microbatch): tag for tag in timeline.tags}
+    tags = {(tag.stage, tag.microbatch): tag for tag in timeline.gradient_versions}
     events: list[dict[str, Any]] = []
 
     def add(span: Span, tid: int) -> None:

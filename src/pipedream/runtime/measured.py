@@ -72,7 +72,7 @@ def timeline(
         microbatches=workers[0].trained.get(phase, (0, 0))[1] * program.microbatches,
         minibatch_microbatches=program.microbatches,
         batch=batch,
-        tags=tuple(GradientVersions(*tag) for part in parts for tag in part["tags"]),
+        gradient_versions=tuple(GradientVersions(*tag) for part in parts for tag in part["tags"]),
         peak_bytes=tuple(part["peak_bytes"] for part in parts),
         peak_versions=tuple(part["versions"] for part in parts),
     )

@@ -29,8 +29,7 @@ from pipedream.core.schedule.occupancy import most_in_flight
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Channel, Instruction, Move, Program, Transfer, advanced
 from pipedream.core.schedule.timeline import Span, Timeline
-from pipedream.simulator.costs import Costs
-from pipedream.simulator.flat import (
+from pipedream.simulator.compiled import (
     FREE,
     GIVE,
     OP,
@@ -39,13 +38,14 @@ from pipedream.simulator.flat import (
     STOP,
     SYNC,
     TURN,
-    FlatInstruction,
-    FlatRank,
-    flatten,
+    CompiledInstruction,
+    CompiledRank,
+    compile_rank,
 )
+from pipedream.simulator.costs import Costs
+from pipedream.simulator.memory import trace_memory
 from pipedream.simulator.messages import Messages, Wire, described
 from pipedream.simulator.stragglers import Stragglers
-from pipedream.simulator.versions import follow
 
 __all__ = ["simulate"]
 
@@ -99,7 +99,7 @@ class _Rank:
     """
 
     number: int
-    text: FlatRank
+    text: CompiledRank
     instructions: list[_Work]
     draw: Callable[[str], float] | None
     missing: int
@@ -140,7 +140,7 @@ class _Clock:
         placement = program.placement
         stragglers.check_ranks(placement.workers)
         gives = range(placement.stages) if costs.buckets else ()
-        texts = [flatten(program, number, total, gives=gives) for number in range(placement.workers)]
+        texts = [compile_rank(program, number, total, gives=gives) for number in range(placement.workers)]
         self.ranks = [_Rank(number, text, [], stragglers.draws(number), text.ops) for number, text in enumerate(texts)]
         self.ready: list[_Rank] = []
         self.messages = Messages(program, costs, [rank.sends for rank in self.ranks], self.ready)
@@ -155,7 +155,7 @@ class _Clock:
             for rank in self.ranks
         ]
 
-    def _worked_out(self, instructions: list[FlatInstruction], slowness: float) -> list[_Work]:
+    def _worked_out(self, instructions: list[CompiledInstruction], slowness: float) -> list[_Work]:
         """Returns instructions with wires and seconds in them."""
         done = []
         for code, what, first, stride, limit, letter, _ in instructions:
@@ -298,7 +298,7 @@ class _Clock:
     def _timeline(self) -> Timeline:
         program = self.program
         in_flight = most_in_flight(program, self.total)
-        held = [follow(program, rank.number, self.total, rank.spans, in_flight) for rank in self.ranks]
+        held = [trace_memory(program, rank.number, self.total, rank.spans, in_flight) for rank in self.ranks]
         spans: list[Span] = []
         for rank in self.ranks:
             spans += sorted(rank.spans + rank.sends, key=itemgetter(4))
@@ -310,7 +310,7 @@ class _Clock:
             microbatches=self.total,
             minibatch_microbatches=program.microbatches,
             batch=program.plan.batch,
-            tags=tuple(tag for one in held for tag in one.tags),
+            gradient_versions=tuple(gradient for one in held for gradient in one.gradient_versions),
             peak_bytes=tuple(max(one.memory) for one in held),
             peak_versions=tuple(one.peak_versions for one in held),
             memory=tuple(one.memory for one in held),

@@ -99,7 +99,7 @@ def emulate(
             "schedule": program.name,
             "microbatches": program.microbatches,
             "in_flight": list(scaled.in_flight),
-            "depth": scaled.depth,
+            "depth": scaled.depth_mode,
             "minibatches": minibatches,
             "dilation": dilation,
             "byte_scale": byte_scale,

@@ -17,8 +17,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan import depth
 from pipedream.core.plan.cost import all_reduce_s, transfer_s
 from pipedream.core.plan.placement import Placement
-from pipedream.core.plan.ports import ports_s
-from pipedream.core.plan.site import Site
+from pipedream.core.plan.site import Site, ports_s
 from pipedream.core.plan.stage import Stage
 from pipedream.core.units import format_bytes, format_excess, format_seconds
 
@@ -40,7 +39,7 @@ class Plan(Artifact):
         batch: samples in the minibatch that the seconds and bytes are for.
         unit: what the stages' seconds and bytes are for: 'minibatch', or 'microbatch' for plans that were
             made by hand and not from a profile.
-        depth: 'noam', 'full', 'auto' or 'hand'.
+        depth_mode: how in_flight was chosen: 'noam', 'full', 'auto' or 'hand'.
         note: what the planner promises about it.
         order: the cluster's workers in the order in which the stages take them, a worker for each replica; () as
             they stand. One that is named again runs several stages (chunks).
@@ -53,7 +52,7 @@ class Plan(Artifact):
     """
 
     FORMAT = 1
-    RENAMED: ClassVar[dict[str, str]] = {"lag": "update_delay"}
+    RENAMED: ClassVar[dict[str, str]] = {"lag": "update_delay", "depth": "depth_mode"}
 
     stages: tuple[Stage, ...]
     in_flight: tuple[int, ...]
@@ -62,7 +61,7 @@ class Plan(Artifact):
     model: str = ""
     batch: int = 1
     unit: str = "minibatch"
-    depth: str = "noam"
+    depth_mode: str = "noam"
     note: str = ""
     order: tuple[int, ...] = ()
     bound_s: float = 0.0
@@ -320,11 +319,11 @@ class Plan(Artifact):
             PlanError: an unknown word, or counts that are not legal (`depth.check_in_flight`).
         """
         if wanted == "noam":
-            return replace(self, in_flight=depth.noam(self.replicas, self.update_delay), depth="noam")
+            return replace(self, in_flight=depth.noam(self.replicas, self.update_delay), depth_mode="noam")
         if wanted == "full":
             period = self.slowest_stage_s
             slots = tuple(seconds / period if period else 0.0 for seconds in self.round_trips_s)
-            return replace(self, in_flight=depth.full(self.replicas, slots, self.update_delay), depth="full")
+            return replace(self, in_flight=depth.full(self.replicas, slots, self.update_delay), depth_mode="full")
         if wanted == "auto":
             raise PlanError(
                 "depth auto was asked for a plan that is made already: it is chosen against the memory of a worker, "
@@ -333,7 +332,7 @@ class Plan(Artifact):
         if isinstance(wanted, str):
             raise PlanError(f"depth {wanted!r} is not known; write noam, full, auto or counts as in 3,2,1")
         depth.check_in_flight(tuple(wanted), self.replicas, self.update_delay)
-        return replace(self, in_flight=tuple(wanted), depth="hand")
+        return replace(self, in_flight=tuple(wanted), depth_mode="hand")
 
     def check_layers(self, layers: int) -> None:
         """Checks that the plan covers a model of so many layers.
@@ -350,7 +349,7 @@ class Plan(Artifact):
     def __str__(self) -> str:
         head = (
             f"Plan {self.config}{f' of {self.model}' if self.model else ''}: {self.workers} workers, depth "
-            f"{self.depth}, {format_seconds(self.period_s)} per {self.unit} predicted"
+            f"{self.depth_mode}, {format_seconds(self.period_s)} per {self.unit} predicted"
         )
         columns: list[tuple[str, int, Callable[[int, Stage], str]]] = [
             ("workers", 7, lambda s, stage: str(stage.replicas)),

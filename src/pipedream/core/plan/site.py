@@ -12,9 +12,10 @@ Activations go one way and their gradients, as large, the other way, so that a p
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import gcd, lcm
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy as np
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.cost import all_reduce_bytes, visible_sum_s
 
-__all__ = ["PortLoad", "Site", "telling"]
+__all__ = ["PortLoad", "Site", "busiest_ports", "ports_s"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class PortLoad:
     weights: float
 
 
-def telling(ports: Iterable[PortLoad]) -> tuple[PortLoad, ...]:
+def busiest_ports(ports: Iterable[PortLoad]) -> tuple[PortLoad, ...]:
     """Returns the ports that may be the busiest, in a fixed order.
 
     None that is idle, and none of which another carries at least as much of all three kinds.
@@ -63,7 +64,7 @@ class Site:
         memory_bytes: of the smallest of them; None: not limited.
         sum_bytes_per_s, sum_latency_s: of the links that their sums cross.
         sums: 'ring' or 'tree'.
-        ports: that their messages cross; those that may be the busiest (`telling`).
+        ports: that their messages cross; those that may be the busiest (`busiest_ports`).
     """
 
     replicas: int
@@ -85,7 +86,7 @@ class Site:
             behind: first worker of the stage behind it; None at the output.
 
         A boundary counts at the port of a component where that neighbour is in another component. Of what other stages
-        send through the same port nothing is known here (`core.plan.plan.ports` does).
+        send through the same port nothing is known here (`ports_s` does).
         """
         count = len(workers)
         summed = all_reduce_bytes(1, count, how=cluster.sums) / count  # once in as many minibatches
@@ -107,7 +108,7 @@ class Site:
             rate,
             latency_s,
             cluster.sums,
-            telling(ports),
+            busiest_ports(ports),
         )
 
     def sum_s(self, parameter_bytes: Any, backward_s: Any) -> Any:
@@ -154,3 +155,47 @@ class Site:
         """Returns the seconds per minibatch of a stage: of the slowest of its parts (module docstring)."""
         compute_s = self.compute_s(forward_s, backward_s, update_s, parameter_bytes)
         return np.maximum(compute_s, self.port_s(parameter_bytes, before_bytes, behind_bytes))
+
+
+def ports_s(
+    cluster: Cluster,
+    taken: Sequence[Sequence[int]],
+    output_bytes: Sequence[float],
+    parameter_bytes: Sequence[float],
+) -> dict[tuple[int, int], float]:
+    """Returns the seconds per minibatch of each port that has something to carry: (level, component) -> seconds.
+
+    Minibatch k goes from replica k mod r of a stage to replica k mod r' of the next, so that each pair of replicas
+    with the same remainder by gcd(r, r') exchanges one in lcm(r, r') minibatches: an activation, and a gradient as
+    large back. So a port sends what it receives, and its slower direction decides.
+
+    Args:
+        cluster: whose.
+        taken: of each stage the workers, in the order of its replicas.
+        output_bytes, parameter_bytes: of each stage, for one minibatch.
+    """
+    found: defaultdict[tuple[int, int], float] = defaultdict(float)
+    edges = (0.0, *output_bytes[: len(taken) - 1], 0.0)
+    for workers, received_bytes, sent_bytes, size in zip(taken, edges, edges[1:], parameter_bytes, strict=False):
+        carried = received_bytes + sent_bytes + all_reduce_bytes(size, len(workers), how=cluster.sums)
+        for worker in workers:
+            found[0, worker] += carried / len(workers) / cluster.levels[0].link_bytes_per_s
+    for number, level in enumerate(cluster.levels[1:], 1):
+        inside = [[cluster.component(number, worker) for worker in workers] for workers in taken]
+        rate = level.link_bytes_per_s
+        for here, behind, size in zip(inside, inside[1:], output_bytes, strict=False):
+            step, every = gcd(len(here), len(behind)), lcm(len(here), len(behind))
+            for remainder in range(step):
+                senders, receivers = Counter(here[remainder::step]), Counter(behind[remainder::step])
+                for sender, sent in senders.items():
+                    for receiver, received in receivers.items():
+                        if sender != receiver:
+                            seconds = sent * received / every * size / rate
+                            found[number, sender] += seconds
+                            found[number, receiver] += seconds
+        for components, size in zip(inside, parameter_bytes, strict=True):
+            if len(set(components)) > 1:
+                count = len(components)
+                for component in set(components):
+                    found[number, component] += all_reduce_bytes(size, count, how=cluster.sums) / count / rate
+    return dict(found)

@@ -23,7 +23,6 @@ from pipedream.core.artifact import Artifact, decode, encode
 from pipedream.core.errors import ArtifactError, ScheduleError
 from pipedream.core.plan.dispatched import Dispatched
 from pipedream.core.plan.placement import Placement
-from pipedream.core.schedule import tagged  # noqa: F401  # files may name its rules
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.rules import Rules
 from pipedream.core.schedule.update import UpdateRule

@@ -8,7 +8,7 @@ at its sender, which works on meanwhile.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from pipedream.core.artifact import Artifact
 from pipedream.core.units import format_seconds
@@ -84,7 +84,7 @@ class Timeline(Artifact):
         microbatches: of the run.
         minibatch_microbatches: m, microbatches in one minibatch.
         batch: samples in a minibatch.
-        tags: of the gradients, where they were kept.
+        gradient_versions: one for each gradient; () if unknown.
         peak_bytes: of each rank, where it is known.
         peak_versions: of each rank, distinct weight sets alive at once, where it is known.
         memory: of each rank, the bytes held at the start, and at most during each of its ops, where it is known; see
@@ -92,6 +92,7 @@ class Timeline(Artifact):
     """
 
     FORMAT = 1
+    RENAMED: ClassVar[dict[str, str]] = {"tags": "gradient_versions"}
 
     name: str
     source: str
@@ -100,7 +101,7 @@ class Timeline(Artifact):
     microbatches: int
     minibatch_microbatches: int = 1
     batch: int = 1
-    tags: tuple[GradientVersions, ...] = ()
+    gradient_versions: tuple[GradientVersions, ...] = ()
     peak_bytes: tuple[int, ...] = ()
     peak_versions: tuple[int, ...] = ()
     memory: tuple[tuple[int, ...], ...] = ()

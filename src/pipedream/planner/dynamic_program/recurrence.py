@@ -12,7 +12,7 @@ it to the output. With A(a, w, r) for layers a and on, run by the line's last w 
 where stage [a, b) fits the memory of its smallest worker at (w - 1) // r + 1 in flight; a stage that does not may keep
 only its input and do its forward again, if that is asked. What is searched is a set of such (w, r):
 all of them; r = 1 for straight pipelines; one for each stage where the counts are given. (Where an update delay
-raises the depth upstream, `core.plan.plan.depth.legal`, that is not known here: the depth is applied after the search,
+raises the depth upstream, `core.plan.depth.legal`, that is not known here: the depth is applied after the search,
 and the memory checked again.)
 
 Ties, exactly: of all plans with the smallest period, those that send the fewest bytes over boundaries; of

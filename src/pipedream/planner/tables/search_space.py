@@ -354,7 +354,7 @@ class Space:
     def at_depth(self, plan: Plan, depth: str | tuple[int, ...]) -> Plan:
         """Returns the plan at a depth, its peak bytes renewed and within the memory of a worker.
 
-        Depth 'auto' is between 'noam' and 'full', as deep as fits each stage (`core.plan.plan.depth.fitting`).
+        Depth 'auto' is between 'noam' and 'full', as deep as fits each stage (`core.plan.depth.fitting`).
 
         Raises:
             PlanError: an unknown or ill-formed depth (`Plan.with_depth`), or a stage that does not fit.
@@ -366,14 +366,14 @@ class Space:
                 found = depths.fitting(low.in_flight, high.in_flight, tuple(most), plan.replicas)
                 deep = self.with_bytes(plan.with_depth(found))
                 if found == low.in_flight or deep.overfull is None:
-                    return replace(deep, depth="auto")
+                    return replace(deep, depth_mode="auto")
                 most[0] = found[0] - 1  # messages of a deeper neighbour may be too many
         deep = self.with_bytes(plan.with_depth(depth))
         if (s := deep.overfull) is not None:
             stage, held, limit = deep.stages[s], deep.in_flight[s], self.memory_bytes(deep, s) or 0
-            less = "--in-flight auto for the deepest that fits" if deep.depth == "full" else "a smaller depth"
+            less = "--in-flight auto for the deepest that fits" if deep.depth_mode == "full" else "a smaller depth"
             raise PlanError(
-                f"at depth {deep.depth} stage {s} (layers {stage.first} to {stage.last - 1}) holds {held} "
+                f"at depth {deep.depth_mode} stage {s} (layers {stage.first} to {stage.last - 1}) holds {held} "
                 f"in flight and needs {format_bytes(stage.peak_bytes)}, a worker has {format_bytes(limit)}; ask for "
                 f"{less}, cut it further, split minibatches into more microbatches or choose a schedule that holds "
                 "fewer versions"

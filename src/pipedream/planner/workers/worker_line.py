@@ -16,7 +16,7 @@ import numpy as np
 
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.cost import all_reduce_bytes
-from pipedream.core.plan.site import PortLoad, Site, telling
+from pipedream.core.plan.site import PortLoad, Site, busiest_ports
 
 __all__ = ["Sites", "WorkerLine"]
 
@@ -91,7 +91,7 @@ class WorkerLine:
                     rate,
                     latency_s,
                     self.cluster.sums,
-                    telling(PortLoad(*one) for one in each),
+                    busiest_ports(PortLoad(*one) for one in each),
                 )
             sites.append(known[row])
         return sites

@@ -20,7 +20,7 @@ instead of once a forward; then only the optimizer's copy has full precision.
 
 Where a backward reads newer weights than its forward (`core.schedule.weights`), there is mostly one set, and the
 optimizer steps in its storage although graphs have read it: a graph then sees the new weights, because it has saved
-leaves that share storage with the handles but not the version counter. Under tags (`core.schedule.tagged`) several
+leaves that share storage with the handles but not the version counter. Under tags (`core.schedule.weights`) several
 sets live for forwards to come, none for a graph: what it saves of its weights are names of parts, which its backward
 looks up in another set (`runtime.stage.saved_tensors`).
 """

@@ -67,7 +67,7 @@ def concurrent(plan: Plan) -> Plan:
     twice = tuple(2 * count - 1 for count in noam(plan.replicas, plan.update_delay))
     deep = tuple(max(pair) for pair in zip(twice, plan.in_flight, strict=True))
     deep = legal(deep, plan.replicas, plan.update_delay)
-    return plan if deep == plan.in_flight else replace(plan, in_flight=deep, depth="hand")
+    return plan if deep == plan.in_flight else replace(plan, in_flight=deep, depth_mode="hand")
 
 
 METHODS = (

@@ -32,9 +32,8 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Schedule
-from pipedream.core.schedule.tagged import Tagged
 from pipedream.core.schedule.update import UpdateRule
-from pipedream.core.schedule.weights import Latest, WeightRule
+from pipedream.core.schedule.weights import Latest, Stamped, WeightRule
 from pipedream.schedules.idioms import (
     backward,
     endless,
@@ -65,7 +64,7 @@ def timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str
         plan,
         microbatches,
         backward_rule,
-        lambda waits, replicas, m: Tagged(waits, replicas, m, backward_rule=backward_rule),
+        lambda waits, replicas, m: Stamped(waits, replicas, m, backward_rule=backward_rule),
         staleness=lambda p, s, m: -(-min(2, m) * (p - 1) // m),
         versions=lambda p, s, m: -(-min(2, m) * s // m) + 1,
     )
@@ -119,7 +118,7 @@ def nf1b(
     plan = recomputing(
         plan
         if (plan.in_flight, plan.update_delay) == (depth, update_delay)
-        else replace(plan, in_flight=depth, update_delay=update_delay, depth="hand"),
+        else replace(plan, in_flight=depth, update_delay=update_delay, depth_mode="hand"),
         backward_rule,
     )
 

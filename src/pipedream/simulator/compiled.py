@@ -25,15 +25,15 @@ __all__ = [
     "STOP",
     "SYNC",
     "TURN",
-    "FlatInstruction",
-    "FlatRank",
-    "flatten",
+    "CompiledInstruction",
+    "CompiledRank",
+    "compile_rank",
 ]
 
 OP, RECEIVE, SEND, SYNC, GIVE, COUPLE, FREE, TURN, STOP = range(9)
 
 
-class FlatInstruction(NamedTuple):
+class CompiledInstruction(NamedTuple):
     """One instruction of a rank, in turn t of the period; plain tuples where the clock reads them.
 
     Attributes:
@@ -54,12 +54,12 @@ class FlatInstruction(NamedTuple):
     source: Instruction | None
 
 
-_TURN = FlatInstruction(TURN, 0, 0, 0, 0, "", None)
-_STOP = FlatInstruction(STOP, 0, 0, 0, 0, "", None)
+_TURN = CompiledInstruction(TURN, 0, 0, 0, 0, "", None)
+_STOP = CompiledInstruction(STOP, 0, 0, 0, 0, "", None)
 
 
 @dataclass(frozen=True)
-class FlatRank:
+class CompiledRank:
     """The flat instructions of one rank: warm-up, then the period from `loop` on, again and again.
 
     Attributes:
@@ -68,13 +68,13 @@ class FlatRank:
         ops: ops of the run; when all are done, only the sends behind the last one are left.
     """
 
-    instructions: tuple[FlatInstruction, ...]
+    instructions: tuple[CompiledInstruction, ...]
     loop: int
     ops: int
 
-    def behind(self, position: int, turn: int) -> list[FlatInstruction]:
+    def behind(self, position: int, turn: int) -> list[CompiledInstruction]:
         """Returns what is left when all ops are done: the sends that stand at a position and behind it."""
-        left: list[FlatInstruction] = []
+        left: list[CompiledInstruction] = []
         turns = 0
         while True:
             code, what, first, stride, limit, letter, source = self.instructions[position]
@@ -87,12 +87,12 @@ class FlatRank:
             if code not in (SEND, GIVE):
                 break
             if code == SEND and first + turn * stride < limit:
-                left.append(FlatInstruction(SEND, what, first + turn * stride, 0, limit, letter, source))
+                left.append(CompiledInstruction(SEND, what, first + turn * stride, 0, limit, letter, source))
             position += 1
         return [*left, _STOP]
 
 
-def flatten(program: Program, rank: int, total: int, *, gives: Collection[int]) -> FlatRank:
+def compile_rank(program: Program, rank: int, total: int, *, gives: Collection[int]) -> CompiledRank:
     """Returns the flat instructions of a rank in a run of `total` microbatches.
 
     Args:
@@ -106,12 +106,12 @@ def flatten(program: Program, rank: int, total: int, *, gives: Collection[int]) 
     text = (*mine.warmup, *mine.period)
     next_turn = (advanced(item, program.cycle, program.updates) for item in mine.period)
     sums = {item for item in (*text, *next_turn) if item.kind is Move.SYNC}
-    flat: list[FlatInstruction] = []
+    flat: list[CompiledInstruction] = []
     start = 0
     for position, instruction in enumerate(text):
         if position == len(mine.warmup):
             start = len(flat)
-        one = _flat(program, instruction, total)
+        one = _compiled(program, instruction, total)
         # A delayed norm is known before it is asked for (`core.schedule.coupling`).
         if program.couples_updates and not program.norm_delay and one.letter == Kind.UPDATE.value:
             flat.append(one._replace(code=COUPLE))
@@ -121,11 +121,11 @@ def flatten(program: Program, rank: int, total: int, *, gives: Collection[int]) 
             stride = program.cycle // program.updates.per_update[update.stage]
             flat.append(one._replace(code=GIVE, what=(update.stage, update.index, stride)))
     if mine.period:
-        return FlatRank((*flat, _TURN), start, program.op_count(rank, total))
-    return FlatRank((*flat, _STOP), 0, program.op_count(rank, total))
+        return CompiledRank((*flat, _TURN), start, program.op_count(rank, total))
+    return CompiledRank((*flat, _STOP), 0, program.op_count(rank, total))
 
 
-def _flat(program: Program, instruction: Instruction, total: int) -> FlatInstruction:
+def _compiled(program: Program, instruction: Instruction, total: int) -> CompiledInstruction:
     stride = advanced(instruction, program.cycle, program.updates).index - instruction.index
     if isinstance(instruction, Op):
         what, letter = instruction.stage, instruction.kind.value
@@ -136,4 +136,4 @@ def _flat(program: Program, instruction: Instruction, total: int) -> FlatInstruc
         what, letter = instruction.channel, ""
         counts_updates = instruction.kind is Move.SYNC
     limit = program.updates.updates(what, total) + 1 if counts_updates else total
-    return FlatInstruction(code, what, instruction.index, stride, limit, letter, instruction)
+    return CompiledInstruction(code, what, instruction.index, stride, limit, letter, instruction)

@@ -16,7 +16,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import GradientVersions, Span
 from pipedream.core.schedule.weights import WeightRule
 
-__all__ = ["MemoryTrace", "follow"]
+__all__ = ["MemoryTrace", "trace_memory"]
 
 _new: Callable[..., Any] = tuple.__new__  # makes a named tuple without a call in Python
 
@@ -27,12 +27,12 @@ class MemoryTrace:
 
     Attributes:
         peak_versions: most distinct sets of weights alive at once, over its seats.
-        tags: of its gradients, seat by seat.
+        gradient_versions: of its gradients, stage by stage.
         memory: bytes at the start, and the most during each of its ops.
     """
 
     peak_versions: int
-    tags: tuple[GradientVersions, ...]
+    gradient_versions: tuple[GradientVersions, ...]
     memory: tuple[int, ...]
 
 
@@ -171,7 +171,7 @@ class _Seat:
         self.has_sums = False
         return self.held_bytes + self.update_bytes
 
-    def tags(self, program: Program, stage: int) -> list[GradientVersions]:
+    def gradient_versions(self, program: Program, stage: int) -> list[GradientVersions]:
         rule, per_update, read, stride = program.weights, program.updates.per_update[stage], self.read, self.stride
         if type(rule).backward_version is WeightRule.backward_version:  # that of the forward
             versions = ((k, read[k // stride], read[k // stride]) for k in self.order)
@@ -220,7 +220,9 @@ class _Visit:
         return most
 
 
-def follow(program: Program, rank: int, total: int, spans: Iterable[Span], in_flight: tuple[int, ...]) -> MemoryTrace:
+def trace_memory(
+    program: Program, rank: int, total: int, spans: Iterable[Span], in_flight: tuple[int, ...]
+) -> MemoryTrace:
     """Returns what a rank held in a run of `total` microbatches.
 
     Args:
@@ -273,8 +275,10 @@ def follow(program: Program, rank: int, total: int, spans: Iterable[Span], in_fl
         )
     return MemoryTrace(
         peak_versions=sum(stage_replica.peak for stage_replica in stage_replicas.values()) + most_visiting,
-        tags=tuple(
-            tag for stage, stage_replica in stage_replicas.items() for tag in stage_replica.tags(program, stage)
+        gradient_versions=tuple(
+            tag
+            for stage, stage_replica in stage_replicas.items()
+            for tag in stage_replica.gradient_versions(program, stage)
         ),
         memory=tuple(memory),
     )
