@@ -108,7 +108,9 @@ def simulate(
     if plan is not None:
         chosen = Plan.load(plan)
         chosen = chosen if cluster is None else chosen.on(cluster_of(cluster, [], [], 0.0, None))
-        chosen = chosen if in_flight == "noam" and chosen.depth_mode != "noam" else chosen.with_depth(depth_of(in_flight))
+        chosen = (
+            chosen if in_flight == "noam" and chosen.depth_mode != "noam" else chosen.with_depth(depth_of(in_flight))
+        )
     elif uniform is not None:
         seconds = (
             1.0 if forward_s is None else forward_s,
