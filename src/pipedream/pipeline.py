@@ -19,12 +19,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from pipedream.core.checkpoint import Position, RunRequest
 from pipedream.core.errors import ArtifactError
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.phase import asked_as_saved, next_border, phase_after, phase_at
+from pipedream.core.schedule.compensation import compensations
+from pipedream.core.schedule.phase import next_border, phase_after, phase_at, phases_text
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.options import PipelineOptions, keywords
-from pipedream.runtime.assemble import Settings
+from pipedream.runtime.assemble import Blueprint, Settings
 from pipedream.runtime.checkpoint.writer import newest
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.comm.process_group import process_device
@@ -65,12 +67,20 @@ class Pipeline:
     @keywords(PipelineOptions)
     def __init__(self, model: Any, plan: Plan, options: PipelineOptions) -> None:
         self.plan = plan
-        self._requested_phases = phases_of(options.schedule, options.microbatches, options.phases)
-        self._requested_compensation = options.compensation
-        self.phases = compensated(plan, self._requested_phases, options.compensation)
+        phases = phases_of(options.schedule, options.microbatches, options.phases)
+        self.phases = compensated(plan, phases, options.compensation)
+        changes, seed = len(phases) > 1, options.seed or 0
+        self._request = RunRequest(
+            seed=seed,
+            plan=plan,
+            phases=phases_text(phases) if changes else "",
+            phases_compensation=(
+                compensations(options.compensation) if changes and options.compensation is not None else None
+            ),
+        )
         captured, scaling = layers_of(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)
-        tied = bool(find_tied_weights(model, [captured.layers[stage.first : stage.last] for stage in plan.stages]))
-        policy = options.policy(scaling="" if scaling is None else scaling.kind, tied=tied)
+        shared = find_tied_weights(model, [captured.layers[stage.first : stage.last] for stage in plan.stages])
+        policy = options.policy(scaling="" if scaling is None else scaling.kind, tied=bool(shared))
         self.prepared = prepare(plan, self.phases, policy)
         self._phase = 0
         self._number = 0
@@ -84,29 +94,28 @@ class Pipeline:
         self._ending = Ending.DATA
         self._training = False
         self._interrupted = False
-        self._seed = options.seed or 0
         self._data_state: Mapping[str, Any] | None = None
         self.drains: list[int] = []
-        self._session = Session(
-            model,
-            captured.graph,
-            captured.layers,
-            [found.program for found in self.prepared],
-            evaluation_of(self.prepared[0].schedule),
-            Settings(
-                Loss(options.loss, options.weight),
-                options.optimizer,
-                dict(options.metrics),
-                options.scheduler,
-                self._seed,
-                policy,
-                options.ema,
-                options.autocast,
-                scaling,
-            ),
-            process_device(options.device),
-            stuck_after_s=options.stuck_after_s,
+        settings = Settings(
+            loss=Loss(options.loss, options.weight),
+            optimizer=options.optimizer,
+            metrics=dict(options.metrics),
+            scheduler=options.scheduler,
+            seed=seed,
+            policy=policy,
+            ema=options.ema,
+            autocast=options.autocast,
+            scaling=scaling,
         )
+        blueprint = Blueprint(
+            programs=[found.program for found in self.prepared],
+            evaluation=evaluation_of(self.prepared[0].schedule),
+            layers=list(zip([layer.name for layer in captured.graph.layers], captured.layers, strict=True)),
+            settings=settings,
+            device=process_device(options.device),
+            shared=shared,
+        )
+        self._session = Session(model, captured.graph, blueprint, stuck_after_s=options.stuck_after_s)
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -265,17 +274,9 @@ class Pipeline:
             ArtifactError: there is one of that name, of another run.
         """
         self.drain()
-        position = {
-            "minibatches": self._number,
-            "epoch": self._epoch,
-            "epoch_batches": self._epoch_batches,
-            "drains": tuple(self.drains),
-            "plan": self.plan,
-            **asked_as_saved(self._requested_phases, self._requested_compensation),
-            "seed": self._seed,
-            "data": self._session.data_state(*self.position),
-        }
-        return self._session.save(Path(folder), position, keep=keep, wait=wait)
+        data = self._session.data_state(*self.position)
+        position = Position(self._number, self._epoch, self._epoch_batches, tuple(self.drains), data=data)
+        return self._session.save(Path(folder), self._request, position, keep=keep, wait=wait)
 
     def load(self, folder: str | os.PathLike[str]) -> tuple[int, int]:
         """Goes on from a checkpoint of this model, saved under any plan and schedule. Returns the position.
@@ -293,7 +294,9 @@ class Pipeline:
         found = newest(folder)
         if found is None:
             raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
-        page = self._session.load(found, lambda page: self._enter(phase_at(self.phases, page.minibatches, page.epoch)))
+        page = self._session.read_checkpoint(found)
+        self._enter(phase_at(self.phases, page.minibatches, page.epoch))
+        self._session.restore(found, page)
         self._number, self._epoch, self._epoch_batches = page.minibatches, page.epoch, page.epoch_batches
         self.drains, self._data_state = list(page.drains), page.data
         return self.position
@@ -337,13 +340,11 @@ class Pipeline:
 
     def sent_bytes(self) -> dict[int, int]:
         """Returns rank -> bytes that it has sent; every rank calls it."""
-        return self._session.gathered(self._session.sent_bytes())
+        return self._session.sent_bytes()
 
     def skipped_updates(self) -> tuple[int, ...]:
         """Returns the updates that each stage has skipped; every rank calls it."""
-        stage_states = [row for worker in self._session.workers for row in worker.stage_states.items()]
-        whole = self._session.gathered({stage: stage_state.optimizer.skipped for stage, stage_state in stage_states})
-        return tuple(whole[stage] for stage in sorted(whole))
+        return self._session.skipped_updates()
 
     def learning_rates(self) -> tuple[float, ...]:
         """Returns each stage's learning rate now: the user's, times r_s / r_0 where a round is an update, and T1's."""

@@ -158,8 +158,8 @@ def page_with(**wrong: Any) -> Callable[[Path], None]:
         (page_with(dtype="load"), "'load' is no type of tensors"),
         (page_with(shape=[1 << 60]), "cannot be read"),
         (page_with(offset=1 << 40), "lies outside of the file"),
-        (page_with(file="../../secret"), "a file's plain name is wanted"),
-        (page_with(file="/etc/passwd"), "a file's plain name is wanted"),
+        (page_with(file="../../secret"), "expected a file name without folders"),
+        (page_with(file="/etc/passwd"), "expected a file name without folders"),
     ],
 )
 def test_damage_is_told(tmp_path: Path, damage: Callable[[Path], None], words: str) -> None:

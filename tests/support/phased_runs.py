@@ -91,7 +91,7 @@ def go(run: Run, folder: Path | None = None, resume: Path | None = None, save_at
                     break
         for phase, (begin, end) in pipeline.trained.items():
             if end > first:
-                tags, program = pipeline.timeline(phase).gradient_versions, pipeline._session._programs[phase]
+                tags, program = pipeline.timeline(phase).gradient_versions, pipeline.prepared[phase].program
                 check_tags(tags, program, pipeline.drains, animal.batches, max(begin, first), end)
         late = {
             phase: {

@@ -1,8 +1,8 @@
 """A checkpoint's contents page: where a run stood at a drain, and where in its files each tensor lies.
 
 Tensors are kept under the user's own parameter names (``model/NAME``, ``optimizer/NAME/KEY``, ``ema/NAME``,
-``compensation/NAME/KEY``), so that a checkpoint belongs to no plan: any other one can take it up. At a drain each stage
-has one version of its weights, so no stash is kept.
+``compensation/NAME/KEY``), so that a checkpoint can be loaded under any plan. At a drain each stage has one version of
+its weights, so no stash is kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipedream.core.artifact import Artifact
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import Compensation
 
-__all__ = ["Checkpoint", "ParameterGroup", "SavedStage", "Stored"]
+__all__ = ["Checkpoint", "ParameterGroup", "Position", "RunRequest", "SavedStage", "Stored"]
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TYPE = re.compile(r"[a-z][a-z0-9_]*")
@@ -26,8 +26,7 @@ class Stored:
     """Where a tensor lies.
 
     Attributes:
-        dtype: torch's name of its type, as in 'float32'.
-        shape: its sizes.
+        dtype: torch's name, e.g. 'float32'.
         file: in the checkpoint's folder.
         offset, length: in bytes.
     """
@@ -40,10 +39,10 @@ class Stored:
 
     def __post_init__(self) -> None:
         if not _TYPE.fullmatch(self.dtype):
-            raise ValueError(f"a type of numbers such as float32 is wanted, found {self.dtype!r}")
-        # A contents page may come from elsewhere; it shall not lead out of its folder.
+            raise ValueError(f"expected a dtype such as float32, found {self.dtype!r}")
+        # A contents page may come from elsewhere; it must not lead out of its folder.
         if not _PLAIN_NAME.fullmatch(self.file):
-            raise ValueError(f"a file's plain name is wanted, found {self.file!r}")
+            raise ValueError(f"expected a file name without folders, found {self.file!r}")
         if min((self.offset, self.length, *self.shape)) < 0:
             raise ValueError(f"sizes cannot be negative, found {self}")
 
@@ -58,18 +57,17 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class SavedStage:
-    """What a stage's optimizer has beside its tensors.
+    """The state of a stage's optimizer other than tensors.
 
     Attributes:
-        groups: parameter groups.
-        numbers: parameter -> key -> value, for state that is no tensor.
+        numbers: parameter -> key -> value.
         scheduler: state of the learning-rate scheduler; None without one.
         updates: optimizer steps made.
         scheduled: scheduler steps made.
-        skipped: updates that were left out, for gradients that were not finite.
-        loss_scale: factor on the loss and good updates in a row since it changed; None where it is not scaled.
-        norm_square: square of the newest global norm of the gradients that was known; 0 before there was one.
-        rounds_before: updates of the input stage under the plans and phases before, which `updates` does not count.
+        norm_square: square of the newest known global norm of the gradients; 0 before the first.
+        skipped: updates left out because their gradients were not finite.
+        loss_scale: factor on the loss, and good updates in a row since it changed; None if the loss is not scaled.
+        rounds_before: updates of the input stage under earlier plans and phases, which `updates` does not count.
     """
 
     groups: tuple[ParameterGroup, ...]
@@ -95,57 +93,84 @@ class SavedStage:
 
 
 @dataclass(frozen=True)
-class Checkpoint(Artifact):
-    """The contents page.
+class Position:
+    """Where a run stands at a drain.
 
     Attributes:
         minibatches: done since the start of training.
-        epoch, epoch_batches: where the data goes on.
-        drains: minibatch numbers at which the pipeline was drained; this is the last of them.
-        schedule, compensation, microbatches, seed, plan: of the run that saved it; the first three of its phase.
-        phases: of that run as they were asked for, as text (`core.schedule.phase`); empty where it has but one method.
-        phases_compensation: what was asked for those that do not say their own; None where nothing was.
-        stages: one for each of the plan's.
-        tensors: by name.
-        files: name -> bytes; a file of another size is damaged.
-        random: of each process, its generators.
+        epoch: of the next minibatch.
+        epoch_batches: minibatches of that epoch that are done.
+        drains: minibatch numbers at which the pipeline was drained; this drain is the last.
         data: order of the data, and the loader's own state.
-        software: versions of what saved it.
 
     Raises:
-        ValueError: what it says does not fit together.
+        ValueError: a negative count.
     """
-
-    FORMAT = 1
 
     minibatches: int
     epoch: int
     epoch_batches: int
     drains: tuple[int, ...]
-    schedule: str
-    microbatches: int
+    data: Any = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if min(self.minibatches, self.epoch, self.epoch_batches) < 0:
+            raise ValueError(
+                f"a position has no negative counts, found {self.minibatches} minibatches, epoch {self.epoch} with "
+                f"{self.epoch_batches} done"
+            )
+        if self.data is not None and not isinstance(self.data, dict):
+            raise ValueError(f"the state of the data is an object, found {self.data!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """What a run was asked to do.
+
+    Attributes:
+        phases: as text (`core.schedule.phase`); empty if the method does not change.
+        phases_compensation: asked for the phases that name none themselves; None if none was.
+    """
+
     seed: int
     plan: Plan
+    phases: str = ""
+    phases_compensation: tuple[Compensation, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint(RunRequest, Position, Artifact):
+    """The contents page: a run, its position, and its state there.
+
+    Attributes:
+        schedule, microbatches, compensation: of the current phase.
+        stages: one for each of the plan's.
+        tensors: by name.
+        files: name -> bytes; a file of another size is damaged.
+        random: for each process, the state of its random number generators.
+        software: versions that saved it.
+
+    Raises:
+        ValueError: the fields contradict each other.
+    """
+
+    FORMAT = 1
+
+    schedule: str
+    microbatches: int
     stages: tuple[SavedStage, ...]
+    compensation: tuple[Compensation, ...] = ()
     tensors: dict[str, Stored] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     random: tuple[str, ...] = ()
-    data: Any = None
-    phases: str = ""
     software: dict[str, str] = field(default_factory=dict)
-    compensation: tuple[Compensation, ...] = ()
-    phases_compensation: tuple[Compensation, ...] | None = None
 
     def __post_init__(self) -> None:
-        if min(self.minibatches, self.epoch, self.epoch_batches) < 0 or self.microbatches < 1:
-            raise ValueError(
-                f"minibatches {self.minibatches}, epoch {self.epoch} with {self.epoch_batches} done, "
-                f"{self.microbatches} microbatches are no position"
-            )
+        super().__post_init__()
+        if self.microbatches < 1:
+            raise ValueError(f"a minibatch has at least one microbatch, found {self.microbatches}")
         if len(self.stages) != len(self.plan.stages):
             raise ValueError(f"{len(self.plan.stages)} stages are planned, {len(self.stages)} are described")
-        if self.data is not None and not isinstance(self.data, dict):
-            raise ValueError(f"the data's state is an object, found {self.data!r}")
         for name, stored in self.tensors.items():
             if stored.offset + stored.length > self.files.get(stored.file, 0):
                 raise ValueError(f"tensor {name!r} lies outside of the file {stored.file!r}")

@@ -1,4 +1,4 @@
-"""Putting workers together: channels, stages, optimizers; all in one process, or this process's own one."""
+"""Builds workers from channels, stages and optimizers: all of them in one process, or the one of this process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipedream.core.plan.placement import Placement
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.occupancy import most_in_flight
 from pipedream.core.schedule.program import Program
@@ -31,8 +32,10 @@ from pipedream.runtime.update_barrier import UpdateBarrier
 from pipedream.runtime.worker import Worker
 
 __all__ = [
+    "Blueprint",
     "Connections",
     "Settings",
+    "WorkerChannels",
     "connect",
     "data_channels",
     "distributed_worker",
@@ -43,14 +46,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose for the training itself.
+    """The user's choices for the training itself.
 
     Attributes:
-        loss, metrics, optimizer, scheduler: of the user.
-        seed: of the run.
-        policy: on what couples the stages.
-        ema: decay of the average of the weights; None keeps none.
-        autocast: low-precision type; None computes as the weights are.
+        policy: for what couples the stages.
+        ema: decay of the averaged weights; None keeps no average.
+        autocast: low-precision dtype of the forwards; None computes in the dtype of the weights.
         scaling: of the loss; None does not scale it.
     """
 
@@ -66,13 +67,54 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Blueprint:
+    """What all workers of a run are built from.
+
+    Attributes:
+        programs: of each phase of the run, over the same channels; verified. The first is run first.
+        evaluation: the program of forwards alone, verified.
+        layers: (name, module) of the whole model, in order.
+        device: of the workers of this process.
+        shared: weights that several stages hold.
+    """
+
+    programs: Sequence[Program]
+    evaluation: Program
+    layers: Sequence[tuple[str, nn.Module]]
+    settings: Settings
+    device: torch.device
+    shared: Sequence[TiedWeights] = ()
+
+    @property
+    def program(self) -> Program:
+        """The program of the first phase, for what all phases have in common."""
+        return self.programs[0]
+
+    @property
+    def placement(self) -> Placement:
+        """Of all phases."""
+        return self.programs[0].placement
+
+    def layers_of(self, stage: int) -> Sequence[tuple[str, nn.Module]]:
+        """Returns (name, module) of a stage's layers."""
+        span = self.program.plan.stages[stage]
+        return self.layers[span.first : span.last]
+
+    def most_unread(self) -> int:
+        """Returns how many messages of data or results may be unread: what the input stage has in flight, or one
+        minibatch."""
+        most = max(max(*program.plan.in_flight, program.microbatches) for program in self.programs)
+        return most * max(self.placement.replicas) + 2
+
+
+@dataclass(frozen=True)
 class Connections:
     """Process groups of a run.
 
     Attributes:
         everyone: gloo group of all ranks: headers, results, sums of small numbers.
-        stages: for each stage the group of its replicas, None where there is one.
-        holders: of each of the shared weights the group of all that hold them, None where this rank does not.
+        stages: for each stage the group of its replicas, None if it has one.
+        holders: for each of the shared weights the group of all ranks that hold it, None if this rank does not.
         pairs: channel number -> group of its payloads.
     """
 
@@ -80,6 +122,22 @@ class Connections:
     stages: tuple[dist.ProcessGroup | None, ...]
     holders: tuple[dist.ProcessGroup | None, ...]
     pairs: Mapping[int, dist.ProcessGroup]
+
+
+@dataclass(frozen=True)
+class WorkerChannels:
+    """The channel ends of one worker.
+
+    Attributes:
+        senders, receivers: channel number -> its end.
+        result_senders: other rank -> channel for this rank's losses and metrics, at the last stage.
+        result_receivers: rank of the last stage -> channel from it.
+    """
+
+    senders: dict[int, Sender]
+    receivers: dict[int, Receiver]
+    result_senders: dict[int, Sender]
+    result_receivers: dict[int, Receiver]
 
 
 def connect(program: Program, device: torch.device, shared: Sequence[TiedWeights] = ()) -> Connections:
@@ -104,216 +162,192 @@ def connect(program: Program, device: torch.device, shared: Sequence[TiedWeights
     return Connections(everyone, stages, holders, pairs)
 
 
-def local_workers(
-    programs: Sequence[Program],
-    evaluation: Program,
-    layers: Sequence[tuple[str, nn.Module]],
-    handles: Sequence[dict[str, nn.Parameter]],
-    settings: Settings,
-    device: torch.device,
-    shared: Sequence[TiedWeights] = (),
-) -> list[Worker]:
-    """Returns all workers, joined by queues.
+def local_workers(blueprint: Blueprint, handles: Sequence[dict[str, nn.Parameter]]) -> list[Worker]:
+    """Returns all workers, joined by queues in one process.
 
     Args:
-        programs: of each phase of the run, over the same channels; verified.
-        evaluation: verified.
-        layers: (name, module) of the whole model.
         handles: for each stage, its trained parameters.
-        settings: the user's choices.
-        device: of all workers.
-        shared: weights that several stages hold.
     """
-    program, placement = programs[0], programs[0].placement
+    program, placement, shared = blueprint.program, blueprint.placement, blueprint.shared
     channels = {number: LocalChannel() for number in range(len(program.channels))}
     owners = placement.ranks[-1]
     results = {(owner, rank): LocalChannel() for owner in owners for rank in range(placement.workers) if rank != owner}
-    norm = LocalGroup(placement.workers)
-    sums = [LocalGroup(count) for count in placement.replicas]
+    everyone = LocalGroup(placement.workers)
+    replica_groups = [LocalGroup(count) for count in placement.replicas]
     holders = [(one, one.ranks(placement), LocalGroup(len(one.ranks(placement)))) for one in shared]
-    crew = []
+    workers = []
     for rank in range(placement.workers):
         stage_states = {}
         for stage, replica in placement.stage_replicas(rank):
-            own_layers, own_handles = layers, handles[stage]
+            layers, own = blueprint.layers_of(stage), handles[stage]
             if replica:
-                own_layers, own_handles = _copied(layers, handles[stage])
+                layers, own = _copied(layers, own)
             stage_states[stage] = _stage_state(
-                programs,
+                blueprint,
                 stage,
-                own_layers,
-                own_handles,
-                settings,
-                device,
-                sums[stage].member(replica) if placement.replicas[stage] > 1 else None,
-                shared,
-                copies=copies_of_tied(own_handles, stage, shared) if not replica else None,
+                layers,
+                own,
+                replica_groups[stage].member(replica) if placement.replicas[stage] > 1 else None,
+                copies=copies_of_tied(own, stage, shared) if not replica else None,
             )
-        crew.append(
-            _worker(
-                rank,
-                program,
-                evaluation,
-                stage_states,
-                remote_forwards_of(rank, program, layers, dict(enumerate(handles)), settings, device),
-                {n: channels[n] for n, c in enumerate(program.channels) if c.sender == rank},
-                {n: channels[n] for n, c in enumerate(program.channels) if c.receiver == rank},
-                {other: channel for (owner, other), channel in results.items() if owner == rank},
-                {owner: channel for (owner, other), channel in results.items() if other == rank},
-                settings,
-                device,
-                norm.member(rank),
-                [(one, group.member(ranks.index(rank))) for one, ranks, group in holders if rank in ranks],
-            )
+        ends = WorkerChannels(
+            {n: channels[n] for n, c in enumerate(program.channels) if c.sender == rank},
+            {n: channels[n] for n, c in enumerate(program.channels) if c.receiver == rank},
+            {other: channel for (owner, other), channel in results.items() if owner == rank},
+            {owner: channel for (owner, other), channel in results.items() if other == rank},
         )
-    return crew
+        remote_forwards = remote_forwards_of(blueprint, rank, dict(enumerate(handles)))
+        tied = [(one, group.member(ranks.index(rank))) for one, ranks, group in holders if rank in ranks]
+        workers.append(_worker(blueprint, rank, stage_states, remote_forwards, ends, everyone.member(rank), tied))
+    return workers
 
 
 def distributed_worker(
+    blueprint: Blueprint,
     rank: int,
-    programs: Sequence[Program],
-    evaluation: Program,
-    layers: Sequence[tuple[str, nn.Module]],
     handles: Mapping[int, dict[str, nn.Parameter]],
-    settings: Settings,
-    device: torch.device,
-    wires: Connections,
     remote_forwards: dict[int, RemoteForward],
-    shared: Sequence[TiedWeights] = (),
+    connections: Connections,
 ) -> Worker:
     """Returns this process's worker, joined to the others by torch.distributed.
 
     Args:
-        programs, evaluation, layers, settings, device, shared: as of `local_workers`.
-        remote_forwards: of `remote_forwards_of`, for this rank.
         handles: stage -> its trained parameters, for the stages of this rank.
-        wires: of `connect`.
+        remote_forwards: from `remote_forwards_of`, for this rank.
     """
-    program, placement = programs[0], programs[0].placement
-    max_unread = _most_out(programs)
-    in_flight = [max(counts) for counts in zip(*map(most_in_flight, programs), strict=True)]
-    senders: dict[int, Sender] = {}
-    receivers: dict[int, Receiver] = {}
+    placement, shared = blueprint.placement, blueprint.shared
+    stage_states = {}
+    for stage, _ in placement.stage_replicas(rank):
+        group = connections.stages[stage]
+        stage_states[stage] = _stage_state(
+            blueprint,
+            stage,
+            blueprint.layers_of(stage),
+            handles[stage],
+            DistributedGroup(group) if group is not None else None,
+            copies=copies_of_tied(handles[stage], stage, [one.among(handles) for one in shared]),
+        )
+    tied: list[tuple[TiedWeights, Group]] = [
+        (one, DistributedGroup(group))
+        for one, group in zip(shared, connections.holders, strict=True)
+        if group is not None and rank in one.ranks(placement)
+    ]
+    return _worker(
+        blueprint,
+        rank,
+        stage_states,
+        remote_forwards,
+        _distributed_channels(blueprint, rank, connections),
+        DistributedGroup(connections.everyone),
+        tied,
+    )
+
+
+def _distributed_channels(blueprint: Blueprint, rank: int, connections: Connections) -> WorkerChannels:
+    program, placement, everyone = blueprint.program, blueprint.placement, connections.everyone
+    in_flight = [max(counts) for counts in zip(*map(most_in_flight, blueprint.programs), strict=True)]
+    ends = WorkerChannels({}, {}, {}, {})
     for number, channel in enumerate(program.channels):
         if rank not in (channel.sender, channel.receiver):
             continue
         peer = channel.receiver if rank == channel.sender else channel.sender
-        line = ChannelEndpoint(peer, number, channel.depth, wires.everyone, wires.pairs[number], device)
+        end = ChannelEndpoint(peer, number, channel.depth, everyone, connections.pairs[number], blueprint.device)
         if rank == channel.sender:
-            # A replica that begins a forward has ended all backwards but those of what it has in flight: their
-            # activations were taken by the stage behind, whose gradients were taken here. The end of a stream is one
-            # more message. Waiting for an older one thus waits for nothing that is still to be done.
-            # Of weights two may be unread: those of an update that turned out not to be, and the word of the end.
+            # A replica that begins a forward has finished all backwards except those of what it has in flight: their
+            # activations were received by the next stage, and its gradients were received here. The end of a stream is
+            # one more message. So waiting for an older message never waits for anything that is still to be done.
+            # Two messages of weights may be unread: those of an update that was then not made, and the end.
             most = 1 if channel.carries == "weights" else in_flight[min(channel.source, channel.target)]
-            senders[number] = DistributedSender(line, most + 1)
+            ends.senders[number] = DistributedSender(end, most + 1)
         else:
-            receivers[number] = DistributedReceiver(line)
-    result_senders: dict[int, Sender] = {}
-    result_receivers: dict[int, Receiver] = {}
+            ends.receivers[number] = DistributedReceiver(end)
     cpu = torch.device("cpu")
     for owner in placement.ranks[-1]:
         for other in range(placement.workers):
-            number = len(program.channels) + owner * placement.workers + other
             if owner == other or rank not in (owner, other):
                 continue
-            peer = other if rank == owner else owner
-            line = ChannelEndpoint(peer, number, 2, wires.everyone, wires.everyone, cpu)
+            number = len(program.channels) + owner * placement.workers + other
+            end = ChannelEndpoint(other if rank == owner else owner, number, 2, everyone, everyone, cpu)
             if rank == owner:
-                result_senders[other] = DistributedSender(line, max_unread)
+                ends.result_senders[other] = DistributedSender(end, blueprint.most_unread())
             else:
-                result_receivers[owner] = DistributedReceiver(line)
-    stage_states = {
-        stage: _stage_state(
-            programs,
-            stage,
-            layers,
-            handles[stage],
-            settings,
-            device,
-            DistributedGroup(group) if (group := wires.stages[stage]) is not None else None,
-            shared,
-            copies=copies_of_tied(handles[stage], stage, [one.among(handles) for one in shared]),
-        )
-        for stage, _ in placement.stage_replicas(rank)
-    }
-    return _worker(
-        rank,
-        program,
-        evaluation,
-        stage_states,
-        remote_forwards,
-        senders,
-        receivers,
-        result_senders,
-        result_receivers,
-        settings,
-        device,
-        DistributedGroup(wires.everyone),
-        [
-            (one, DistributedGroup(group))
-            for one, group in zip(shared, wires.holders, strict=True)
-            if group is not None and rank in one.ranks(placement)
-        ],
-    )
+                ends.result_receivers[owner] = DistributedReceiver(end)
+    return ends
 
 
 def data_channels(
-    rank: int, programs: Sequence[Program], everyone: dist.ProcessGroup
+    blueprint: Blueprint, rank: int, connections: Connections
 ) -> tuple[dict[int, DistributedSender], DistributedReceiver | None]:
     """Returns the channels on which replica 0 of the input stage hands the others their data.
 
     Returns: replica -> sender, at replica 0; the receiver, at the others. Nothing at other stages.
     """
-    program, placement = programs[0], programs[0].placement
+    program, placement, everyone = blueprint.program, blueprint.placement, connections.everyone
     first, *others = placement.readers
     senders: dict[int, DistributedSender] = {}
     receiver = None
     for replica, other in enumerate(others, start=1):
         if rank not in (first, other):
             continue
-        number = len(program.channels) + placement.workers**2 + replica  # behind those of the results
-        line = ChannelEndpoint(other if rank == first else first, number, 2, everyone, everyone, torch.device("cpu"))
+        number = len(program.channels) + placement.workers**2 + replica  # after those of the results
+        peer = other if rank == first else first
+        end = ChannelEndpoint(peer, number, 2, everyone, everyone, torch.device("cpu"))
         if rank == first:
-            senders[replica] = DistributedSender(line, _most_out(programs))
+            senders[replica] = DistributedSender(end, blueprint.most_unread())
         else:
-            receiver = DistributedReceiver(line)
+            receiver = DistributedReceiver(end)
     return senders, receiver
 
 
-def _most_out(programs: Sequence[Program]) -> int:
-    """Returns the messages that may be unread: what the input stage has in flight, or one minibatch."""
-    return max(max(*p.plan.in_flight, p.microbatches) * max(p.placement.replicas) + 2 for p in programs)
+def remote_forwards_of(
+    blueprint: Blueprint, rank: int, handles: Mapping[int, dict[str, nn.Parameter]]
+) -> dict[int, RemoteForward]:
+    """Returns stage -> remote forward, for the stages whose forwards a rank runs on weights that live elsewhere.
+
+    Args:
+        handles: stage -> its trained parameters, while layers that share one still do.
+    """
+    found = {}
+    settings = blueprint.settings
+    for stage, _ in blueprint.placement.remote_forwards(rank):
+        layers = blueprint.layers_of(stage)
+        module = StageModule(layers, dict(handles[stage]), blueprint.device, settings.seed, settings.autocast)
+        packet = WeightPacket(module, low_precision_weights(layers, handles[stage], settings.autocast))
+        found[stage] = RemoteForward(module, packet)
+    return found
 
 
 def _copied(
     layers: Sequence[tuple[str, nn.Module]], handles: dict[str, nn.Parameter]
 ) -> tuple[list[tuple[str, nn.Module]], dict[str, nn.Parameter]]:
-    """Returns a further replica's own layers and handles; in one process the user's model has but one."""
+    """Returns copies for a further replica in one process, in which the user's model has the layers only once."""
     memo: dict[int, Any] = {}
     copied = [(name, copy.deepcopy(layer, memo)) for name, layer in layers]
     return copied, {name: memo[id(handle)] for name, handle in handles.items()}
 
 
 def _stage_state(
-    programs: Sequence[Program],
+    blueprint: Blueprint,
     stage: int,
     layers: Sequence[tuple[str, nn.Module]],
     handles: dict[str, nn.Parameter],
-    settings: Settings,
-    device: torch.device,
     replica_group: Group | None,
-    shared: Sequence[TiedWeights],
-    copies: dict[str, nn.Parameter] | None = None,
+    copies: dict[str, nn.Parameter] | None,
 ) -> StageState:
-    """Returns a seat; `copies` are trained in the place of the handles, where another seat has some of these too."""
-    plan = programs[0].plan
-    mine = layers[plan.stages[stage].first : plan.stages[stage].last]
-    module = StageModule(mine, handles, device, settings.seed, settings.autocast)
-    low = low_precision_weights(mine, handles, settings.autocast)
+    """Returns the state of a stage replica.
+
+    Args:
+        layers, handles: of the stage, or a replica's copies of them.
+        copies: parameters that are trained in place of the handles, if another stage here holds some of these too.
+    """
+    plan, settings, programs = blueprint.program.plan, blueprint.settings, blueprint.programs
+    module = StageModule(layers, handles, blueprint.device, settings.seed, settings.autocast)
+    low = low_precision_weights(layers, handles, settings.autocast)
     handles = copies or handles
     versions = Versions(handles, low, watched=replica_group is not None)
-    # Weights change between forward and backward.
-    moves = [p.weights for p in programs if p.weights.staleness(stage) > 0 or p.weights.predictions(stage)]
+    counted_elsewhere = [name for one in blueprint.shared if stage in one.stages[1:] for name in one.names]
+    # Rules of the programs under which weights change between a forward and its backward.
+    moving = [p.weights for p in programs if p.weights.staleness(stage) > 0 or p.weights.predictions(stage)]
     stage_state = StageState(
         module=module,
         versions=versions,
@@ -325,81 +359,51 @@ def _stage_state(
             replicas=plan.replicas[stage],
             replica_group=replica_group,
             ema=settings.ema,
-            counted_elsewhere=[
-                list(handles).index(name) for one in shared if stage in one.stages[1:] for name in one.names
-            ],
+            counted_elsewhere=[list(handles).index(name) for name in counted_elsewhere],
             loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,
         ),
-        saved=SavedTensorHooks() if any(rule.backward_rule == "graph" for rule in moves) else None,
+        saved=SavedTensorHooks() if any(rule.backward_rule == "graph" for rule in moving) else None,
     )
     stage_state.check(programs, stage)
     return stage_state
 
 
-def remote_forwards_of(
-    rank: int,
-    program: Program,
-    layers: Sequence[tuple[str, nn.Module]],
-    handles: Mapping[int, dict[str, nn.Parameter]],
-    settings: Settings,
-    device: torch.device,
-) -> dict[int, RemoteForward]:
-    """Returns stage -> guest, for the stages whose forwards a rank runs on weights that live elsewhere.
-
-    Args:
-        program, layers, settings, device: as of `local_workers`.
-        handles: stage -> its trained parameters; while layers that share one still do.
-    """
-    found = {}
-    for stage, _ in program.placement.remote_forwards(rank):
-        mine = layers[program.plan.stages[stage].first : program.plan.stages[stage].last]
-        module = StageModule(mine, dict(handles[stage]), device, settings.seed, settings.autocast)
-        found[stage] = RemoteForward(
-            module, WeightPacket(module, low_precision_weights(mine, handles[stage], settings.autocast))
-        )
-    return found
-
-
 def _worker(
+    blueprint: Blueprint,
     rank: int,
-    program: Program,
-    evaluation: Program,
     stage_states: dict[int, StageState],
     remote_forwards: dict[int, RemoteForward],
-    senders: Mapping[int, Sender],
-    receivers: Mapping[int, Receiver],
-    result_senders: Mapping[int, Sender],
-    result_receivers: Mapping[int, Receiver],
-    settings: Settings,
-    device: torch.device,
+    ends: WorkerChannels,
     everyone: Group,
-    tied: Sequence[tuple[TiedWeights, Group]] = (),
+    tied: Sequence[tuple[TiedWeights, Group]],
 ) -> Worker:
-    replicas = program.placement.replicas
+    program, placement, settings = blueprint.program, blueprint.placement, blueprint.settings
     trained = {stage: stage_state.optimizer.named for stage, stage_state in stage_states.items()}
     sums = [
-        TiedGradientSum(one, {stage: trained[stage] for stage in one.among(stage_states).stages}, replicas, group)
+        TiedGradientSum(
+            one, {stage: trained[stage] for stage in one.among(stage_states).stages}, placement.replicas, group
+        )
         for one, group in tied
     ]
-    results = Results(rank, program.placement.ranks[-1], result_senders, result_receivers, list(settings.metrics))
+    packets = {}
+    for stage, stage_state in stage_states.items():
+        if placement.is_remote(stage):
+            module = stage_state.module
+            packets[stage] = WeightPacket(
+                module, low_precision_weights(module.layers, module.handles, settings.autocast)
+            )
+    results = Results(rank, placement.ranks[-1], ends.result_senders, ends.result_receivers, list(settings.metrics))
     return Worker(
         rank,
         program=program,
-        evaluation=evaluation,
+        evaluation=blueprint.evaluation,
         stage_states=stage_states,
         remote_forwards=remote_forwards,
-        weight_packets={
-            stage: WeightPacket(
-                stage_state.module,
-                low_precision_weights(stage_state.module.layers, stage_state.module.handles, settings.autocast),
-            )
-            for stage, stage_state in stage_states.items()
-            if program.placement.is_remote(stage)
-        },
-        senders=dict(senders),
-        receivers=dict(receivers),
+        weight_packets=packets,
+        senders=ends.senders,
+        receivers=ends.receivers,
         results=results,
         scorer=Scorer(settings.loss, settings.metrics, results, settings.policy.on_nan),
-        device=device,
+        device=blueprint.device,
         coupling=UpdateBarrier(settings.policy, everyone, stage_states, sums),
     )

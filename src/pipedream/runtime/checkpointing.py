@@ -1,13 +1,13 @@
-"""What a session puts into a checkpoint, and how it takes one up: the state of all stages at a drain."""
+"""What a session saves in a checkpoint, and how it restores one: the state of all stages at a drain."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import nn
 
 from pipedream._version import __version__
 from pipedream.core.artifact import decode, encode
-from pipedream.core.checkpoint import Checkpoint, SavedStage
+from pipedream.core.checkpoint import Checkpoint, Position, RunRequest, SavedStage
 from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.checkpoint import optimizer_state, parameters
@@ -27,17 +27,16 @@ from pipedream.runtime.worker import Worker
 
 __all__ = ["Checkpointer", "share_with_replicas"]
 
+T = TypeVar("T")
+
 
 class Checkpointer:
     """Saves and restores the workers of this process.
 
     Args:
-        model: the user's.
-        workers: of this process.
         names: of each stage's parameters and buffers.
-        group: gloo group of all ranks; None in a lone process.
-        writer_group: another one, for what is written in the background.
-        device: of the workers.
+        group: gloo group of all ranks; None in a single process.
+        writer_group: another such group, for writing in the background.
     """
 
     def __init__(
@@ -57,13 +56,12 @@ class Checkpointer:
         self._rank = workers[0].rank if group is not None else 0
         self.writer = checkpoints.Writer(self._rank, writer_group)
 
-    def save(self, folder: Path, position: Mapping[str, Any], *, keep: int | None, wait: bool) -> Path:
+    def save(self, folder: Path, request: RunRequest, position: Position, *, keep: int | None, wait: bool) -> Path:
         """Writes a checkpoint; every rank calls it at a drain.
 
         Args:
             folder: of the checkpoints of this run.
-            position: fields of `Checkpoint`: minibatches, epoch, epoch_batches, drains, plan, phases, seed, data.
-            keep: how many complete ones are left; None keeps all.
+            keep: number of complete checkpoints to keep; None keeps all.
             wait: return when it is complete; otherwise it is written in the background, from a copy.
 
         Raises:
@@ -73,55 +71,64 @@ class Checkpointer:
         tensors, stages = self._collect()
         if not wait:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        said = gather_texts(json.dumps([stages, saved_rng(self._device)]), self._group)
-        whole: dict[int, SavedStage] = {}
-        for text in said:
-            whole |= {int(s): decode(SavedStage, state, "a stage") for s, state in json.loads(text)[0].items()}
+        texts = gather_texts(json.dumps([stages, saved_rng(self._device)]), self._group)
+        every: dict[int, SavedStage] = {}
+        for text in texts:
+            every |= {int(s): decode(SavedStage, state, "a stage") for s, state in json.loads(text)[0].items()}
         page = Checkpoint(
-            **position,
+            **vars(request),
+            **vars(position),
             schedule=self._program.name,
             microbatches=self._program.microbatches,
-            stages=tuple(whole[stage] for stage in range(len(self._names))),
-            random=tuple(json.loads(text)[1] for text in said),
-            software={"pipedream": __version__, "torch": version("torch")},
             compensation=self._program.updates.compensation,
+            stages=tuple(every[stage] for stage in range(len(self._names))),
+            random=tuple(json.loads(text)[1] for text in texts),
+            software={"pipedream": __version__, "torch": version("torch")},
         )
         path = self.writer.begin(folder, page, tensors, keep)
         if wait:
             self.writer.finish()
         return path
 
-    @property
-    def _program(self) -> Program:
-        return self._workers[0].program
+    def read(self, path: Path) -> Checkpoint:
+        """Returns a checkpoint's contents page; every rank calls it.
 
-    def load(self, path: Path, begin: Callable[[Checkpoint], None]) -> Checkpoint:
-        """Takes up a checkpoint of this model, of whatever plan and schedule; every rank calls it.
+        Raises:
+            ArtifactError: it is damaged; on every rank.
+        """
+        return self._on_every_rank(lambda: checkpoints.contents(path))
 
-        Args:
-            path: of the checkpoint.
-            begin: gets its contents page before anything is taken from it, to take up the phase that the run is in.
+    def restore(self, path: Path, page: Checkpoint) -> None:
+        """Restores a checkpoint of this model, saved under any plan and schedule; every rank calls it.
 
         Raises:
             ArtifactError: it is damaged, or of another model or optimizer; on every rank.
         """
-        failure, page = "", None
+        self._on_every_rank(lambda: self._restore(path, page))
+        self.writer.loaded(path, page.minibatches)
+
+    def _on_every_rank(self, action: Callable[[], T]) -> T:
+        """Returns what the action does; if it fails at some ranks, every rank raises the first failure."""
+        failure, found = "", None
         try:
-            page = self._restored(path, begin)
+            found = action()
         except PipelineError as error:
             failure = str(error)
         failures = [text for text in gather_texts(failure, self._group) if text]
-        if failures or page is None:
+        if failures:
             raise ArtifactError(failures[0])
-        self.writer.loaded(path, page.minibatches)
-        return page
+        return cast(T, found)
+
+    @property
+    def _program(self) -> Program:
+        return self._workers[0].program
 
     def _collect(self) -> tuple[dict[str, torch.Tensor], dict[int, Any]]:
-        """Returns tensors and stage states of which this process is the speaker."""
+        """Returns tensors and stage states for the stages whose replica 0 is here."""
         state = parameters.named_state(self._model)
         tensors: dict[str, torch.Tensor] = {}
         stages: dict[int, Any] = {}
-        for stage, stage_state in self._stage_states(speakers=True):
+        for stage, stage_state in self._stage_states(first_replicas=True):
             tensors |= {f"model/{name}": state[name].detach() for name in self._names[stage] if name in state}
             tensors |= optimizer_state.tensors_of(stage_state.optimizer)
             tensors |= {} if stage_state.predictions is None else stage_state.predictions.tensors()
@@ -130,9 +137,7 @@ class Checkpointer:
             )
         return tensors, stages
 
-    def _restored(self, path: Path, begin: Callable[[Checkpoint], None]) -> Checkpoint:
-        page = checkpoints.contents(path)
-        begin(page)
+    def _restore(self, path: Path, page: Checkpoint) -> None:
         found = checkpoints.read(path, page, self._wanted(page))
         values = {name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")}
         mine = {name for stage in self._stages() for name in self._names[stage]}
@@ -141,7 +146,7 @@ class Checkpointer:
         same = self._counts_alike(page)
         for stage, stage_state in self._stage_states():
             stage_state.versions.reload()
-            # Seats of one process that train the same weights shall not share their optimizers' tensors.
+            # Stages in one process that train the same weights must not share their optimizers' tensors.
             alone = len(self._workers) == 1 and not _copies_of(stage_state)
             own = found if alone else {name: tensor.clone() for name, tensor in found.items()}
             if stage_state.predictions is not None:
@@ -150,10 +155,10 @@ class Checkpointer:
                 optimizer_state.restore(stage_state.optimizer, page.stages, own, stage=stage if same else None)
             except PipelineError:
                 raise
-            except Exception as error:  # an optimizer and a scheduler are the user's, and check little
+            except Exception as error:  # optimizer and scheduler are the user's, and check little
                 raise ArtifactError(
                     f"the optimizer state in the checkpoint {path} does not fit: {type(error).__name__}: {error}; "
-                    "train on with the same optimizer and scheduler"
+                    "resume with the same optimizer and scheduler"
                 ) from None
         for worker in self._workers:
             worker.done_minibatches = page.minibatches
@@ -161,7 +166,6 @@ class Checkpointer:
             worker.clock = page.stages[0].updates if same else 0
         if page.random:
             restore_rng(page.random[self._rank % len(page.random)], self._device)
-        return page
 
     def _wanted(self, page: Checkpoint) -> Iterable[str]:
         """Returns the names of the tensors that this process's stages need."""
@@ -174,7 +178,7 @@ class Checkpointer:
                     yield f"model/{name}"
         trained = {name for _, stage_state in self._stage_states() for name in stage_state.optimizer.named}
         here = {name for stage in self._stages() for name in self._names[stage]}
-        # A shared weight goes by its first name, which may be that of a layer elsewhere.
+        # A shared weight is kept under its first name, which may be that of a layer elsewhere.
         yield from (f"model/{name}" for name in trained - here if f"model/{name}" in page.tensors)
         averaged = any(stage_state.optimizer.ema for _, stage_state in self._stage_states())
         stepped = {
@@ -191,7 +195,7 @@ class Checkpointer:
                 yield name
 
     def _counts_alike(self, page: Checkpoint) -> bool:
-        """Tells whether the stages' counts of updates mean the same now as they did then."""
+        """Whether the stages' counts of updates mean the same now as in the checkpoint."""
         plan, then = self._program.plan, page.plan
         spans = [[(stage.first, stage.last, stage.replicas) for stage in p.stages] for p in (plan, then)]
         alike = spans[0] == spans[1] and page.schedule == self._program.name
@@ -200,19 +204,19 @@ class Checkpointer:
     def _stages(self) -> list[int]:
         return sorted({stage for stage, _ in self._stage_states()})
 
-    def _stage_states(self, speakers: bool = False) -> list[tuple[int, StageState]]:
+    def _stage_states(self, first_replicas: bool = False) -> list[tuple[int, StageState]]:
         ranks = self._program.placement.ranks
         return [
             (stage, stage_state)
             for worker in self._workers
             for stage, stage_state in worker.stage_states.items()
-            if not speakers or ranks[stage][0] == worker.rank
+            if not first_replicas or ranks[stage][0] == worker.rank
         ]
 
 
 def share_with_replicas(workers: Sequence[Worker]) -> None:
-    """Copies the first replica's parameters and buffers, which are the user's, to the others of its stage, where they
-    live in one process, and weights that several stages hold to the copies that are trained."""
+    """Copies parameters and buffers within a process: from the first replica of a stage, which has the user's, to its
+    other replicas, and from weights that several stages share to the copies that are trained."""
     ranks, by_rank = workers[0].program.placement.ranks, {worker.rank: worker for worker in workers}
     for worker in workers:
         for stage, stage_state in worker.stage_states.items():
@@ -227,7 +231,7 @@ def share_with_replicas(workers: Sequence[Worker]) -> None:
 
 
 def _copies_of(stage_state: StageState) -> list[str]:
-    """Returns the names of the weights of which another seat trains the user's own."""
+    """Returns the names of the weights that are copies here, because another stage trains the user's own."""
     return [
         name for name, handle in stage_state.versions.handles.items() if handle is not stage_state.module.handles[name]
     ]

@@ -1,13 +1,13 @@
-"""A session: one model at work in one placement, from the first minibatch to the last.
+"""A session: one model trained in one placement, from the first minibatch to the last.
 
-It owns the workers of this process (all of them, or one), runs them on the right clock, and sees to it
-that a failure of one ends all.
+It owns the workers of this process (all of them, or one), runs them on the right clock, and makes sure that a failure
+of one rank ends all.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipedream.core.checkpoint import Checkpoint
+from pipedream.core.checkpoint import Checkpoint, Position, RunRequest
 from pipedream.core.errors import ArtifactError, PipelineError, PlanError, WorkerError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.runtime import measured
 from pipedream.runtime.assemble import (
-    Settings,
+    Blueprint,
+    Connections,
     connect,
     data_channels,
     distributed_worker,
@@ -43,15 +44,17 @@ from pipedream.runtime.data.source import DataSource
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.failure.interrupts import Interrupts
-from pipedream.runtime.failure.verdict import STUCK_AFTER_S
 from pipedream.runtime.results.results import Done, Output
-from pipedream.runtime.update.tied_weights import broadcast_tied, find_tied_weights
+from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.worker import Worker
 
 __all__ = ["Session"]
 
-_LOST_WORDS = ("gloo", "Gloo", "NCCL", "Connection", "Socket")
-"""What torch's errors of a broken connection have in common."""
+_CONNECTION_WORDS = ("gloo", "Gloo", "NCCL", "Connection", "Socket")
+"""One of these is in each of torch's errors of a broken connection."""
+
+_CONNECTION_WAIT_S = 3.0
+"""How long the error that broke a connection may take to arrive from the rank that raised it."""
 
 _LOOP = "the training loop"
 
@@ -62,59 +65,37 @@ class Session:
     Args:
         model: the user's module; on several processes each rank keeps only its own stages' parameters.
         graph: of its layers.
-        layers: its layers, in the order of the graph.
-        programs: of each phase of the run, over the same channels; verified. The first is taken up.
-        evaluation: verified.
-        settings: the user's choices.
-        device: of the workers of this process.
+        blueprint: of the workers.
         stuck_after_s: seconds that an op or the loader may take; 0 sets no limit.
 
     Raises:
         PlanError: the number of processes is not the plan's, or the ranks disagree on the plan.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        graph: LayerGraph,
-        layers: Sequence[nn.Module],
-        programs: Sequence[Program],
-        evaluation: Program,
-        settings: Settings,
-        device: torch.device,
-        *,
-        stuck_after_s: float = STUCK_AFTER_S,
-    ) -> None:
+    def __init__(self, model: nn.Module, graph: LayerGraph, blueprint: Blueprint, *, stuck_after_s: float) -> None:
         self.model = model
-        self._programs = programs
-        program = programs[0]
-        self.device = device
-        self.rank, processes = join_group(device)
-        self._settings = settings
-        stages = program.plan.stages
-        self._names = [parameters.stage_names(graph, stage.first, stage.last) for stage in stages]
-        named = list(zip([layer.name for layer in graph.layers], layers, strict=True))
+        self._blueprint = blueprint
+        self.rank, processes = join_group(blueprint.device)
+        stages = blueprint.program.plan.stages
+        self._stage_names = [parameters.stage_names(graph, stage.first, stage.last) for stage in stages]
         self._guard: Guard | None = None
         self._activity = Activity()
-        self._stuck_after_s = stuck_after_s
         self._group: dist.ProcessGroup | None = None
         self._microbatches: dict[int, Microbatches] = {}
+        self._data_channels: list[Sender | Receiver] = []
         if processes == 1:
-            parameters.materialise(model, named, device, settings.seed)
-            handles = [parameters.trained(model, names) for names in self._names]
-            shared = find_tied_weights(model, [layers[stage.first : stage.last] for stage in stages])
-            self.workers = local_workers(programs, evaluation, named, handles, settings, device, shared)
-            self._names_here = {name for names in self._names for name in names}
-            self._handing: list[Sender | Receiver] = []
-            self._data = DataSource(programs, range(program.placement.workers))
+            self.workers = self._build_all()
+            self._data = DataSource(blueprint.programs, range(blueprint.placement.workers))
         else:
-            self.workers = [self._join_others(processes, named, evaluation)]
-            assert self._group is not None
-            senders, receiver = data_channels(self.rank, programs, self._group)
-            self._handing = [*senders.values(), *([] if receiver is None else [receiver])]
-            self._data = DataSource(programs, [self.rank], self._group, senders, receiver)
-        writing = dist.new_group(backend="gloo") if self.distributed else None
-        self.checkpointer = Checkpointer(model, self.workers, self._names, self._group, writing, device)
+            connections = self._connect(processes, stuck_after_s)
+            self.workers = [self._build_own(connections)]
+            senders, receiver = data_channels(blueprint, self.rank, connections)
+            self._data_channels = [*senders.values(), *([] if receiver is None else [receiver])]
+            self._data = DataSource(blueprint.programs, [self.rank], self._group, senders, receiver)
+        writer_group = dist.new_group(backend="gloo") if self.distributed else None
+        self.checkpointer = Checkpointer(
+            model, self.workers, self._stage_names, self._group, writer_group, blueprint.device
+        )
         self.interrupts = Interrupts(patient=self.distributed)
         for worker in self.workers:
             worker.stop_requested = lambda: self.interrupts.heard
@@ -123,51 +104,49 @@ class Session:
             self.lead.activity = self._activity
         self._activity.place = _LOOP
 
-    def _join_others(self, processes: int, named: Sequence[tuple[str, nn.Module]], evaluation: Program) -> Worker:
-        program, model = self._programs[0], self.model
-        placement = program.placement
-        if processes != placement.workers:
+    def _build_all(self) -> list[Worker]:
+        """Returns all workers, in this process."""
+        blueprint, model = self._blueprint, self.model
+        parameters.materialise(model, blueprint.layers, blueprint.device, blueprint.settings.seed)
+        self._names_here = {name for names in self._stage_names for name in names}
+        return local_workers(blueprint, [parameters.trained(model, names) for names in self._stage_names])
+
+    def _connect(self, processes: int, stuck_after_s: float) -> Connections:
+        """Joins the other ranks, and checks that all are asked to do the same."""
+        blueprint = self._blueprint
+        program, workers = blueprint.program, blueprint.placement.workers
+        if processes != workers:
             raise PlanError(
-                f"the plan {program.plan.config} needs {placement.workers} workers, but {processes} processes were "
-                f"started; start {placement.workers} (--workers or --nproc-per-node), or plan for {processes}"
+                f"the plan {program.plan.config} needs {workers} workers, but {processes} processes were started; "
+                f"start {workers} (--workers or --nproc-per-node), or plan for {processes}"
             )
-        shared = find_tied_weights(
-            model, [[layer for _, layer in named[s.first : s.last]] for s in program.plan.stages]
-        )
-        wires = connect(program, self.device, shared)
-        self._group = wires.everyone
+        connections = connect(program, blueprint.device, blueprint.shared)
+        self._group = connections.everyone
         store = dist.distributed_c10d._get_default_store()
-        self._guard = Guard(store, self.rank, processes, self._activity, stuck_after_s=self._stuck_after_s)
-        check_same_on_all_ranks("plan or schedule", "\n".join(p.to_json() for p in self._programs), self._group)
+        self._guard = Guard(store, self.rank, processes, self._activity, stuck_after_s=stuck_after_s)
+        check_same_on_all_ranks("plan or schedule", "\n".join(p.to_json() for p in blueprint.programs), self._group)
+        return connections
+
+    def _build_own(self, connections: Connections) -> Worker:
+        """Returns this rank's worker, after the parameters of other stages have been dropped."""
+        blueprint, model, placement = self._blueprint, self.model, self._blueprint.placement
         own_stages = [stage for stage, _ in placement.stage_replicas(self.rank)]
-        own = {name for stage in own_stages for name in self._names[stage]}
-        self._names_here = own
+        self._names_here = {name for stage in own_stages for name in self._stage_names[stage]}
         drawn = {name for name, tensor in parameters.named_state(model).items() if tensor.is_meta}
         for stage in own_stages:
-            span = program.plan.stages[stage]
-            parameters.materialise(model, named[span.first : span.last], self.device, self._settings.seed)
-        parameters.share_initial(model, self._names, placement, self.rank, self._group, drawn)
-        broadcast_tied(model, shared, wires.holders, placement, self.rank)
-        foreign = {
-            stage: parameters.trained(model, self._names[stage]) for stage, _ in placement.remote_forwards(self.rank)
+            parameters.materialise(model, blueprint.layers_of(stage), blueprint.device, blueprint.settings.seed)
+        parameters.share_initial(model, self._stage_names, placement, self.rank, connections.everyone, drawn)
+        broadcast_tied(model, blueprint.shared, connections.holders, placement, self.rank)
+        visited = {
+            stage: parameters.trained(model, self._stage_names[stage])
+            for stage, _ in placement.remote_forwards(self.rank)
         }
-        remote_forwards = remote_forwards_of(self.rank, program, named, foreign, self._settings, self.device)
-        parameters.drop_foreign(model, own)
+        remote_forwards = remote_forwards_of(blueprint, self.rank, visited)
+        parameters.drop_foreign(model, self._names_here)
         for remote_forward in remote_forwards.values():
             remote_forward.empty()
-        handles = {stage: parameters.trained(model, self._names[stage]) for stage in own_stages}
-        return distributed_worker(
-            self.rank,
-            self._programs,
-            evaluation,
-            named,
-            handles,
-            self._settings,
-            self.device,
-            wires,
-            remote_forwards,
-            shared,
-        )
+        handles = {stage: parameters.trained(model, self._stage_names[stage]) for stage in own_stages}
+        return distributed_worker(blueprint, self.rank, handles, remote_forwards, connections)
 
     @property
     def program(self) -> Program:
@@ -180,9 +159,9 @@ class Session:
         return self.workers[0].trained
 
     def switch_to(self, phase: int) -> None:
-        """Takes up the program of a phase, at a drain."""
+        """Switches to the program of a phase, at a drain."""
         for worker in self.workers:
-            worker.switch_to(self._programs[phase], phase)
+            worker.switch_to(self._blueprint.programs[phase], phase)
 
     @property
     def distributed(self) -> bool:
@@ -191,7 +170,7 @@ class Session:
 
     @property
     def lead(self) -> Worker:
-        """The worker that speaks for this process."""
+        """The worker that represents this process."""
         return self.workers[self.program.placement.readers[0] if len(self.workers) > 1 else 0]
 
     @property
@@ -211,50 +190,51 @@ class Session:
         skip: int = 0,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Gets ready to read a loader for training, at the workers of the input stage; every rank calls it.
+        """Prepares to read a loader for training, at the workers of the input stage; every rank calls it.
 
-        A map-style DataLoader finds a position without loading what lies before it, and one with a state_dict of its
-        own does as it does; any other iterable is iterated up to there and its minibatches are thrown away.
+        A map-style DataLoader finds a position without loading what lies before it, and a loader with its own
+        state_dict by that; any other iterable is iterated up to the position and its minibatches are dropped.
 
         Args:
-            loader: of the user.
             adapt: batch -> (inputs, targets).
             first_epoch, epochs: the epochs first_epoch <= epoch < epochs are read.
-            skip: minibatches of the first of them that are done.
-            state: of `data_state` for this position, of any plan; None goes on with the order of the data as it is.
+            skip: minibatches of the first epoch that are done.
+            state: from `data_state` for this position, under any plan; None keeps the order of the data as it is.
         """
         try:
             self._microbatches = self._data.open_training(loader, adapt, EpochRange(first_epoch, epochs, skip), state)
         except PipelineError as error:
-            raise self._told(error) from error.__cause__
+            raise self._reported(error) from error.__cause__
         except Exception as error:
             if state is None:
                 raise
-            text = f"the data cannot go on from the saved position: {type(error).__name__}: {error}"
-            raise self._told(ArtifactError(f"{text}; give the loader that was saved, or another checkpoint")) from error
+            text = f"the data cannot continue from the saved position: {type(error).__name__}: {error}"
+            raise self._reported(
+                ArtifactError(f"{text}; give the loader that was saved, or another checkpoint")
+            ) from error
 
     def data_state(self, epoch: int, batches: int) -> dict[str, Any]:
-        """Returns what `open_feed` needs to go on after so many minibatches of an epoch, as JSON has it.
+        """Returns what `open_feed` needs to continue after `batches` minibatches of an epoch, as JSON.
 
-        For a drain; all ranks call it, and rank 0's counts: those that do not read the data have an empty one.
+        All ranks call it, at a drain. Rank 0's counts: ranks that do not read the data return an empty one.
         """
         try:
             return self._data.state(epoch, batches)
         except PipelineError as error:
-            raise self._told(error) from error.__cause__
+            raise self._reported(error) from error.__cause__
 
     def train(self, until: int | None = None) -> Iterator[Done]:
-        """Trains until the data ends, `stop` was called or `until` minibatches are done in all; see `Worker.train`."""
+        """Trains until the data ends, `stop` is called or `until` minibatches are done in total; see `Worker.train`."""
         streams = [worker.train(self._microbatches.get(worker.rank), until) for worker in self.workers]
         yield from self._run(streams)
 
     def stop(self) -> None:
-        """Lets the running stream end with what has been admitted."""
+        """Ends the running stream after the minibatches that have been admitted."""
         for microbatches in self._microbatches.values():
             microbatches.stop(Ending.DRAIN)
 
     def resume(self) -> None:
-        """Lets the data go on after a drain."""
+        """Reads on after a drain."""
         for microbatches in self._microbatches.values():
             microbatches.resume()
 
@@ -276,7 +256,7 @@ class Session:
             try:
                 data = self._data.open_evaluation(loader, adapt)
             except PipelineError as error:
-                raise self._told(error) from error.__cause__
+                raise self._reported(error) from error.__cause__
             yield data
         finally:
             self._data.close_evaluation()
@@ -294,28 +274,28 @@ class Session:
                 yield event
                 self._activity.place = None
         except PipelineError as error:
-            raise self._told(error) from error.__cause__
-        except Exception as error:  # of the user's loader, say
+            raise self._reported(error) from error.__cause__
+        except Exception as error:  # e.g. of the user's loader
             text = f"{type(error).__name__}: {error}"
-            raise self._told(WorkerError(self.rank, self.lead.where, text)) from error
+            raise self._reported(WorkerError(self.rank, self.lead.where, text)) from error
         finally:
             self._activity.place = _LOOP
 
-    def _told(self, error: PipelineError) -> PipelineError:
-        """Returns the error to raise here: this rank's own, told to all others, or the one that caused it."""
+    def _reported(self, error: PipelineError) -> PipelineError:
+        """Reports an error to all ranks; returns the error to raise here: this one, or the one that caused it."""
         self._activity.stop()
         if self._guard is None:
             return error
-        lost = isinstance(error.__cause__, RuntimeError) and any(w in str(error) for w in _LOST_WORDS)
-        first = self._guard.failure(3.0 if lost else 0.0)
+        lost = isinstance(error.__cause__, RuntimeError) and any(word in str(error) for word in _CONNECTION_WORDS)
+        first = self._guard.failure(_CONNECTION_WAIT_S if lost else 0.0)
         if first is not None:
             return first
         if lost:
             error = WorkerError(
                 self.rank,
                 self.lead.where,
-                "lost the connection to another worker, which left no word (killed, out of memory, machine gone)",
-                f"look at what that worker printed last; torch said: {error.__cause__}",
+                "lost the connection to another worker, which left no message (killed, out of memory, machine gone)",
+                f"look at what that worker printed last; torch's error: {error.__cause__}",
             )
         elif not isinstance(error, WorkerError):
             error = WorkerError(self.rank, self.lead.where, str(error))
@@ -326,24 +306,19 @@ class Session:
     def state_dict(self, ema: bool = False, predicted: bool = True) -> dict[str, torch.Tensor]:
         """Returns the whole model's state at rank 0 under the user's names; an empty one elsewhere."""
         with self._activity.at("collecting the weights"):
-            return self._state_dict(ema, predicted)
-
-    def _state_dict(self, ema: bool, predicted: bool) -> dict[str, torch.Tensor]:
-        state = parameters.named_state(self.model)
-        own = {name: tensor for name, tensor in state.items() if name in self._names_here}
-        if ema or not predicted:
-            optimizers = [
-                stage_state.optimizer for worker in self.workers for stage_state in worker.stage_states.values()
-            ]
-            others = {n: t for one in optimizers for n, t in (one.ema if ema else one.unpredicted()).items()}
-            same = {id(tensor): others[name] for name, tensor in state.items() if name in others}
-            own = {name: same.get(id(tensor), tensor) for name, tensor in own.items()}
-        placement = self.program.placement
-        whole = parameters.assemble(own, state, self._names, placement, self.rank, self._group)
-        return {name: whole[name] for name in self.model.state_dict() if name in whole}
+            state = parameters.named_state(self.model)
+            own = {name: tensor for name, tensor in state.items() if name in self._names_here}
+            if ema or not predicted:
+                optimizers = [s.optimizer for worker in self.workers for s in worker.stage_states.values()]
+                others = {n: t for one in optimizers for n, t in (one.ema if ema else one.unpredicted()).items()}
+                same = {id(tensor): others[name] for name, tensor in state.items() if name in others}
+                own = {name: same.get(id(tensor), tensor) for name, tensor in own.items()}
+            placement = self.program.placement
+            whole = parameters.assemble(own, state, self._stage_names, placement, self.rank, self._group)
+            return {name: whole[name] for name in self.model.state_dict() if name in whole}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes over weights; each rank reads its own part of the whole state."""
+        """Loads weights; each rank reads its own part of the whole state."""
         parameters.load(self.model, state, self._names_here)
         share_with_replicas(self.workers)
         for worker in self.workers:
@@ -352,21 +327,26 @@ class Session:
                 for name, average in stage_state.optimizer.ema.items():
                     average.copy_(stage_state.versions.handles[name].detach())
 
-    def save(self, folder: Path, position: Mapping[str, Any], *, keep: int | None, wait: bool) -> Path:
+    def save(self, folder: Path, request: RunRequest, position: Position, *, keep: int | None, wait: bool) -> Path:
         """Writes a checkpoint, see `Checkpointer.save`."""
         try:
             with self._activity.at("saving a checkpoint"):
-                return self.checkpointer.save(folder, position, keep=keep, wait=wait)
+                return self.checkpointer.save(folder, request, position, keep=keep, wait=wait)
         except PipelineError as error:
-            raise self._told(error) from error.__cause__
+            raise self._reported(error) from error.__cause__
 
-    def load(self, path: Path, begin: Callable[[Checkpoint], None]) -> Checkpoint:
-        """Takes up a checkpoint, see `Checkpointer.load`."""
+    def read_checkpoint(self, path: Path) -> Checkpoint:
+        """Reads a checkpoint's contents page, see `Checkpointer.read`."""
         with self._activity.at("reading a checkpoint"):
-            return self.checkpointer.load(path, begin)
+            return self.checkpointer.read(path)
+
+    def restore(self, path: Path, page: Checkpoint) -> None:
+        """Restores a checkpoint, see `Checkpointer.restore`."""
+        with self._activity.at("reading a checkpoint"):
+            self.checkpointer.restore(path, page)
 
     def check_saved(self, *, wait: bool) -> None:
-        """Raises what went wrong with a checkpoint that is written in the background."""
+        """Raises the error of a checkpoint that was written in the background, if it failed."""
         try:
             if wait:
                 with self._activity.at("saving a checkpoint"):
@@ -374,33 +354,43 @@ class Session:
             else:
                 self.checkpointer.writer.check()
         except PipelineError as error:
-            raise self._told(error) from error.__cause__
+            raise self._reported(error) from error.__cause__
 
     # -- what happened ------------------------------------------------------------------------------
 
     def timeline(self, phase: int, batch: int) -> Timeline:
         """Returns what ran when on all ranks in a phase, from the start of the first span; the same on every rank."""
-        return measured.timeline(self._programs, phase, self.workers, self._group, self.device, batch)
+        return measured.timeline(
+            self._blueprint.programs, phase, self.workers, self._group, self._blueprint.device, batch
+        )
 
-    def gathered(self, counts: Mapping[int, int]) -> dict[int, int]:
+    def _gathered(self, counts: Mapping[int, int]) -> dict[int, int]:
         """Returns the counts of all processes, the same on every rank."""
         rows = [json.loads(text) for text in gather_texts(json.dumps(counts), self._group)]
         return {int(number): count for row in rows for number, count in row.items()}
 
     def sent_bytes(self) -> dict[int, int]:
-        """Returns rank -> bytes of payload that its stages have sent."""
-        return {worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in self.workers}
+        """Returns rank -> bytes of payload that its stages have sent; every rank calls it."""
+        return self._gathered(
+            {worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in self.workers}
+        )
+
+    def skipped_updates(self) -> tuple[int, ...]:
+        """Returns the number of updates that each stage has skipped; every rank calls it."""
+        states = [item for worker in self.workers for item in worker.stage_states.items()]
+        skipped = self._gathered({stage: state.optimizer.skipped for stage, state in states})
+        return tuple(skipped[stage] for stage in sorted(skipped))
 
     def rate(self) -> tuple[float, int]:
-        """Returns the learning rate now, before the stages' factors, and the rounds of the input stage so far."""
+        """Returns the current learning rate, before the stages' factors, and the input stage's rounds so far."""
         return self.lead.rate, self.lead.stage_states[min(self.lead.stage_states)].optimizer.rounds
 
     def status(self) -> dict[int, dict[str, float]]:
-        """Returns rank -> busy share since the last call and peak bytes; of other processes, their last word."""
-        return measured.status(self.workers, self.program.placement.workers, self.device, self.distributed)
+        """Returns rank -> busy share since the last call, and peak bytes; for other processes, their last report."""
+        return measured.status(self.workers, self.program.placement.workers, self._blueprint.device, self.distributed)
 
     def abort(self, error: BaseException) -> None:
-        """Tells the other ranks that this one ends with an error of the user's own code."""
+        """Reports to the other ranks that this one ends with an error of the user's own code."""
         if self._guard is not None and not isinstance(error, PipelineError):
             cause = f"{type(error).__name__}: {error}"
             self._guard.report(WorkerError(self.rank, _LOOP, cause))
@@ -412,7 +402,7 @@ class Session:
         self._data.close()
         if not failed:
             self.check_saved(wait=True)
-            ends: list[Sender | Receiver] = list(self._handing)
+            ends: list[Sender | Receiver] = list(self._data_channels)
             for worker in self.workers:
                 ends += [*worker.senders.values(), *worker.results.senders.values()]
                 ends += [*worker.receivers.values(), *worker.results.receivers.values()]

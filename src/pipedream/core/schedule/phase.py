@@ -28,7 +28,6 @@ from pipedream.core.schedule.schedule import Schedule
 
 __all__ = [
     "Phase",
-    "asked_as_saved",
     "check_phases",
     "next_border",
     "phase_after",
@@ -100,14 +99,6 @@ class Phase:
 def phases_text(phases: Sequence[Phase]) -> str:
     """Returns phases as text, which `read_phases` reads."""
     return ",".join(map(str, phases))
-
-
-def asked_as_saved(phases: Sequence[Phase], compensation: Any) -> dict[str, Any]:
-    """Returns what a checkpoint keeps (`core.checkpoint`) of phases and compensation as they were asked for."""
-    if len(phases) == 1:
-        return {}
-    made_up = None if compensation is None else compensations(compensation)
-    return {"phases": phases_text(phases), "phases_compensation": made_up}
 
 
 def read_phases(text: str) -> tuple[Phase, ...]:

@@ -1,0 +1,47 @@
+"""What version 0.1 has written is still read: a recipe, a plan and a checkpoint of commit 862508f."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from pipedream.core.plan.plan import Plan
+from pipedream.recipe import load_recipe
+from pipedream.runtime.checkpoint.writer import contents
+from pipedream.training.train import train_recipe
+
+FILES = Path(__file__).parent / "files_of_0_1"
+
+
+def test_the_plan_is_read() -> None:
+    text = (FILES / "plan.json").read_text(encoding="utf-8")
+    assert json.loads(text)["lag"] == [1, 0], "the name that the field had"
+    plan = Plan.from_json(text)
+    assert (plan.config, plan.update_delay) == ("2-1", (1, 0))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_checkpoint_is_read() -> None:
+    page = contents(FILES / "checkpoint")
+    assert (page.minibatches, page.epoch, page.epoch_batches, page.drains) == (10, 1, 2, (4, 10))
+    assert (page.schedule, page.microbatches, page.seed) == ("pipedream", 1, 5)
+    assert (page.phases, [str(one) for one in page.compensation]) == ("1f1b/2:4,pipedream+spike", ["spike"])
+    assert [str(one) for one in page.phases_compensation or ()] == ["nesterov"]
+    assert page.plan.update_delay == (1, 0)
+    assert page.data is not None
+    found = json.loads((FILES / "checkpoint" / "checkpoint.json").read_text(encoding="utf-8"))
+    assert set(found) == set(json.loads(page.to_json())), "the layout is that of 0.1"
+
+
+def test_the_run_is_resumed(tmp_path: Path) -> None:
+    """It continues with the losses that the earlier version had."""
+    out = tmp_path / "run"
+    summary = train_recipe(
+        lambda seed: load_recipe(str(FILES / "recipe.py"), seed=seed), resume=FILES / "checkpoint", out=out, quiet=True
+    )
+    assert (summary["minibatches"], summary["schedule"], summary["seed"]) == (16, "1f1b/2:4,pipedream+spike", 5)
+    rows = json.loads((FILES / "losses.json").read_text(encoding="utf-8"))
+    found = json.loads((out / "losses.json").read_text(encoding="utf-8"))
+    torch.testing.assert_close(found, rows[10:], rtol=1e-5, atol=1e-6)
