@@ -100,7 +100,7 @@ AT_NOAM = {
     (5, 3): 0.79,
     (5, 6, 3): 5 / 11,
 }
-"""Least busy share of a balanced plan at the paper's depth (docs/design.md, Depth)."""
+"""Least busy share of a balanced plan at the paper's depth (docs/exact_rules.md, Depth)."""
 
 
 @pytest.mark.parametrize("replicas", AT_NOAM, ids=str)

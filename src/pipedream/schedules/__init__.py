@@ -1,4 +1,4 @@
-"""Methods: one published method per file, all answers to the same four questions (docs/design.md)."""
+"""Methods: one published method per file, all answers to the same four questions (docs/exact_rules.md)."""
 
 from pipedream.core.schedule.properties import MethodProperties
 from pipedream.schedules.evaluation import evaluation

@@ -5,7 +5,7 @@ minibatches are admitted, which gives W_s = (sum of replicas from s on, minus 1)
 time: with one-way message time c and slot T the period of a straight pipeline of p stages is
 T + 2c(p - 1)/p, however asynchronous the sends are.
 
-``full`` is the smallest depth at which messages and replica barriers are hidden (docs/design.md, Depth):
+``full`` is the smallest depth at which messages and replica barriers are hidden (docs/exact_rules.md, Depth):
 W_{p-1} = 0; W_s = ceil((W_u r_u + r_s + 2 r_u - 2 gcd(r_s, r_u) + ceil((c_fwd + c_bwd)/T)) / r_s), u = s + 1.
 
 ``auto`` is the deepest between the two that fits a memory (`fitting`).

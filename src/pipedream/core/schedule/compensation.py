@@ -254,7 +254,7 @@ class LearningRateRescheduling(Compensation):
 
     Yang et al., MLSys 2021: the mean over the microbatches of an update, as for its T2
     (`schedules.asynchronous.pipemare`). A late gradient is stable at rates of the order of 1 / D only
-    (docs/design.md, Facts); the rate comes back to the user's own within K updates, which the paper sets to the
+    (docs/lessons.md, Facts); the rate comes back to the user's own within K updates, which the paper sets to the
     length of its first phase. A stage whose gradients are at most one
     update late keeps the user's rate: PipeMare's delays below 1 would raise it, which nothing asks for. A plan all of
     whose stages are like that (one stage) is trained as without. Where replicas make stages count differently, k counts

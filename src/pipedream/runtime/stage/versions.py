@@ -12,7 +12,7 @@ Life of a version:
    vertical sync some versions are never read at all.
 
 Handles are never in a graph: changing ``.data`` of a tensor that a graph has read is silently half wrong
-(docs/design.md, Facts). The leaves of a set and the handles share storage but not autograd's version
+(docs/lessons.md, Facts). The leaves of a set and the handles share storage but not autograd's version
 counter, so `begin_update` itself asserts that the storage it frees for writing has no reader.
 
 Under autocast a set holds low-precision leaves of the weights that autocast would cast, cast once an update

@@ -1,0 +1,114 @@
+"""CONTRIBUTING.md, "A new schedule", followed step by step with the file that it shows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pipedream
+from pipedream import cli
+
+ROOT = Path(__file__).parents[2]
+
+
+def steps() -> str:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    return text.split("## A new schedule\n")[1].split("\n## ")[0]
+
+
+def blocks(language: str) -> list[str]:
+    """Returns the fenced blocks of a language within the steps, where they are indented."""
+    found = re.findall(rf"^ *```{language}\n(.*?)^ *```$", steps(), re.M | re.S)
+    return [textwrap.dedent(block) for block in found]
+
+
+def commands(block: str) -> list[list[str]]:
+    return [shlex.split(line)[1:] for line in block.splitlines()]
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Step 1: the file, in a folder that becomes the working directory."""
+    (path := tmp_path / "last_first.py").write_text(blocks("python")[0], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def test_step_2_runs_the_file_where_it_is(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown, simulated, trained = commands(blocks("sh")[0])
+    assert cli.main(shown) == 0
+    printed = capsys.readouterr().out
+    grid = re.search(r"^ *rank 0 .*\n *rank 1 .*$", file.read_text(encoding="utf-8"), re.M)
+    assert grid is not None
+    drawn = [line.rstrip() for line in printed.splitlines()[1:3]]
+    assert drawn == textwrap.dedent(grid[0]).splitlines(), "the docstring draws what is run"
+    assert "no deadlock" in printed
+    assert cli.main(simulated) == 0
+    assert "bubble 27.3%" in capsys.readouterr().out  # (p - 1) / (m + p - 1)
+    assert trained[0] == "train"
+    assert trained[-2:] == ["--schedule", file.name]
+
+
+def test_step_2_trains_as_one_process_does(file: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    plain.load_state_dict(model.state_dict())
+    data = [(torch.randn(12, 8), torch.randint(4, (12,))) for _ in range(5)]
+    plan = pipedream.plan(pipedream.profile(model, data[0][0], runs=1), pipedream.Cluster.flat(2), shape="straight")
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    with pipedream.Pipeline(
+        model, plan, schedule=str(file), microbatches=3, loss=F.cross_entropy, optimizer=sgd
+    ) as pipeline:
+        losses = [done.loss for done in pipeline.train(data)]
+        weights = pipeline.state_dict()
+    optimizer = sgd(plain.parameters())
+    for (inputs, targets), loss in zip(data, losses, strict=True):
+        optimizer.zero_grad()
+        expected = F.cross_entropy(plain(inputs), targets)
+        expected.backward()
+        optimizer.step()
+        assert loss == pytest.approx(expected.item(), abs=1e-5)
+    for name, weight in plain.state_dict().items():
+        torch.testing.assert_close(weights[name], weight)
+
+
+def test_steps_3_and_4_give_it_a_name_and_a_picture(file: Path) -> None:
+    """In a copy of the package, with the file moved to the folder that step 3 names."""
+    folder = re.search(r"`(src/pipedream/schedules/synchronous/)`", steps())
+    assert folder is not None
+    copy = file.parent / "copy"
+    shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    file.rename(copy / folder[1] / file.name)
+    program = f"""
+import importlib.util, sys
+sys.path.insert(0, {str(copy / "src")!r})
+from pipedream import cli, schedules
+for command in {commands(blocks("sh")[1])!r}:
+    assert cli.main(command) == 0, command
+spec = importlib.util.spec_from_file_location("make_docs", {str(ROOT / "scripts" / "make_docs.py")!r})
+make_docs = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(make_docs)
+make_docs.SCHEDULES, make_docs.COMPENSATED = {{"last_first": schedules.SCHEDULES["last_first"]}}, {{}}
+for path, text in make_docs.pages().items():
+    print(path.name, text)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=file.parent)
+    assert done.returncode == 0, done.stderr
+    listed = next(line.split() for line in done.stdout.splitlines() if line.startswith("last_first "))
+    assert listed[:8] == ["last_first", "yes", "8", "0.273", "8", "8", "8", "8"]
+    assert (file.parent / "last_first.svg").read_text(encoding="utf-8").startswith("<svg")
+    assert "last_first.svg <svg" in done.stdout
+    assert "| bubble, over one minibatch | 0.2727 | 0.2727 |" in done.stdout
+    assert "It shows what a method's file contains." in done.stdout
