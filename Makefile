@@ -2,7 +2,7 @@
 # make test     the default tests: no root, no GPU, no browser, a few minutes on two cores
 # make test-all all tests that this machine can run; says of each skipped one what is missing
 # make check    format, lint, types, and the direction of imports
-# make docs     writes the pages of docs/ that are made from the code
+# make docs     writes the gallery from the code, then builds the site in build/site; fails on a dead link or reference
 # make bench    runs the benchmarks, one after the other
 # make clean    removes all that these made
 #
@@ -34,8 +34,14 @@ check: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
-docs: $(STAMP)
+docs: $(STAMP) .venv/docs-installed
 	@$(BIN)/python scripts/make_docs.py
+	@$(BIN)/python -m sphinx -q -E -W -n --keep-going -c docs -d build/doctrees -b html . build/site
+	@echo "build/site/index.html"
+
+.venv/docs-installed: requirements/docs.txt $(STAMP)
+	@$(BIN)/python -m pip --quiet --disable-pip-version-check install --requirement requirements/docs.txt
+	@touch $@
 
 bench: $(STAMP)
 	@for question in $(wildcard benchmarks/*/run.py); do echo "$$question"; $(BIN)/python "$$question" || exit 1; done
