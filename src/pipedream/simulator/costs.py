@@ -94,8 +94,8 @@ class Costs:
         return self.cluster.speeds[self.worker(rank)]
 
     def op_s(self, kind: Kind, stage: int) -> float:
-        """Returns the seconds of an op, on a worker of speed 1; what a fetch takes is its message."""
-        if kind is Kind.FETCH:
+        """Returns the seconds of an op on a worker of speed 1."""
+        if not kind.is_work:
             return 0.0
         if kind is Kind.INPUT_GRADIENT:
             return self.backward_s[stage] - self.weight_s[stage]
@@ -145,7 +145,7 @@ class Costs:
 
     def latency_s(self, channel: Channel) -> float:
         """Returns the seconds from a message's last byte to its arrival; what costs nothing is there at once."""
-        if channel.carries in ("input", "weights", "kept") and not self.channel_bytes(channel):
+        if channel.carries not in ("activation", "gradient") and not self.channel_bytes(channel):
             return 0.0
         return self.link(channel)[1]
 

@@ -1,6 +1,7 @@
-"""What a rank holds while a program runs: versions of its weights, activations; and what its gradients carry.
+"""What a rank holds while a program runs: versions of its weights and activations; and at which versions its gradients are
+taken.
 
-None of it depends on how fast anything is, only on the order of the rank's ops, so it is followed after the run.
+None of it depends on time, only on the order of the rank's ops, so it is traced after the run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import GradientVersions, Span
 from pipedream.core.schedule.weights import WeightRule
+from pipedream.simulator.dispatch import RemoteForwardsTrace
 
 __all__ = ["MemoryTrace", "trace_memory"]
 
@@ -26,7 +28,7 @@ class MemoryTrace:
     """What one rank has held.
 
     Attributes:
-        peak_versions: most distinct sets of weights alive at once, over its seats.
+        peak_versions: the most sets of weights alive at once, the peaks of its stages added up.
         gradient_versions: of its gradients, stage by stage.
         memory: bytes at the start, and the most during each of its ops.
     """
@@ -36,28 +38,30 @@ class MemoryTrace:
     memory: tuple[int, ...]
 
 
-class _Seat:
-    """One seat's versions. A version is alive while it is the newest, and while a microbatch reads it that is still to
-    come, or in flight where it is kept for the backward; under the rules that have one set of weights, only while it is
-    the newest (`WeightRule.held_until`). A view that is kept is alive from the first forward that reads it to the last
-    pass that does.
+class _StageTrace:
+    """One replica of a stage: its versions, and what its microbatches in flight keep.
+
+    A version is alive while it is the newest, and while a microbatch reads it that is still to come (or in flight, if
+    versions are kept for the backward). Under rules with one set of weights only the newest is alive
+    (`WeightRule.held_until`). A kept prediction is alive from the first forward that reads it to the last pass that
+    does.
 
     Attributes:
-        stride: from one microbatch of the seat to its next.
-        is_fetched: its forwards are elsewhere; a microbatch is here for its backward alone.
+        stride: from one microbatch of the replica to its next.
+        is_remote: its forwards are elsewhere; a microbatch is here for its backward alone.
         read: version that each of its microbatches reads.
-        readers: version -> microbatches that read it, and have not yet made the last pass that does.
-        until: the last pass that reads a kept view; None where none is kept.
-        held_until: the last pass for which a version is kept that is not the newest; None where there is one set.
+        readers: version -> microbatches that have not yet made their last pass that reads it.
+        until: the last pass that reads a kept prediction; None if none is kept.
+        held_until: the last pass for which a version is kept that is not the newest; None if there is one set.
         forwarded: microbatches forwarded so far.
-        viewed: version whose view was kept last.
+        predicted: version whose prediction was kept last.
         newest, alive, peak: version made last; distinct ones alive now, and at most.
         order: its microbatches in the order of their gradients.
-        in_flight, deferred: microbatches in flight; those of them that wait for the second half of their backward are
-            counted as deferred alone.
+        in_flight, deferred: microbatches in flight. Those that wait for the second half of their backward count as
+            deferred alone.
         has_sums: there are gradients of the coming update.
         start_bytes, weights_bytes, waiting_bytes, deferred_bytes: held at the start, by a version, by a microbatch in
-            flight, by one that is deferred.
+            flight, by a deferred one.
         forward_bytes, first_bytes, further_bytes, update_bytes: on top of those during a forward, the first backward
             of an update, a further one, an update (`core.plan.memory.moments`).
         working_bytes, largest_bytes: temporaries of a pass, and the largest gradient.
@@ -68,13 +72,13 @@ class _Seat:
         row = plan.stages[stage]
         parts = program.microbatches if plan.unit == "minibatch" else 1
         self.stride = program.placement.replicas[stage]
-        self.is_fetched = program.placement.is_remote(stage)
+        self.is_remote = program.placement.is_remote(stage)
         self.read = [program.weights.forward_version(stage, k) for k in range(replica, total, self.stride)]
         self.readers = Counter(self.read)
         self.until = program.weights.kept_until(stage)
         self.held_until = program.weights.held_until
         self.forwarded = 0
-        self.viewed: int | None = None
+        self.predicted: int | None = None
         self.newest = 0
         self.alive = self.peak = 1
         self.order: list[int] = []
@@ -115,8 +119,8 @@ class _Seat:
         self.in_flight += 1
         version = self.read[self.forwarded]
         self.forwarded += 1
-        if self.until is not None and version != self.viewed:
-            self.viewed = version
+        if self.until is not None and version != self.predicted:
+            self.predicted = version
             self.alive += 1
             self.peak = max(self.peak, self.alive)
         most = self.held_bytes + self.forward_bytes + (self.weights_bytes if self.has_sums else 0)
@@ -129,7 +133,7 @@ class _Seat:
 
     def backward(self, index: int) -> int:
         """Returns the most that the backward of a microbatch holds; then its activations are gone."""
-        self.in_flight += self.is_fetched
+        self.in_flight += self.is_remote
         most = self.held_bytes + (self.further_bytes if self.has_sums else self.first_bytes)
         self.in_flight -= 1
         self._end(index)
@@ -171,7 +175,7 @@ class _Seat:
         self.has_sums = False
         return self.held_bytes + self.update_bytes
 
-    def gradient_versions(self, program: Program, stage: int) -> list[GradientVersions]:
+    def gradients(self, program: Program, stage: int) -> list[GradientVersions]:
         rule, per_update, read, stride = program.weights, program.updates.per_update[stage], self.read, self.stride
         if type(rule).backward_version is WeightRule.backward_version:  # that of the forward
             versions = ((k, read[k // stride], read[k // stride]) for k in self.order)
@@ -182,103 +186,46 @@ class _Seat:
         ]
 
 
-class _Visit:
-    """A stage whose forwards run on a rank where its weights do not live.
-
-    Attributes:
-        held_bytes: the receive of the weights, posted ahead; the weights that are there; inputs that are kept, from
-            their forward to the next fetch, for they wait for the backward at home.
-        has_weights: they are there.
-    """
-
-    def __init__(self, program: Program, stage: int, total: int) -> None:
-        plan, row = program.plan, program.plan.stages[stage]
-        parts = program.microbatches if plan.unit == "minibatch" else 1
-        before = plan.stages[stage - 1].output_bytes if stage else 0
-        sizes = row.sizes(parts, before, samples=plan.batch, is_last=stage + 1 == len(plan.stages))
-        self._trains = len(program.kinds) > 1
-        self._per_update = program.updates.per_update[stage]
-        self._total = total
-        self._weights_bytes: int = row.parameter_bytes
-        self._input_bytes: int = sizes.input_bytes
-        self._pass_bytes: int = sizes.activation_bytes + sizes.working_bytes
-        self._kept = 0
-        self.has_weights = not self._trains
-
-    @property
-    def held_bytes(self) -> int:
-        return (1 + self.has_weights) * self._weights_bytes + self._kept * self._input_bytes
-
-    def forward(self, index: int) -> int:
-        """Returns the most that a forward holds; behind the last of its fetch the weights are gone."""
-        if not self._trains:
-            return self.held_bytes
-        self._kept = 1 if index % self._per_update == 0 else self._kept + 1
-        self.has_weights = True
-        most = self.held_bytes + self._pass_bytes
-        self.has_weights = (index + 1) % self._per_update > 0 and index + 1 < self._total
-        return most
-
-
 def trace_memory(
     program: Program, rank: int, total: int, spans: Iterable[Span], in_flight: tuple[int, ...]
 ) -> MemoryTrace:
     """Returns what a rank held in a run of `total` microbatches.
 
     Args:
-        program: whose.
-        rank: which.
-        total: microbatches of the run.
         spans: of the rank, in the order of its ops.
         in_flight: microbatches that a replica of each stage holds (`core.schedule.occupancy.most_in_flight`).
     """
-    stage_replicas = {
-        stage: _Seat(program, stage, replica, total, in_flight)
+    stages = {
+        stage: _StageTrace(program, stage, replica, total, in_flight)
         for stage, replica in program.placement.stage_replicas(rank)
     }
-    trains = len(program.kinds) > 1
-    visits = {stage: _Visit(program, stage, total) for stage, _ in program.placement.remote_forwards(rank)}
-    memory = [
-        sum(stage_replica.start_bytes for stage_replica in stage_replicas.values())
-        + sum(visit.held_bytes for visit in visits.values())
-    ]
-    several = len(stage_replicas) + len(visits) > 1
-    most_visiting = 0
+    remote = RemoteForwardsTrace(program, rank, total)
+    memory = [sum(trace.start_bytes for trace in stages.values()) + remote.held_bytes]
+    several = len(stages) > 1
     for _, kind, stage, index, _, _ in spans:
         if kind == "wait":
             continue
-        if kind == "F" and stage in visits:
-            visiting = sum(visit.has_weights for visit in visits.values() if visit is not visits[stage])
-            most_visiting = max(most_visiting, 1 + visiting)
-            most = visits[stage].forward(index)
-            others = [held.held_bytes for at, held in visits.items() if at != stage]
-            memory.append(
-                most + sum(stage_replica.held_bytes for stage_replica in stage_replicas.values()) + sum(others)
-            )
+        if kind == "F" and stage in remote.stages:
+            memory.append(remote.forward(stage, index) + sum(trace.held_bytes for trace in stages.values()))
             continue
-        stage_replica = stage_replicas[stage]
+        trace = stages[stage]
         if kind == "F":
-            most = stage_replica.forward() if trains else stage_replica.held_bytes
+            most = trace.forward() if program.trains else trace.held_bytes
         elif kind == "B":
-            most = stage_replica.backward(index)
+            most = trace.backward(index)
         elif kind == "I":
-            most = stage_replica.input_gradient()
+            most = trace.input_gradient()
         elif kind == "W":
-            most = stage_replica.weight_gradient(index)
+            most = trace.weight_gradient(index)
         elif kind == "U":
-            most = stage_replica.update(index)
+            most = trace.update(index)
         else:
-            most = stage_replica.held_bytes
-        most += sum(visit.held_bytes for visit in visits.values())
-        memory.append(
-            most + sum(s.held_bytes for s in stage_replicas.values() if s is not stage_replica) if several else most
-        )
+            most = trace.held_bytes
+        if several:
+            most += sum(other.held_bytes for other in stages.values() if other is not trace)
+        memory.append(most + remote.held_bytes if remote.stages else most)
     return MemoryTrace(
-        peak_versions=sum(stage_replica.peak for stage_replica in stage_replicas.values()) + most_visiting,
-        gradient_versions=tuple(
-            tag
-            for stage, stage_replica in stage_replicas.items()
-            for tag in stage_replica.gradient_versions(program, stage)
-        ),
+        peak_versions=sum(trace.peak for trace in stages.values()) + remote.peak_versions,
+        gradient_versions=tuple(one for stage, trace in stages.items() for one in trace.gradients(program, stage)),
         memory=tuple(memory),
     )

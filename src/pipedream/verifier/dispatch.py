@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.verifier.unrolled import Unrolled
+from pipedream.verifier.unrolled import Unrolled, check_arrival
 
 __all__ = ["check_fetches", "remote_spans"]
 
@@ -32,6 +32,8 @@ def _check_fetched(run: Unrolled, rank: int) -> None:
         if not isinstance(op, Op) or op.stage not in remote:
             continue
         if op.kind is Kind.FETCH:
+            home = run.program.placement.rank_of(op.stage, op.index)
+            check_arrival(run, op, op, home, "weights")
             there[op.stage] = op
         elif op.kind is Kind.FORWARD:
             wanted, found = run.program.fetch_before(op), there.get(op.stage)

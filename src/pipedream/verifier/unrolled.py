@@ -10,22 +10,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule import dispatch
 from pipedream.core.schedule.op import Kind, Op, gives_back
 from pipedream.core.schedule.program import Instruction, Move, Program, Transfer
 
-__all__ = ["Message", "Unrolled", "unroll"]
+__all__ = ["Message", "Unrolled", "check_arrival", "unroll"]
 
 Message = tuple[int, int]
 """A (channel, microbatch)."""
 
 Place = tuple[int, int]
 """A (rank, position in its stream)."""
-
-_Routes = dict[tuple[int, int, str, int, int], int]
-"""From (sender, receiver, carries, source, target) to the channel."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,12 @@ class Unrolled:
     received: dict[Message, int] = field(default_factory=dict)
     sequences: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     synced: dict[tuple[int, int, int], int] = field(default_factory=dict)
+
+    @cached_property
+    def routes(self) -> dict[tuple[int, int, str, int, int], int]:
+        """From (sender, receiver, carries, source, target) to the number of the channel."""
+        channels = enumerate(self.program.channels)
+        return {(c.sender, c.receiver, c.carries, c.source, c.target): number for number, c in channels}
 
     def error(self, rank: int, position: int, reason: str) -> ScheduleError:
         """Returns the error that an instruction deserves."""
@@ -92,15 +96,14 @@ def unroll(program: Program, total: int) -> Unrolled:
         _check_lacks_nothing(program, rank, total, run.ops)
     _check_messages(run)
     last = program.placement.stages - 1
-    routes = {(c.sender, c.receiver, c.carries, c.source, c.target): i for i, c in enumerate(program.channels)}
     # The targets go from the input stage to the last one, whether the program has a channel for them or not.
     inputs = {(c.source, c.target) for c in program.channels if c.carries == "input"} | ({(0, last)} if last else set())
     for op, (rank, position) in run.ops.items():
-        _check_needs(run, op, rank, position, routes)
+        _check_needs(run, op, rank, position)
         for source, target in inputs:
             if op.kind is Kind.FORWARD and op.stage == target:
                 need = Op(Kind.FORWARD, source, op.index, program.placement.replica(source, op.index))
-                _check_arrival(run, op, need, run.ops[need][0], "input", routes)
+                check_arrival(run, op, need, run.ops[need][0], "input")
     return run
 
 
@@ -202,7 +205,7 @@ def _check_messages(run: Unrolled) -> None:
                 )
 
 
-def _check_needs(run: Unrolled, op: Op, rank: int, position: int, routes: _Routes) -> None:
+def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
     program = run.program
     limit = position
     if op.kind is Kind.UPDATE and program.placement.replicas[op.stage] > 1:
@@ -219,11 +222,8 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int, routes: _Route
         if place[0] == rank:
             if place[1] > limit:
                 raise run.error(rank, position, f"needs {need}, which comes later, at instruction {place[1]}")
-        elif op.kind not in (Kind.UPDATE, Kind.FETCH):
-            _check_arrival(run, op, need, place[0], _carries(op, need), routes)
-    if op.kind is Kind.FETCH:  # also of the weights that no update has made
-        home = program.placement.rank_of(op.stage, op.index)
-        _check_arrival(run, op, op, home, "weights", routes)
+        elif op.kind.is_work and op.kind is not Kind.UPDATE:
+            check_arrival(run, op, need, place[0], _carries(op, need))
 
 
 def _carries(op: Op, need: Op) -> str:
@@ -243,12 +243,12 @@ def _check_whole_rank(run: Unrolled, op: Op, rank: int, position: int) -> None:
                 raise run.error(rank, position, f"waits for all stages, but {need} of this rank comes later")
 
 
-def _check_arrival(run: Unrolled, op: Op, need: Op, sender: int, carries: str, routes: _Routes) -> None:
+def check_arrival(run: Unrolled, op: Op, need: Op, sender: int, carries: str) -> None:
     """Checks that the result of an op on another rank is received before the op that reads it."""
     rank, position = run.ops[op]
     if sender == rank:
         return
-    channel = routes.get((sender, rank, carries, need.stage, op.stage))
+    channel = run.routes.get((sender, rank, carries, need.stage, op.stage))
     if channel is None:
         raise run.error(rank, position, f"needs {need} of rank {sender}, but no channel brings its {carries}")
     arrival = run.received.get((channel, op.index))
