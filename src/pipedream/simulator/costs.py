@@ -199,6 +199,6 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
         )
         if overlap
         else (),
-        sum_bytes=tuple(all_reduce_bytes(s.parameter_bytes, s.replicas, how=cluster.sums) for s in stages),
+        sum_bytes=tuple(float(all_reduce_bytes(s.parameter_bytes, s.replicas, how=cluster.sums)) for s in stages),
         weight_bytes=tuple(float(stage.parameter_bytes) for stage in stages),
     )

@@ -25,8 +25,8 @@ class _Remote:
         self._per_update = program.updates.per_update[stage]
         self._total = total
         self._weights_bytes: int = row.parameter_bytes
-        self._input_bytes: int = sizes.input_bytes
-        self._pass_bytes: int = sizes.activation_bytes + sizes.working_bytes
+        self._input_bytes = int(sizes.input_bytes)
+        self._pass_bytes = int(sizes.activation_bytes + sizes.working_bytes)
         self._kept = 0
         self.has_weights = not self._trains
 

@@ -91,21 +91,21 @@ class _StageTrace:
         self.in_flight = self.deferred = 0
         self.has_sums = False
         self.weights_bytes: int = row.parameter_bytes
-        self.working_bytes: int = sizes.working_bytes
-        self.largest_bytes: int = sizes.largest_parameter_bytes
-        self.deferred_bytes: int = DEFERRED_SHARE * sizes.activation_bytes
-        self.waiting_bytes: int = sizes.input_bytes if row.recompute else sizes.activation_bytes
-        self.forward_bytes: int = sizes.activation_bytes - self.waiting_bytes + sizes.working_bytes
-        self.first_bytes: int = self.forward_bytes + self.weights_bytes - sizes.relief_bytes
-        self.further_bytes: int = self.forward_bytes + self.weights_bytes + sizes.largest_parameter_bytes
+        self.working_bytes = int(sizes.working_bytes)
+        self.largest_bytes = int(sizes.largest_parameter_bytes)
+        self.deferred_bytes = int(DEFERRED_SHARE * sizes.activation_bytes)
+        self.waiting_bytes = int(sizes.input_bytes if row.recompute else sizes.activation_bytes)
+        self.forward_bytes = int(sizes.activation_bytes - self.waiting_bytes + sizes.working_bytes)
+        self.first_bytes = int(self.forward_bytes + self.weights_bytes - sizes.relief_bytes)
+        self.further_bytes = int(self.forward_bytes + self.weights_bytes + sizes.largest_parameter_bytes)
         kept = program.updates.kept_tensors(program.weights.staleness(stage)) * self.weights_bytes
         # A compensation that keeps tensors needs one more during an update.
-        self.update_bytes: int = self.weights_bytes + sizes.update_working_bytes + (self.weights_bytes if kept else 0)
+        self.update_bytes = int(self.weights_bytes + sizes.update_working_bytes + (self.weights_bytes if kept else 0))
         self.start_bytes: int = (
             self.weights_bytes * (1 + program.weights.buffers(stage))
             + row.optimizer_bytes
             + kept
-            + message_bytes(sizes, in_flight[stage], row.recompute, peers_of(plan.replicas, in_flight)[stage])
+            + int(message_bytes(sizes, in_flight[stage], row.recompute, peers_of(plan.replicas, in_flight)[stage]))
         )
 
     @property

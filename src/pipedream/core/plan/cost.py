@@ -9,10 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+Numbers = float | NDArray[Any]
+"""A number, or an array of them: the planner computes many stages at once."""
 
 __all__ = [
     "BUCKET_BYTES",
     "FIRST_BUCKET_BYTES",
+    "Numbers",
     "all_reduce_bytes",
     "all_reduce_s",
     "sum_buckets",
@@ -27,14 +32,19 @@ FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
 
 
-def transfer_s(size_bytes: Any, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> Any:
+def transfer_s(size_bytes: Numbers, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> Numbers:
     """Returns the seconds of one message: l + b / B."""
     return latency_s + size_bytes / bandwidth_bytes_per_s
 
 
 def all_reduce_s(
-    size_bytes: Any, workers: Any, bandwidth_bytes_per_s: Any, latency_s: Any = 0.0, *, how: str = "ring"
-) -> Any:
+    size_bytes: Numbers,
+    workers: Numbers,
+    bandwidth_bytes_per_s: Numbers,
+    latency_s: Numbers = 0.0,
+    *,
+    how: str = "ring",
+) -> Numbers:
     """Returns the seconds of an all-reduce.
 
     'ring': 2 (n - 1) (l + b / (n B)). Each worker sends, and at the same time receives, 2 (n - 1) / n of the bytes
@@ -51,7 +61,7 @@ def all_reduce_s(
     return 2 * (workers - 1) * (latency_s + size_bytes / (workers * bandwidth_bytes_per_s))
 
 
-def all_reduce_bytes(size_bytes: Any, workers: Any, *, how: str = "ring") -> Any:
+def all_reduce_bytes(size_bytes: Numbers, workers: Numbers, *, how: str = "ring") -> Numbers:
     """Returns the bytes that each of the workers sends, and receives, in an all-reduce (`all_reduce_s`)."""
     if np.ndim(workers) == 0 and workers == 1:
         return 0.0
@@ -59,8 +69,13 @@ def all_reduce_bytes(size_bytes: Any, workers: Any, *, how: str = "ring") -> Any
 
 
 def sum_buckets(
-    size_bytes: Any, workers: Any, bandwidth_bytes_per_s: Any, latency_s: Any = 0.0, *, how: str = "ring"
-) -> tuple[tuple[Any, Any], ...]:
+    size_bytes: Numbers,
+    workers: Numbers,
+    bandwidth_bytes_per_s: Numbers,
+    latency_s: Numbers = 0.0,
+    *,
+    how: str = "ring",
+) -> tuple[tuple[Numbers, Numbers], ...]:
     """Returns the buckets of a sum: a first one of 1 MiB, further ones of 4 MiB, and what is left.
 
     Of each the share of the gradients that lies in it and in those before it, and the seconds that it and those
@@ -70,7 +85,7 @@ def sum_buckets(
     if np.ndim(workers) == 0 and workers == 1:
         return ()
 
-    def seconds(part_bytes: Any) -> Any:
+    def seconds(part_bytes: Numbers) -> Numbers:
         return all_reduce_s(part_bytes, workers, bandwidth_bytes_per_s, latency_s, how=how)
 
     size = np.asarray(size_bytes, dtype=float)
@@ -91,14 +106,14 @@ def sum_buckets(
 
 
 def visible_sum_s(
-    size_bytes: Any,
-    backward_s: Any,
-    workers: Any,
-    bandwidth_bytes_per_s: Any,
-    latency_s: Any = 0.0,
+    size_bytes: Numbers,
+    backward_s: Numbers,
+    workers: Numbers,
+    bandwidth_bytes_per_s: Numbers,
+    latency_s: Numbers = 0.0,
     *,
     how: str = "ring",
-) -> Any:
+) -> Numbers:
     """Returns the seconds of a sum that its last backward does not hide.
 
     Gradients get ready evenly over the backward, counted in bytes; the all-reduce of a bucket begins when it is ready
@@ -106,7 +121,7 @@ def visible_sum_s(
     and all behind it, and D those of the backward, max_k (T_k - (1 - q_k) D) are left behind the backward's end.
     """
     tails = sum_buckets(size_bytes, workers, bandwidth_bytes_per_s, latency_s, how=how)
-    visible: Any = 0.0
+    visible: Numbers = 0.0
     for ready, tail_s in tails:
         visible = np.maximum(visible, tail_s - (1 - ready) * backward_s)
     return visible

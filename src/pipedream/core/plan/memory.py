@@ -24,11 +24,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import lcm
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from pipedream.core.plan.cost import FIRST_BUCKET_BYTES
+from pipedream.core.plan.cost import FIRST_BUCKET_BYTES, Numbers
 
 __all__ = [
     "DEFERRED_SHARE",
@@ -101,17 +101,17 @@ class StageSizes:
         update_working_bytes: that an optimizer step needs beside weights, state and gradients.
     """
 
-    parameter_bytes: Any
-    optimizer_bytes: Any = 0
-    activation_bytes: Any = 0
-    input_bytes: Any = 0
-    received_bytes: Any = 0
-    sent_bytes: Any = 0
-    loaded_bytes: Any = 0
-    working_bytes: Any = 0
-    relief_bytes: Any = 0
-    largest_parameter_bytes: Any = 0
-    update_working_bytes: Any = 0
+    parameter_bytes: Numbers
+    optimizer_bytes: Numbers = 0
+    activation_bytes: Numbers = 0
+    input_bytes: Numbers = 0
+    received_bytes: Numbers = 0
+    sent_bytes: Numbers = 0
+    loaded_bytes: Numbers = 0
+    working_bytes: Numbers = 0
+    relief_bytes: Numbers = 0
+    largest_parameter_bytes: Numbers = 0
+    update_working_bytes: Numbers = 0
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,10 @@ class StageMemory:
     working_bytes: int = 0
 
     @property
-    def total_bytes(self) -> Any:
-        """Returns the sum."""
-        return sum(getattr(self, field.name) for field in fields(self))
+    def total_bytes(self) -> int:
+        """The sum; an array where the planner has put arrays."""
+        total: int = sum(getattr(self, field.name) for field in fields(self))
+        return total
 
 
 def moments(
@@ -173,12 +174,13 @@ def moments(
     waiting = sizes.input_bytes if recompute else own
     messages = message_bytes(sizes, in_flight, recompute, peers)
 
-    def at(gradients: Any, activations: Any, working: Any) -> StageMemory:
+    def at(gradients: Numbers, activations: Numbers, working: Numbers) -> StageMemory:
         stash = whole * (versions - 1)
         state = sizes.optimizer_bytes + kept_tensors * whole
-        return StageMemory(whole, stash, state, gradients, activations, messages, working)
+        kinds = whole, stash, state, gradients, activations, messages, working
+        return StageMemory(*cast(tuple[int, ...], kinds))
 
-    def most(held: int) -> Any:
+    def most(held: int) -> Numbers:
         if deferred:
             later = min(deferred, held)
             return (held - later) * waiting + later * DEFERRED_SHARE * own
@@ -212,7 +214,7 @@ def stage_bytes(sizes: StageSizes, **how: Any) -> Any:
     return first
 
 
-def part_bytes(whole_bytes: Any, parts: int, samples: int = 1) -> Any:
+def part_bytes(whole_bytes: Numbers, parts: int, samples: int = 1) -> Numbers:
     """Returns the bytes of the largest of so many parts of a minibatch: that of ceil(samples / parts) samples.
 
     Of a minibatch of fewer samples than parts nothing is known (a plan without a model): its parts are equal.
@@ -221,12 +223,12 @@ def part_bytes(whole_bytes: Any, parts: int, samples: int = 1) -> Any:
     return -(-whole_bytes * largest // all_)
 
 
-def bucket_bytes(sizes: StageSizes, peers: Peers | None) -> Any:
+def bucket_bytes(sizes: StageSizes, peers: Peers | None) -> Numbers:
     """Returns the bytes of the gradients that wait in a bucket of a sum over replicas."""
     return np.minimum(FIRST_BUCKET_BYTES, sizes.parameter_bytes) if peers is not None and peers.sums else 0
 
 
-def message_bytes(sizes: StageSizes, in_flight: int, recompute: bool = False, peers: Peers | None = None) -> Any:
+def message_bytes(sizes: StageSizes, in_flight: int, recompute: bool = False, peers: Peers | None = None) -> Numbers:
     """Returns the bytes of receives posted ahead, messages sent that may not have been taken, minibatches loaded.
 
     What was sent is kept until the stage before is known to have taken it: as many messages as it has in flight, and

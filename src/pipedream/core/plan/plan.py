@@ -188,7 +188,7 @@ class Plan(Artifact):
         """One-way seconds of a message across each boundary, over the outermost level that one crosses."""
         taken = [self.workers_of(stage) for stage in range(len(self.stages))]
         return tuple(
-            transfer_s(stage.output_bytes, *self.cluster.link(self.cluster.reach(*here, *behind)))
+            float(transfer_s(stage.output_bytes, *self.cluster.link(self.cluster.reach(*here, *behind))))
             for stage, here, behind in zip(self.stages, taken, taken[1:], strict=False)
         )
 
@@ -226,7 +226,11 @@ class Plan(Artifact):
     def sync_s(self) -> tuple[float, ...]:
         """Seconds of each stage's all-reduce, for one round of its replicas, the hidden part included."""
         return tuple(
-            all_reduce_s(stage.parameter_bytes, stage.replicas, site.sum_bytes_per_s, site.sum_latency_s, how=site.sums)
+            float(
+                all_reduce_s(
+                    stage.parameter_bytes, stage.replicas, site.sum_bytes_per_s, site.sum_latency_s, how=site.sums
+                )
+            )
             for stage, site in zip(self.stages, self.sites, strict=True)
         )
 

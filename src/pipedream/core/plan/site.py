@@ -16,12 +16,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
-from typing import Any
 
 import numpy as np
 
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.cost import all_reduce_bytes, visible_sum_s
+from pipedream.core.plan.cost import Numbers, all_reduce_bytes, visible_sum_s
 
 __all__ = ["PortLoad", "Site", "busiest_ports", "ports_s"]
 
@@ -89,7 +88,7 @@ class Site:
         send through the same port nothing is known here (`ports_s` does).
         """
         count = len(workers)
-        summed = all_reduce_bytes(1, count, how=cluster.sums) / count  # once in as many minibatches
+        summed = float(all_reduce_bytes(1, count, how=cluster.sums)) / count  # once in as many minibatches
         ports: dict[PortLoad, None] = {}
         for number, level in enumerate(cluster.levels):
             inside = Counter(cluster.component(number, worker) for worker in workers)
@@ -111,7 +110,7 @@ class Site:
             busiest_ports(ports),
         )
 
-    def sum_s(self, parameter_bytes: Any, backward_s: Any) -> Any:
+    def sum_s(self, parameter_bytes: Numbers, backward_s: Numbers) -> Numbers:
         """Returns the seconds of a sum over the replicas that a backward does not hide."""
         if self.replicas == 1:
             return 0.0
@@ -124,12 +123,14 @@ class Site:
             how=self.sums,
         )
 
-    def compute_s(self, forward_s: Any, backward_s: Any, update_s: Any, parameter_bytes: Any) -> Any:
+    def compute_s(
+        self, forward_s: Numbers, backward_s: Numbers, update_s: Numbers, parameter_bytes: Numbers
+    ) -> Numbers:
         """Returns the seconds per minibatch of a stage's compute and of the sums that it waits for."""
         passes_s = (forward_s + backward_s + update_s) / self.speed
         return (passes_s + self.sum_s(parameter_bytes, backward_s)) / self.replicas
 
-    def port_s(self, parameter_bytes: Any, before_bytes: Any, behind_bytes: Any) -> Any:
+    def port_s(self, parameter_bytes: Numbers, before_bytes: Numbers, behind_bytes: Numbers) -> Numbers:
         """Returns the seconds per minibatch of the stage's busiest port.
 
         Args:
@@ -137,7 +138,7 @@ class Site:
             before_bytes: that come from the stage before; 0 at the input.
             behind_bytes: that go to the stage behind; 0 at the output.
         """
-        busiest: Any = 0.0
+        busiest: Numbers = 0.0
         for port in self.ports:
             seconds = port.before * before_bytes + port.behind * behind_bytes + port.weights * parameter_bytes
             busiest = np.maximum(busiest, seconds)
@@ -145,13 +146,13 @@ class Site:
 
     def period_s(
         self,
-        forward_s: Any,
-        backward_s: Any,
-        update_s: Any,
-        parameter_bytes: Any,
-        before_bytes: Any = 0,
-        behind_bytes: Any = 0,
-    ) -> Any:
+        forward_s: Numbers,
+        backward_s: Numbers,
+        update_s: Numbers,
+        parameter_bytes: Numbers,
+        before_bytes: Numbers = 0,
+        behind_bytes: Numbers = 0,
+    ) -> Numbers:
         """Returns the seconds per minibatch of a stage: of the slowest of its parts (module docstring)."""
         compute_s = self.compute_s(forward_s, backward_s, update_s, parameter_bytes)
         return np.maximum(compute_s, self.port_s(parameter_bytes, before_bytes, behind_bytes))
@@ -177,7 +178,7 @@ def ports_s(
     found: defaultdict[tuple[int, int], float] = defaultdict(float)
     edges = (0.0, *output_bytes[: len(taken) - 1], 0.0)
     for workers, received_bytes, sent_bytes, size in zip(taken, edges, edges[1:], parameter_bytes, strict=False):
-        carried = received_bytes + sent_bytes + all_reduce_bytes(size, len(workers), how=cluster.sums)
+        carried = received_bytes + sent_bytes + float(all_reduce_bytes(size, len(workers), how=cluster.sums))
         for worker in workers:
             found[0, worker] += carried / len(workers) / cluster.levels[0].link_bytes_per_s
     for number, level in enumerate(cluster.levels[1:], 1):
@@ -197,5 +198,5 @@ def ports_s(
             if len(set(components)) > 1:
                 count = len(components)
                 for component in set(components):
-                    found[number, component] += all_reduce_bytes(size, count, how=cluster.sums) / count / rate
+                    found[number, component] += float(all_reduce_bytes(size, count, how=cluster.sums)) / count / rate
     return dict(found)
