@@ -140,9 +140,9 @@ def recipe(seed: int) -> Recipe:
         ({}, 2, True),
         ({"workers": 3}, 3, True),
         ({"workers": 1}, 1, False),
-        ({"workers": 3, "shape": "data-parallel"}, 3, False),
-        ({"workers": 3, "shape": "any"}, 3, None),
-        ({"shape": "2-1"}, 3, True),
+        pytest.param({"workers": 3, "shape": "data-parallel"}, 3, False, marks=pytest.mark.slow),
+        pytest.param({"workers": 3, "shape": "any"}, 3, None, marks=pytest.mark.slow),
+        pytest.param({"shape": "2-1"}, 3, True, marks=pytest.mark.slow),
         ({"shape": (1, 2), "update_delay": 1, "in_flight": "auto"}, 3, True),
     ],
 )

@@ -113,6 +113,7 @@ def recipe():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_train(looped: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "mine.py"

@@ -56,7 +56,7 @@ def counted(
     return found
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(stages_somewhere(), SIZES, SIZES)
 def test_equals_counting_minibatch_by_minibatch(
     drawn: tuple[Cluster, list[tuple[int, ...]]], sent: list[int], summed: list[int]

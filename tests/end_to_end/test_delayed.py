@@ -13,7 +13,7 @@ import delayed
 import pytest
 import torch
 import zoo
-from cases import Case, check, run
+from cases import Case, check, in_both_lengths, run
 from in_processes import check_processes
 from torch import nn
 
@@ -53,9 +53,9 @@ def _matrix() -> list[Any]:
     for schedule in delayed.PAPERS:
         for animal, optimizer in (("mlp", "sgd"), ("cnn", "adamw"), ("lstm", "sgd"), ("transformer", "adamw")):
             quick = animal == "mlp" or (animal == "cnn" and schedule in QUICK)
-            marks = () if quick else pytest.mark.long
             case = _case(animal, schedule, optimizer=optimizer)
-            found.append(pytest.param(case, id=str(case), marks=marks))
+            longer = pytest.param(case.lengthened(), id=str(case), marks=pytest.mark.long)
+            found += in_both_lengths(case) if quick else [longer]
     others = [
         _case("mlp", "pipelined_backprop", options=_options(backward_rule="recompute")),
         _case("cnn", "spectrain", optimizer="adamw", options=_options(backward_rule="recompute")),
@@ -92,14 +92,15 @@ def _matrix() -> list[Any]:
         Case("cnn", "timeprest", 4, microbatches=2, scheduled=True),
         *(_case("cnn", schedule, stages) for schedule in delayed.PAPERS for stages in (1, 2, 4)),
     ]
-    found += [pytest.param(case, id=str(case)) for case in others]
-    return found + [pytest.param(case, id=str(case), marks=pytest.mark.long) for case in slow]
+    for case in others:
+        found += in_both_lengths(case)
+    return found + [pytest.param(case.lengthened(), id=str(case), marks=pytest.mark.long) for case in slow]
 
 
 @pytest.mark.parametrize("case", _matrix())
 def test_every_method_trains_as_its_paper_says(case: Case) -> None:
     outcome = run(case)
-    assert len(outcome.dones) >= 50 - (case.leave_at >= 0) * case.stages * 2
+    assert len(outcome.dones) >= case.minibatches - (case.leave_at >= 0) * case.stages * 2
     check(case, outcome, BOUND)
     p, m = case.stages, outcome.split
     for stage in range(p):

@@ -344,11 +344,22 @@ def test_json_of_show_and_schedules(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.processes
-def test_json_of_report_and_train(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_json_of_report(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (trained / "report.html").unlink()
     found = asked(capfd, "report", str(trained))
     assert found == {"report": str(trained / "report.html")}
     assert (trained / "report.html").exists()
+
+
+def test_json_of_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "run")
+    found = asked(capfd, "train", DIGITS, "--workers", "1", "--minibatches", "5", "--evaluate-every", "0", "--out", out)
+    assert set(found) == SUMMARY_KEYS
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_json_of_train_in_processes(trained: Path, tmp_path: Path) -> None:
     plan = str(trained / "plan.json")
     command = ("-m", "pipedream", "train", DIGITS, "--plan", plan, "--minibatches", "5", "--out", "run", "--json")
     ended = commands.run(*command, folder=tmp_path)

@@ -54,7 +54,7 @@ def test_backward_of_a_layer_fails(tmp_path: Path) -> None:
     ("loader", "words"),
     [
         pytest.param("raises=True", ("rank 0", "0F", "OSError: the disk is gone"), marks=pytest.mark.slow),
-        ("nan=True", ("rank 1", "1F5", "minibatch 5 is nan", "learning rate")),
+        pytest.param("nan=True", ("rank 1", "1F5", "minibatch 5 is nan", "learning rate"), marks=pytest.mark.slow),
         pytest.param("wide=True", ("rank 0", "stage 0", "0F5", "8x5 and 4x8"), marks=pytest.mark.long),
     ],
 )
@@ -69,6 +69,7 @@ def test_plan_does_not_fit_the_model(tmp_path: Path) -> None:
     check(commands.run(*arguments, folder=tmp_path), 2, "layer '5'", "plan again")
 
 
+@pytest.mark.slow
 def test_plan_is_for_other_workers(tmp_path: Path) -> None:
     arguments = written(tmp_path)
     plan_for(3).save(tmp_path / "plan.json")
@@ -78,7 +79,11 @@ def test_plan_is_for_other_workers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("import nothing_of_that_name\n", ("does not import", "nothing_of_that_name", "small.py, line 1")),
+        pytest.param(
+            "import nothing_of_that_name\n",
+            ("does not import", "nothing_of_that_name", "small.py, line 1"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("x = 1\n", ("has no function recipe()",), marks=pytest.mark.long),
     ],
 )
@@ -162,7 +167,11 @@ def test_launcher_that_is_stopped_for_a_moment_is_forgiven(tmp_path: Path) -> No
             ("rank 1, stage 1, 1F5", "no progress in a forward for", "--stuck-after"),
             marks=pytest.mark.slow,
         ),
-        ({"loader": "stuck=True"}, ("rank 0, stage 0, 0F", "(loading data)", "no progress in loading data for")),
+        pytest.param(
+            {"loader": "stuck=True"},
+            ("rank 0, stage 0, 0F", "(loading data)", "no progress in loading data for"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["layer", "loader"],
 )

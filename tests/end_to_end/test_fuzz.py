@@ -1,6 +1,6 @@
 """Whatever stands in a file or a recipe: it is taken, or refused in one clear message, and nothing is overwritten.
 
-About six thousand wrong inputs a run; in continuous integration the same ones each time.
+About a thousand wrong inputs a run; in continuous integration the same ones each time.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def spoiled(draw: st.DrawFn, noun: Artifact) -> str:
 
 
 @pytest.mark.parametrize("name", NOUNS)
-@settings(max_examples=500, **QUIET)
+@settings(max_examples=150, **QUIET)
 @given(data=st.data())
 def test_a_spoiled_noun_is_read_or_refused(name: str, data: st.DataObject) -> None:
     kind = type(NOUNS[name])
@@ -140,7 +140,7 @@ COMMANDS: dict[str, Callable[[str, str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-@settings(max_examples=60, **QUIET)
+@settings(max_examples=30, **QUIET)
 @given(data=st.data())
 def test_the_command_on_a_spoiled_file(
     name: str, data: st.DataObject, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -160,7 +160,7 @@ def test_the_command_on_a_spoiled_file(
         assert err == ""
 
 
-@settings(max_examples=100, **QUIET)
+@settings(max_examples=50, **QUIET)
 @given(data=st.data())
 def test_a_spoiled_checkpoint_is_loaded_or_refused(data: st.DataObject, saved: Path) -> None:
     page = (saved / checkpoints.CONTENTS).read_text()
@@ -209,7 +209,7 @@ WORDS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=400, **QUIET)
+@settings(max_examples=200, **QUIET)
 @given(text=st.one_of(st.text(max_size=60), st.lists(WORDS, max_size=14).map("".join), st.binary(max_size=30)))
 def test_a_recipes_file_is_taken_or_refused(text: str | bytes, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
@@ -240,7 +240,7 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=60, **QUIET)
+@settings(max_examples=15, **QUIET)
 @given(data=st.data())
 def test_a_recipe_with_wrong_fields_is_trained_or_refused(data: st.DataObject, tmp_path: Path) -> None:
     names = sorted(pd.Recipe.__dataclass_fields__)

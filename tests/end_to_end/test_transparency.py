@@ -13,7 +13,7 @@ from importlib import import_module
 import pytest
 import torch
 import zoo
-from cases import ASYNCHRONOUS, FLUSHING, LAYOUTS, Case, check, run
+from cases import ASYNCHRONOUS, FLUSHING, LAYOUTS, Case, check, in_both_lengths, run
 from in_processes import check_processes
 
 from pipedream.schedules import METHODS
@@ -32,7 +32,7 @@ def _case(animal: str, schedule: str, stages: int) -> Case:
 
 
 def _matrix() -> list[Case]:
-    """Returns every method with every animal and every number of stages; all but one number of stages is slow."""
+    """Returns every method with every animal and every number of stages; in the default run one number of stages, short."""
     found = []
     for animal in zoo.NAMES:
         for schedule in (*FLUSHING, *ASYNCHRONOUS):
@@ -41,17 +41,20 @@ def _matrix() -> list[Case]:
                 quick = stages == BASIC[schedule] or (animal == "mlp" and schedule in ASYNCHRONOUS)
                 if schedule in LAYOUTS or schedule.startswith("zb"):
                     quick &= animal != "mlp" and (animal != "lstm" or schedule in ("zb_h1", "chimera", "roundpipe"))
-                others = pytest.mark.slow if animal == "cnn" and stages == 2 else pytest.mark.long
-                found.append(pytest.param(case, id=str(case), marks=() if quick else others))
+                if quick:
+                    found += in_both_lengths(case)
+                else:
+                    marks = pytest.mark.slow if animal == "cnn" and stages == 2 else pytest.mark.long
+                    found.append(pytest.param(case.lengthened(), id=str(case), marks=marks))
     return found
 
 
 @pytest.mark.parametrize("case", _matrix())
 def test_every_method_trains_every_animal_as_plain_pytorch(case: Case) -> None:
     outcome = run(case)
-    assert len(outcome.dones) >= 50
+    assert len(outcome.dones) == case.minibatches
     check(case, outcome)
-    assert outcome.drains == [*outcome.evaluated, 55], "none at an epoch's border"
+    assert outcome.drains == [*outcome.evaluated, case.minibatches], "none at an epoch's border"
     # Staleness and memory are the paper's.
     p = case.stages
     for stage in range(p):
@@ -123,7 +126,7 @@ def test_depths_replicas_and_all_that_an_update_does(case: Case) -> None:
     outcome = run(case)
     check(case, outcome)
     if case.leave_at >= 0:
-        assert outcome.drains == [outcome.left, 55]
+        assert outcome.drains == [outcome.left, case.minibatches]
     if case.schedule == "pipedream":
         plan = case.plan()
         for stage, in_flight in enumerate(plan.in_flight):
@@ -149,7 +152,7 @@ def test_the_comparison_can_fail() -> None:
     for wrong in (replace(case, **{name: value}) for name, value in others.items()):
         with pytest.raises(AssertionError):
             check(wrong, outcome)
-    outcome.drains = [outcome.drains[0] - 1, 55]
+    outcome.drains = [outcome.drains[0] - 1, case.minibatches]
     with pytest.raises(AssertionError):
         check(case, outcome)
 
@@ -195,6 +198,6 @@ def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
 
 def test_every_method_runs_in_several_processes() -> None:
     """In the default or the slow run, so that a new method is not forgotten."""
-    delayed, compensated = (import_module(name) for name in ("test_delayed", "test_compensation"))
+    delayed, compensated = (import_module(f"tests.end_to_end.{name}") for name in ("test_delayed", "test_compensation"))
     lists = [*IN_PROCESSES.values(), delayed.IN_PROCESSES[2], compensated.IN_PROCESSES[2]]
     assert {case.schedule for chosen in lists for case in chosen} == set(METHODS)

@@ -264,7 +264,7 @@ class Stage:
 
     def run(self, value: Any, weights: Mapping[str, Tensor], number: int) -> Any:
         for name, layer in self.layers:
-            torch.manual_seed(layer_seed(self._seed, number, name))
+            torch.default_generator.manual_seed(layer_seed(self._seed, number, name))
             own = {k.removeprefix(f"{name}."): w for k, w in weights.items() if k.startswith(f"{name}.")}
             value = functional_call(layer, own, (value,))
         return value

@@ -71,7 +71,7 @@ def seeded(model: nn.Module, names: Sequence[str], number: list[int], seed: int)
     """Seeds the generator before each layer from (run seed, microbatch, layer's name): the rule for masks."""
 
     def before(name: str) -> Callable[..., None]:
-        return lambda module, args: void(torch.manual_seed(layer_seed(seed, number[0], name)))
+        return lambda module, args: void(torch.default_generator.manual_seed(layer_seed(seed, number[0], name)))
 
     modules = dict(model.named_modules())
     hooks = [modules[name].register_forward_pre_hook(before(name)) for name in names]

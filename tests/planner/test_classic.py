@@ -114,7 +114,7 @@ def runs(states: CutStates) -> list[Cut]:
     return [frozenset(n for n in range(len(states.graph.nodes)) if done >> n & 1) for done in states.done]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(graphs(), levels, st.booleans())
 def test_seconds_are_those_of_the_equations(graph: GraphText, network: list[Level], straight: bool) -> None:
     states = CutStates.of(graph)
@@ -140,7 +140,7 @@ def test_blocks_leave_nothing_out(block: int, graph: GraphText, network: list[Le
     assert all((a.table == b.table).all() for a, b in zip(whole, small, strict=True))
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(graphs(), levels)
 def test_the_plan_holds_each_layer_once(graph: GraphText, network: list[Level]) -> None:
     if solve(CutStates.of(graph), tuple(network))[-1].table[-1, -1, 0] <= 0:
@@ -159,7 +159,7 @@ def test_the_plan_holds_each_layer_once(graph: GraphText, network: list[Level]) 
         assert found.plan.workers == math.prod(level.width for level in network)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=7), levels)
 def test_a_chain_takes_what_its_slowest_stage_takes(rows: list[tuple[int, int, int]], network: list[Level]) -> None:
     """On one level the plan's own stages, priced by the equations, give the predicted seconds."""

@@ -79,7 +79,7 @@ def test_bytes_are_those_of_a_run(make: Any, sample: Tensor, factory: Any) -> No
     assert sizes(estimated(model.to("meta"), sample, optimizer=factory)) == wanted
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(batch=st.integers(1, 5), widths=st.lists(st.integers(1, 9), min_size=2, max_size=4), frozen=st.booleans())
 def test_work_of_dense_layers_by_hand(batch: int, widths: list[int], frozen: bool) -> None:
     model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(widths)))

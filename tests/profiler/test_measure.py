@@ -34,7 +34,7 @@ def profile_of(*modules: nn.Module, sample: tuple[Any, ...], **options: Any) -> 
     )
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     batch=st.integers(1, 5),
     widths=st.lists(st.integers(1, 9), min_size=2, max_size=5),

@@ -313,6 +313,7 @@ def test_a_pipeline_and_its_checkpoint(tmp_path: Path) -> None:
         assert again.program == pipeline.program
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_train(tmp_path: Path) -> None:
     name = "paci[backward_rule=recompute]"

@@ -29,7 +29,7 @@ def work_of(timeline: Timeline) -> dict[tuple[int, str, int, int], tuple[float, 
     return {(s.rank, s.kind, s.stage, s.index): (s.start_s, s.end_s) for s in timeline.work()}
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(runs())
 def test_what_holds_for_every_schedule_and_cost(run: tuple[Schedule, Costs, int]) -> None:
     schedule, costs_, total = run

@@ -81,7 +81,7 @@ def alive_after(
     return 1 + len({read[k] for k in begun} & {read[k] for k in ahead})
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     runs(straight()),
     st.lists(st.integers(0, 10**6), min_size=40, max_size=40),

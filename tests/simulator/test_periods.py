@@ -43,7 +43,7 @@ def test_makespan_of_a_flushing_minibatch(name: str, p: int, m: int, f: float, b
     assert found == pytest.approx((m + p - 1) * (f + b) + 2 * c * (p - 1))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(1, 6), SECONDS, SECONDS, st.floats(0.0, 1.0))
 def test_period_at_the_papers_depth_shows_messages(p: int, f: float, b: float, share: float) -> None:
     c = share * min(f, b)  # longer ones meet at the ports of the stages between
@@ -51,7 +51,7 @@ def test_period_at_the_papers_depth_shows_messages(p: int, f: float, b: float, s
     assert period_s(timeline, p, 10 * p) == pytest.approx(f + b + 2 * c * (p - 1) / p)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(1, 6), SECONDS, st.floats(0.25, 4.0), st.floats(0.0, 1.0))
 def test_period_at_full_depth_hides_messages(p: int, f: float, ratio: float, share: float) -> None:
     # One port carries the messages of both neighbours, so that a message may take half a slot and no more. They may
@@ -205,7 +205,7 @@ def with_collisions_s(plan: Plan) -> float:
     return plan.period_s + replace(plan, stages=tuple(rows)).period_s
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(replicated_plans(levels=False))
 def test_the_planners_period_is_the_simulated_one(plan: Plan) -> None:
     assert plan.period_s == plan.slowest_stage_s
@@ -213,7 +213,7 @@ def test_the_planners_period_is_the_simulated_one(plan: Plan) -> None:
     assert plan.slowest_stage_s * 0.98 <= far_down_s(plan) <= with_collisions_s(plan) * 1.02
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(replicated_plans(levels=True))
 def test_on_levels_too_with_what_machines_and_racks_carry(plan: Plan) -> None:
     if not plan.order:  # what stages know of a port is a bound from below, where they lie one beside the other

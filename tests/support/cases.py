@@ -10,6 +10,7 @@ from math import lcm
 from typing import Any
 
 import delayed
+import pytest
 import reference
 import torch
 import zoo
@@ -36,6 +37,7 @@ class Case:
     """A run: the animal, the method, the cut, and what else is asked.
 
     Attributes:
+        epochs: of five minibatches each; `lengthened` gives the run of 55 minibatches, which is slow.
         drain_at: minibatch after which the loop evaluates; negative for never.
         leave_at: minibatch after which the loop is left, and a second `train` goes on; negative for never.
         update_delay: of the plan; None for 0 at every stage.
@@ -53,8 +55,8 @@ class Case:
     dtype: torch.dtype = torch.float64
     optimizer: str = "sgd"
     microbatches: int | None = None
-    epochs: int = 11
-    drain_at: int = 23
+    epochs: int = 5
+    drain_at: int = 11
     leave_at: int = -1
     seed: int = 3
     clip_grad_norm: float | None = None
@@ -83,6 +85,15 @@ class Case:
     def optimize(self, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
         """Makes the optimizer."""
         return OPTIMIZERS[self.optimizer](named)
+
+    @property
+    def minibatches(self) -> int:
+        """Number of minibatches of the run."""
+        return 5 * self.epochs
+
+    def lengthened(self) -> Case:
+        """Returns the case with a run of at least 55 minibatches, and the drain in its middle."""
+        return replace(self, epochs=max(self.epochs, 11), drain_at=23 if self.drain_at >= 0 else -1)
 
     @property
     def scheduler(self) -> Callable[[torch.optim.Optimizer], Any] | None:
@@ -181,6 +192,15 @@ def run(case: Case) -> Outcome:
                 outcome.versions[stage] = max(stage_state.versions.peak, outcome.versions.get(stage, 0))
         outcome.split = pipeline.schedule.microbatches
     return outcome
+
+
+def in_both_lengths(case: Case) -> list[Any]:
+    """Returns the parameters of a test: the case, and, marked slow, the case with a run of 55 minibatches."""
+    longer = case.lengthened()
+    return [
+        pytest.param(case, id=str(case)),
+        pytest.param(longer, id=f"{longer} {longer.minibatches} minibatches", marks=pytest.mark.slow),
+    ]
 
 
 def run_all(chosen: list[Case]) -> list[Outcome]:
@@ -353,7 +373,7 @@ def odd(batches: list[zoo.Batch]) -> list[zoo.Batch]:
 
 def per_worker(case: Case) -> Case:
     """Returns a case for a comparison of processes: shorter, as one process is checked against plain PyTorch."""
-    return replace(case, epochs=3, drain_at=min(6, case.drain_at))
+    return replace(case, epochs=2, drain_at=min(4, case.drain_at), leave_at=min(5, case.leave_at))
 
 
 def _rule(schedule: str, plan: Plan) -> reference.Versions:

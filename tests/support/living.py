@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -70,6 +70,7 @@ def model_of(run: Living) -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, width), *(Block(width) for _ in range(run.blocks)), nn.Linear(width, 10))
 
 
+@cache
 def plan_of(run: Living) -> Plan:
     """Profiles the model and cuts it; peaks are those that the planner predicts."""
     torch.manual_seed(0)

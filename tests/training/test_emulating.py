@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,8 +116,8 @@ def test_command_runs_more_workers_than_cores(tmp_path: Path, unit: str) -> None
     assert predicted.workers == 3
 
 
-def test_other_number_of_workers_is_refused(tmp_path: Path) -> None:
-    plan_of((2, 1)).save(tmp_path / "plan.json")
-    ended = commands.run("-m", "pipedream", "emulate", "plan.json", "--workers", "2", folder=tmp_path)
-    assert ended.status == 2
-    assert "2 workers were asked for, the plan 2-1 has 3" in ended.err
+def test_other_number_of_workers_is_refused(told: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    plan = plan_of((2, 1)).save(tmp_path / "plan.json")
+    status, _, error = told("emulate", plan, "--workers", 2)
+    assert status == 2
+    assert "2 workers were asked for, the plan 2-1 has 3" in error

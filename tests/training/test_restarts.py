@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import commands
 import pytest
 import torch
+
+import pipedream
+from pipedream.recipe import load_recipe
 
 pytestmark = pytest.mark.processes
 RECIPE = '''
@@ -82,9 +86,14 @@ def test_restarted_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     assert ended.err.count("restart 1 of 2 after: rank 1 was ended by SIGKILL") == 1
     assert 10 <= summary["resumed_from"] < 26, "what was saved last may still have been on its way"
     assert summary["minibatches"] == 40
-    # The plan was measured by the run that died; with it, nothing that dies gives the same weights.
-    plan = ("--plan", str(tmp_path / "run" / "plan.json"))
-    _, whole = train(tmp_path / "whole", *plan)
+    # The plan was measured by the run that died; with it, nothing that dies gives the same weights, in one process too.
+    whole = pipedream.run(
+        lambda seed: load_recipe(str(tmp_path / "whole" / "mortal.py"), seed=seed),
+        plan=pipedream.Plan.load(tmp_path / "run" / "plan.json"),
+        checkpoint_every=10,
+        out=tmp_path / "whole" / "run",
+        quiet=True,
+    )
     assert whole["resumed_from"] is None
     assert whole["drains"] == summary["drains"]
     one, other = (torch.load(f / "run" / "weights.pt", weights_only=True) for f in (tmp_path, tmp_path / "whole"))
@@ -123,18 +132,35 @@ def test_torchruns_restarts_go_on_too(tmp_path: Path) -> None:
     [((), 40), pytest.param(("--minibatches", "25"), 25, marks=pytest.mark.long)],
     ids=["epochs", "minibatches"],
 )
-def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, end: tuple[str, ...], length: int) -> None:
+def test_a_finished_run_has_nothing_left_to_do(
+    told: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    end: tuple[str, ...],
+    length: int,
+) -> None:
     write(tmp_path, "False")
-    ended, whole = train(tmp_path, "--workers", "1", *end)
-    assert ended.status == 0, ended.err
+    monkeypatch.chdir(tmp_path)
+
+    def train_here(*options: str) -> tuple[int, str]:
+        arguments = ("train", "mortal.py", "--workers", "1", "--out", "run", "--checkpoint-every", "10", *options, *end)
+        status, _, error = told(*arguments)
+        return status, error
+
+    def summary() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(Path("run", "summary.json").read_text(encoding="utf-8"))
+        return found
+
+    assert train_here() == (0, "")
+    whole = summary()
     # Its folder is not taken for a new run.
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
-    ended, _ = train(tmp_path, "--workers", "1", *end)
-    assert ended.status == 2
-    assert "holds checkpoints of an earlier run; continue it (--resume run)" in ended.err
+    status, error = train_here()
+    assert status == 2
+    assert "holds checkpoints of an earlier run; continue it (--resume run)" in error
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
     weights = (tmp_path / "run" / "weights.pt").read_bytes()
-    ended, summary = train(tmp_path, "--workers", "1", "--resume", "run", *end)
-    assert ended.status == 0, ended.err
-    assert summary["resumed_from"] == summary["minibatches"] == whole["minibatches"] == length
+    assert train_here("--resume", "run") == (0, "")
+    again = summary()
+    assert again["resumed_from"] == again["minibatches"] == whole["minibatches"] == length
     assert (tmp_path / "run" / "weights.pt").read_bytes() == weights

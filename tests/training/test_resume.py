@@ -190,8 +190,19 @@ ACROSS = [
 ]
 
 
-@pytest.mark.parametrize("animal", ["mlp", "lstm", "transformer"])
-@pytest.mark.parametrize("legs", ACROSS, ids=lambda legs: " ".join("-".join(map(str, counts)) for counts, _ in legs))
+@pytest.mark.parametrize(
+    ("animal", "legs"),
+    [
+        pytest.param(
+            animal,
+            legs,
+            id=" ".join(["-".join(map(str, counts)) for counts, _ in legs] + [animal]),
+            marks=() if animal == ("mlp", "lstm", "transformer")[number] else pytest.mark.slow,
+        )
+        for number, legs in enumerate(ACROSS)
+        for animal in ("mlp", "lstm", "transformer")
+    ],
+)
 def test_other_plans_go_on_as_one_process_would(animal: str, legs: list[tuple[Any, int]], tmp_path: Path) -> None:
     scheduler = {"mlp": "steps", "lstm": "cosine", "transformer": "one cycle"}[animal]
     wanted = plain(animal, scheduler)

@@ -99,7 +99,7 @@ def refused(program: Program, *named: Instruction | None) -> str:
 
 
 @given(names, numbers, st.data())
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_an_instruction_dropped(name: str, which: int, data: st.DataObject) -> None:
     program = made(name, which)
     place = data.draw(st.sampled_from(places(program)))
@@ -109,7 +109,7 @@ def test_an_instruction_dropped(name: str, which: int, data: st.DataObject) -> N
 
 
 @given(names, numbers, st.data())
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_an_instruction_doubled(name: str, which: int, data: st.DataObject) -> None:
     program = made(name, which)
     place = data.draw(st.sampled_from(places(program)))
@@ -138,7 +138,7 @@ def near(program: Program, item: Instruction) -> Iterator[Instruction]:
 
 
 @given(names, numbers, st.data())
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_two_dependent_ops_swapped(name: str, which: int, data: st.DataObject) -> None:
     """Of two ops of one rank, of which one needs the other."""
     program = made(name, which)
@@ -157,7 +157,7 @@ def test_two_dependent_ops_swapped(name: str, which: int, data: st.DataObject) -
 
 
 @given(names, numbers, st.data())
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_a_message_out_of_line(name: str, which: int, data: st.DataObject) -> None:
     """Two messages of a channel change places, at one of its ends."""
     program = made(name, which)

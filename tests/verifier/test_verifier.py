@@ -32,7 +32,7 @@ def program_of(name: str, *replicas: int, microbatches: int | None = None, in_fl
 
 
 @given(cases())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_all_methods_pass(case: Case) -> None:
     program = case.program()
     proof = verify(program)
@@ -103,7 +103,7 @@ def depths(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int
 
 
 @given(depths())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_a_depth_is_legal_exactly_where_pipedream_does_not_deadlock(
     case: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
 ) -> None:

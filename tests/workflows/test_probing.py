@@ -71,7 +71,7 @@ def test_processes_of_one_machine(workers: int) -> None:
 
 @pytest.mark.processes
 def test_command_writes_the_cluster(tmp_path: Path) -> None:
-    arguments = ("probe", "--workers", "2", "--seconds", "3", "-o", "cluster.json", "--json")
+    arguments = ("probe", "--workers", "2", "--seconds", "1", "-o", "cluster.json", "--json")
     ended = commands.run("-m", "pipedream", *arguments, folder=tmp_path)
     assert ended.status == 0, ended.err
     found = json.loads(ended.out)
