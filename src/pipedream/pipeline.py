@@ -1,13 +1,13 @@
-"""Pipeline: the user's door to training.
+"""Pipeline: training from the user's own loop.
 
     with pd.Pipeline(model, plan, schedule="pipedream", loss=F.cross_entropy,
                      optimizer=partial(torch.optim.SGD, lr=0.1)) as pipeline:
         for done in pipeline.train(loader, epochs=10):
             print(done.number, done.loss)
 
-Training is a stream, because asynchrony returns results late: each `Done` comes out when its gradients are
-in the weights. Under torchrun every rank runs the same script and its loop is the worker; in a plain process
-all workers run by turns in one thread.
+Training is a stream, because asynchronous methods return results late: each minibatch is yielded, as a `Done`, once
+its gradients are in the weights. Under torchrun every rank runs the same script and its loop drives its worker; in a
+plain process all workers take turns in one thread.
 """
 
 from __future__ import annotations
@@ -120,27 +120,27 @@ class Pipeline:
     # -- training -----------------------------------------------------------------------------------
 
     def train(self, loader: Iterable[Any], *, epochs: int = 1) -> Iterator[Done]:
-        """Trains; yields each minibatch as its gradients have reached the weights, alike on every rank.
+        """Trains; yields each minibatch once its gradients are in the weights, the same on every rank.
 
-        One stream: nothing drains at an epoch's border. After a `break` what had been admitted is finished (the
-        loggers hear of it, this loop does not), and the next call goes on from `position`; the rest of an epoch
-        counts as its first epoch.
+        It is one stream: the pipeline is not drained between epochs. After a `break` the admitted minibatches are
+        finished (the loggers receive them, the loop does not), and the next call continues from `position`; the rest
+        of an epoch counts as its first epoch.
 
         Args:
-            loader: an iterable of batches that can be iterated once an epoch. Only the input stage's workers read it.
-            epochs: how many.
+            loader: an iterable of batches, iterated once per epoch. Only the input stage's workers read it.
 
         Raises:
             WorkerError: a worker failed; names rank, stage, op and cause.
-            KeyboardInterrupt: Ctrl-C; everything admitted was finished first.
+            KeyboardInterrupt: Ctrl-C, after the admitted minibatches were finished.
         """
-        left = self._training or self._epoch_batches > 0
+        continues = self._training or self._epoch_batches > 0
         self._finish()
         self._training = True
         state, self._data_state = self._data_state, None
-        if state is None and left:
+        if state is None and continues:
             state = self._session.data_state(*self.position)
-        until, opened = self._epoch + epochs, None
+        until = self._epoch + epochs
+        opened: int | None = None
         while True:
             end = next_border(self.phases[self._phase :], self._epoch, until)
             if end != opened:
@@ -163,11 +163,11 @@ class Pipeline:
         self._segment = None
         self._training = False
         if self._ending is Ending.INTERRUPT:
-            self._session.interrupts.heard = True  # on every rank, also on one that had no signal
+            self._session.interrupts.heard = True  # on every rank, also on those that had no signal
             self._raise_interrupt()
 
     def _advance(self) -> bool:
-        """Takes the next result of the running segment; tells whether there was one."""
+        """Takes the next result of the running segment. Returns whether there was one."""
         if self._segment is None:
             return False
         self._session.check_saved(wait=False)
@@ -180,23 +180,24 @@ class Pipeline:
             self._enter(phase_after(self.phases, self._phase, self._number, self._epoch))
             return False
         self._number = done.number + 1
-        self._epoch, self._epoch_batches = (
-            (done.epoch + 1, 0) if done.ends_epoch else (done.epoch, self._epoch_batches + 1)
-        )
+        self._epoch = done.epoch + 1 if done.ends_epoch else done.epoch
+        self._epoch_batches = 0 if done.ends_epoch else self._epoch_batches + 1
         for logger in self._loggers if self._session.rank == 0 else ():
             logger.log(done)
         self.ready.append(done)
         return True
 
     def _enter(self, phase: int) -> None:
-        """Takes up a phase, at a drain."""
+        """Switches to a phase, at a drain."""
         if phase != self._phase:
             self._session.switch_to(phase)
-        self._phase, found = phase, self.prepared[phase]
-        self.schedule, self.program, self.proof = found.schedule, found.program, found.proof
+        self._phase = phase
+        self.schedule = self.prepared[phase].schedule
+        self.program = self.prepared[phase].program
+        self.proof = self.prepared[phase].proof
 
     def drain(self) -> int:
-        """Finishes what has been admitted. Returns the number of minibatches done; all ranks call it alike."""
+        """Finishes the admitted minibatches. Returns the number of minibatches done. Every rank calls it."""
         if self._segment is not None:
             self._session.stop()
             while self._advance():
@@ -204,7 +205,7 @@ class Pipeline:
         return self._number
 
     def _finish(self) -> None:
-        """Ends a stream that its loop has left, by a break."""
+        """Ends a stream that its loop has left by a `break`."""
         self.drain()
         self.ready.clear()
         self._training = False
@@ -232,9 +233,9 @@ class Pipeline:
         self._raise_interrupt()
 
     def _raise_interrupt(self) -> None:
-        """Raises what was heard outside of training; within, the stream ends first."""
+        """Raises an interrupt that arrived outside of training; within training the stream ends first."""
         if self._session.interrupts.heard and not self._training:
-            # Told once: what follows (an evaluation, saving) is the caller's wish.
+            # Raised once: the caller may still want to evaluate or to save.
             self._session.interrupts.heard = False
             self._interrupted = True
             raise KeyboardInterrupt
@@ -242,14 +243,15 @@ class Pipeline:
     def state_dict(self, *, ema: bool = False, predicted: bool = True) -> dict[str, Any]:
         """Returns the whole model's state dict under the user's names at rank 0, an empty one elsewhere; drains.
 
-        Where a compensation keeps weights that are a prediction, those are returned (evaluated, and averaged); with
-        `predicted=False` the weights behind it, w of `core.schedule.compensation`, which SpecTrain and LWP evaluate.
+        If a compensation trains predicted weights, these are returned, as they are evaluated and averaged; with
+        `predicted=False` the weights they are predicted from, w of `core.schedule.compensation`, which SpecTrain and
+        LWP evaluate.
         """
         self.drain()
         return self._session.state_dict(ema, predicted)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the weights of a plain state dict of the model; drains. Optimizer state is kept as it is.
+        """Loads the weights of a plain state dict of the model; drains. Optimizer state stays as it is.
 
         Raises:
             CaptureError: a name is missing or a shape differs.
@@ -260,18 +262,18 @@ class Pipeline:
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = None, wait: bool = True) -> Path:
         """Writes a checkpoint ``folder/minibatch-N``: weights, optimizers, schedules, averages, random states, data.
 
-        Drains at this minibatch. It is there as a whole or not at all. Every rank calls it, in its loop or after it;
-        the folder must be one that all ranks share.
+        Drains first. A checkpoint is atomic: an incomplete one is never visible. Every rank calls it, in its loop or
+        after it; all ranks must share the folder.
 
         Args:
             folder: of this run's checkpoints.
-            keep: how many of them are left, the newest; None keeps all.
-            wait: return when it is complete; otherwise it is written while the training goes on, and what goes wrong
-                is raised by a later call.
+            keep: number of newest checkpoints to keep; None keeps all.
+            wait: return when it is complete; otherwise it is written while the training continues, and a later call
+                raises its error.
 
         Raises:
-            WorkerError: it could not be written, or the one before; names the rank.
-            ArtifactError: there is one of that name, of another run.
+            WorkerError: this checkpoint or the one before could not be written; names the rank.
+            ArtifactError: another run has saved a checkpoint of that name.
         """
         self.drain()
         data = self._session.data_state(*self.position)
@@ -279,16 +281,16 @@ class Pipeline:
         return self._session.save(Path(folder), self._request, position, keep=keep, wait=wait)
 
     def load(self, folder: str | os.PathLike[str]) -> tuple[int, int]:
-        """Goes on from a checkpoint of this model, saved under any plan and schedule. Returns the position.
+        """Loads a checkpoint of this model, saved under any plan and schedule. Returns the position.
 
-        With the same plan, schedule and data the training goes on bit for bit as if it had not stopped (one that was
-        drained there too).
+        With the same plan, schedule and data the training continues bit for bit like a run that was drained there and
+        not stopped.
 
         Args:
-            folder: a checkpoint, or a folder of which the newest is taken.
+            folder: a checkpoint, or a folder whose newest is taken.
 
         Raises:
-            ArtifactError: there is none, it is damaged, or of another model, optimizer or scheduler.
+            ArtifactError: there is none, it is damaged, or it is of another model, optimizer or scheduler.
         """
         self.drain()
         found = newest(folder)
@@ -297,35 +299,38 @@ class Pipeline:
         page = self._session.read_checkpoint(found)
         self._enter(phase_at(self.phases, page.minibatches, page.epoch))
         self._session.restore(found, page)
-        self._number, self._epoch, self._epoch_batches = page.minibatches, page.epoch, page.epoch_batches
-        self.drains, self._data_state = list(page.drains), page.data
+        self._number = page.minibatches
+        self._epoch = page.epoch
+        self._epoch_batches = page.epoch_batches
+        self.drains = list(page.drains)
+        self._data_state = page.data
         return self.position
 
     @property
     def position(self) -> tuple[int, int]:
-        """Where the data goes on: (epoch, minibatches of it that are done)."""
+        """Where the data continues: (epoch, minibatches of it that are done)."""
         return self._epoch, self._epoch_batches
 
     @property
     def trained(self) -> dict[int, tuple[int, int]]:
-        """Phase, by its number -> (begin, end), for the phases trained so far: counts of minibatches."""
+        """Number of a phase -> (begin, end) in minibatches, for the phases trained so far."""
         return dict(self._session.trained)
 
     @property
     def rank(self) -> int:
-        """This process's rank; 0 where one process has all workers."""
+        """This process's rank; 0 if one process has all workers."""
         return self._session.rank
 
     @property
     def distributed(self) -> bool:
-        """The workers are several processes."""
+        """Whether the workers are several processes."""
         return self._session.distributed
 
     def timeline(self, phase: int | None = None) -> Timeline:
-        """Returns what ran when in a phase, on all ranks; drains. Every rank calls it.
+        """Returns the measured timeline of a phase, on all ranks; drains. Every rank calls it.
 
         Args:
-            phase: its number; None: the last one that was trained. All have one zero of time.
+            phase: its number; by default the last one that was trained. All phases have the same zero of time.
 
         Raises:
             PipelineError: no such phase.
@@ -335,19 +340,19 @@ class Pipeline:
         return self._session.timeline(number, self.plan.batch)
 
     def status(self) -> dict[int, dict[str, float]]:
-        """Returns rank -> busy share and peak bytes of late, as far as this process knows; does not wait."""
+        """Returns rank -> recent busy share and peak bytes, as far as this process knows; does not wait."""
         return self._session.status()
 
     def sent_bytes(self) -> dict[int, int]:
-        """Returns rank -> bytes that it has sent; every rank calls it."""
+        """Returns rank -> bytes sent. Every rank calls it."""
         return self._session.sent_bytes()
 
     def skipped_updates(self) -> tuple[int, ...]:
-        """Returns the updates that each stage has skipped; every rank calls it."""
+        """Returns the number of updates that each stage has skipped. Every rank calls it."""
         return self._session.skipped_updates()
 
     def learning_rates(self) -> tuple[float, ...]:
-        """Returns each stage's learning rate now: the user's, times r_s / r_0 where a round is an update, and T1's."""
+        """Returns each stage's current learning rate: the user's, times r_s / r_0 if a round is an update, times T1's."""
         rate, rounds = self._session.rate()
         factor, late = self.schedule.updates.rate_factor, self.schedule.weights.mean_staleness
         return tuple(rate * factor(s, late(s), rounds) for s in range(len(self.plan.stages)))

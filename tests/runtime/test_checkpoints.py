@@ -155,7 +155,7 @@ def page_with(**wrong: Any) -> Callable[[Path], None]:
         (lost, "is damaged: .*No such file"),
         (scrambled, "cannot be read"),
         (page_with(shape=[3, 3]), "has shape|cannot be read|mismatch"),
-        (page_with(dtype="load"), "'load' is no type of tensors"),
+        (page_with(dtype="load"), "'load' is not a dtype of torch"),
         (page_with(shape=[1 << 60]), "cannot be read"),
         (page_with(offset=1 << 40), "lies outside of the file"),
         (page_with(file="../../secret"), "expected a file name without folders"),
@@ -202,7 +202,7 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_is_whole(
         assert len(told) == 1
         assert "saving the checkpoint of minibatch 10" in told[0]
         assert "File too large" in told[0]
-        assert "the checkpoints before it are whole" in told[0]
+        assert "earlier checkpoints are intact" in told[0]
     assert names(checkpoints.complete(tmp_path)) == ["minibatch-00000005"]
     assert load(tmp_path) == (1, 0)
 

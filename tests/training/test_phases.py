@@ -459,7 +459,7 @@ def test_a_checkpoints_phases_are_taken_up_as_they_were_asked(tmp_path: Path) ->
     run = "1f1b/2:2,pipedream"
     assert both("kept", run, {"compensation": "spike"})[2] == ["spike"]
     assert both("changed", run, {"compensation": "spike"}, compensation=())[2] == []
-    with pytest.raises(ScheduleError, match=r"phases were asked for .* and a schedule or microbatches beside them"):
+    with pytest.raises(ScheduleError, match=r"phases were asked for .*and also a schedule or microbatches"):
         both("split", run, microbatches=2)
 
 
@@ -477,7 +477,7 @@ def test_a_phase_that_the_plan_has_no_memory_for_is_refused(tmp_path: Path) -> N
     options: dict[str, Any] = {"phases": "pipedream_2bw/8:2,pipedream:3,1f1b/8", "workers": 2, "quiet": True}
     plan = replace(plan, cluster=tight)
     for given in ({"cluster": tight}, {"plan": plan}):
-        with pytest.raises(PlanError, match=r"in phase pipedream:3 the plan 1-1 does not hold: .*needs"):
+        with pytest.raises(PlanError, match=r"in phase pipedream:3 the plan 1-1 does not fit: .*needs"):
             train_recipe(wide, out=tmp_path / "tight", **options, **given)
     check_phases_fit(plan, read_phases("pipedream_2bw/8:2,1f1b/8"), profile)
     # What a compensation keeps counts too.

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pipedream.cli.options import Device, Json, RecipeFile, Seed, print_json
+from pipedream.options import TrainingOptions
 
 __all__ = ["compare"]
 
@@ -31,7 +32,7 @@ def compare(
         ),
     ] = None,
     seed: Seed = 0,
-    device: Device = "cpu",
+    device: Device = TrainingOptions.device,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the run folders.")] = Path("runs/compare"),
     as_json: Json = False,
 ) -> None:
@@ -47,13 +48,9 @@ def compare(
 
     rows = compare_recipe(
         recipe,
-        workers=workers,
-        schedules=tuple(schedule or ("pipedream", "1f1b", "pipedream_2bw")),
-        epochs=epochs,
-        minibatches=minibatches,
-        seed=seed,
-        device=device,
-        out=out,
+        tuple(schedule or ("pipedream", "1f1b", "pipedream_2bw")),
+        TrainingOptions(workers=workers, epochs=epochs, minibatches=minibatches, seed=seed, device=device),
+        out,
     )
     if as_json:
         print_json({"variants": rows})

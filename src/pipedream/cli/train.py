@@ -29,8 +29,8 @@ from pipedream.cli.options import (
 from pipedream.cli.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PipelineError
 from pipedream.core.plan.plan import Plan
+from pipedream.options import TrainingOptions
 from pipedream.planner import counts_of
-from pipedream.runtime.failure.verdict import STUCK_AFTER_S
 from pipedream.schedules import is_torch_csv, load_torch_csv
 
 __all__ = ["train"]
@@ -169,23 +169,23 @@ def train(
     straight: Straight = False,
     data_parallel: DataParallel = False,
     config: Config = None,
-    update_delay: UpdateDelay = 0,
+    update_delay: UpdateDelay = TrainingOptions.update_delay,
     recompute: Recompute = False,
     in_flight: Depth = "noam",
     chunks: Chunks = None,
     microbatches: Microbatches = None,
     epochs: Epochs = None,
     minibatches: Minibatches = None,
-    evaluate_every: EvaluateEvery = 1,
+    evaluate_every: EvaluateEvery = TrainingOptions.evaluate_every,
     checkpoint_every: CheckpointEvery = None,
-    keep: Keep = 2,
+    keep: Keep = TrainingOptions.keep,
     resume: Resume = None,
     seed: TrainSeed = None,
-    device: Device = "cpu",
+    device: Device = TrainingOptions.device,
     weights: Weights = None,
     out: Out = None,
     log: Log = None,
-    stuck_after: StuckAfter = STUCK_AFTER_S,
+    stuck_after: StuckAfter = TrainingOptions.stuck_after_s,
     max_restarts: MaxRestarts = 0,
     elastic: Elastic = False,
     min_workers: MinWorkers = 1,
@@ -224,7 +224,7 @@ def train(
         compensation=None if compensation is None else [text for text in compensation if text != "none"],
         phases=phases,
         plan=given,
-        shape=shape or "pipeline",
+        shape=shape or TrainingOptions.shape,
         update_delay=update_delay,
         recompute=recompute,
         in_flight=depth_of(in_flight),

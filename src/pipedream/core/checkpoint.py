@@ -49,7 +49,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """One parameter group of an optimizer: names of its parameters, and its options (rate, decay, ...)."""
+    """One parameter group of an optimizer: the names of its parameters, and its options (rate, decay, ...)."""
 
     names: tuple[str, ...]
     options: dict[str, Any]

@@ -314,7 +314,7 @@ class Session:
                 same = {id(tensor): others[name] for name, tensor in state.items() if name in others}
                 own = {name: same.get(id(tensor), tensor) for name, tensor in own.items()}
             placement = self.program.placement
-            whole = parameters.assemble(own, state, self._stage_names, placement, self.rank, self._group)
+            whole = parameters.collect(own, state, self._stage_names, placement, self.rank, self._group)
             return {name: whole[name] for name in self.model.state_dict() if name in whole}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Side by side: the same recipe by one worker, by data parallelism and by some methods, one after the other."""
+"""Comparison: trains a recipe on one worker, by data parallelism and by some methods, in turn."""
 
 from __future__ import annotations
 
@@ -7,34 +7,30 @@ from pathlib import Path
 from typing import Any
 
 from pipedream.core.errors import WorkerError
+from pipedream.options import TrainingOptions
 from pipedream.runtime.failure.launch import launch
 
 __all__ = ["compare_recipe", "comparison_table"]
 
 
 def compare_recipe(
-    recipe: str,
-    *,
-    workers: int,
-    schedules: tuple[str, ...],
-    epochs: int,
-    minibatches: int | None,
-    seed: int,
-    device: str,
-    out: Path,
+    recipe: str, schedules: tuple[str, ...], options: TrainingOptions, out: Path
 ) -> list[dict[str, Any]]:
     """Trains each variant in its own processes and returns a row of figures for each.
 
     Args:
         recipe: its file.
-        workers: of the parallel variants.
-        schedules: methods to compare, beside one worker and data parallelism.
-        epochs, minibatches, seed, device: of each run.
-        out: folder of the run folders.
+        schedules: methods to compare with one worker and with data parallelism.
+        options: workers of the parallel variants; epochs, minibatches, seed and device of all. The others are ignored.
+        out: folder for the run folders.
 
     Raises:
-        WorkerError: a variant failed; its own message stands on standard error.
+        WorkerError: a variant failed; its own message is on standard error.
     """
+    workers = options.workers or 2
+    common = ["--seed", str(options.seed or 0), "--device", options.device, "--json"]
+    for flag, count in (("--epochs", options.epochs), ("--minibatches", options.minibatches)):
+        common += [] if count is None else [flag, str(count)]
     variants = [("one worker", 1, ["--schedule", "pipedream"])]
     if workers > 1:
         variants.append(("data parallel", workers, ["--schedule", "pipedream", "--data-parallel"]))
@@ -44,9 +40,7 @@ def compare_recipe(
         folder = out / name.replace(" ", "_").replace("/", "_")
         status = launch(
             count,
-            ["-m", "pipedream", "train", recipe, "--workers", str(count), *flags, "--epochs", str(epochs)]
-            + ([] if minibatches is None else ["--minibatches", str(minibatches)])
-            + ["--seed", str(seed), "--device", device, "--out", str(folder), "--json"],
+            ["-m", "pipedream", "train", recipe, "--workers", str(count), *flags, *common, "--out", str(folder)],
             silent=True,
         )
         if status:
@@ -68,7 +62,7 @@ def compare_recipe(
 
 
 def comparison_table(rows: list[dict[str, Any]]) -> str:
-    """Returns the rows as a table; speed-ups are over the first."""
+    """Returns the rows as a table; speed-ups are relative to the first row."""
     names = list(rows[0]["metrics"])
     head = (
         f"{'variant':<24}  {'workers':>7}  {'samples/s':>9}  {'speed-up':>8}  {'predicted':>9}  {'bubble':>6}  "

@@ -1,4 +1,4 @@
-"""Emulation: a plan run by the real runtime, with waits for compute; predicted beside measured."""
+"""Emulation: runs a plan by the real runtime with waits in place of computation; compares predicted and measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipedream.core.units import check_factor
 from pipedream.pipeline import Pipeline
 from pipedream.runtime.comm import process_group as process_group
 from pipedream.runtime.failure.launch import set_threads
-from pipedream.training.run_folder import last_segment, software_versions, summarise, write_run
+from pipedream.training.run_folder import RunFiles, last_segment, software_versions, summarise, write_run
 from pipedream.workflows.methods import asked_of
 from pipedream.workflows.simulate import simulate_program
 
@@ -37,37 +37,30 @@ def emulate(
     out: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Runs a plan with waits for compute, and leaves a run folder as training does. Returns its summary.
+    """Runs a plan with waits in place of computation, and writes a run folder like training. Returns its summary.
 
     Every worker is a process, so under torchrun each calls it; `pipedream emulate` starts them. Messages travel over
-    whatever network the processes have: the plan's own, or with a bandwidth of `byte_scale` / `dilation` times it,
-    is what the prediction takes it to be.
+    the network that the processes have. The prediction assumes the plan's network, with its bandwidth times
+    `byte_scale` / `dilation`.
 
     Args:
-        plan: to be run.
-        schedule: a method's name; None: the plan's, or PipeDream.
+        schedule: a method's name; by default the plan's, or PipeDream.
         microbatches: parts of a minibatch, for methods that split it.
-        minibatches: how many are run.
-        in_flight: depth; None leaves the plan's.
-        dilation: factor on all seconds, so that short ones are not lost in what the machine itself takes.
+        minibatches: how many to run.
+        in_flight: depth; by default the plan's.
+        dilation: factor on all seconds, so that short ones stand out from the machine's own overhead.
         byte_scale: factor on all bytes, for machines with less memory or slower links.
-        out: run folder; None makes one under ``runs/``.
+        out: run folder; by default a new one under ``runs/``.
         quiet: print nothing.
 
     Raises:
-        PlanError: another number of processes than the plan has workers, or factors that make no sense.
+        PlanError: the number of processes is not the plan's number of workers, or a factor makes no sense.
     """
     began = time.perf_counter()
     scaled = emulated_plan(plan if in_flight is None else plan.with_depth(in_flight), dilation, byte_scale)
     if minibatches < 1:
         raise PlanError(f"{minibatches} minibatches were asked for; run at least 1")
-    rank, processes = process_group.join_group("cpu")
-    if processes != plan.workers:
-        raise PlanError(
-            f"the plan {plan.config} has {plan.workers} workers, found {processes} processes; an emulation needs a "
-            "process for each: use pipedream emulate, or torchrun"
-        )
-    set_threads(processes)
+    rank, processes = _join_group(plan)
     named = f"runs/emulated-{plan.config}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(process_group.from_rank_0(lambda: str(out or named), rank))
     name, parts = asked_of(scaled, schedule, microbatches)
@@ -107,15 +100,27 @@ def emulate(
         "versions": software_versions(),
     }
     if rank == 0:
-        write_run(folder, summary, scaled, None, predicted, [measured], steady, losses, None, None)
+        write_run(folder, RunFiles(summary, scaled, predicted, [measured], steady, losses))
         write_text(folder / "planned.json", plan.to_json() + "\n")
         if not quiet:
-            print(_told(summary, folder), flush=True)
+            print(_result_text(summary, folder), flush=True)
     return summary
 
 
+def _join_group(plan: Plan) -> tuple[int, int]:
+    """Joins the other processes. Returns rank and number of processes."""
+    rank, processes = process_group.join_group("cpu")
+    if processes != plan.workers:
+        raise PlanError(
+            f"the plan {plan.config} has {plan.workers} workers, found {processes} processes; an emulation needs a "
+            "process for each: use pipedream emulate, or torchrun"
+        )
+    set_threads(processes)
+    return rank, processes
+
+
 def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Plan:
-    """Returns the plan of a model that has one layer a stage, with all seconds and bytes multiplied.
+    """Returns the plan of a model with one layer per stage, with all seconds and bytes multiplied.
 
     Its cluster is the one on which a message takes the multiplied seconds.
 
@@ -146,7 +151,7 @@ def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) ->
             working_bytes=size(stage.working_bytes),
             parameter_bytes=size(stage.parameter_bytes),
             optimizer_bytes=size(stage.optimizer_bytes),
-            peak_bytes=0,  # an emulated stage has no activations to speak of
+            peak_bytes=0,  # an emulated stage has next to no activations
         )
         for number, stage in enumerate(plan.stages)
     )
@@ -170,10 +175,9 @@ def emulated_pipeline(plan: Plan, *, schedule: str = "pipedream", microbatches: 
     """Returns a pipeline that waits where it should compute; train it on `emulated_batches`.
 
     Args:
-        plan: of `emulated_plan`.
-        schedule, microbatches: as of `Pipeline`.
+        plan: from `emulated_plan`.
     """
-    from pipedream.runtime.stage import emulated  # here: a plan is scaled without loading torch
+    from pipedream.runtime.stage import emulated  # here, because scaling a plan should not load torch
 
     built = schedules.build(schedule, plan, microbatches)
     parts = built.microbatches
@@ -194,7 +198,7 @@ def emulated_pipeline(plan: Plan, *, schedule: str = "pipedream", microbatches: 
 
 
 def emulated_batches(pipeline: Pipeline, minibatches: int) -> Iterator[Any]:
-    """Yields so many minibatches for a pipeline of `emulated_pipeline`."""
+    """Yields minibatches for a pipeline of `emulated_pipeline`."""
     from pipedream.runtime.stage import emulated
 
     for _ in range(minibatches):
@@ -222,8 +226,8 @@ def _at_speed(stage: Stage, speed: float) -> Stage:
     )
 
 
-def _told(summary: dict[str, Any], folder: Path) -> str:
-    """Returns the result for people."""
+def _result_text(summary: dict[str, Any], folder: Path) -> str:
+    """Returns the result to print."""
     rate, bubble = summary["throughput"], summary["bubble"]
     lines = [
         f"throughput: {rate['measured_per_s']:.4g} samples/s measured, {rate['predicted_per_s']:.4g} predicted "

@@ -1,4 +1,4 @@
-"""Live progress in the terminal; a line an epoch where there is none."""
+"""Live progress in a terminal; elsewhere a line per epoch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class Progress:
 
     Args:
         console: quiet on all ranks but 0.
-        workers: rows of the table.
     """
 
     def __init__(self, console: Console, workers: int) -> None:
@@ -33,10 +32,11 @@ class Progress:
         self._shown_s = 0.0
         self._shown_number = 0
         self._rate = 0.0
-        self._epoch_s, self._epoch_number = 0.0, -1
+        self._epoch_s = 0.0
+        self._epoch_number = -1
 
     def show(self, done: Done, pipeline: Pipeline) -> None:
-        """Takes a minibatch; twice a second draws, and on every rank tells the others how busy it was."""
+        """Takes a minibatch. Twice a second it draws the table; every rank also sends its busy share to the others."""
         now = time.perf_counter()
         if self._epoch_number < 0:
             self._epoch_s, self._epoch_number = now, done.number

@@ -1,10 +1,10 @@
-"""The run folder: what a training run leaves, and the figures in its summary.
+"""The run folder of a training run, and the figures in its summary.
 
-summary.json    what was asked, what was planned, what came out; predicted beside measured
-report.html     the same for people, with the timelines
+summary.json    configuration, plan and results, predicted and measured
+report.html     the same to read, with the timelines
 weights.pt      the whole model's state dict (and weights_ema.pt)
 trace.json      the measured timeline for Perfetto or chrome://tracing
-checkpoints/    to go on from (`--resume`)
+checkpoints/    to resume from (`--resume`)
 plan.json, profile.json, predicted.json, measured.json, losses.json
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -30,11 +30,20 @@ from pipedream.report.html import save_page
 from pipedream.report.trace import save_trace
 from pipedream.runtime.checkpoint.files import save_weights
 
-__all__ = ["keep_plan", "last_segment", "phase_figures", "software_versions", "summarise", "write_report", "write_run"]
+__all__ = [
+    "RunFiles",
+    "keep_plan",
+    "last_segment",
+    "phase_figures",
+    "software_versions",
+    "summarise",
+    "write_report",
+    "write_run",
+]
 
 
 def last_segment(measured: Timeline, drains: list[int]) -> Timeline:
-    """Returns the measured run between its last two drains, where nothing disturbed it."""
+    """Returns the measured timeline between the last two drains, which nothing interrupts."""
     m = measured.minibatch_microbatches
     stop = measured.microbatches
     start = max((drain * m for drain in drains if drain * m < stop), default=0)
@@ -54,14 +63,13 @@ def summarise(
     learning_rates: Sequence[float],
     samples_per_s: Sequence[float],
 ) -> dict[str, Any]:
-    """Returns the figures of a run that its timelines tell: stages, throughput, bubble.
+    """Returns the part of a summary that follows from timelines: stages, throughput, bubble.
 
     Args:
-        plan: that was run.
-        predicted, measured: timelines of the same stretch of the run.
+        predicted, measured: timelines of the same part of the run.
         sent_bytes: rank -> bytes sent over the whole run.
         learning_rates: of each stage at the end.
-        samples_per_s: measured in each epoch; their median is the throughput.
+        samples_per_s: measured in each epoch; their median is the throughput. Empty: that of the timeline.
     """
     before, after = _steady(predicted), _steady(measured)
     stages = []
@@ -105,12 +113,11 @@ def summarise(
 def phase_figures(
     timelines: Mapping[int, Timeline], trained: Mapping[int, tuple[int, int]], drains: list[int]
 ) -> list[dict[str, Any]]:
-    """Returns what a summary says of each phase: method, split, where it began and ended, how fast it was.
+    """Returns a summary's row for each phase: method, microbatches, begin and end, throughput, bubble.
 
     Args:
         timelines: measured, by phase.
-        trained: phase -> (begin, end), counts of minibatches.
-        drains: of the run.
+        trained: phase -> (begin, end) in minibatches.
     """
     rows = []
     for number, timeline in timelines.items():
@@ -136,7 +143,7 @@ def _steady(timeline: Timeline) -> metrics.Metrics:
 
 
 def software_versions() -> dict[str, str]:
-    """Returns the versions of what ran."""
+    """Returns the versions of Python, platform and libraries."""
     installed = {name: version(name) for name in ("torch", "numpy")}
     return {
         "python": platform.python_version(),
@@ -147,50 +154,52 @@ def software_versions() -> dict[str, str]:
 
 
 def keep_plan(folder: Path, plan: Plan, profile: Profile | None) -> None:
-    """Writes what was planned into the run folder, which is made if it is not there."""
+    """Writes plan and profile into the run folder; creates it if needed."""
     plan.save(folder / "plan.json")
     if profile is not None:
         profile.save(folder / "profile.json")
 
 
-def write_run(
-    folder: Path,
-    summary: dict[str, Any],
-    plan: Plan,
-    profile: Profile | None,
-    predicted: Timeline,
-    measured: Sequence[Timeline],
-    steady: Timeline,
-    losses: list[tuple[int, float]],
-    state: dict[str, Any] | None,
-    average: dict[str, Any] | None,
-) -> None:
-    """Writes a run folder.
+@dataclass(frozen=True)
+class RunFiles:
+    """The contents of a run folder.
 
-    Args:
-        folder: made if it is not there.
-        summary, plan, profile, predicted: as they are.
-        measured: of each phase of the run, for the trace.
+    Attributes:
+        measured: timeline of each phase, for the trace.
         steady: the part of one of them that the report shows.
         losses: (number, loss) of each minibatch.
-        state, average: the weights, and their average if one was kept; None where there are none.
+        weights, average: state dicts; None if there are none.
     """
+
+    summary: dict[str, Any]
+    plan: Plan
+    predicted: Timeline
+    measured: Sequence[Timeline]
+    steady: Timeline
+    losses: list[tuple[int, float]]
+    profile: Profile | None = None
+    weights: dict[str, Any] | None = None
+    average: dict[str, Any] | None = None
+
+
+def write_run(folder: Path, files: RunFiles) -> None:
+    """Writes a run folder; creates it if needed."""
     folder.mkdir(parents=True, exist_ok=True)
-    keep_plan(folder, plan, profile)
-    predicted.save(folder / "predicted.json")
-    steady.save(folder / "measured.json")
-    write_text(folder / "losses.json", json.dumps(losses))
-    write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-    if state is not None:
-        save_weights(folder / "weights.pt", state)
-    if average is not None:
-        save_weights(folder / "weights_ema.pt", average)
-    save_trace(measured, folder / "trace.json")
+    keep_plan(folder, files.plan, files.profile)
+    files.predicted.save(folder / "predicted.json")
+    files.steady.save(folder / "measured.json")
+    write_text(folder / "losses.json", json.dumps(files.losses))
+    write_text(folder / "summary.json", json.dumps(files.summary, indent=1) + "\n")
+    if files.weights is not None:
+        save_weights(folder / "weights.pt", files.weights)
+    if files.average is not None:
+        save_weights(folder / "weights_ema.pt", files.average)
+    save_trace(files.measured, folder / "trace.json")
     write_report(folder)
 
 
 def write_report(folder: Path) -> Path:
-    """Writes ``report.html`` of a run folder from the files in it. Returns its path.
+    """Writes ``report.html`` into a run folder, from its other files. Returns its path.
 
     Raises:
         ArtifactError: the folder is not a run folder.
@@ -199,7 +208,7 @@ def write_report(folder: Path) -> Path:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         losses = json.loads((folder / "losses.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ArtifactError(f"{folder} is not a run folder: {error}; give the one that a training run left") from None
+        raise ArtifactError(f"{folder} is not a run folder: {error}; give the folder of a training run") from None
     profile = folder / "profile.json"
     return save_page(
         folder / "report.html",

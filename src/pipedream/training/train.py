@@ -25,6 +25,7 @@ from pipedream.training.job import Job, PlannedJob, Process, model_input, plan_j
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
 from pipedream.training.resume import CHECKPOINTS, is_shared
 from pipedream.training.run_folder import (
+    RunFiles,
     keep_plan,
     last_segment,
     phase_figures,
@@ -243,18 +244,18 @@ def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str,
         "versions": software_versions(),
     }
     if process.rank == 0:
-        write_run(
-            job.folder,
-            summary,
-            plan,
-            planned.profile,
-            outcome.predicted,
-            list(outcome.timelines.values()),
-            outcome.steady,
-            loop.losses,
-            outcome.weights,
-            outcome.average,
+        files = RunFiles(
+            summary=summary,
+            plan=plan,
+            predicted=outcome.predicted,
+            measured=list(outcome.timelines.values()),
+            steady=outcome.steady,
+            losses=loop.losses,
+            profile=planned.profile,
+            weights=outcome.weights,
+            average=outcome.average,
         )
+        write_run(job.folder, files)
         _print_result(process.console, summary, job.folder)
     return summary
 

@@ -1,4 +1,4 @@
-"""The phases of a run made ready: the method of each, lowered and proved, over one set of channels."""
+"""Prepares the phases of a run: the method of each, lowered and proved, over one set of channels."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ class Prepared:
     """A phase that can be run.
 
     Attributes:
-        phase: what was asked.
-        schedule: its method.
-        program: lowered, with the channels of all phases.
-        proof: of the program.
+        program: the lowered schedule, with the channels of all phases.
     """
 
     phase: Phase
@@ -52,42 +49,41 @@ class Prepared:
 def phases_of(
     schedule: str | Schedule | None, microbatches: int | None, phases: str | Sequence[Phase] | None
 ) -> tuple[Phase, ...]:
-    """Returns the phases of a run, of which one that has but one method has one.
+    """Returns the phases of a run: one if its method does not change.
 
     Raises:
-        ScheduleError: phases that cannot follow each other, or phases and a schedule beside them.
+        ScheduleError: phases that cannot follow each other, or phases together with a schedule or microbatches.
     """
     if not phases:
         return (Phase(schedule if schedule is not None else "", microbatches=microbatches),)
     if schedule is not None or microbatches is not None:
         raise ScheduleError(
-            "phases were asked for (or stand in the recipe or the checkpoint) and a schedule or microbatches beside "
-            "them; each phase says its own: "
-            "Phase('1f1b', until=200, microbatches=4), as text 1f1b/4:200"
+            "phases were asked for (or are in the recipe or the checkpoint), and also a schedule or microbatches; give "
+            "each phase its own: Phase('1f1b', until=200, microbatches=4), as text 1f1b/4:200"
         )
     return read_phases(phases) if isinstance(phases, str) else check_phases(phases)
 
 
 def all_flush(plan: Plan, phases: Sequence[Phase]) -> bool:
-    """Tells whether none of the phases has gradients that are late."""
+    """Whether no phase has late gradients."""
     return all(_built(plan, phase).flushes for phase in phases)
 
 
-def compensated(plan: Plan, phases: Sequence[Phase], asked: Any) -> tuple[Phase, ...]:
-    """Returns phases, those that do not flush with a compensation unless they say their own.
+def compensated(plan: Plan, phases: Sequence[Phase], compensation: Any) -> tuple[Phase, ...]:
+    """Returns the phases with a compensation for those that do not flush and name none themselves.
 
-    Where all of them flush it is given to all, for `prepare` to refuse it with the reason.
+    If all of them flush, all are given it, so that `prepare` refuses it with the reason.
 
     Args:
-        asked: one or several of `core.schedule.compensation`, or their texts; () for none, None to leave the phases
-        as they are.
+        compensation: one or several of `core.schedule.compensation`, or their texts; () for none; None leaves the
+            phases as they are.
 
     Raises:
         ScheduleError: an unknown one, or a method that does not work with this plan.
     """
-    if asked is None:
+    if compensation is None:
         return tuple(phases)
-    chosen, none_late = compensations(asked), all_flush(plan, phases)
+    chosen, none_late = compensations(compensation), all_flush(plan, phases)
     return tuple(
         replace(phase, compensation=chosen)
         if phase.compensation is None and (none_late or not _built(plan, phase).flushes)
@@ -100,8 +96,8 @@ def prepare(plan: Plan, phases: Sequence[Phase], policy: Policy) -> tuple[Prepar
     """Returns the phases of a run, lowered and proved.
 
     Raises:
-        ScheduleError: a method does not work with this plan or this policy, or they are not of one placement.
-        DeadlockError: a program would stand still.
+        ScheduleError: a method does not work with this plan or this policy, or the placements differ.
+        DeadlockError: a program would deadlock.
     """
     built = [coupled(_built(plan, phase), policy) for phase in phases]
     programs = with_common_channels([lower(schedule) for schedule in built])
@@ -119,27 +115,26 @@ def evaluation_of(schedule: Schedule) -> Program:
 
 
 def check_phases_fit(plan: Plan, phases: Sequence[Phase], profile: Profile | None) -> None:
-    """Checks that a plan, which was made for one phase of a run or comes from a file, has memory for each of them, and
-    for what compensations keep.
+    """Checks that a plan, made for one phase or read from a file, has memory for each phase and its compensation.
 
     Args:
-        profile: of the model; None: the plan's bytes are taken as they are.
+        profile: of the model; None uses the plan's bytes as they are.
 
     Raises:
-        PlanError: it has not; names the phase and the stage.
+        PlanError: memory is short; names the phase and the stage.
         ScheduleError: a method does not work with this plan.
     """
     for phase in phases:
         try:
             check_memory(plan, _built(plan, phase), None if isinstance(phase.schedule, Schedule) else profile)
         except PlanError as error:
-            raise PlanError(f"in phase {phase} the plan {plan.config} does not hold: {error}") from None
+            raise PlanError(f"in phase {phase} the plan {plan.config} does not fit: {error}") from None
 
 
 def planned_for(phases: Sequence[Phase]) -> Phase:
-    """Returns the phase that a run's plan is made for: the first whose gradients are late, the last where all flush.
+    """Returns the phase that a run's plan is made for: the first with late gradients, or the last if all flush.
 
-    What the others hold is not known before there is a plan; see `check_phases_fit`.
+    The memory of the others is not known before there is a plan; see `check_phases_fit`.
     """
 
     def flushes(phase: Phase) -> bool:

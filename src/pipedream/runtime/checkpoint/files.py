@@ -1,4 +1,4 @@
-"""Weights in files: plain state dicts, written whole or not at all, read without running code."""
+"""Weights in files: plain state dicts, written atomically, read without running code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["load_weights", "save_weights"]
 
 
 def save_weights(path: str | os.PathLike[str], state: Mapping[str, torch.Tensor]) -> None:
-    """Writes a state dict: to a neighbour first, then renamed over it."""
+    """Writes a state dict atomically: to a temporary file, which is then renamed."""
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     torch.save(dict(state), scratch)
@@ -22,10 +22,10 @@ def save_weights(path: str | os.PathLike[str], state: Mapping[str, torch.Tensor]
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Reads a state dict; only tensors are taken from the file, no code (``weights_only``).
+    """Reads a state dict: tensors only, no code (``weights_only``).
 
     Raises:
-        ArtifactError: no such file, or it holds something else.
+        ArtifactError: no such file, or it is not a state dict.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)

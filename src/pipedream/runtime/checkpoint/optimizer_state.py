@@ -1,8 +1,8 @@
-"""A stage's optimizer in a checkpoint, under parameter names: out of one plan's stages, into any other's.
+"""A stage's optimizer in a checkpoint, by parameter names: saved under one plan, restored under any other.
 
-The user's factory makes one optimizer a stage, so a new cut has other optimizers with other parameter groups. A
-new group takes over the options of the saved groups that its parameters were in; a scheduler's numbers for each
-group likewise.
+The user's factory makes one optimizer per stage, so another cut has other optimizers with other parameter groups. A
+new group gets the options of the saved groups that its parameters were in, and a scheduler its numbers per group
+likewise.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pipedream.runtime.update.optimizer import Optimizer
 __all__ = ["restore", "saved", "tensors_of"]
 
 _OF_GROUPS = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "lr_lambdas")
-"""Attributes of torch's schedulers that have one value for each parameter group."""
+"""Attributes of torch's schedulers with one value for each parameter group."""
 
-_MOST_DUE = (
-    100_000  # steps that a schedule is behind: at most the ratio of two replica counts, where nothing is damaged
-)
+_MAX_DUE = 100_000
+"""Scheduler steps that a stage may have to catch up with; in an intact checkpoint at most the ratio of two replica
+counts."""
 
 _NOT_OPTIONS = ("params", "param_names")
 
@@ -32,7 +32,7 @@ _NOT_OPTIONS = ("params", "param_names")
 def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Returns the tensors ``optimizer/NAME/KEY``, ``compensation/NAME/KEY`` and ``ema/NAME`` (averages) of a stage.
 
-    Another stage speaks for some weights that it holds too.
+    Without those of tied weights that another stage saves.
     """
     mine = {name for number, name in enumerate(optimizer.named) if number not in optimizer.counted_elsewhere}
     found = {f"ema/{name}": average for name, average in optimizer.ema.items() if name in mine}
@@ -47,10 +47,10 @@ def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
 
 
 def saved(optimizer: Optimizer) -> SavedStage:
-    """Returns what the optimizer and its scheduler have beside tensors.
+    """Returns the state of the optimizer and its scheduler other than tensors.
 
     Raises:
-        PipelineError: it holds something that JSON cannot.
+        PipelineError: JSON cannot hold it.
     """
     names = _names(optimizer)
     kind = type(optimizer.optimizer).__name__
@@ -88,10 +88,10 @@ def restore(
         optimizer: of the stage, new.
         stages: of the checkpoint.
         tensors: at least those of this stage's parameters, named as by `tensors_of`.
-        stage: the saved one that is the same; None where the plan or the method is another one.
+        stage: the saved stage that is the same; None if the plan or the method has changed.
 
     Raises:
-        ArtifactError: parameters that one group holds now had different options; or a scheduler of another kind.
+        ArtifactError: parameters of one group were saved with different options, or with another scheduler.
     """
     places = {
         name: (s, g) for s, held in enumerate(stages) for g, group in enumerate(held.groups) for name in group.names
@@ -112,7 +112,7 @@ def restore(
                 whole["state"][index] = _state_of(name, places, stages, tensors)
     whole["state"] = {index: state for index, state in whole["state"].items() if state}
     inner.load_state_dict(whole)
-    # Of what is a stage's own, the same one's, or the first one's.
+    # The state that belongs to a stage: from the same stage, else from the first.
     then = stages[0 if stage is None else stage]
     optimizer.skipped = then.skipped
     if optimizer.loss_scale is not None and optimizer.loss_scale.changes and then.loss_scale is not None:
@@ -132,7 +132,7 @@ def _restore_scheduler(
         raise ArtifactError(
             "the checkpoint was saved with"
             f"{'out' if source.scheduler is None else ''} a learning-rate scheduler, this run has "
-            f"{'none' if optimizer.scheduler is None else 'one'}; train on with the same optimizer and scheduler"
+            f"{'none' if optimizer.scheduler is None else 'one'}; resume with the same optimizer and scheduler"
         )
     if optimizer.scheduler is not None:
         rates = [group["lr"] for group in optimizer.optimizer.param_groups]
@@ -143,7 +143,7 @@ def _restore_scheduler(
         except (KeyError, AttributeError, TypeError, IndexError) as error:
             raise ArtifactError(
                 f"the checkpoint's scheduler state does not fit {type(optimizer.scheduler).__name__}: {error}; "
-                "train on with the same scheduler"
+                "resume with the same scheduler"
             ) from None
         for group, rate in zip(optimizer.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -151,18 +151,18 @@ def _restore_scheduler(
         optimizer.updates, optimizer.scheduled = source.updates, source.scheduled
         optimizer.rounds_before = source.rounds_before
     due = optimizer.scheduler_steps_due if stage is not None else stages[0].updates - source.scheduled
-    if due > _MOST_DUE:
+    if due > _MAX_DUE:
         raise ArtifactError(f"the checkpoint's counts of updates and schedule are {due} apart; it is damaged")
     optimizer.step_scheduler(due)
     if stage is None:
-        # Another plan counts its rounds anew. Stage 0 makes one step of the schedule for each of its updates, and
-        # the others go by that clock, before their next update at the latest.
+        # Another plan counts its rounds anew. Stage 0 makes one scheduler step per update, and the others follow its
+        # count before their next update at the latest.
         optimizer.updates = optimizer.scheduled = 0
         optimizer.rounds_before = stages[0].rounds_before + stages[0].updates
 
 
 def _remapped(state: Any, states: Sequence[Any], sources: Sequence[tuple[int, int]], path: tuple[Any, ...] = ()) -> Any:
-    """Returns a scheduler's state in which lists with one value a group hold those of the groups' sources."""
+    """Returns a scheduler's state whose lists with one value per group hold those of the groups' sources."""
     if isinstance(state, dict):
         found = {}
         for key, value in state.items():
@@ -178,7 +178,7 @@ def _remapped(state: Any, states: Sequence[Any], sources: Sequence[tuple[int, in
 
 
 def _shaped(present: Any, value: Any) -> Any:
-    """Returns a state that JSON has kept with the types that it had: JSON knows no tuples and no whole-number keys."""
+    """Returns a state read from JSON with its original types: JSON has neither tuples nor integer keys."""
     if isinstance(present, dict) and isinstance(value, dict):
         if any(isinstance(key, int) for key in present):
             value = {int(key): item for key, item in value.items()}
@@ -197,7 +197,7 @@ def _at(state: Any, path: tuple[Any, ...]) -> Any:
 def _source(
     held: Sequence[str], places: Mapping[str, tuple[int, int]], stages: Sequence[SavedStage], number: int
 ) -> tuple[int, int]:
-    """Returns the saved (stage, group) whose options a new group takes over."""
+    """Returns the saved (stage, group) whose options a new group gets."""
     found = list(dict.fromkeys(places[name] for name in held if name in places))
     if not found:
         return 0, min(number, len(stages[0].groups) - 1)
@@ -236,7 +236,7 @@ def _states(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value with its tensors as numbers."""
+    """Returns a value with its tensors turned into numbers."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):
@@ -247,7 +247,7 @@ def _plain(value: Any) -> Any:
 
 
 def _like(present: Any, value: Any) -> Any:
-    """Returns a value that JSON has kept, in the type of the present one."""
+    """Returns a value read from JSON, in the type of the present value."""
     if isinstance(present, torch.Tensor):
         return torch.as_tensor(value, dtype=present.dtype, device=present.device)
     if isinstance(present, tuple) and isinstance(value, list):

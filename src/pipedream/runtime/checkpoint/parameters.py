@@ -1,7 +1,7 @@
-"""The user's parameters across ranks: who owns them, how they get there, how they come back together.
+"""The user's parameters across ranks: which rank owns them, how they get there and how they are collected.
 
 A rank keeps the parameters of its own stages; the others become meta tensors (name, shape and type without
-storage). The whole model's state dict is put together at rank 0, under the user's own names.
+storage). Rank 0 can collect the whole model's state dict, under the user's own names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.placement import Placement
 from pipedream.core.seeds import layer_seed
 
-__all__ = ["assemble", "drop_foreign", "load", "materialise", "named_state", "share_initial", "stage_names", "trained"]
+__all__ = ["collect", "drop_foreign", "load", "materialise", "named_state", "share_initial", "stage_names", "trained"]
 
 
 def stage_names(graph: LayerGraph, first: int, last: int) -> list[str]:
@@ -35,9 +35,9 @@ def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trained(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Returns those of the named parameters that are trained, each shared one once, in the model's order.
+    """Returns the named parameters that are trained, each once, in the model's order.
 
-    A shared one goes by the first of its names, which may be that of a layer elsewhere.
+    A shared parameter is listed under the first of its names, which may be that of a layer elsewhere.
     """
     every = dict(model.named_parameters(remove_duplicate=False))
     wanted = {id(every[name]) for name in names if name in every}
@@ -52,7 +52,7 @@ def materialise(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], devic
     """Gives storage and initial values to layers that were built on the meta device.
 
     Each layer's initialisation is seeded by (seed, layer name), so that it does not depend on the cut. A parameter that
-    layers share stays one: it has the values of the first of these layers.
+    layers share stays shared: it has the values of the first of these layers.
 
     Raises:
         CaptureError: a module with parameters of its own has no ``reset_parameters``.
@@ -109,10 +109,10 @@ def share_initial(
     group: dist.ProcessGroup,
     drawn: Collection[str],
 ) -> None:
-    """Sends rank 0's values of each stage's parameters and buffers to the ranks of that stage, over gloo.
+    """Sends rank 0's parameters and buffers of each stage to the ranks of that stage, over gloo.
 
     Args:
-        drawn: names of those that were on the meta device, which each owner has drawn alike for itself.
+        drawn: names of those that were on the meta device, to which each owner has given the same values itself.
     """
     state = named_state(model)
     for stage, owned in enumerate(names):
@@ -132,7 +132,7 @@ def share_initial(
                         tensor.copy_(received)
 
 
-def assemble(
+def collect(
     own: Mapping[str, torch.Tensor],
     shapes: Mapping[str, torch.Tensor],
     names: Sequence[Sequence[str]],
@@ -140,15 +140,13 @@ def assemble(
     rank: int,
     group: dist.ProcessGroup | None,
 ) -> dict[str, torch.Tensor]:
-    """Returns all named tensors at rank 0, on the CPU; nothing elsewhere. Replica 0 of a stage speaks for it.
+    """Returns all named tensors at rank 0, on the CPU, each from replica 0 of its stage; nothing elsewhere.
 
     Args:
         own: this rank's tensors.
-        shapes: name -> any tensor, meta or not, of the shape and type.
+        shapes: name -> any tensor, meta or not, of the same shape and dtype.
         names: of each stage.
-        placement: the owners.
-        rank: this rank.
-        group: gloo group of all ranks; None where one process has everything.
+        group: gloo group of all ranks; None if one process has everything.
     """
     whole: dict[str, torch.Tensor] = {}
     for stage, owned in enumerate(names):
@@ -176,7 +174,7 @@ def load(model: nn.Module, state: Mapping[str, torch.Tensor], own: Iterable[str]
         if name not in wanted:
             continue
         if name not in state:
-            if name in mine and name not in model.state_dict():
+            if name not in model.state_dict():
                 continue  # a buffer that is not part of state dicts
             raise CaptureError(f"the state dict lacks {name!r}; give one of this model, as from model.state_dict()")
         if state[name].shape != mine[name].shape:

@@ -1,16 +1,15 @@
-"""Checkpoints on disk: written whole or not at all, in the background if wished, by torch's distributed checkpoint.
+"""Checkpoints on disk: written atomically, optionally in the background, by torch's distributed checkpoint.
 
 Life of a checkpoint:
 
-1. At a drain each rank hands over its tensors; replica 0 of a stage speaks for the stage.
-2. All ranks write into a folder whose name begins with a dot (torch's `save`, one file a rank).
-3. When all have written, rank 0 adds the contents page (`core.checkpoint`), flushes it to the disk, and renames the
-   folder: from that moment on the checkpoint exists. A folder with a dot is never read, and is removed by the
-   next save.
-4. Beyond `keep` the oldest are removed, renamed first.
+1. At a drain each rank provides its tensors, for each stage its replica 0.
+2. All ranks write into a folder whose name begins with a dot (torch's `save`, one file per rank).
+3. When all have written, rank 0 adds the contents page (`core.checkpoint`), flushes it to the disk and renames the
+   folder: now the checkpoint exists. A folder with a dot is never read, and the next save removes it.
+4. If there are more than `keep`, the oldest are renamed and then removed.
 
 The contents page is JSON and tensors are read with ``weights_only``: a checkpoint from elsewhere cannot run code. The
-``.metadata`` that torch writes too, for its own tools, is a pickle and is never read here.
+``.metadata`` that torch also writes, for its own tools, is a pickle and is never read here.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def complete(folder: Path) -> list[Path]:
 
 
 def newest(folder: str | os.PathLike[str]) -> Path | None:
-    """Returns the newest complete checkpoint in a folder, the folder itself if it is one; None where there is none."""
+    """Returns the newest complete checkpoint in a folder, or the folder if it is one itself; None if there is none."""
     path = Path(folder)
     if (path / CONTENTS).is_file():
         return path
@@ -64,27 +63,27 @@ def newest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def contents(path: Path) -> Checkpoint:
-    """Reads a checkpoint's contents page, and checks that its files are there.
+    """Reads a checkpoint's contents page, and checks that its files are complete.
 
     Raises:
-        ArtifactError: it cannot be read, or a file is missing or was cut short.
+        ArtifactError: it cannot be read, or a file is missing or truncated.
     """
     page = Checkpoint.load(path / CONTENTS)
     for name, size in page.files.items():
         try:
             found = (path / name).stat().st_size
         except OSError as error:
-            raise ArtifactError(f"the checkpoint {path} is damaged: {error}; {_others(path)}") from None
+            raise ArtifactError(f"the checkpoint {path} is damaged: {error}; {_advice(path)}") from None
         if found != size:
             raise ArtifactError(
                 f"the checkpoint {path} is damaged: {name} has {found} bytes, and had {size} when it was saved; "
-                f"{_others(path)}"
+                f"{_advice(path)}"
             )
     return page
 
 
 def read(path: Path, page: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Reads tensors of a checkpoint; each rank those that it needs, without the others.
+    """Reads tensors of a checkpoint. Each rank reads those that it needs, independently.
 
     Raises:
         ArtifactError: a name is not in it, or a file cannot be read.
@@ -95,10 +94,10 @@ def read(path: Path, page: Checkpoint, names: Iterable[str]) -> dict[str, torch.
         raise ArtifactError(f"the checkpoint {path} has no tensor {missing[0]!r}; it is of another model or optimizer")
     try:
         tensors = {name: _empty(page.tensors[name]) for name in wanted}
-        with _alone():
+        with _single_process():
             load(tensors, storage_reader=_Reader(path, page), no_dist=True)
     except (Exception, CheckpointException) as error:
-        raise ArtifactError(f"the checkpoint {path} cannot be read: {_words(error)}; {_others(path)}") from None
+        raise ArtifactError(f"the checkpoint {path} cannot be read: {_first_line(error)}; {_advice(path)}") from None
     return tensors
 
 
@@ -106,9 +105,8 @@ class Writer:
     """Writes the checkpoints of a run, one at a time.
 
     Args:
-        rank: of this process.
         group: gloo group of all ranks for this purpose alone, because a save in the background uses it while the
-            training goes on; None in a lone process.
+            training continues; None in a single process.
     """
 
     def __init__(self, rank: int, group: dist.ProcessGroup | None) -> None:
@@ -123,28 +121,28 @@ class Writer:
 
         Args:
             folder: of all checkpoints of the run.
-            page: at rank 0, without tensors and files.
-            tensors: name -> tensor of this rank; must not be written until `finish`.
-            keep: how many complete ones are left; None keeps all.
+            page: contents, to which tensors and files are added; only rank 0's is written.
+            tensors: name -> tensor of this rank; must not be modified until `finish`.
+            keep: number of complete checkpoints to keep; None keeps all.
 
-        Returns where it will be.
+        Returns its future path.
 
         Raises:
-            ArtifactError: there is one of that name already, of another run.
+            ArtifactError: another run has saved a checkpoint of that name.
         """
         path = folder / f"minibatch-{page.minibatches:08d}"
         if self._last == (path, page.minibatches):
             return path
         if path.exists():
             raise ArtifactError(
-                f"a checkpoint {path} exists already; go on from it (--resume), or save into another folder"
+                f"a checkpoint {path} exists already; resume from it (--resume), or save into another folder"
             )
         self._last = (path, page.minibatches)
         scratch = folder / f".{path.name}"
 
         def write() -> None:
             writer = FileSystemWriter(scratch)
-            with _alone() if self._group is None else nullcontext():
+            with _single_process() if self._group is None else nullcontext():
                 written = save(
                     dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None
                 )
@@ -158,7 +156,7 @@ class Writer:
                 shutil.rmtree(left, ignore_errors=True)
         if self._group is not None:
             dist.barrier(self._group)
-        # A daemon: where a peer has died in the middle of it, nothing may wait for this thread.
+        # A daemon, because nothing may wait for this thread if another rank dies during the save.
         self._thread = threading.Thread(
             target=self._run, args=(write, f"saving the checkpoint of minibatch {page.minibatches}"), daemon=True
         )
@@ -166,7 +164,7 @@ class Writer:
         return path
 
     def finish(self) -> None:
-        """Waits until the checkpoint that was begun is complete, as far as this rank has to do with it.
+        """Waits until this rank's part of the checkpoint is complete.
 
         Raises:
             WorkerError: it could not be written.
@@ -177,7 +175,7 @@ class Writer:
         self.check()
 
     def check(self) -> None:
-        """Raises what went wrong in the background.
+        """Raises the error of a save in the background, if there was one.
 
         Raises:
             WorkerError: a checkpoint could not be written.
@@ -187,7 +185,7 @@ class Writer:
             raise failure
 
     def loaded(self, path: Path, minibatches: int) -> None:
-        """Notes a checkpoint that the run goes on from: it need not be saved again."""
+        """Notes a checkpoint that the run was resumed from: it need not be saved again."""
         self._last = (path, minibatches)
 
     def _run(self, write: Callable[[], None], what: str) -> None:
@@ -202,12 +200,15 @@ class Writer:
 
 def _failed(rank: int, what: str, error: BaseException) -> WorkerError:
     return WorkerError(
-        rank, what, _words(error), "the checkpoints before it are whole; make room, or save elsewhere, and resume"
+        rank,
+        what,
+        _first_line(error),
+        "earlier checkpoints are intact; free disk space or choose another folder, and resume",
     )
 
 
 def _commit(scratch: Path, path: Path, page: Checkpoint) -> None:
-    """Makes a written checkpoint exist."""
+    """Adds the contents page, then gives the folder its final name."""
     with open(scratch / CONTENTS, "w", encoding="utf-8") as file:
         file.write(page.to_json() + "\n")
         file.flush()
@@ -233,7 +234,7 @@ def _prune(folder: Path, keep: int | None) -> None:
 
 
 def _with_files(page: Checkpoint, written: Metadata, scratch: Path) -> Checkpoint:
-    """Returns the contents page with what the ranks have written.
+    """Returns the contents page with the tensors and files that the ranks have written.
 
     Raises:
         ArtifactError: rank 0 does not see a file of another rank.
@@ -258,14 +259,14 @@ def _with_files(page: Checkpoint, written: Metadata, scratch: Path) -> Checkpoin
 
 
 class _Reader(FileSystemReader):
-    """Takes what is where from the contents page, and not from a pickle."""
+    """Reader that takes the places of tensors from the contents page instead of a pickle."""
 
     def __init__(self, path: Path, page: Checkpoint) -> None:
         super().__init__(path)
         self._page = page
 
     def read_metadata(self, *args: object, **rest: object) -> Metadata:
-        """Returns the contents in torch's words."""
+        """Returns the contents page as torch's metadata."""
         tensors, places = {}, {}
         for name, stored in self._page.tensors.items():
             size, start = torch.Size(stored.shape), torch.Size([0] * len(stored.shape))
@@ -276,8 +277,8 @@ class _Reader(FileSystemReader):
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Keeps torch from warning that a lone process is alone."""
+def _single_process() -> Iterator[None]:
+    """Suppresses torch's warning that there is only one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
@@ -286,18 +287,18 @@ def _alone() -> Iterator[None]:
 def _empty(stored: Stored) -> torch.Tensor:
     dtype = getattr(torch, stored.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise ArtifactError(f"{stored.dtype!r} is no type of tensors")
+        raise ArtifactError(f"{stored.dtype!r} is not a dtype of torch")
     return torch.empty(stored.shape, dtype=dtype)
 
 
-def _words(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = error.failures[min(error.failures)][0]
     text = (str(error).strip().splitlines() or [repr(error)])[0]
     return f"{type(error).__name__}: {text}"
 
 
-def _others(path: Path) -> str:
-    """Says what can be done where a checkpoint is damaged."""
+def _advice(path: Path) -> str:
+    """Returns the advice for a damaged checkpoint."""
     rest = [other for other in complete(path.parent) if other != path]
-    return f"resume from {rest[-1]}" if rest else "there is no other one beside it: start again"
+    return f"resume from {rest[-1]}" if rest else "its folder has no other checkpoint: start again"
