@@ -30,7 +30,7 @@ from torch import nn
 from pipedream.capture import capture
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.planner import by_hand
+from pipedream.planner import manual_plan
 
 HERE = Path(__file__).resolve().parent
 PLANS = {"2-1": ((8,), (2, 1)), "1-1-1": ((4, 8), (1, 1, 1))}
@@ -139,7 +139,7 @@ def plan_file(folder: Path, name: str) -> Path:
     graph = capture(model, (torch.zeros(8, 16),)).graph
     rows = tuple(LayerProfile(1e-3, 2e-3, 512, 64) for _ in graph.layers)
     cuts, counts = PLANS[name]
-    plan = by_hand(Profile("Sequential", graph, rows, 8), Cluster.flat(3), cuts, counts)
+    plan = manual_plan(Profile("Sequential", graph, rows, 8), Cluster.flat(3), cuts, counts)
     return plan.save(folder / f"{name}.json")
 
 

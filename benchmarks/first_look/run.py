@@ -126,7 +126,7 @@ def _predicted(found: dict[str, Any], sizes: Sizes) -> dict[str, float]:
         rates[name] = metrics.steady(timeline, skip=schedule.microbatches * 2).throughput_per_s * sizes.batch
         if schedule.flushes:  # whole minibatches: the flush is part of the steady state
             rates[name] = timeline.microbatches / timeline.makespan_s * sizes.batch
-    whole = planner.whole(Profile.from_json(found["profile"], "the profile"), plan.cluster, replicas=2)
+    whole = planner.single_stage_plan(Profile.from_json(found["profile"], "the profile"), plan.cluster, replicas=2)
     compute, update, sync = (
         whole.stages[0].forward_s + whole.stages[0].backward_s, whole.stages[0].update_s, whole.sync_s[0]
     )  # fmt: skip

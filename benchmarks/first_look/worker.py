@@ -23,7 +23,7 @@ from variants import Bench, optimizer, variants
 
 import pipedream as pd
 from pipedream import Cluster, Profile
-from pipedream.planner import by_hand
+from pipedream.planner import manual_plan
 
 __all__ = ["main"]
 
@@ -44,7 +44,7 @@ def main(asked: dict[str, Any]) -> None:
     profile, _ = _least_disturbed(partial(_profile, sizes), group, asked["patience_s"])
     message_s, floor_s = _one_way_s(profile.layers[CUT - 1].output_bytes, rank)
     bytes_per_s = asked["bytes_per_s"] or profile.layers[CUT - 1].output_bytes / message_s
-    plan = by_hand(profile, Cluster.flat(2, bytes_per_s), (CUT,))
+    plan = manual_plan(profile, Cluster.flat(2, bytes_per_s), (CUT,))
     bench = Bench(rank, sizes, plan, group, asked["segment"])
     names = [name for name in variants() if not asked["only"] or name in asked["only"]]
     rates: dict[str, list[float]] = {name: [] for name in names}

@@ -28,8 +28,8 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
-from pipedream.planner import by_hand
-from pipedream.planner.tables.search_space import Space
+from pipedream.planner import manual_plan
+from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.report import Pair, scatter_svg
 from pipedream.workflows.methods import versions_of
 
@@ -160,9 +160,9 @@ def _plan(variant: Variant, profile: Profile, blocks: int) -> Plan:
     cuts = tuple(1 + s * blocks // stages for s in range(1, stages))
     how = {"versions": versions_of(variant.schedule), "microbatches": variant.microbatches or 1}
     cluster = Cluster.flat(sum(variant.replicas))
-    plan = by_hand(profile, cluster, cuts, variant.replicas, **how)
+    plan = manual_plan(profile, cluster, cuts, variant.replicas, **how)
     again = tuple(replace(stage, recompute=variant.recompute) for stage in plan.stages)
-    return Space.of(profile, cluster, **how).at_depth(replace(plan, stages=again), plan.in_flight)
+    return SearchSpace.of(profile, cluster, **how).at_depth(replace(plan, stages=again), plan.in_flight)
 
 
 def _rows(variant: Variant, profile: Profile, asked: dict[str, int], folder: Path) -> Iterator[Row]:

@@ -95,9 +95,9 @@ def test_depth_auto(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
             "--straight was given with --config 2-1, but each of them sets the shape of the plan; give one",
         ),
         (["--data-parallel", "--cuts", "2"], "--cuts 2 was given with --data-parallel, but cuts make several stages"),
-        (["--config", "2+1"], "shape '2+1' is not known"),
+        (["--config", "2+1"], "unknown shape '2+1'"),
         (["--config", "2-2"], "it takes 4 workers, the cluster has 3"),
-        (["--config", "2-1", "--cuts", "1,2"], "name 2 stages, cuts (1, 2) make 3"),
+        (["--config", "2-1", "--cuts", "1,2"], "are for 2 stages, cuts (1, 2) make 3"),
         (["--in-flight", "deep"], "write noam, full, auto or counts as in 3,2,1"),
         (["--update-delay", "2"], "Invalid value"),
     ],
@@ -283,7 +283,7 @@ def test_refusals_of_clusters_and_memory(profile: str, capfd: pytest.CaptureFixt
     assert "it takes 3 workers, the cluster has 2" in said
     assert "bandwidth" in refused(capfd, "plan", profile, "--workers", "2", "--bandwidth", "0")
     said = refused(capfd, "plan", profile, "--workers", "2", "--recompute", "often")
-    assert "recompute 'often' is not known; write never, auto, always" in said
+    assert "unknown recompute 'often'; give never, auto, always" in said
 
 
 def test_levels_recomputation_and_the_bound(profile: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -296,8 +296,8 @@ def test_levels_recomputation_and_the_bound(profile: str, tmp_path: Path, capfd:
     assert "none of the straight pipelines" in refused(capfd, "plan", heavy, *tight)
     found = asked(capfd, heavy, *tight, "--recompute", "auto")
     assert [row["recompute"] for row in found["stages"]] == [True, False]
-    by_hand = asked(capfd, heavy, *tight[:4], "--cuts", "2", "--recompute", "always")
-    assert [row["recompute"] for row in by_hand["stages"]] == [True, True]
+    manual_plan = asked(capfd, heavy, *tight[:4], "--cuts", "2", "--recompute", "always")
+    assert [row["recompute"] for row in manual_plan["stages"]] == [True, True]
 
 
 def test_what_a_peak_is_made_of(profile: str, capfd: pytest.CaptureFixture[str]) -> None:

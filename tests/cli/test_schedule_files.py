@@ -79,15 +79,15 @@ def test_plan(told: Told, looped: Path, tmp_path: Path) -> None:
 
 
 def test_plans_of_files(looped: Path, tmp_path: Path) -> None:
-    by_hand = plan_of_file(alike_layers(8), Cluster.flat(2), str(looped), cuts=(1, 2, 5))
-    assert [(stage.first, stage.last) for stage in by_hand.stages] == [(0, 1), (1, 2), (2, 5), (5, 8)]
+    manual_plan = plan_of_file(alike_layers(8), Cluster.flat(2), str(looped), cuts=(1, 2, 5))
+    assert [(stage.first, stage.last) for stage in manual_plan.stages] == [(0, 1), (1, 2), (2, 5), (5, 8)]
     with pytest.raises(PlanError, match="has 4 stages, the cuts make 2"):
         plan_of_file(alike_layers(8), Cluster.flat(2), str(looped), cuts=(1,))
     with pytest.raises(PlanError, match=r"has 2 ranks, and a plan for 4 workers was asked for; ask for 2"):
         plan_of_file(alike_layers(8), Cluster.flat(4), str(looped))
     with pytest.raises(ScheduleError, match="with 8 microbatches a minibatch: the file has 4"):
         plan_of_file(alike_layers(8), Cluster.flat(2), str(looped), 8)
-    most = max(sum(stage.peak_bytes for stage in by_hand.stages[rank::2]) for rank in (0, 1))
+    most = max(sum(stage.peak_bytes for stage in manual_plan.stages[rank::2]) for rank in (0, 1))
     assert plan_of_file(alike_layers(8), Cluster.flat(2, memory_bytes=most), str(looped), cuts=(1, 2, 5)).stages
     with pytest.raises(PlanError, match=r"stages \d, \d of worker \d need up to"):
         plan_of_file(alike_layers(8), Cluster.flat(2, memory_bytes=most - 1), str(looped), cuts=(1, 2, 5))

@@ -149,7 +149,9 @@ def test_a_search_never_counts_more_than_the_whole_plan_holds(data: st.DataObjec
     cluster = Cluster.flat(sum(counts))
     again = data.draw(st.booleans())
     update_delay = data.draw(st.integers(0, 1))
-    space = planner.Space.of(profile, cluster, holds=occupancy_of(name, m), microbatches=m, update_delay=update_delay)
+    space = planner.SearchSpace.of(
+        profile, cluster, occupancy=occupancy_of(name, m), microbatches=m, update_delay=update_delay
+    )
     plan = space.with_bytes(
         space.plan(tuple(range(1, len(counts))), counts, recompute=(again,) * len(counts)),
     )

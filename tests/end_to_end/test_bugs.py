@@ -20,7 +20,7 @@ from pipedream.capture import capture
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import by_hand
+from pipedream.planner import manual_plan
 from pipedream.runtime.stage.versions import Versions
 
 BATCHES = [(torch.randn(6, 4), torch.randint(0, 3, (6,))) for _ in range(7)]
@@ -32,7 +32,7 @@ def two_stages() -> tuple[nn.Module, Plan]:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     graph = capture(model, (BATCHES[0][0],)).graph
     costs = (LayerProfile(1.0, 1.0, 100, 100),) * 3
-    return model, by_hand(Profile("Sequential", graph, costs, 6), Cluster.flat(2), (2,))
+    return model, manual_plan(Profile("Sequential", graph, costs, 6), Cluster.flat(2), (2,))
 
 
 def test_a_leaf_does_not_share_the_version_counter_of_its_handle() -> None:
@@ -87,7 +87,7 @@ def test_every_replica_knows_whether_there_is_an_update(name: str) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     graph = capture(model, (BATCHES[0][0],)).graph
     costs = (LayerProfile(1.0, 1.0, 100, 100),) * 3
-    plan = by_hand(Profile("Sequential", graph, costs, 6), Cluster.flat(2), (), (2,))
+    plan = manual_plan(Profile("Sequential", graph, costs, 6), Cluster.flat(2), (), (2,))
     with Pipeline(model, plan, schedule=name, loss=F.cross_entropy, optimizer=SGD) as pipeline:
         found: list[Any] = list(pipeline.train(BATCHES, epochs=1))
     assert [done.number for done in found] == list(range(7))
@@ -136,7 +136,9 @@ def test_a_checkpointed_layer_is_done_again_at_the_stashed_weights() -> None:
         torch.manual_seed(3)
         model = nn.Sequential(Checkpointed(again), nn.Tanh(), nn.Linear(4, 3)).double()
         graph = capture(model, (batches[0][0],)).graph
-        plan = by_hand(Profile("Sequential", graph, (LayerProfile(1.0, 1.0, 100, 100),) * 3, 6), Cluster.flat(2), (2,))
+        plan = manual_plan(
+            Profile("Sequential", graph, (LayerProfile(1.0, 1.0, 100, 100),) * 3, 6), Cluster.flat(2), (2,)
+        )
         with Pipeline(model, plan, schedule="pipedream", loss=F.cross_entropy, optimizer=SGD) as pipeline:
             found.append([done.loss for done in pipeline.train(batches, epochs=3)])
     assert found[0] == found[1]

@@ -23,7 +23,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.planner import by_hand
+from pipedream.planner import manual_plan
 from pipedream.report.style import LINES
 from pipedream.schedules import SCHEDULES
 
@@ -81,7 +81,7 @@ def _plan(units: list[nn.Module], sample: Tensor, stages: int) -> Plan:
         next(i for i, layer in enumerate(graph.layers) if layer.name.split(".")[0] == str(s)) for s in range(stages)
     ]
     profile = Profile("small", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), len(sample))
-    return by_hand(profile, Cluster.flat(stages), tuple(begins[1:]), (1,) * stages)
+    return manual_plan(profile, Cluster.flat(stages), tuple(begins[1:]), (1,) * stages)
 
 
 def _schedule(method: Method, plan: Plan) -> Schedule:

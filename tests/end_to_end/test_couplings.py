@@ -27,7 +27,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import norm_delay
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.planner import by_hand
+from pipedream.planner import manual_plan
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 from pipedream.verifier import verify
@@ -192,7 +192,7 @@ class Tied:
         profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
         if self.workers:
             return pd.plan(profile, Cluster.flat(self.workers), schedule=self.schedule, microbatches=4)
-        return by_hand(profile, Cluster.flat(sum(self.replicas)), self.cuts, self.replicas, part_ties=True)
+        return manual_plan(profile, Cluster.flat(sum(self.replicas)), self.cuts, self.replicas, part_ties=True)
 
 
 def train_tied(
@@ -351,7 +351,7 @@ def test_a_plan_that_parts_ties_holds_for_the_methods_that_can_train_it() -> Non
     plan = pd.plan(profile, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
     assert check_plan(plan, profile=profile).plan.stages[0].last == 2
     with pytest.raises(
-        PlanError, match=r"would part layers that share a parameter .* which takes a method that flushes"
+        PlanError, match=r"would separate layers that share a parameter .* which needs a method that flushes"
     ):
         check_plan(plan, profile=profile, schedule="pipedream")
 
@@ -379,7 +379,7 @@ def train_from_meta(cuts: tuple[int, ...]) -> dict[str, Tensor]:
     ).graph
     profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
     counts = (1,) * (len(cuts) + 1)
-    plan = by_hand(profile, Cluster.flat(len(counts)), cuts, counts, part_ties=True)
+    plan = manual_plan(profile, Cluster.flat(len(counts)), cuts, counts, part_ties=True)
     with pd.Pipeline(
         model, plan, schedule="1f1b", microbatches=2, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"]
     ) as pipeline:
@@ -528,7 +528,7 @@ def trap_plan(schedule: str) -> Plan:
     graph = capture(trapped(), (marked(())[0][0],)).graph
     profile = Profile("trap", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 6)
     cuts, replicas, order = SHARED.get(schedule, ((2, 3), (1, 1, 1), ()))
-    return replace(by_hand(profile, Cluster.flat(sum(replicas)), cuts, replicas), order=order)
+    return replace(manual_plan(profile, Cluster.flat(sum(replicas)), cuts, replicas), order=order)
 
 
 def train_marked(
@@ -650,7 +650,7 @@ def test_the_schedule_counts_a_skipped_update_and_the_average_leaves_it_out(
     stages = [["0."], ["2."], ["4."]] if len(replicas) == 3 else [["0."], ["2.", "4."]]
     graph = capture(trapped(), (batches[1][0],)).graph
     profile = Profile("trap", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 6)
-    plan = by_hand(profile, Cluster.flat(sum(replicas)), (2, 3)[: len(replicas) - 1], replicas)
+    plan = manual_plan(profile, Cluster.flat(sum(replicas)), (2, 3)[: len(replicas) - 1], replicas)
     with pd.Pipeline(
         trapped(), plan, schedule=schedule, microbatches=3 if schedule == "1f1b" else None, loss=F.cross_entropy,
         optimizer=OPTIMIZERS["sgd"], on_nan="skip", ema=0.9,
@@ -821,7 +821,7 @@ def many_samples(count: int = 4) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]
         batches = [(torch.randn(2048, 6), torch.zeros(2048).long()) for _ in range(count)]
     graph = capture(model, (batches[0][0],)).graph
     profile = Profile("many", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 1)
-    return model, batches, by_hand(profile, Cluster.flat(2), (1,), (1, 1))
+    return model, batches, manual_plan(profile, Cluster.flat(2), (1,), (1, 1))
 
 
 # A minibatch weighs 2048 samples: were that in the gradients of float16 until the update divides by it, each of
@@ -894,7 +894,7 @@ def test_one_stage_has_a_changing_loss_scale_under_any_method() -> None:
     scaler = torch.amp.GradScaler("cpu", **given)
     scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": 2})
     with pd.Pipeline(
-        trapped().float(), by_hand(profile, Cluster.flat(1), (), (1,)), schedule="pipedream", loss=steep,
+        trapped().float(), manual_plan(profile, Cluster.flat(1), (), (1,)), schedule="pipedream", loss=steep,
         optimizer=OPTIMIZERS["sgd"], grad_scaler=scaler, sample=(batches[0][0],),
     ) as pipeline:  # fmt: skip
         for _ in pipeline.train(Fresh(batches)):

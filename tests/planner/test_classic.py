@@ -275,7 +275,7 @@ WORK = GraphNode("n2", "Conv2d", 1.0)
 @pytest.mark.parametrize(
     ("nodes", "cluster", "says"),
     [
-        ((LOADER,), Cluster.flat(2), "no layer beside its inputs"),
+        ((LOADER,), Cluster.flat(2), "no layer besides its inputs"),
         ((IDLE,), Cluster.flat(2), "layers take no time"),
         ((WORK,), Cluster.flat(2, memory_bytes=10**9), "leave the limit out"),
         ((WORK,), Cluster.flat(50_000), "its tables would not fit the memory"),

@@ -22,7 +22,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.experimental.roundpipe import homes
-from pipedream.planner import by_hand
+from pipedream.planner import manual_plan
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
 from pipedream.runtime.stage.stage_module import StageModule
@@ -72,7 +72,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 def plan(workers: int, cuts: tuple[int, ...] = (1, 3, 4, 6)) -> Plan:
     graph = capture(make(), (batches()[0][0],)).graph
     profile = Profile("counted", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 9)
-    made = by_hand(profile, Cluster.flat(len(cuts) + 1), cuts, (1,) * (len(cuts) + 1))
+    made = manual_plan(profile, Cluster.flat(len(cuts) + 1), cuts, (1,) * (len(cuts) + 1))
     return replace(made, cluster=Cluster.flat(workers), order=homes(workers, len(cuts) + 1))
 
 
@@ -217,7 +217,7 @@ def test_an_error_of_a_guest_names_its_rank_and_stage() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Breaks(), nn.Linear(4, 4), nn.Linear(4, 3)).double()
     graph = capture(model, (batches()[0][0],)).graph
     profile = Profile("breaks", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 9)
-    made = replace(by_hand(profile, Cluster.flat(4), (1, 2, 3)), cluster=Cluster.flat(3), order=homes(3, 4))
+    made = replace(manual_plan(profile, Cluster.flat(4), (1, 2, 3)), cluster=Cluster.flat(3), order=homes(3, 4))
     with (
         pd.Pipeline(
             model, made, schedule="roundpipe", microbatches=4, loss=F.cross_entropy, optimizer=OPTIMIZER

@@ -11,7 +11,7 @@ from pipedream.capture import capture
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import by_hand
+from pipedream.planner import manual_plan
 
 __all__ = ["RECIPE", "SOON_S", "plan_for", "written"]
 
@@ -138,7 +138,7 @@ def plan_for(workers: int, layers: int = 5) -> Plan:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
     graph = capture(model, (torch.zeros(8, 4),)).graph
     profile = Profile("Sequential", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in range(layers)), 8)
-    return by_hand(profile, Cluster.flat(workers), tuple(range(2, workers + 1)))
+    return manual_plan(profile, Cluster.flat(workers), tuple(range(2, workers + 1)))
 
 
 def written(folder: Path, *, first: str = "nn.Identity", second: str = "nn.Identity", loader: str = "") -> list[str]:

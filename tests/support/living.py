@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import pipedream as pd
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import by_hand
+from pipedream.planner import manual_plan
 from pipedream.profiler.allocations import Allocations
 from pipedream.workflows.methods import occupancy_of, versions_of
 
@@ -85,19 +85,21 @@ def plan_of(run: Living) -> Plan:
     )
     stages = len(run.replicas)
     cuts = tuple(1 + (s * run.blocks) // stages for s in range(1, stages))
-    made = by_hand(
+    made = manual_plan(
         profile,
         Cluster.flat(sum(run.replicas)),
         cuts,
         run.replicas,
-        holds=occupancy_of(run.schedule, run.microbatches),
+        occupancy=occupancy_of(run.schedule, run.microbatches),
         microbatches=run.microbatches or 1,
     )
     if not run.recompute:
         return made
-    from pipedream.planner.tables.search_space import Space
+    from pipedream.planner.tables.search_space import SearchSpace
 
-    space = Space.of(profile, made.cluster, versions=versions_of(run.schedule), microbatches=run.microbatches or 1)
+    space = SearchSpace.of(
+        profile, made.cluster, versions=versions_of(run.schedule), microbatches=run.microbatches or 1
+    )
     return space.at_depth(replace(made, stages=tuple(replace(s, recompute=True) for s in made.stages)), made.in_flight)
 
 

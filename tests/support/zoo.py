@@ -20,7 +20,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import by_hand
+from pipedream.planner import manual_plan
 
 Batch = tuple[Tensor, Tensor]
 PAD = 0
@@ -51,7 +51,7 @@ def plan_of(animal: Animal, stages: int, replicas: tuple[int, ...] | None = None
     costs = tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers)
     profile = Profile(type(animal.model).__name__, graph, costs, len(animal.batches[0][0]))
     counts = replicas or (1,) * stages
-    return by_hand(profile, Cluster.flat(sum(counts)), animal.cuts[stages], counts, depth=depth)
+    return manual_plan(profile, Cluster.flat(sum(counts)), animal.cuts[stages], counts, in_flight=depth)
 
 
 def mlp(dtype: torch.dtype) -> Animal:

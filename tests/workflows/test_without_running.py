@@ -15,7 +15,7 @@ from pipedream import cli
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.hardware.devices import Device
 from pipedream.core.model.profile import Profile
-from pipedream.planner.tables.search_space import Space
+from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.recipe import load_recipe
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -81,7 +81,7 @@ def test_llama_is_profiled_and_planned_within_a_minute_and_4_gib(tmp_path: Path)
     assert all(stage.peak_bytes <= 80e9 for stage in plan.stages)
     assert sum(stage.parameter_bytes for stage in plan.stages) == profile.parameter_bytes
     # On 16 workers one after the other, under a flush: too much, unless each stage keeps its inputs alone.
-    space = Space.of(profile, Cluster.flat(16), versions=lambda in_flight, update_delay: 1)
+    space = SearchSpace.of(profile, Cluster.flat(16), versions=lambda in_flight, update_delay: 1)
     stages = list(pairwise((0, *range(6, 81, 5), 83)))
     needs = {
         recompute: max(int(space.need_bytes(*stage, 16 - s, 0, recompute)) for s, stage in enumerate(stages))

@@ -30,7 +30,7 @@ from pipedream.cli.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PipelineError
 from pipedream.core.plan.plan import Plan
 from pipedream.options import TrainingOptions
-from pipedream.planner import counts_of
+from pipedream.planner import parse_counts
 from pipedream.schedules import is_torch_csv, load_torch_csv
 
 __all__ = ["train"]
@@ -256,7 +256,7 @@ def _planned_workers(
     if plan is not None:
         return plan.workers
     if config is not None:
-        return sum(counts_of(config))
+        return sum(parse_counts(config))
     if schedule is not None and is_torch_csv(schedule):
         return load_torch_csv(schedule).placement.workers
     if resume is None:

@@ -1,37 +1,39 @@
-"""Which layers form a stage: PipeDream's dynamic program, its oracle, cuts made by hand, the original's answers;
-and which method to train with."""
+"""Planning: which layers form a stage, on how many workers, and with which method to train.
+
+PipeDream's dynamic program, an exhaustive search to test it against, manual cuts, and the planners of the papers.
+"""
 
 from pipedream.planner.auto import Candidate, Comparison, Score, choose
 from pipedream.planner.dynamic_program.oracle import every_plan, exhaustive
-from pipedream.planner.dynamic_program.recurrence import Pipelines, check_recompute
-from pipedream.planner.manual import by_hand, check_cuts, whole
+from pipedream.planner.dynamic_program.recurrence import DynamicProgram, check_recompute
+from pipedream.planner.manual import check_cuts, manual_plan, single_stage_plan
 from pipedream.planner.papers.classic import Classic, classic
 from pipedream.planner.papers.two_bw import two_bw, two_bw_s
-from pipedream.planner.search import SHAPES, counts_of, plan
+from pipedream.planner.search import SHAPES, parse_counts, plan
 from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
-from pipedream.planner.tables.search_space import Space
+from pipedream.planner.tables.search_space import SearchSpace
 
 __all__ = [
     "SHAPES",
     "Candidate",
     "Classic",
     "Comparison",
+    "DynamicProgram",
     "MethodOccupancy",
-    "Pipelines",
     "Score",
-    "Space",
+    "SearchSpace",
     "VersionsRule",
-    "by_hand",
     "check_cuts",
     "check_recompute",
     "choose",
     "classic",
-    "counts_of",
     "every_plan",
     "exhaustive",
+    "manual_plan",
+    "parse_counts",
     "plan",
+    "single_stage_plan",
     "stash",
     "two_bw",
     "two_bw_s",
-    "whole",
 ]

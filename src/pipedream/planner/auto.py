@@ -1,18 +1,20 @@
-"""Which method, on which stages, in how many microbatches, how deep: the best of many ways to train, by simulation.
+"""Chooses the method, the stages, the microbatches and the depth, by simulating many ways to train.
 
-A plan's own seconds are those of a full pipeline; a flush fills and drains it with each minibatch, barriers and
-messages show at the paper's depth. So ways are compared by what a short simulation of the method's own program takes.
-It is passed in, and so are the methods: planning knows neither schedules nor a clock.
+A plan's own seconds are those of a full pipeline. But a flush fills and drains the pipeline with each minibatch, and at
+the paper's depth barriers and communication are not fully hidden. So the candidates are compared by a short simulation
+of each method's own program. The simulation and the methods are passed in: planning knows neither schedules nor a clock.
 
-Ways are tried by rising *bound*, seconds per minibatch below which none can be, until the bound of the next one is
-above the best that was found; so what is left out could not have won. With f, b forward and backward of a whole
-minibatch at a stage, u its update, r its replicas, m microbatches, a flushing method's is the greatest over stages s of
+Candidates are tried by increasing *bound*: seconds per minibatch that the candidate cannot beat. The search ends when
+the next bound is above the best simulated time, so nothing that it leaves out could have won. With f, b the forward and
+backward of a whole minibatch at a stage, u its update, r its replicas and m microbatches, the bound of a flushing method
+is the maximum over stages s of
 
     sum over t < s of (f_t + b_t) / m  +  ceil(m / r_s) / m (f_s + b_s)  +  u_0
 
-for stage 0 updates after the last microbatch has come back from s, and forwards nothing before; and of each stage's own
-work and update alone. An update's seconds are with the part of its sum that the last backward cannot hide. Any other
-method's bound is its slowest stage's compute, (f + b + u) / r (`Site.compute_s`); where it lags, without its sum.
+because stage 0 updates after the last microbatch has come back from s, and runs no forward of the next minibatch before;
+and of each stage's own work and update. The seconds of an update include the part of its all-reduce that the last
+backward cannot hide. The bound of any other method is the compute of its slowest stage, (f + b + u) / r
+(`Site.compute_s`); if its updates are delayed, without the all-reduce.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.units import format_bytes, format_seconds
-from pipedream.planner.search import counts_of, plan
+from pipedream.planner.search import parse_counts, plan
 from pipedream.planner.tables.method_occupancy import MethodOccupancy
-from pipedream.planner.tables.search_space import Space
+from pipedream.planner.tables.search_space import SearchSpace
 
 __all__ = ["Candidate", "Comparison", "Score", "choose"]
 
-_FEW_WORKERS = 8  # of more, only those depths are tried that leave no worker out
-_MOST_PARTS = 64
-_ALIKE = 1e-9  # relative: periods nearer than this are equal
+_FEW_WORKERS = 8  # with more, only numbers of stages that leave no worker idle are tried
+_MOST_MICROBATCHES = 64
+_TIE = 1e-9  # relative: closer periods are equal
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a simulation tells: seconds per minibatch in the steady state, and the share of idle time."""
+    """The result of a simulation: seconds per minibatch in the steady state, and the fraction of idle time."""
 
     period_s: float
     bubble: float
@@ -50,21 +52,21 @@ class Score:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to train, and what is known of it.
+    """A way to train, and what is known about it.
 
     Attributes:
-        schedule, microbatches, depth, update_delay: the way.
-        shape: of the plan, as it was asked for.
-        config: of the plan; '' where there is none.
-        bound_s: it cannot take less per minibatch.
-        period_s, bubble: simulated; None where the bound was enough.
+        depth_mode: 'noam', 'full' or 'auto'; 'hand' if a count was given for each stage.
+        shape: of the plan, as requested.
+        config: of the plan; '' if there is none.
+        bound_s: a lower bound of the seconds per minibatch.
+        period_s, bubble: simulated; None if the bound ruled the candidate out.
         peak_bytes: of the fullest worker.
-        why: '' if it was simulated, else why not.
+        why: the reason why it was not simulated; '' if it was.
     """
 
     schedule: str
     microbatches: int
-    depth: str
+    depth_mode: str
     update_delay: int
     shape: str
     config: str = ""
@@ -76,12 +78,12 @@ class Candidate:
 
     def __str__(self) -> str:
         parts = f", m = {self.microbatches}" if self.microbatches > 1 else ""
-        return f"{self.schedule} on {self.config or self.shape}{parts}, {self.depth}{', update delay 1' if self.update_delay else ''}"
+        return f"{self.schedule} on {self.config or self.shape}{parts}, {self.depth_mode}{', update delay 1' if self.update_delay else ''}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The best way to train, and those that it was compared with: the simulated ones first, the fastest first."""
+    """The plan of the best candidate, and all candidates: the simulated ones first, by increasing period."""
 
     plan: Plan
     candidates: tuple[Candidate, ...]
@@ -92,7 +94,7 @@ class Comparison:
             f"{'bubble':>6}  {'peak':>9}"
         )
         rows = [
-            f"{one.schedule:<24}  {one.config:<12}  {one.microbatches:>4}  {one.depth:<5}  {one.update_delay:>5}  "
+            f"{one.schedule:<24}  {one.config:<12}  {one.microbatches:>4}  {one.depth_mode:<5}  {one.update_delay:>5}  "
             f"{format_seconds(one.period_s):>10}  {self.plan.batch / one.period_s if one.period_s else inf:>9.4g}  "
             f"{one.bubble or 0.0:>6.1%}  {format_bytes(one.peak_bytes):>9}"
             for one in self.candidates
@@ -106,7 +108,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, eq=False)
-class _Ways:
+class _Alternatives:
     """All ways to train a profiled model on a cluster with some methods."""
 
     profile: Profile
@@ -115,45 +117,48 @@ class _Ways:
     occupancy: Callable[[str, int], MethodOccupancy]
     shapes: tuple[str, ...]
     microbatches: int | None
-    depth: str | tuple[int, ...]
+    in_flight: str | tuple[int, ...]
     update_delay: int
     all_workers: bool
     recompute: str
 
     def all(self) -> Iterator[tuple[Candidate, str | tuple[int, ...]]]:
-        """Yields the ways; of those that come to the same only the first."""
+        """Yields each candidate with its depth."""
         splits = _splits(self.profile.batch) if self.microbatches is None else [self.microbatches]
         for name, method in self.methods.items():
-            depths = [self.depth] if self.depth != "noam" or not method.uses_depth else ["noam", "auto"]
+            depths = [self.in_flight] if self.in_flight != "noam" or not method.uses_depth else ["noam", "auto"]
+            delays = (0, 1) if method.delays_updates else (0,)
+            if method.delays_updates and self.update_delay:
+                delays = (self.update_delay,)
             for shape in self.shapes:
                 for m in splits if method.splits_minibatch else [1]:
-                    for depth in depths:
-                        word = depth if isinstance(depth, str) else "hand"
-                        for update_delay in (
-                            (0, 1)
-                            if method.delays_updates and not self.update_delay
-                            else (self.update_delay if method.delays_updates else 0,)
-                        ):
-                            yield Candidate(name, m, word, update_delay, shape), depth
+                    for in_flight in depths:
+                        mode = in_flight if isinstance(in_flight, str) else "hand"
+                        for update_delay in delays:
+                            yield Candidate(name, m, mode, update_delay, shape), in_flight
 
-    def plan(self, way: Candidate, depth: str | tuple[int, ...]) -> Plan:
-        """Returns the plan of a way. Raises PlanError: none fits, or it comes to the same as another way."""
-        holds = self.occupancy(way.schedule, way.microbatches)
+    def plan(self, way: Candidate, in_flight: str | tuple[int, ...]) -> Plan:
+        """Returns the plan of a candidate. Raises PlanError if none fits, or if it equals that of another candidate."""
+        occupancy = self.occupancy(way.schedule, way.microbatches)
         free = self._unlimited(way.shape, way.update_delay)
         if way.update_delay and not any(free.update_delay):
             raise PlanError("no stage delays its updates")
         if self.methods[way.schedule].flushes and max(free.replicas) > way.microbatches:
             raise PlanError("fewer microbatches than replicas")
-        space = Space.of(
-            self.profile, self.cluster, update_delay=way.update_delay, microbatches=way.microbatches, holds=holds
+        space = SearchSpace.of(
+            self.profile,
+            self.cluster,
+            update_delay=way.update_delay,
+            microbatches=way.microbatches,
+            occupancy=occupancy,
         )
         try:
-            found = space.at_depth(replace(free, cluster=self.cluster), "noam")  # the best of all fits: so of those
+            found = space.at_depth(replace(free, cluster=self.cluster), "noam")  # the best plan of all fits
         except PlanError:
             found = plan(
                 self.profile,
                 self.cluster,
-                holds=holds,
+                occupancy=occupancy,
                 microbatches=way.microbatches,
                 shape=way.shape,
                 update_delay=way.update_delay,
@@ -161,10 +166,12 @@ class _Ways:
                 recompute=self.recompute,
             )
         noam = found.in_flight
-        found = space.at_depth(found, depth)
-        if depth == "auto" and self.depth == "noam" and found.in_flight == noam:
+        found = space.at_depth(found, in_flight)
+        if in_flight == "auto" and self.in_flight == "noam" and found.in_flight == noam:
             raise PlanError("no deeper than the paper's depth")
-        return replace(found, schedule=way.schedule, microbatches=way.microbatches, bound_s=0.0)  # of other updates
+        return replace(
+            found, schedule=way.schedule, microbatches=way.microbatches, bound_s=0.0
+        )  # the bound holds for other updates
 
     def _unlimited(self, shape: str, update_delay: int) -> Plan:
         if (shape, update_delay) not in self._plans:
@@ -193,63 +200,47 @@ def choose(
     *,
     shape: str | tuple[int, ...] = "any",
     microbatches: int | None = None,
-    depth: str | tuple[int, ...] = "noam",
+    in_flight: str | tuple[int, ...] = "noam",
     update_delay: int = 0,
     all_workers: bool = False,
     recompute: str = "never",
 ) -> Comparison:
     """Finds the way to train with the fewest simulated seconds per minibatch.
 
-    Equal seconds go to fewer bytes on the fullest worker, then to the first in the order of the methods.
+    Ties go to fewer bytes on the fullest worker, then to the first in the order of the methods.
 
     Args:
-        methods: those to compare, by name.
-        score: simulates a plan by its method in its microbatches; raises a PipelineError where that does not work.
+        methods: the methods to compare, by name.
+        score: simulates a plan with its method and microbatches; raises a PipelineError if that does not work.
         occupancy: (method, microbatches) -> what the stages of a plan hold.
-        shape: 'any' looks at the fastest plan, at one stage on all workers and on one, and at as many replicas for
-            each of 2, 3, ... stages as the workers allow, as PipeDream-2BW's planner does (ICML 2021, section 3.3);
-            'pipeline' leaves out plans of one stage; any other shape is taken alone.
+        shape: 'any' tries the fastest plan, one stage on all workers, one stage on one worker, and pipelines of 2, 3,
+            ... stages with as many replicas each as the workers allow, like PipeDream-2BW's planner (ICML 2021,
+            section 3.3); 'pipeline' leaves out plans of one stage; only any other shape itself is tried.
         microbatches: None tries powers of two up to the samples of a minibatch.
-        depth: 'noam' also tries 'auto' where a method can be deeper.
-        update_delay: 0 also tries 1 where a method can update delay.
+        in_flight: 'noam' also tries 'auto' with methods that can be deeper.
+        update_delay: 0 also tries 1 with methods that can delay updates.
         all_workers, recompute: see `plan`.
 
     Raises:
-        PlanError: no way works; says why for the first of them. Or a method splits the backward: of its halves a
-            profile tells the sum alone, by which it would be taken for faster than it is known to be.
+        PlanError: no candidate works; gives the reason for the first of them. Or a method splits the backward: a
+            profile has only the sum of the two halves, so the method would seem faster than it is known to be.
     """
     if halves := [name for name, method in methods.items() if method.splits_backward]:
         raise PlanError(
-            f"schedule auto was asked to compare {', '.join(halves)}, but a profile does not tell the seconds of the "
+            f"schedule auto was asked to compare {', '.join(halves)}, but a profile does not have the seconds of the "
             "halves of a backward; name that schedule alone, and see 'pipedream simulate --weight-s'"
         )
     shapes = _shapes(shape, cluster, all_workers)
-    ways = _Ways(
-        profile, cluster, methods, occupancy, shapes, microbatches, depth, update_delay, all_workers, recompute
+    ways = _Alternatives(
+        profile, cluster, methods, occupancy, shapes, microbatches, in_flight, update_delay, all_workers, recompute
     )
-    planned: list[tuple[float, int, Candidate, Plan]] = []
-    refused: list[Candidate] = []
-    seen = set()
-    for way, deep in ways.all():
-        try:
-            found = ways.plan(way, deep)
-        except PipelineError as error:
-            refused.append(replace(way, why=str(error)))
-            continue
-        key = (way.schedule, way.microbatches, found.stages, found.in_flight, found.update_delay, found.order)
-        if key in seen:
-            continue
-        seen.add(key)
-        bound_s = _bound_s(found, methods[way.schedule].flushes)
-        peak_bytes = max(stage.peak_bytes for stage in found.stages)
-        known = replace(way, config=found.config, bound_s=bound_s, peak_bytes=peak_bytes)
-        planned.append((bound_s, len(planned), known, found))
+    planned, refused = _plan_all(ways)
     simulated: list[tuple[float, int, int, Candidate, Plan]] = []
     least_s = inf
     slower: list[Candidate] = []
-    for bound_s, number, way, found in sorted(planned, key=lambda row: row[:2]):
-        if bound_s > least_s * (1 + _ALIKE):
-            slower.append(replace(way, why=f"cannot take less than {format_seconds(bound_s)}"))
+    for number, way, found in sorted(planned, key=lambda row: (row[1].bound_s, row[0])):
+        if way.bound_s > least_s * (1 + _TIE):
+            slower.append(replace(way, why=f"cannot take less than {format_seconds(way.bound_s)}"))
             continue
         try:
             known_s = score(found)
@@ -264,7 +255,7 @@ def choose(
             f"no method works with what was asked on {cluster.workers} workers; {len(refused)} ways were tried, the "
             f"first, {refused[0]}: {refused[0].why}"
         )
-    simulated.sort(key=lambda row: (max(row[0], least_s * (1 + _ALIKE)), row[1:3]))
+    simulated.sort(key=lambda row: (max(row[0], least_s * (1 + _TIE)), row[1:3]))
     candidates = (*(row[3] for row in simulated), *slower, *refused)
     note = _note(candidates, len(simulated))
     if not methods[candidates[0].schedule].flushes:
@@ -274,9 +265,32 @@ def choose(
     return Comparison(replace(simulated[0][4], note=note), candidates)
 
 
+def _plan_all(ways: _Alternatives) -> tuple[list[tuple[int, Candidate, Plan]], list[Candidate]]:
+    """The candidates that have a plan, numbered, and those that have none. Of equal plans only the first is kept."""
+    planned: list[tuple[int, Candidate, Plan]] = []
+    refused: list[Candidate] = []
+    seen = set()
+    for way, in_flight in ways.all():
+        try:
+            found = ways.plan(way, in_flight)
+        except PipelineError as error:
+            refused.append(replace(way, why=str(error)))
+            continue
+        key = (way.schedule, way.microbatches, found.stages, found.in_flight, found.update_delay, found.order)
+        if key in seen:
+            continue
+        seen.add(key)
+        peak_bytes = max(stage.peak_bytes for stage in found.stages)
+        known = replace(
+            way, config=found.config, bound_s=_bound_s(found, ways.methods[way.schedule].flushes), peak_bytes=peak_bytes
+        )
+        planned.append((len(planned), known, found))
+    return planned, refused
+
+
 def _shapes(shape: str | tuple[int, ...], cluster: Cluster, all_workers: bool) -> tuple[str, ...]:
     if shape not in ("any", "pipeline"):
-        return (shape if isinstance(shape, str) else "-".join(map(str, counts_of(shape))),)
+        return (shape if isinstance(shape, str) else "-".join(map(str, parse_counts(shape))),)
     workers = cluster.workers
     every = workers <= _FEW_WORKERS and not all_workers
     equal = [
@@ -284,16 +298,17 @@ def _shapes(shape: str | tuple[int, ...], cluster: Cluster, all_workers: bool) -
         for stages in range(2, workers + 1)
         if every or workers % stages == 0
     ]
-    whole = ["data-parallel", *([] if all_workers or workers == 1 else ["1"])] if shape == "any" else []
-    return (str(shape), *whole, *equal)
+    single = ["data-parallel", *([] if all_workers or workers == 1 else ["1"])] if shape == "any" else []
+    return (str(shape), *single, *equal)
 
 
 def _splits(batch: int) -> list[int]:
-    """Powers of two up to the samples of a minibatch."""
-    return [1 << power for power in range(min(batch, _MOST_PARTS).bit_length())]
+    """Powers of two, up to the samples of a minibatch."""
+    return [1 << power for power in range(min(batch, _MOST_MICROBATCHES).bit_length())]
 
 
 def _bound_s(plan: Plan, flushes: bool) -> float:
+    """The lower bound of the module docstring."""
     m, stages, sites = plan.microbatches, plan.stages, plan.sites
     passes = [(stage.forward_s + stage.redone_s) / site.speed for stage, site in zip(stages, sites, strict=True)]
     if not flushes:
@@ -318,9 +333,9 @@ def _note(candidates: Sequence[Candidate], simulated: int) -> str:
     best = candidates[0]
     assert best.period_s is not None
     lines = [f"auto: {best}: {format_seconds(best.period_s)} per minibatch simulated, the least of {simulated} ways"]
-    told = {best.schedule}
+    named = {best.schedule}
     for one in candidates[1:simulated]:
-        if one.schedule not in told and one.period_s is not None:
-            told.add(one.schedule)
+        if one.schedule not in named and one.period_s is not None:
+            named.add(one.schedule)
             lines.append(f"{one}: {format_seconds(one.period_s)}")
     return "; ".join(lines)

@@ -1,4 +1,4 @@
-"""Plans cut by hand: the user says where, the planner fills in what it costs."""
+"""Plans cut by hand: the user gives the cuts, the planner fills in what the stages cost."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.planner.dynamic_program.recurrence import check_recompute
 from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
-from pipedream.planner.tables.search_space import Space
+from pipedream.planner.tables.search_space import SearchSpace
 
-__all__ = ["by_hand", "check_cuts", "whole"]
+__all__ = ["check_cuts", "manual_plan", "single_stage_plan"]
 
 
-def whole(
+def single_stage_plan(
     profile: Profile,
     cluster: Cluster,
     *,
@@ -27,21 +27,21 @@ def whole(
     """Returns the plan of one stage: one worker alone, or data parallelism over `replicas` workers.
 
     Raises:
-        PlanError: see `by_hand`.
+        PlanError: see `manual_plan`.
     """
-    return by_hand(profile, cluster, (), (replicas,), versions=versions, microbatches=microbatches)
+    return manual_plan(profile, cluster, (), (replicas,), versions=versions, microbatches=microbatches)
 
 
-def by_hand(
+def manual_plan(
     profile: Profile,
     cluster: Cluster,
     cuts: tuple[int | str, ...],
     replicas: tuple[int, ...] | None = None,
     *,
     versions: VersionsRule = stash,
-    holds: MethodOccupancy | None = None,
+    occupancy: MethodOccupancy | None = None,
     microbatches: int = 1,
-    depth: str | tuple[int, ...] = "noam",
+    in_flight: str | tuple[int, ...] = "noam",
     update_delay: int = 0,
     recompute: str = "never",
     part_ties: bool = False,
@@ -50,16 +50,16 @@ def by_hand(
 
     Args:
         cuts: indices or names of layers.
-        replicas: workers of each stage; one each unless given.
-        update_delay: of the replicated stages of a pipeline.
-        versions, holds: what the method holds of what is admitted, see `plan`.
-        recompute: which stages keep only their input: 'never' any, 'auto' those that do not fit the memory at the
+        replicas: workers of each stage; None: one each.
+        update_delay: of a pipeline's replicated stages.
+        versions, occupancy: what the method holds, see `plan`.
+        recompute: which stages keep only their input: 'never' none, 'auto' those that do not fit the memory at the
             paper's depth otherwise, 'always' all.
-        part_ties: layers that share a parameter may lie in different stages: each holds it then (a method that flushes
-            keeps them equal), though its bytes are counted at the first alone.
+        part_ties: layers that share a parameter may be in different stages. Each stage then holds the parameter, which
+            a method that flushes keeps equal; its bytes are counted at the first stage only.
 
     Raises:
-        PlanError: a cut that the model does not allow (says why), counts that match neither stages nor
+        PlanError: a cut that the model does not allow (with the reason), counts that match neither the stages nor the
             workers, or a stage that does not fit the memory.
     """
     places = tuple(_place(profile.graph, cut) for cut in cuts)
@@ -67,22 +67,22 @@ def by_hand(
     counts = (1,) * (len(cuts) + 1) if replicas is None else tuple(replicas)
     if len(counts) != len(cuts) + 1:
         raise PlanError(
-            f"replicas {counts} name {len(counts)} stages, cuts {cuts} make {len(cuts) + 1}; give one count a stage"
+            f"replicas {counts} are for {len(counts)} stages, cuts {cuts} make {len(cuts) + 1}; give one count for each stage"
         )
     if min(counts) < 1:
-        raise PlanError(f"replicas {counts} were asked; every stage needs at least one worker")
+        raise PlanError(f"replicas {counts} were asked for; every stage needs at least one worker")
     if sum(counts) > cluster.workers:
         raise PlanError(
             f"replicas {counts} take {sum(counts)} workers, the cluster has {cluster.workers}; ask for fewer or give "
             "more workers"
         )
-    space = Space.of(
+    space = SearchSpace.of(
         profile,
         cluster,
         versions=versions,
         update_delay=update_delay,
         microbatches=microbatches,
-        holds=holds,
+        occupancy=occupancy,
         downsets=(),
     )
     check_recompute(recompute)
@@ -92,7 +92,7 @@ def by_hand(
         limits = (site.memory_bytes for site in found.sites)
         must = (limit is not None and need > limit for need, limit in zip(needs, limits, strict=True))
         found = space.plan(places, counts, note="cut by hand", recompute=tuple(must))
-    return space.at_depth(found, depth)
+    return space.at_depth(found, in_flight)
 
 
 def _place(graph: LayerGraph, cut: int | str) -> int:
@@ -100,21 +100,26 @@ def _place(graph: LayerGraph, cut: int | str) -> int:
         return cut
     names = [layer.name for layer in graph.layers]
     if cut not in names:
-        raise PlanError(f"a cut before layer {cut!r} was asked, the model's layers are {', '.join(names)}; name one")
+        raise PlanError(
+            f"a cut before layer {cut!r} was asked for, the model's layers are {', '.join(names)}; name one"
+        )
     return names.index(cut)
 
 
 def check_cuts(graph: LayerGraph, cuts: tuple[int, ...], *, part_ties: bool = False) -> None:
-    """Checks that a model may be cut before each of these layers, `part_ties` also between some that share parameters.
+    """Checks that a model may be cut before each of these layers.
+
+    Args:
+        part_ties: cuts may also separate layers that share a parameter, if some method can train them.
 
     Raises:
-        PlanError: it may not, with the reason; or they do not rise.
+        PlanError: a cut is not allowed (with the reason), or the cuts are not in increasing order.
     """
     count = len(graph.layers)
     ties = graph.whole if part_ties else graph.ties
     allowed = [i for i in range(1, count) if not any(min(group) < i <= max(group) for group in ties)]
     if any(after <= before for before, after in pairwise(cuts)):
-        raise PlanError(f"cuts {cuts} were asked; give layer indices that rise, each once")
+        raise PlanError(f"cuts {cuts} were asked for; give layer indices in increasing order, each once")
     for cut in cuts:
         if cut in allowed:
             continue
@@ -122,14 +127,12 @@ def check_cuts(graph: LayerGraph, cuts: tuple[int, ...], *, part_ties: bool = Fa
             reason = f"the model has {count} layers, a cut lies between 1 and {count - 1}"
         else:
             reason = _reason(graph, cut)
-        raise PlanError(f"a cut before layer {cut} was asked: {reason}; cut at one of {allowed}")
+        raise PlanError(f"a cut before layer {cut} was asked for: {reason}; cut at one of {allowed}")
 
 
 def _reason(graph: LayerGraph, cut: int) -> str:
     group = next(group for group in (*graph.whole, *graph.ties) if min(group) < cut <= max(group))
     names = ", ".join(graph.layers[i].name for i in sorted(group))
     if group in graph.whole:
-        return (
-            f"it would part layers that share a module with buffers, or running statistics ({names}), which both move"
-        )
-    return f"it would part layers that share a parameter ({names}), which takes a method that flushes"
+        return f"it would separate layers that share a module with buffers, or running statistics ({names}), which both change"
+    return f"it would separate layers that share a parameter ({names}), which needs a method that flushes"

@@ -1,7 +1,8 @@
-"""The planner's front: of one worker, data parallelism and pipelines, whatever is asked for or predicted fastest.
+"""The entry point of the planner: the plan that is asked for, or the one that is predicted to be fastest.
 
-The predicted seconds are those of a full pipeline whose messages are hidden behind compute, which takes
-the depth ``full``; at the paper's depth more may show (`core.plan.depth`).
+It compares one worker, data parallelism and pipelines. The predicted seconds are those of a full pipeline whose
+communication overlaps with compute. That may take the depth ``full``; at the paper's depth some communication may not
+be hidden (`core.plan.depth`).
 """
 
 from __future__ import annotations
@@ -13,22 +14,21 @@ from functools import partial
 
 from pipedream.core.errors import PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.core.units import format_bytes, format_seconds
-from pipedream.planner.bound import with_bound
-from pipedream.planner.dynamic_program.recurrence import check_recompute
-from pipedream.planner.dynamic_program.shortage import refuse
-from pipedream.planner.pipelines import PipelineSearch
+from pipedream.core.units import format_bytes, format_excess, format_seconds
+from pipedream.planner.dynamic_program.recurrence import check_recompute, refuse
+from pipedream.planner.pipeline_search import PipelineSearch
 from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
-from pipedream.planner.tables.search_space import Space
+from pipedream.planner.tables.search_space import SearchSpace
 
-__all__ = ["SHAPES", "counts_of", "plan"]
+__all__ = ["SHAPES", "least_period_s", "parse_counts", "plan"]
 
 SHAPES = ("any", "pipeline", "straight", "data-parallel")
-"""What may be asked for, beside replica counts."""
+"""The shapes that have a name. Replica counts, such as 2-1, are shapes too."""
 
-_STEPS = 4  # towards the least memory that must be kept free for messages
+_SPARE_STEPS = 4  # of the bisection for the least memory to keep free for messages
 
 
 def plan(
@@ -36,9 +36,9 @@ def plan(
     cluster: Cluster,
     *,
     versions: VersionsRule = stash,
-    holds: MethodOccupancy | None = None,
+    occupancy: MethodOccupancy | None = None,
     microbatches: int = 1,
-    depth: str | tuple[int, ...] = "noam",
+    in_flight: str | tuple[int, ...] = "noam",
     shape: str | tuple[int, ...] = "any",
     update_delay: int = 0,
     all_workers: bool = False,
@@ -46,79 +46,83 @@ def plan(
 ) -> Plan:
     """Finds the plan with the smallest predicted seconds per minibatch.
 
-    Equal seconds go to fewer bytes sent over boundaries, then fewer stages, then fewer workers, then the plan
-    that is smallest, stage by stage, in (last layer, replicas).
+    Ties go to fewer bytes sent between stages, then fewer stages, then fewer workers, then the plan that is smallest,
+    stage by stage, in (last layer, replicas).
 
-    Stages take consecutive workers of the cluster, idle ones in front of them. Where workers or machines are unlike,
-    several orders of them are tried, and the note says which. A model of many layers on many workers is planned by
-    bisection (`planner.bisection.bisection`); the plan's bound then says how far from the best it may be.
+    Stages take consecutive workers of the cluster, after any idle ones. If workers or machines differ, several orders
+    of them are tried, and the note says which. A model with many layers on many workers is planned by bisection
+    (`planner.bisection.bisection`); the plan's bound then says how far from optimal it may be.
 
     Args:
-        versions: versions of the weights that a stage holds, from its count in flight and its update delay.
-        holds: what the method holds of what is admitted; None: all of it, in so many `versions`. Where this depends on
-            the whole plan (vertical sync), the search takes the least, and the memory is checked again.
+        versions: versions of the weights that a stage holds, given its in-flight count and its update delay.
+        occupancy: what each stage of a plan holds under the method; None: everything admitted, with the weight versions
+            given by `versions`. Where it depends on the whole plan (vertical sync), the search assumes the least, and
+            memory is checked again afterwards.
         microbatches: parts that a minibatch is split into.
-        depth: applied to the plan found at the paper's depth; memory is checked again at it.
-        shape: 'any' compares one worker, data parallelism and pipelines whose stages may be replicated;
-            'pipeline' takes at least two stages, if the model and the workers allow them; 'straight' exactly
-            one stage for each worker; 'data-parallel' one stage on all workers; and replica counts, as '2-1'
-            or (2, 1), stages of these.
-        update_delay: of the replicated stages of a pipeline: 1 puts their updates behind the next forward.
-        all_workers: 'any' and 'pipeline' leave no worker without work.
-        recompute: which stages keep only their input between forward and backward, and do the forward again:
-            'never' any, 'auto' those that do not fit the memory otherwise, 'always' all.
+        in_flight: the depth, which is applied to the plan found at the paper's depth; memory is checked again.
+        shape: 'any' compares one worker, data parallelism and pipelines whose stages may be replicated; 'pipeline' has
+            at least two stages, if the model and the workers allow them; 'straight' has exactly one stage for each
+            worker; 'data-parallel' has one stage on all workers; replica counts, as '2-1' or (2, 1), give the replicas
+            of each stage.
+        update_delay: of a pipeline's replicated stages; 1 applies their updates after the next forward.
+        all_workers: 'any' and 'pipeline' leave no worker idle.
+        recompute: which stages keep only their input and repeat the forward before the backward: 'never' none, 'auto'
+            those that do not fit the memory otherwise, 'always' all.
 
     Raises:
-        PlanError: an unknown shape, more stages than the model can be cut into, more workers than there are, or
+        PlanError: an unknown shape, more stages than the model can be cut into, more workers than the cluster has, or
             nothing fits the memory at this depth.
     """
     check_recompute(recompute)
-    space = Space.of(
-        profile, cluster, versions=versions, update_delay=update_delay, microbatches=microbatches, holds=holds
+    space = SearchSpace.of(
+        profile, cluster, versions=versions, update_delay=update_delay, microbatches=microbatches, occupancy=occupancy
     )
 
-    def alike(space: Space, counts: tuple[int, ...]) -> Plan:
-        return with_bound(_of_counts(PipelineSearch.of(space, recompute), counts), space)
+    def equal_replicas(space: SearchSpace, counts: tuple[int, ...]) -> Plan:
+        return _with_bound(_plan_with_counts(PipelineSearch.of(space, recompute), counts), space)
 
-    def straight(space: Space) -> Plan:
-        found = PipelineSearch.of(space, recompute).straight()
+    def straight(space: SearchSpace) -> Plan:
+        found = PipelineSearch.of(space, recompute).best_straight()
         if found is None:
             raise PlanError("no straight pipeline fits")
         best = "best found" if space.spare_bytes else "optimal"
-        return with_bound(replace(found, note=f"{best} among straight pipelines"), space)
+        return _with_bound(replace(found, note=f"{best} among straight pipelines"), space)
 
-    def search(space: Space) -> Plan:
-        lines = PipelineSearch.of(space, recompute)
+    def search(space: SearchSpace) -> Plan:
+        searches = PipelineSearch.of(space, recompute)
         if shape in ("any", "pipeline"):
-            found = _fastest(lines, shape == "pipeline", all_workers)
+            found = _fastest(searches, shape == "pipeline", all_workers)
         elif shape == "data-parallel":
-            found = _parallel(lines)
+            found = _data_parallel(searches)
         elif shape == "straight":
-            found = _of_counts(lines, (1,) * cluster.workers)
+            found = _plan_with_counts(searches, (1,) * cluster.workers)
         else:
-            found = _of_counts(lines, counts_of(shape))
-        return with_bound(found, space)
+            found = _plan_with_counts(searches, parse_counts(shape))
+        return _with_bound(found, space)
 
     workers, longest = cluster.workers, len(space.positions) - 1
-    others: list[Callable[[Space], Plan]] = []
+    others: list[Callable[[SearchSpace], Plan]] = []
     if shape in ("any", "pipeline"):
         sizes = (stages for stages in range(2, min(longest, workers) + 1) if workers % stages == 0)
-        others = [partial(alike, counts=(workers // stages,) * stages) for stages in sizes]
+        others = [partial(equal_replicas, counts=(workers // stages,) * stages) for stages in sizes]
         others += [] if all_workers else [straight]
     try:
         found = _fitting(space, search, others)
     except ShortageError as error:
-        raise PlanError(f"{error}{_enough(space, (search, *others), error.need_bytes)}") from None
-    return space.at_depth(found, depth)
+        raise PlanError(f"{error}{_sufficient_memory(space, (search, *others), error.need_bytes)}") from None
+    return space.at_depth(found, in_flight)
 
 
-def _enough(space: Space, searches: Iterable[Callable[[Space], Plan]], need_bytes: int) -> str:
-    """Names a plan that would fit a little more memory than the least that a search knows of; '' if it finds none."""
+def _sufficient_memory(space: SearchSpace, searches: Iterable[Callable[[SearchSpace], Plan]], need_bytes: int) -> str:
+    """Names a plan that would fit if the workers had a little more memory; '' if a search finds none.
 
-    def more(memory_bytes: int | None) -> int | None:
+    The least that a search knows of leaves out messages, so the plan may need a little more than that.
+    """
+
+    def enlarged(memory_bytes: int | None) -> int | None:
         return None if memory_bytes is None else max(memory_bytes, need_bytes)
 
-    larger = replace(space, cluster=space.cluster.with_memory(more))
+    larger = replace(space, cluster=space.cluster.with_memory(enlarged))
     found: list[tuple[int, Plan]] = []
     for search in searches:
         with suppress(PlanError):
@@ -131,28 +135,30 @@ def _enough(space: Space, searches: Iterable[Callable[[Space], Plan]], need_byte
     return f"; the plan {_short(plan.config)} would fit {format_bytes(most)} ({most} bytes)"
 
 
-def _fitting(space: Space, search: Callable[[Space], Plan], others: Sequence[Callable[[Space], Plan]]) -> Plan:
-    """The plan of a search, with the messages that it makes a worker hold: known of a whole plan only.
+def _fitting(
+    space: SearchSpace, search: Callable[[SearchSpace], Plan], others: Sequence[Callable[[SearchSpace], Plan]]
+) -> Plan:
+    """The plan of a search, including the memory of its messages, which only a whole plan determines.
 
-    Where they are too much, the search is made again with some memory left free for them (`_spared`); and `others`,
-    narrower searches, are made too, for what is left free is the same at every stage. The first search still tells how
-    fast a plan could be.
+    If the messages do not fit, the search is repeated with some memory kept free for them (`_with_spare_memory`). As
+    every stage keeps the same amount free, the narrower searches of `others` are tried too. The bound is still that of
+    the first search.
     """
     least = space.with_bytes(search(space))
     if least.overfull is None:
         return least
-    found = [plan for how in (search, *others) for plan in _spared(space, how)]
+    found = [plan for how in (search, *others) for plan in _with_spare_memory(space, how)]
     fitting = [plan for plan in found if plan.overfull is None]
-    if not fitting:  # the depth of the one that comes nearest is refused, by what it needs
+    if not fitting:  # the caller refuses the one that comes nearest, naming what it needs
         return min((least, *found), key=lambda plan: _missing_bytes(space, plan))
     best = min(fitting, key=lambda plan: (plan.period_s, plan.slowest_stage_s))
     return replace(best, bound_s=min(least.bound_s, best.slowest_stage_s))
 
 
-def _spared(space: Space, search: Callable[[Space], Plan]) -> Iterator[Plan]:
-    """Yields plans of a search, with more and more memory left free for messages until one fits, then less.
+def _with_spare_memory(space: SearchSpace, search: Callable[[SearchSpace], Plan]) -> Iterator[Plan]:
+    """Yields plans of a search, keeping more and more memory free for messages until one fits, then less.
 
-    Free is first what is missing, then twice as much each time; where nothing is found so, less.
+    The first attempt keeps free what is missing, and each further one doubles that. Bisection then looks for less.
     """
 
     def tried(spare_bytes: int) -> Plan | None:
@@ -170,7 +176,7 @@ def _spared(space: Space, search: Callable[[Space], Plan]) -> Iterator[Plan]:
         found = tried(enough)
     if found is not None:
         yield found
-    for _ in range(_STEPS if enough else 0):
+    for _ in range(_SPARE_STEPS if enough else 0):
         middle = (too_little + enough) // 2
         found = tried(middle)
         if found is not None:
@@ -181,88 +187,88 @@ def _spared(space: Space, search: Callable[[Space], Plan]) -> Iterator[Plan]:
             enough = middle
 
 
-def _missing_bytes(space: Space, plan: Plan) -> int:
+def _missing_bytes(space: SearchSpace, plan: Plan) -> int:
     limits = [space.memory_bytes(plan, s) for s in range(len(plan.stages))]
     return max(stage.peak_bytes - (limit or stage.peak_bytes) for stage, limit in zip(plan.stages, limits, strict=True))
 
 
-def counts_of(shape: str | tuple[int, ...]) -> tuple[int, ...]:
-    """Reads replica counts: '2-1' or (2, 1). Raises PlanError."""
+def parse_counts(shape: str | tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the replica counts of a shape, '2-1' or (2, 1). Raises PlanError."""
     try:
         counts = tuple(int(part) for part in (shape.split("-") if isinstance(shape, str) else shape))
     except ValueError:
         counts = ()
     if not counts or min(counts) < 1:
-        raise PlanError(
-            f"shape {shape!r} is not known; write {', '.join(SHAPES)} or the replicas of each stage as in 2-1"
-        )
+        raise PlanError(f"unknown shape {shape!r}; give {', '.join(SHAPES)}, or the replicas of each stage, e.g. 2-1")
     return counts
 
 
-def _parallel(lines: PipelineSearch) -> Plan:
-    workers = lines.workers
-    found = lines.whole((workers,)) or refuse(lines.shortage_of_counts((workers,)), "data-parallel plans")
-    return replace(found, note=f"data parallelism was asked{_beside(found, lines, (1,))}")
+def _data_parallel(searches: PipelineSearch) -> Plan:
+    workers = searches.workers
+    found = searches.best_single_stage((workers,)) or refuse(
+        searches.shortage_of_counts((workers,)), "data-parallel plans"
+    )
+    return replace(found, note=f"data parallelism was asked for{_comparison(found, searches, (1,))}")
 
 
-def _of_counts(lines: PipelineSearch, counts: tuple[int, ...]) -> Plan:
-    """The best plan with these replicas of its stages."""
+def _plan_with_counts(searches: PipelineSearch, counts: tuple[int, ...]) -> Plan:
+    """The best plan whose stages have these replicas."""
     is_straight = max(counts) == 1
     kind, sizes = ("straight pipeline", f" of {len(counts)} stages") if is_straight else ("plan", f" {_config(counts)}")
-    _check_counts(lines.space, counts, f"a {kind}{sizes}")
-    found = lines.of_counts(counts) or refuse(lines.shortage_of_counts(counts), f"{kind}s{sizes}")
-    rivals = [] if is_straight else [lines.straight()]
-    kinds = f"{kind}s{sizes}{lines.where}"
-    best = "best found" if lines.space.spare_bytes else "optimal"
-    return replace(found, note=f"{best} among {kinds}{_beside(found, lines, (lines.workers,), rivals)}")
+    _check_counts(searches.space, counts, f"a {kind}{sizes}")
+    found = searches.best_with_counts(counts) or refuse(searches.shortage_of_counts(counts), f"{kind}s{sizes}")
+    rivals = [] if is_straight else [searches.best_straight()]
+    kinds = f"{kind}s{sizes}{searches.order_note}"
+    best = "best found" if searches.space.spare_bytes else "optimal"
+    return replace(found, note=f"{best} among {kinds}{_comparison(found, searches, (searches.workers,), rivals)}")
 
 
-def _fastest(lines: PipelineSearch, as_pipeline: bool, all_workers: bool) -> Plan:
-    """The fastest plan of all, or of those with several stages where there can be any."""
-    workers = lines.workers
-    one = lines.whole((workers,) if all_workers else range(1, workers + 1))
-    longest = min(len(lines.space.positions) - 1, workers)
+def _fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool) -> Plan:
+    """The fastest plan of all; with `as_pipeline`, of those with several stages, if there can be any."""
+    workers = searches.workers
+    one = searches.best_single_stage((workers,) if all_workers else range(1, workers + 1))
+    longest = min(len(searches.space.positions) - 1, workers)
     if longest < 2:
-        found = one or refuse(lines.shortage_of_counts((workers,)), "plans of one stage")
+        found = one or refuse(searches.shortage_of_counts((workers,)), "plans of one stage")
         if workers == 1:
             return replace(found, note="one worker")
-        note = f"the model cannot be cut; fastest of its plans of one stage{_beside(found, lines, (workers, 1))}"
+        note = f"the model cannot be cut; fastest of its plans of one stage{_comparison(found, searches, (workers, 1))}"
         return replace(found, note=note)
 
-    pipeline, straight = lines.pipeline(all_workers), lines.straight()
+    pipeline, straight = searches.best_pipeline(all_workers), searches.best_straight()
     sizes = "2" if longest == 2 else f"2 to {longest}"
     kinds = f"pipelines of {sizes} stages{f' on {workers} workers' if all_workers else ''}"
     if as_pipeline:
-        found = pipeline or refuse(lines.shortage_of_pipelines(all_workers), kinds)
-        best = f"{lines.best} among {kinds}{lines.where}"
-        return replace(found, note=f"{best}{_beside(found, lines, (workers,), [straight])}")
-    # One stage sends nothing over boundaries, so it comes first and wins ties.
+        found = pipeline or refuse(searches.shortage_of_pipelines(all_workers), kinds)
+        best = f"{searches.optimality} among {kinds}{searches.order_note}"
+        return replace(found, note=f"{best}{_comparison(found, searches, (workers,), [straight])}")
+    # A single stage sends nothing to another, so it comes first and wins ties.
     best_of_all = min((found for found in (one, pipeline) if found is not None), key=_seconds, default=None)
     kinds = f"{'' if all_workers else 'one worker, '}data parallelism and {kinds}"
     if best_of_all is None:
         short = min(
-            lines.shortage_of_counts((workers,)),
-            lines.shortage_of_pipelines(all_workers),
+            searches.shortage_of_counts((workers,)),
+            searches.shortage_of_pipelines(all_workers),
             key=lambda shortage: shortage.missing_bytes,
         )
         refuse(short, f"plans ({kinds})")
     bounds = [found.bound_s for found in (one, pipeline) if found is not None]
     found = replace(best_of_all, bound_s=min(bounds))
-    beside = _beside(found, lines, (workers, 1), [pipeline, straight])
-    return replace(found, note=f"fastest predicted among {kinds}{lines.where}{beside}")
+    others = _comparison(found, searches, (workers, 1), [pipeline, straight])
+    return replace(found, note=f"fastest predicted among {kinds}{searches.order_note}{others}")
 
 
-def _check_counts(space: Space, counts: tuple[int, ...], what: str) -> None:
+def _check_counts(space: SearchSpace, counts: tuple[int, ...], what: str) -> None:
     workers, longest = space.cluster.workers, len(space.positions) - 1
     if sum(counts) > workers:
         raise PlanError(
-            f"{what} was asked, it takes {sum(counts)} workers, the cluster has {workers}; ask for fewer or give more "
+            f"{what} was asked for: it takes {sum(counts)} workers, the cluster has {workers}; ask for fewer or give more "
             "workers"
         )
     if len(counts) > longest:
         raise PlanError(
-            f"{what} was asked, the model's {len(space.profile.layers)} layers can be cut at {longest - 1} places; ask "
-            f"for at most {longest} stages, or profile it in finer layers"
+            f"{what} was asked for: the model's {len(space.profile.layers)} layers can be cut at {longest - 1} places; "
+            f"ask for at most {longest} stages, or profile the model in finer layers"
         )
 
 
@@ -274,11 +280,13 @@ def _config(counts: tuple[int, ...]) -> str:
     return "-".join(map(str, counts))
 
 
-def _beside(best: Plan, lines: PipelineSearch, ones: Iterable[int], pipelines: Iterable[Plan | None] = ()) -> str:
-    """What the next best kinds would take: one stage on so many workers, and pipelines that were found."""
-    rivals = {str(count): lines.whole((count,)) for count in ones}
+def _comparison(
+    best: Plan, searches: PipelineSearch, ones: Iterable[int], pipelines: Iterable[Plan | None] = ()
+) -> str:
+    """What the alternatives would take: one stage on each count of workers in `ones`, and the given pipelines."""
+    rivals = {str(count): searches.best_single_stage((count,)) for count in ones}
     rivals |= {plan.config: plan for plan in pipelines if plan is not None}
-    told = [""]
+    parts = [""]
     for config, plan in rivals.items():
         if config == best.config:
             continue
@@ -287,11 +295,40 @@ def _beside(best: Plan, lines: PipelineSearch, ones: Iterable[int], pipelines: I
         if set(counts) == {"1"}:
             what = "one worker" if len(counts) == 1 else f"a straight pipeline of {len(counts)} stages"
         if plan is None:
-            told.append(f"{what} does not fit the memory")
+            parts.append(f"{what} does not fit the memory")
         else:
-            told.append(f"{what} is predicted at {format_seconds(plan.slowest_stage_s)} per minibatch")
-    return "; ".join(told)
+            parts.append(f"{what} is predicted at {format_seconds(plan.slowest_stage_s)} per minibatch")
+    return "; ".join(parts)
 
 
 def _short(config: str) -> str:
     return config if len(config) <= 60 else f"{config[:57]}..."
+
+
+def _with_bound(plan: Plan, space: SearchSpace) -> Plan:
+    """Returns a plan that a search of the space found, with its proven bound (`Plan.bound_s`), which the note mentions.
+
+    If the space is complete, the bound is the one that the search proved. Otherwise it is `least_period_s`.
+    """
+    graph, cuts = space.profile.graph, len(space.positions) - 2
+    period_s = plan.slowest_stage_s
+    if space.is_complete:
+        if space.spare_bytes:
+            return plan  # the best only of those that keep so much memory free
+        is_chain = graph.edges == LayerGraph.chain(graph.layers).edges
+        if is_chain or plan.bound_s < period_s:
+            return plan
+        return replace(plan, note=f"{plan.note}; optimal: the {cuts} cuts of the graph that can matter were all tried")
+    bound_s = min(least_period_s(space), period_s)
+    if bound_s == period_s:
+        proved = "optimal, for no plan can be faster"
+    else:
+        proved = f"{format_excess(period_s / bound_s - 1)} of a proven bound" if bound_s else "nothing is proved"
+    return replace(plan, bound_s=bound_s, note=f"{plan.note}; {cuts} of the graph's cuts were tried: {proved}")
+
+
+def least_period_s(space: SearchSpace) -> float:
+    """Returns seconds per minibatch that no plan can beat: all compute, divided evenly by the workers' speeds."""
+    end = len(space.profile.layers)
+    seconds = (*space.passes_s(0, end), float(space.update_s(0, end)))
+    return float(sum(seconds)) / sum(space.cluster.speeds)

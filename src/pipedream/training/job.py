@@ -17,7 +17,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import Phase, phases_text
 from pipedream.options import TrainingOptions
-from pipedream.planner import SHAPES, counts_of
+from pipedream.planner import SHAPES, parse_counts
 from pipedream.recipe import Recipe, blaming
 from pipedream.runtime.comm import process_group as process_group
 from pipedream.runtime.data.batch_adapter import BatchAdapter
@@ -257,7 +257,7 @@ def _workers(options: TrainingOptions, resumed: ResumePoint | None, processes: i
     if options.plan is not None:
         config, planned = options.plan.config, options.plan.workers
     elif options.shape not in SHAPES:
-        counts = counts_of(options.shape)
+        counts = parse_counts(options.shape)
         config, planned = "-".join(map(str, counts)), sum(counts)
     elif requested is None and resumed is not None and processes == 1:
         requested = resumed.page.plan.workers

@@ -14,7 +14,7 @@ from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import StageOccupancy, occupancy
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.units import format_bytes, format_seconds
-from pipedream.planner import Score, Space
+from pipedream.planner import Score, SearchSpace
 from pipedream.verifier import Proof, verify
 from pipedream.workflows.methods import asked_of, occupancy_of, refuse_visitors, score
 
@@ -141,11 +141,11 @@ def _renewed(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple
             "profile of the plan's model, or plan again from it"
         )
     downsets = _downsets(plan, profile, part_ties=built.flushes)
-    space = Space.of(
+    space = SearchSpace.of(
         profile,
         plan.cluster,
         microbatches=plan.microbatches,
-        holds=occupancy_of(plan.schedule, plan.microbatches, built.updates.compensation),
+        occupancy=occupancy_of(plan.schedule, plan.microbatches, built.updates.compensation),
         downsets=downsets,
     )
     places = [space.downsets.index(downset) for downset in (0, *downsets)]

@@ -69,7 +69,7 @@ def lay_out(
             f"{profile.batch} samples; profile larger minibatches, or ask for fewer microbatches"
         )
     plan = replace(plan, schedule=built.name, microbatches=m, note=note)
-    space = planner.Space.of(profile, cluster, holds=occupancy_of(schedule, m), microbatches=m)
+    space = planner.SearchSpace.of(profile, cluster, occupancy=occupancy_of(schedule, m), microbatches=m)
     plan = space.with_bytes(plan)
     refuse_overfull(plan)
     refuse_visitors(replace(built, plan=plan))

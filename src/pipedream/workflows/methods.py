@@ -182,8 +182,8 @@ def for_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | 
     if built.microbatches == 1:
         return replace(plan, schedule=built.name)
     if microbatches is None:
-        space = planner.Space.of(
-            profile, plan.cluster, holds=occupancy_of(schedule, built.microbatches), microbatches=built.microbatches
+        space = planner.SearchSpace.of(
+            profile, plan.cluster, occupancy=occupancy_of(schedule, built.microbatches), microbatches=built.microbatches
         )
         plan = space.with_bytes(plan)
     # The search's seconds have an update each round of the replicas; these update once a minibatch.
@@ -210,7 +210,7 @@ def plan_of_file(
     Args:
         name: of the file.
         microbatches: if given, as many as the file has.
-        cuts: by hand, see `pipedream.planner.by_hand`.
+        cuts: by hand, see `pipedream.planner.manual_plan`.
         depth: of the plan, by which receives are posted ahead; the order is the file's.
         recompute: see `pipedream.plan`.
 
@@ -231,10 +231,12 @@ def plan_of_file(
     rule = occupancy_of(name)
     if cuts is None:
         found = planner.plan(
-            profile, line, holds=rule, microbatches=parts, depth=depth, shape="straight", recompute=recompute
+            profile, line, occupancy=rule, microbatches=parts, in_flight=depth, shape="straight", recompute=recompute
         )
     else:
-        found = planner.by_hand(profile, line, cuts, holds=rule, microbatches=parts, depth=depth, recompute=recompute)
+        found = planner.manual_plan(
+            profile, line, cuts, occupancy=rule, microbatches=parts, in_flight=depth, recompute=recompute
+        )
     if len(found.stages) != stages:
         raise PlanError(
             f"schedule {name!r} has {stages} stages, the cuts make {len(found.stages)}; give one cut between each two"

@@ -85,7 +85,7 @@ def plan(
         return lay_out(known, cluster, schedule, chunks=chunks, microbatches=microbatches, recompute=always)
     if schedules.is_torch_csv(schedule):
         if isinstance(shape, tuple) or shape not in planner.SHAPES:
-            planner.counts_of(shape)  # refuses what are no counts
+            planner.parse_counts(shape)  # refuses what are no counts
         return plan_of_file(known, cluster, schedule, microbatches, cuts, depth=in_flight, recompute=recompute)
     return _search(known, cluster, schedule, cuts=cuts, all_workers=all_workers, **search)
 
@@ -124,7 +124,7 @@ def _search(
     all_workers: bool,
 ) -> Plan:
     """Returns the fastest plan for a method, or the plan with these cuts."""
-    counts = None if isinstance(shape, str) and shape in planner.SHAPES else planner.counts_of(shape)
+    counts = None if isinstance(shape, str) and shape in planner.SHAPES else planner.parse_counts(shape)
     method = schedules.properties_of(schedule)
     if method.recomputes:
         recompute = "always"
@@ -133,13 +133,13 @@ def _search(
         rule = occupancy_of(schedule, parts)
         how: dict[str, Any] = {
             "microbatches": parts,
-            "depth": in_flight,
+            "in_flight": in_flight,
             "update_delay": update_delay,
             "recompute": recompute,
         }
         if cuts is not None:
-            return planner.by_hand(profile, cluster, cuts, counts, holds=rule, part_ties=method.flushes, **how)
-        return planner.plan(profile, cluster, holds=rule, shape=shape, all_workers=all_workers, **how)
+            return planner.manual_plan(profile, cluster, cuts, counts, occupancy=rule, part_ties=method.flushes, **how)
+        return planner.plan(profile, cluster, occupancy=rule, shape=shape, all_workers=all_workers, **how)
 
     found = for_method(planned(microbatches or 1), profile, schedule, microbatches)
     if microbatches is None and found.overfull is not None:  # again, with the microbatches of the method
@@ -181,7 +181,7 @@ def choose(
         occupancy_of,
         shape=shape,
         microbatches=microbatches,
-        depth=in_flight,
+        in_flight=in_flight,
         update_delay=update_delay,
         all_workers=all_workers,
         recompute=recompute,
@@ -207,4 +207,4 @@ def classic(
     Raises:
         PlanError: see `pipedream.planner.classic`.
     """
-    return planner.classic(profile, cluster, straight=straight, versions=versions_of(schedule), depth=in_flight)
+    return planner.classic(profile, cluster, straight=straight, versions=versions_of(schedule), in_flight=in_flight)

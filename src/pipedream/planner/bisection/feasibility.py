@@ -1,52 +1,51 @@
-"""What the stages of a space need on a line: how few workers for a period, and how much they may hold in flight."""
+"""What the stages of a space need on a line: how few workers for a period, and how many microbatches fit in flight."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from pipedream.planner.bisection.lower_bounds import Pairs, Relaxed, period_s
-from pipedream.planner.tables.search_space import Space
+from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
+from pipedream.planner.bisection.lower_bounds import RelaxedLine, StageCosts, period_s
+from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.planner.workers.worker_line import WorkerLine
 
-__all__ = ["Needs", "Period"]
+__all__ = ["PeriodNeeds", "StageNeeds"]
 
 
 @dataclass(frozen=True, eq=False)
-class Needs:
-    """The stages of pipelines of two stages or more, in a table of places by places.
+class StageNeeds:
+    """The stages that pipelines of at least two stages may have, and what each needs.
 
     Attributes:
-        space, line: as given.
-        places: indices of layers where a stage may begin or end.
-        index: row of each stage in `pairs`, by its places; -1 where there is none.
-        pairs: the stages, without and with (the key) doing their forward again.
+        places: the positions of the space: where a stage may begin or end.
+        index: the index of each stage in `costs`, as [from, to]; -1 where there is no stage.
+        costs: of the stages, without and with (the key) recomputation.
     """
 
-    space: Space
+    space: SearchSpace
     line: WorkerLine
-    places: Any
-    index: Any
-    pairs: dict[bool, Pairs]
-    relaxed: Relaxed
-    _held: dict[tuple[int, int, bool], Any] = field(default_factory=dict)
+    places: IntArray
+    index: IntArray
+    costs: dict[bool, StageCosts]
+    relaxed: RelaxedLine
+    _in_flight: dict[tuple[int, int, bool], IntArray] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, space: Space, line: WorkerLine, recompute: str) -> Needs:
-        """Returns the needs of a space on a line. `recompute` is one of `recurrence.RECOMPUTE`."""
+    def of(cls, space: SearchSpace, line: WorkerLine, recompute: str) -> StageNeeds:
+        """Returns the needs of a space on a line; `recompute` is one of `recurrence.RECOMPUTE`."""
         places = np.array(space.positions)
-        allowed = space.precede.copy()
+        allowed = space.precedes.copy()
         allowed[0, -1] = False
         index = np.full(allowed.shape, -1)
         index[allowed] = np.arange(allowed.sum())
         ways = {"never": (False,), "always": (True,), "auto": (False, True) if line.cluster.is_limited else (False,)}[
             recompute
         ]
-        pairs = {again: Pairs.of(space, places, allowed, again) for again in ways}
-        return cls(space, line, places, index, pairs, Relaxed(line))
+        costs = {recompute: StageCosts.of(space, places, allowed, recompute) for recompute in ways}
+        return cls(space, line, places, index, costs, RelaxedLine(line))
 
     @property
     def workers(self) -> int:
@@ -56,54 +55,57 @@ class Needs:
     @property
     def work_s(self) -> float:
         """Seconds of the whole model on one worker of speed 1."""
-        again = min(self.pairs)
+        recompute = min(self.costs)
         end = int(self.places[-1])
         forward_s, backward_s = self.space.passes_s(0, end)
-        return float(forward_s * (1 + again) + backward_s + self.space.update_s(0, end))
+        return float(forward_s * (1 + recompute) + backward_s + self.space.update_s(0, end))
 
     @property
     def smallest_s(self) -> float:
-        """The least seconds above zero that a stage computes: where the search begins if nothing else is known."""
-        compute_s = self.pairs[min(self.pairs)].compute_s
+        """A period, above zero, that is short enough to begin the search with if nothing else is known."""
+        compute_s = self.costs[min(self.costs)].compute_s
         above = compute_s[compute_s > 0]
         return float(above.min() if len(above) else 1.0) / (4 * self.workers * max(self.line.cluster.speeds))
 
-    def at(self, period: float, low: Period | None = None, high: Period | None = None) -> Period:
-        """Returns what a period needs; `low` and `high` are of a shorter and a longer one that are known."""
-        alone, more = {}, {}
-        fastest_s = period * max(self.line.cluster.speeds)  # of work, in a period
-        for again, pairs in self.pairs.items():
-            count = len(pairs.first)
-            # A stage has at least the workers that its work takes, and leaves those that all other work takes.
-            few = np.ceil(pairs.compute_s / fastest_s * (1 - 1e-12))
-            rest = (self.work_s - self.pairs[min(self.pairs)].compute_s) / fastest_s
+    def for_period(self, period: float, low: PeriodNeeds | None = None, high: PeriodNeeds | None = None) -> PeriodNeeds:
+        """Returns what a period needs; `low` and `high` are the known needs of a shorter and of a longer period."""
+        alone, several = {}, {}
+        fastest_s = period * max(self.line.cluster.speeds)  # seconds of work that a worker does in a period
+        for recompute, costs in self.costs.items():
+            count = len(costs.first)
+            # A stage needs at least the workers for its own work, and must leave those for all other work.
+            few = np.ceil(costs.compute_s / fastest_s * (1 - 1e-12))
+            rest = (self.work_s - self.costs[min(self.costs)].compute_s) / fastest_s
             useful = np.floor(self.workers - rest * (1 - 1e-12) + 1e-9).astype(int)
-            alone[again] = self._alone_s[again] <= period
-            least = np.maximum(few.astype(int), 2 if high is None else high.more[again])
-            most = np.full(count, self.workers + 1) if low is None else low.more[again]
-            more[again] = least
+            alone[recompute] = self._alone_s[recompute] <= period
+            least = np.maximum(few.astype(int), 2 if high is None else high.several[recompute])
+            most = np.full(count, self.workers + 1) if low is None else low.several[recompute]
+            several[recompute] = least
             if not np.isinf(period):
-                more[again] = self.relaxed.least(pairs, period, least, most, useful)
-        return Period(self, period, alone, more)
+                several[recompute] = self.relaxed.fewest_workers(costs, period, least, most, useful)
+        return PeriodNeeds(self, period, alone, several)
 
     @cached_property
-    def _alone_s(self) -> dict[bool, Any]:
+    def _alone_s(self) -> dict[bool, FloatArray]:
         how = self.line.cluster.sums
-        return {again: period_s(pairs, self.relaxed.at(1), how) for again, pairs in self.pairs.items()}
+        return {
+            recompute: period_s(costs, self.relaxed.sites(np.array(1)), how) for recompute, costs in self.costs.items()
+        }
 
-    def held(self, memory_bytes: float, replicas: int, again: bool) -> Any:
-        """Returns for each stage the most in flight that so many replicas have the memory for, at most all workers.
+    def most_in_flight(self, memory_bytes: float, replicas: int, recompute: bool) -> IntArray:
+        """Returns the most in flight that each stage's replicas have the memory for, up to the number of workers.
 
-        Two replicas need the most, for their share of a minibatch is the largest, and as many as there are the least.
+        Of several replicas, two need the most memory, because their share of a minibatch is the largest, and as many
+        as there are workers need the least.
         """
-        key = int(min(memory_bytes, 2**62)), replicas, again
-        if key not in self._held:
-            self._held[key] = self._most_held(memory_bytes, replicas, again)
-        return self._held[key]
+        key = int(min(memory_bytes, 2**62)), replicas, recompute
+        if key not in self._in_flight:
+            self._in_flight[key] = self._find_most_in_flight(memory_bytes, replicas, recompute)
+        return self._in_flight[key]
 
-    def _most_held(self, memory_bytes: float, replicas: int, again: bool) -> Any:
-        pairs, update_delay = self.pairs[again], self.space.update_delay if replicas > 1 else 0
-        first, last = self.places[pairs.first], self.places[pairs.last]
+    def _find_most_in_flight(self, memory_bytes: float, replicas: int, recompute: bool) -> IntArray:
+        costs, update_delay = self.costs[recompute], self.space.update_delay if replicas > 1 else 0
+        first, last = self.places[costs.first], self.places[costs.last]
         most = np.full(len(first), self.workers)
         if np.isinf(memory_bytes):
             return most
@@ -112,7 +114,7 @@ class Needs:
             middle = (low[open_] + high[open_]) // 2
             for held in np.unique(middle):
                 some = open_[middle == held]
-                need = self.space.need_bytes(first[some], last[some], int(held), update_delay, again, replicas)
+                need = self.space.need_bytes(first[some], last[some], int(held), update_delay, recompute, replicas)
                 fits = need + self.space.spare_bytes <= memory_bytes
                 low[some[fits]] = held
                 high[some[~fits]] = held
@@ -120,60 +122,74 @@ class Needs:
 
 
 @dataclass(frozen=True, eq=False)
-class Period:
+class PeriodNeeds:
     """What a period needs.
 
     Attributes:
-        needs: of the stages.
         period: in seconds.
-        alone: which stages one worker runs within it, without and with (the key) doing their forward again.
-        more: the fewest workers of each, 2 or more; one more than there are if none, or if they leave too few for
-            the other layers.
+        alone: which stages one worker runs within the period, without and with (the key) recomputation.
+        several: the fewest workers, 2 or more, that run each stage within it; one more than exist if no count is
+            enough, or if it leaves too few for the other layers.
     """
 
-    needs: Needs
+    needs: StageNeeds
     period: float
-    alone: dict[bool, Any]
-    more: dict[bool, Any]
+    alone: dict[bool, BoolArray]
+    several: dict[bool, IntArray]
 
     @cached_property
-    def able(self) -> Any:
-        """Which stages some count of workers may run within it."""
-        return np.any([self.alone[again] | (self.more[again] <= self.needs.workers) for again in self.needs.pairs], 0)
+    def feasible(self) -> BoolArray:
+        """Which stages some count of workers can run within the period."""
+        feasible: BoolArray = np.any(
+            [self.alone[recompute] | (self.several[recompute] <= self.needs.workers) for recompute in self.needs.costs],
+            0,
+        )
+        return feasible
 
-    def fewest(self) -> Any:
-        """Returns the fewest workers that run the layers from each place on, a large number if they are too few."""
+    def fewest_workers(self) -> IntArray:
+        """Returns the fewest workers that run the layers from each place on; a large number if there are too few."""
         needs, workers = self.needs, self.needs.workers
         memory = needs.line.memory_bytes
         far = self._far
         found = np.full(len(needs.places), far)
         found[-1] = 0
         tables = []
-        for again in needs.pairs:
-            rows = [np.where(self.alone[again], 1, far), np.where(self.more[again] > workers, far, self.more[again])]
+        for recompute in needs.costs:
+            rows = [
+                np.where(self.alone[recompute], 1, far),
+                np.where(self.several[recompute] > workers, far, self.several[recompute]),
+            ]
             rows[0] = rows[0] if memory is not None else np.minimum(*rows)
-            held = [needs.held(memory, count, again) for count in (1, max(workers, 2))] if memory is not None else []
-            tables.append([self._square(row) for row in (*rows, *held)])
+            fitting = (
+                [needs.most_in_flight(memory, count, recompute) for count in (1, max(workers, 2))]
+                if memory is not None
+                else []
+            )
+            tables.append([self._square(row) for row in (*rows, *fitting)])
         for i in range(len(found) - 2, -1, -1):
-            behind = found[i + 1 :]
+            after = found[i + 1 :]
             best = far
-            for one, many, *held in tables:
+            for one, many, *fitting in tables:
                 counts = one[i, i + 1 :]
-                if held:
-                    counts = np.where(behind + 1 <= held[0][i, i + 1 :], counts, far)
-                    room = held[1][i, i + 1 :]
-                    shared = np.maximum(many[i, i + 1 :], np.maximum(behind - 1, 0) // np.maximum(room - 1, 1) + 1)
-                    counts = np.minimum(counts, np.where((room >= 2) | ((behind == 0) & (room >= 1)), shared, far))
-                best = min(best, int((counts + behind).min()))
+                if fitting:
+                    counts = np.where(after + 1 <= fitting[0][i, i + 1 :], counts, far)
+                    room = fitting[1][i, i + 1 :]
+                    shared = np.maximum(many[i, i + 1 :], np.maximum(after - 1, 0) // np.maximum(room - 1, 1) + 1)
+                    counts = np.minimum(counts, np.where((room >= 2) | ((after == 0) & (room >= 1)), shared, far))
+                best = min(best, int((counts + after).min()))
             found[i] = min(best, far)
         return found
 
-    def ahead(self) -> Any:
-        """Returns the fewest workers that run the layers up to each place, whatever their memory holds."""
+    def fewest_before(self) -> IntArray:
+        """Returns the fewest workers that run the layers before each place, ignoring memory."""
         far = self._far
         ways = [
-            np.where(self.alone[again], 1, np.where(self.more[again] > self.needs.workers, far, self.more[again]))
-            for again in self.needs.pairs
+            np.where(
+                self.alone[recompute],
+                1,
+                np.where(self.several[recompute] > self.needs.workers, far, self.several[recompute]),
+            )
+            for recompute in self.needs.costs
         ]
         table = self._square(np.minimum.reduce(ways))
         found = np.full(len(self.needs.places), far)
@@ -184,9 +200,10 @@ class Period:
 
     @property
     def _far(self) -> int:
-        """Stands for too many workers: more than there are, with room to be added up."""
+        """Stands for too many workers: more than exist, even if added up."""
         return 4 * self.needs.workers + 4
 
-    def _square(self, row: Any) -> Any:
+    def _square(self, row: IntArray) -> IntArray:
+        """A row of numbers of the stages as a table [from, to]."""
         table = np.append(row, self._far if row.dtype != bool else False)
         return table[self.needs.index]

@@ -1,1 +1,1 @@
-"""Where a graph of layers may be cut."""
+"""The cuts of a graph of layers, and which of them are searched."""

@@ -1,8 +1,9 @@
-"""Where a graph may be cut: the sets of layers that hold, with a layer, all that it reads from (downsets).
+"""Where a graph may be cut: at its downsets, the sets of layers that contain, with a layer, everything that it reads.
 
-A stage is the difference of two downsets, a plan a chain of them from nothing to all layers (Tarnawski and others 2020
-call them ideals). Across a cut goes each output that a layer behind it still reads, once, however many read it; one
-that is read two stages on is relayed, so it crosses both boundaries. An output that nobody reads stays where it is.
+A stage is the difference of two downsets, and a plan a chain of them from no layers to all (Tarnawski and others 2020
+call them ideals). Each output that a layer after the cut still reads crosses the cut once, however many layers read it.
+An output that is read two stages later is relayed, so it crosses both boundaries. An output that nobody reads is not
+sent.
 
 Sets are the bits of an int: bit i for layer i of the graph's order.
 """
@@ -19,17 +20,17 @@ import numpy as np
 
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.graph_txt import in_order
+from pipedream.planner.arrays import BoolArray, IntArray
 
-__all__ = ["Lattice", "bits", "rows"]
+__all__ = ["Lattice", "bit_indices", "bool_rows"]
 
 
 @dataclass(frozen=True, eq=False)
 class Lattice:
-    """The downsets of a graph that part no layers that share a parameter.
+    """The downsets of a graph that do not separate layers that share a parameter.
 
     Attributes:
-        graph: as given.
-        groups: the layers that stay in one stage, as sets: one layer each, but for ties, with what lies between them.
+        groups: the sets of layers that stay in one stage: single layers, and tied layers with all layers between them.
     """
 
     graph: LayerGraph
@@ -37,27 +38,27 @@ class Lattice:
 
     @classmethod
     def of(cls, graph: LayerGraph) -> Lattice:
-        """Returns the lattice of a graph, its groups in an order in which they can run."""
+        """Returns the lattice of a graph, with its groups in an order in which they can run."""
         count = len(graph.layers)
         if not graph.ties:
             return cls(graph, tuple(1 << i for i in range(count)))
         joined = list(graph.edges)
         for tied in graph.ties:
-            joined += [(tied[i - 1], tied[i]) for i in range(len(tied))]  # around: each is reached from each
-        behind = [0] * count
+            joined += [(tied[i - 1], tied[i]) for i in range(len(tied))]  # a cycle, so that each reaches each
+        reached = [0] * count
         changed = True
         while changed:
             changed = False
             for source, target in reversed(joined):
-                found = behind[source] | behind[target] | 1 << target
-                changed |= found != behind[source]
-                behind[source] = found
+                found = reached[source] | reached[target] | 1 << target
+                changed |= found != reached[source]
+                reached[source] = found
         groups = []
         for i in range(count):
-            group = 1 << i | sum(1 << j for j in bits(behind[i]) if behind[j] >> i & 1 and j != i)
+            group = 1 << i | sum(1 << j for j in bit_indices(reached[i]) if reached[j] >> i & 1 and j != i)
             if not group & (1 << i) - 1:
                 groups.append(group)
-        owner = {i: g for g, group in enumerate(groups) for i in bits(group)}
+        owner = {i: g for g, group in enumerate(groups) for i in bit_indices(group)}
         edges = {(owner[a], owner[b]) for a, b in graph.edges if owner[a] != owner[b]}
         return cls(graph, tuple(groups[g] for g in in_order(len(groups), sorted(edges))))
 
@@ -80,7 +81,7 @@ class Lattice:
         found: list[int] = []
         for read in self.reads:
             past = read
-            for g in {self.owner[i] for i in bits(read)}:
+            for g in {self.owner[i] for i in bit_indices(read)}:
                 past |= found[g] | self.groups[g]
             found.append(past)
         return tuple(found)
@@ -94,14 +95,15 @@ class Lattice:
         return tuple(found)
 
     def downsets(self, most: int, free: Collection[int] = ()) -> list[int] | None:
-        """Returns all downsets, smaller ones first, or None where there are more than `most`.
+        """Returns all downsets, smaller ones first, or None if there are more than `most`.
 
-        Each group in turn is added to each downset of those before it that holds what it reads. Where a group is
-        before or behind every other one, only the downset of all before it can go on: so chains take linear time.
+        Each group in turn is added to each downset of the earlier groups that contains what it reads. If a group is
+        before or after every other one, only the downset of all earlier groups can be extended, so a chain takes linear
+        time.
 
         Args:
-            most: to find.
-            free: groups that are in each downset that holds what they read.
+            most: the limit.
+            free: groups that every downset contains that contains what they read.
         """
         passed: list[int] = []
         active = [0]
@@ -121,12 +123,12 @@ class Lattice:
 
     @property
     def is_chain(self) -> bool:
-        """Whether its downsets are those of one order: each group is before or behind every other one."""
+        """Whether there is only one order: each group is before or after every other one."""
         return all(self._meets)
 
     @cached_property
     def _meets(self) -> list[bool]:
-        """Whether a group is before or behind every other one."""
+        """For each group, whether it is before or after every other one."""
         around = zip(self.past, self.groups, self.future, strict=True)
         return [past | group | future == self.everything for past, group, future in around]
 
@@ -135,63 +137,64 @@ class Lattice:
         """The layers that run only after each group."""
         found = [0] * len(self.groups)
         for g in reversed(range(len(self.groups))):
-            whole = found[g] | self.groups[g]
-            for before in {self.owner[i] for i in bits(self.reads[g])}:
-                found[before] |= whole
+            onward = found[g] | self.groups[g]
+            for before in {self.owner[i] for i in bit_indices(self.reads[g])}:
+                found[before] |= onward
         return tuple(found)
 
     @cached_property
     def owner(self) -> dict[int, int]:
         """The group of each layer."""
-        return {i: g for g, group in enumerate(self.groups) for i in bits(group)}
+        return {i: g for g, group in enumerate(self.groups) for i in bit_indices(group)}
 
     def free(self, costs: Sequence[bool], output_bytes: Sequence[int]) -> set[int]:
-        """Returns the groups that a plan may run as soon as it can, and lose nothing.
+        """Returns the groups that a plan may run as soon as possible without losing anything.
 
-        They cost nothing, and send no more than what they alone read: a cut behind them carries no more bytes than
-        one before them, whatever else it parts. As each keeps the chain of cuts a chain, the best plan among those
-        that run them so has the period, the bytes over boundaries and the stages of the best plan of all. (Only what
-        they keep for their backward, memory that is, may be in another stage.)
+        They cost nothing, and send no more than what only they read: a cut after them carries no more bytes than one
+        before them, wherever else it runs. As each keeps the chain of cuts a chain, the best plan of those that run
+        them early has the period, the bytes between stages and the stages of the best plan of all. (Only what they keep
+        for their backward may be in another stage, which matters for memory.)
 
         Args:
-            costs: of each layer, whether it takes time or holds parameters.
-            output_bytes: of each layer.
+            costs: whether each layer takes time or holds parameters.
+            output_bytes: bytes of each layer's output.
         """
         found = set()
         for g, (group, read) in enumerate(zip(self.groups, self.reads, strict=True)):
-            if any(costs[i] for i in bits(group)):
+            if any(costs[i] for i in bit_indices(group)):
                 continue
-            sent = sum(output_bytes[i] for i in bits(group) if self.consumers[i] & ~group)
-            if sent <= sum(output_bytes[i] for i in bits(read) if not self.consumers[i] & ~group):
+            sent = sum(output_bytes[i] for i in bit_indices(group) if self.consumers[i] & ~group)
+            if sent <= sum(output_bytes[i] for i in bit_indices(read) if not self.consumers[i] & ~group):
                 found.add(g)
         return found
 
     def prefixes(self, key: Callable[[int], Any]) -> list[int]:
-        """Returns the downsets of an order in which the groups can run: of those that can, the smallest key first."""
+        """Returns the downsets of the order in which, of the groups that can run, the one with the smallest key is next."""
         owner = self.owner
         edges = {(owner[a], owner[b]) for a, b in self.graph.edges if owner[a] != owner[b]}
         order = in_order(len(self.groups), sorted(edges), key=key)
         return [0, *accumulate((self.groups[g] for g in order), lambda done, group: done | group)]
 
-    def crossing_bytes(self, downsets: Sequence[int], output_bytes: Sequence[int]) -> Any:
+    def crossing_bytes(self, downsets: Sequence[int], output_bytes: Sequence[int]) -> IntArray:
         """Returns the bytes that cross each of these cuts, given those of each layer's output."""
         count = len(self.graph.layers)
-        inside = rows(downsets, count)
-        read = rows(self.consumers, count)
-        waits = (~inside).astype(np.float32) @ read.T.astype(np.float32) > 0.5  # is read by a layer outside
-        return (inside & waits) @ np.array(output_bytes, dtype=np.int64)
+        inside = bool_rows(downsets, count)
+        read = bool_rows(self.consumers, count)
+        is_needed = (~inside).astype(np.float32) @ read.T.astype(np.float32) > 0.5  # a layer outside reads it
+        crossing: IntArray = np.matmul(inside & is_needed, np.array(output_bytes, dtype=np.int64))
+        return crossing
 
 
-def bits(held: int) -> Iterator[int]:
-    """Yields the members of a set, rising."""
-    while held:
-        lowest = held & -held
+def bit_indices(members: int) -> Iterator[int]:
+    """Yields the members of a bit set, in increasing order."""
+    while members:
+        lowest = members & -members
         yield lowest.bit_length() - 1
-        held ^= lowest
+        members ^= lowest
 
 
-def rows(sets: Iterable[int], width: int) -> Any:
-    """Returns sets of indices below `width` as rows of booleans."""
+def bool_rows(sets: Iterable[int], width: int) -> BoolArray:
+    """Returns bit sets of indices below `width` as rows of booleans."""
     size = (width + 7) // 8
     raw = np.frombuffer(b"".join(held.to_bytes(size, "little") for held in sets), dtype=np.uint8)
     return np.unpackbits(raw.reshape(-1, size), axis=1, count=width, bitorder="little").astype(bool)

@@ -1,4 +1,4 @@
-"""Every plan, one after the other: the oracle of the dynamic program, and for small models."""
+"""Every plan of a small space, one by one: the oracle that tests the dynamic program."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from typing import Any
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.depth import noam
 from pipedream.core.plan.plan import Plan
-from pipedream.planner.dynamic_program.recurrence import rank
-from pipedream.planner.tables.search_space import Space
+from pipedream.planner.dynamic_program.recurrence import tie_break_key
+from pipedream.planner.tables.search_space import SearchSpace
 
 __all__ = ["every_plan", "exhaustive", "fits", "peak_bytes", "ranked"]
 
 
-def every_plan(space: Space, *, orders: Iterable[tuple[int, ...]] = (), recompute: str = "never") -> Iterator[Plan]:
-    """Yields every plan of the space on at most all workers, at the paper's depth, also what the memory does not fit.
+def every_plan(
+    space: SearchSpace, *, orders: Iterable[tuple[int, ...]] = (), recompute: str = "never"
+) -> Iterator[Plan]:
+    """Yields every plan of the space on any number of workers, at the paper's depth, even if it does not fit the memory.
 
-    All chains of its places are tried, by what is in them and not by what the space says of their order.
+    All chains of places are tried, by the layers in them and not by `SearchSpace.precedes`.
 
     Args:
-        space: whose profile and cluster.
-        orders: of all workers, whose last ones a plan takes; unless given the cluster's own.
-        recompute: 'auto' yields a plan once for each choice of stages that do, 'always' with all of them.
+        orders: orders of all workers, of which a plan takes the last ones; (): the cluster's own.
+        recompute: 'auto' yields each plan once for each choice of stages that recompute, 'always' with all of them.
     """
     workers = space.cluster.workers
     lines = [*orders] or [tuple(range(workers))]
@@ -43,22 +44,22 @@ def every_plan(space: Space, *, orders: Iterable[tuple[int, ...]] = (), recomput
         chains = [(*cuts, cut) for cuts in chains for cut in space.positions[1:-1] if _rises(space, (*cuts, cut))]
 
 
-def _rises(space: Space, cuts: tuple[int, ...]) -> bool:
-    held = [space.downsets[cut] for cut in cuts]
-    return all(before != behind and not before & ~behind for before, behind in pairwise(held))
+def _rises(space: SearchSpace, cuts: tuple[int, ...]) -> bool:
+    sets = [space.downsets[cut] for cut in cuts]
+    return all(before != after and not before & ~after for before, after in pairwise(sets))
 
 
 def exhaustive(
-    space: Space,
+    space: SearchSpace,
     among: Callable[[Plan], bool] = lambda plan: True,
     *,
     orders: Iterable[tuple[int, ...]] = (),
     recompute: str = "never",
 ) -> Plan:
-    """Finds what `Pipelines` finds, with the same ties, by trying every plan of those that `among` keeps.
+    """Finds what `DynamicProgram` finds, with the same ties, by trying every plan that `among` accepts.
 
     Raises:
-        PlanError: none fits.
+        PlanError: no plan fits.
     """
     fitting = ranked(space, among, orders=orders, recompute=recompute)
     if not fitting:
@@ -67,30 +68,32 @@ def exhaustive(
 
 
 def ranked(
-    space: Space,
+    space: SearchSpace,
     among: Callable[[Plan], bool] = lambda plan: True,
     *,
     orders: Iterable[tuple[int, ...]] = (),
     recompute: str = "never",
 ) -> list[Plan]:
-    """Returns all plans that fit (`fits`) and that `among` keeps, the best first."""
+    """Returns all plans that fit (`fits`) and that `among` accepts, the best first."""
     need = cache(partial(_need, space))
     every = every_plan(space, orders=orders, recompute=recompute)
-    return sorted((plan for plan in every if among(plan) and _fits(space, plan, need)), key=rank)
+    return sorted((plan for plan in every if among(plan) and _fits(space, plan, need)), key=tie_break_key)
 
 
-def fits(space: Space, plan: Plan) -> bool:
-    """Tells whether each stage fits the smallest of its workers, as a search counts it: with the least of messages
-    (`Space.need_bytes`), and where an update delay does not yet ask for more depth."""
+def fits(space: SearchSpace, plan: Plan) -> bool:
+    """Returns whether each stage fits the smallest of its workers, as a search counts it.
+
+    A search counts the fewest possible messages (`SearchSpace.need_bytes`), and no depth added for an update delay.
+    """
     return _fits(space, plan, partial(_need, space))
 
 
-def peak_bytes(space: Space, plan: Plan) -> int:
-    """Returns the least need of a plan's fullest worker, as a search counts it."""
+def peak_bytes(space: SearchSpace, plan: Plan) -> int:
+    """Returns the need of a plan's fullest worker, as a search counts it."""
     return max(_needs(space, plan, partial(_need, space)))
 
 
-def _fits(space: Space, plan: Plan, need: Callable[..., int]) -> bool:
+def _fits(space: SearchSpace, plan: Plan, need: Callable[..., int]) -> bool:
     for s, need_bytes in enumerate(_needs(space, plan, need)):
         memories = [memory for w in plan.workers_of(s) if (memory := space.cluster.memories[w]) is not None]
         if memories and need_bytes > min(memories):
@@ -98,12 +101,12 @@ def _fits(space: Space, plan: Plan, need: Callable[..., int]) -> bool:
     return True
 
 
-def _needs(space: Space, plan: Plan, need: Callable[..., int]) -> list[int]:
+def _needs(space: SearchSpace, plan: Plan, need: Callable[..., int]) -> list[int]:
     rows = zip(space.ends(plan), plan.stages, noam(plan.replicas), plan.update_delay, strict=True)
     return [
         need(*ends, held, update_delay, stage.recompute, stage.replicas) for ends, stage, held, update_delay in rows
     ]
 
 
-def _need(space: Space, *how: Any) -> int:
+def _need(space: SearchSpace, *how: Any) -> int:
     return int(space.need_bytes(*how))

@@ -1,42 +1,46 @@
-"""Places that no plan as fast as a known one can use, left out of the search: exact, and most of them go.
+"""Leaves out places that no plan as fast as a known one can use. This is exact, and removes most places.
 
-With the period T of some plan, R(a, b) the fewest replicas with which the stage from place a to place b takes at most
-T, f(b) the fewest workers of a chain of such stages from the input to b, and g(b) of one from b to the output: a plan
-with a period of at most T has a cut at b only if f(b) + g(b) workers are there. Memory is not asked: it could only
-forbid more.
+Given the period T of some plan, let R(a, b) be the fewest replicas with which the stage from place a to place b takes at
+most T, f(b) the fewest workers of a chain of such stages from the input to b, and g(b) of one from b to the output. A
+plan with a period of at most T has a cut at b only if f(b) + g(b) workers exist. Memory is ignored, because it could
+only rule out more.
 
-R is looked for among few pairs only: both ends of a stage leave work that takes at least its seconds / T workers.
+R is computed only for the few pairs that can matter: the layers before and after a stage need workers too, at least
+their seconds / T.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipedream.core.plan.cost import all_reduce_s
-from pipedream.planner.dynamic_program.recurrence import Pipelines
-from pipedream.planner.tables.search_space import Space
+from pipedream.planner.arrays import IntArray
+from pipedream.planner.dynamic_program.recurrence import DynamicProgram
+from pipedream.planner.tables.search_space import SearchSpace
 
-__all__ = ["fewest_workers", "narrowed"]
+__all__ = ["fewest_workers", "prune_places"]
 
-_ENOUGH = 160  # places that the dynamic program takes a fraction of a second for
-_MOST = 400  # that are left, of a graph whose places are not all searched
-_FIRST = 64  # places that a first plan is looked for on
+_ENOUGH = 160  # with so few places the dynamic program takes a fraction of a second
+_MOST = 400  # places to keep if the space is not complete anyway
+_FIRST = 64  # places on which a first plan is searched
 _MOST_WORKERS = 64
-_CLOSE = 1e-3  # relative; the fastest plan is not looked for more closely here
-_SLACK = 1e-9  # relative; seconds are summed in floating point here, exactly there
+_CLOSE = 1e-3  # relative; no need to know the best period more precisely here
+_SLACK = 1e-9  # relative; seconds are added in floating point here, exactly in the search space
 
 
-def narrowed(pipelines: Pipelines, *, enough: int = _ENOUGH, first: int = _FIRST) -> Pipelines:
-    """Returns the same search on fewer places, with the same best plan; with a good one, where `Space.is_whole` is not.
+def prune_places(pipelines: DynamicProgram, *, enough: int = _ENOUGH, first: int = _FIRST) -> DynamicProgram:
+    """Returns the same search on fewer places, with the same best plan.
+
+    If the space is not complete (`SearchSpace.is_complete`), the best plan may become another one, about as good.
 
     Args:
-        pipelines: the search; returned as it is where it has few places, or many workers or levels of them.
-        enough: places that are few.
-        first: places that a first plan is looked for on.
+        pipelines: returned unchanged if it has few places, many workers, or several levels.
+        enough: the number of places that counts as few.
+        first: the number of places on which a first plan is searched.
     """
     space = pipelines.space
     workers = max(w for w, _ in pipelines.states)
@@ -47,25 +51,25 @@ def narrowed(pipelines: Pipelines, *, enough: int = _ENOUGH, first: int = _FIRST
         return pipelines
     counts = sorted({count for _, count in pipelines.states})
     low, high = 0.0, found.slowest_stage_s
-    ahead, behind = fewest_workers(space, high, counts, workers)
-    kept = ahead + behind <= workers
-    # Halving finds faster plans, as long as memory cannot forbid them and a plan may be any that was counted.
+    before, after = fewest_workers(space, high, counts, workers)
+    kept = before + after <= workers
+    # Bisection finds faster periods, provided that memory is unlimited and all counted plans are allowed.
     every = {(w, count) for w in range(1, workers + 1) for count in counts if count <= w}
-    may_halve = not space.cluster.is_limited and pipelines.starts is None and set(pipelines.states) == every
-    may_halve &= pipelines.recompute != "always"  # what a stage does again is not counted here
-    while may_halve and kept.sum() > enough and high - low > _CLOSE * high:
+    may_bisect = not space.cluster.is_limited and pipelines.starts is None and set(pipelines.states) == every
+    may_bisect &= pipelines.recompute != "always"  # recomputation is not counted here
+    while may_bisect and kept.sum() > enough and high - low > _CLOSE * high:
         low = low or float(sum(space.passes_s(0, len(space.profile.layers)))) / workers
         middle = (low + high) / 2
-        ahead, behind = fewest_workers(space, middle, counts, workers, whole=pipelines.whole)
-        if ahead[-1] <= workers:
-            high, kept = middle, ahead + behind <= workers
+        before, after = fewest_workers(space, middle, counts, workers, allow_single_stage=pipelines.allow_single_stage)
+        if before[-1] <= workers:
+            high, kept = middle, before + after <= workers
         else:
             low = middle
     kept[[0, -1]] = True
     positions = tuple(place for place, keep in zip(space.positions, kept, strict=True) if keep)
     left = replace(pipelines, space=replace(space, positions=positions))
-    if not space.is_whole and len(positions) > _MOST:
-        # These are some of all places anyway: still fewer will do, if there is as good a plan on them.
+    if not space.is_complete and len(positions) > _MOST:
+        # The space is not complete anyway, so still fewer places will do if they have as good a plan.
         few = replace(pipelines, space=replace(space, positions=_thinned(left.space, _MOST)))
         if min(few.periods.values()) <= high * (1 + _CLOSE):
             return few
@@ -73,19 +77,19 @@ def narrowed(pipelines: Pipelines, *, enough: int = _ENOUGH, first: int = _FIRST
 
 
 def fewest_workers(
-    space: Space, period_s: float, counts: Iterable[int], workers: int, whole: bool = True
-) -> tuple[Any, Any]:
-    """Returns the fewest workers of stages that take at most `period_s`, up to and from each position.
+    space: SearchSpace, period_s: float, counts: Iterable[int], workers: int, allow_single_stage: bool = True
+) -> tuple[IntArray, IntArray]:
+    """Returns the fewest workers of stages that take at most `period_s`, up to each position and from it.
 
     Args:
-        space: on workers that are alike.
+        space: on a cluster of identical workers.
         period_s: of the slowest stage.
-        counts: that stages may have as replicas, rising.
-        workers: more are not counted: `workers` + 1 stands for them.
-        whole: one stage alone counts too.
+        counts: the replicas that stages may have, in increasing order.
+        workers: the limit; `workers` + 1 means more.
+        allow_single_stage: a single stage counts too.
     """
     least = _least_replicas(space, period_s * (1 + _SLACK), counts, workers)
-    if not whole:
+    if not allow_single_stage:
         least[0, -1] = workers + 1
     count = len(space.positions)
     ahead, behind = np.full(count, workers + 1), np.full(count, workers + 1)
@@ -97,8 +101,8 @@ def fewest_workers(
     return ahead, behind
 
 
-def _least_replicas(space: Space, period_s: float, counts: Iterable[int], workers: int) -> Any:
-    """The fewest replicas of the stage from one position to the other; `workers` + 1 where no count will do."""
+def _least_replicas(space: SearchSpace, period_s: float, counts: Iterable[int], workers: int) -> NDArray[np.int16]:
+    """The fewest replicas of the stage from one position to another; `workers` + 1 if no count is enough."""
     places = np.array(space.positions)
     forward, backward = (np.asarray(part, dtype=float) for part in (space.forward[places], space.backward[places]))
     forward, backward, parameters = forward / space.scale, backward / space.scale, space.parameters[places]
@@ -108,9 +112,9 @@ def _least_replicas(space: Space, period_s: float, counts: Iterable[int], worker
     rate = space.cluster.bandwidth_bytes_per_s
     sends = space.crossing[places].astype(float)
     sends[[0, -1]] = 0.0
-    # Both bounds on the replicas: those of its compute, and those of its messages.
+    # Two lower bounds of the replicas: from the compute, and from the messages.
     done, sends = done_s / period_s, sends / (rate * period_s)
-    i, j = np.nonzero(space.precede & (done[None, :] - done[:, None] <= (workers - ahead)[:, None] - behind[None, :]))
+    i, j = np.nonzero(space.precedes & (done[None, :] - done[:, None] <= (workers - ahead)[:, None] - behind[None, :]))
     left = workers - ahead[i] - behind[j]
     needs = np.maximum(done[j] - done[i], sends[i] + sends[j])
     least = np.full((len(places), len(places)), workers + 1, dtype=np.int16)
@@ -118,7 +122,7 @@ def _least_replicas(space: Space, period_s: float, counts: Iterable[int], worker
         open_now = (needs <= left) & (left >= count)
         i, j, left, needs = i[open_now], j[open_now], left[open_now], needs[open_now]
         tried = np.flatnonzero(needs <= count)
-        # A sum over replicas never hides behind forwards: most pairs that it is too long for go without more ado.
+        # An all-reduce never overlaps with forwards. This quickly rules out most pairs for which it takes too long.
         site, held = space.site(count), parameters[j[tried]] - parameters[i[tried]]
         seen_s = all_reduce_s(held, count, site.sum_bytes_per_s, how=site.sums) + forward[j[tried]] - forward[i[tried]]
         tried = tried[seen_s <= count * period_s]
@@ -130,8 +134,8 @@ def _least_replicas(space: Space, period_s: float, counts: Iterable[int], worker
     return least
 
 
-def _thinned(space: Space, count: int) -> tuple[int, ...]:
-    """Of places with about the same compute before them, the one that the fewest bytes cross."""
+def _thinned(space: SearchSpace, count: int) -> tuple[int, ...]:
+    """Of each group of places with about the same compute before them, the one that the fewest bytes cross."""
     places = np.array(space.positions)
     done_s = np.asarray((space.forward + space.backward)[places] / space.scale, dtype=float)
     shares = np.floor(done_s / max(done_s[-1], 1e-300) * count)

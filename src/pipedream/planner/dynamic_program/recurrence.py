@@ -1,27 +1,27 @@
 """The dynamic program over pipelines whose stages may be replicated, on any cluster.
 
 After PipeDream, SOSP 2019, section 3.1. Stages take consecutive workers of a line (`planner.workers.worker_line`), up
-to its last; what is left idle stands in front. The period of a full pipeline is that of its slowest stage, its sum
-over the replicas and its messages included, which is a function of the stage's layers and of where on the line it
-stands (`core.plan.site`). The paper's recurrence runs over prefixes; here it runs over suffixes, because a stage's
-memory depends on what is in flight, which at the paper's depth follows from its own replicas and from the workers from
-it to the output. With A(a, w, r) for layers a and on, run by the line's last w workers of which r are the first stage's:
+to its end; idle workers come first. The period of a full pipeline is that of its slowest stage, including the
+all-reduce over its replicas and its messages. It is a function of the stage's layers and of its position on the line
+(`core.plan.site`). The paper's recurrence runs over prefixes. This one runs over suffixes, because a stage's memory
+depends on what is in flight, which at the paper's depth follows from the stage's replicas and the number of workers
+from it to the output. With A(a, w, r) for the layers from a on, run by the last w workers, r of them in the first stage:
 
     A(a, w, r) = min over b of max(cost(a, b, w, r), min over q of A(b, w - r, q))
 
-where stage [a, b) fits the memory of its smallest worker at (w - 1) // r + 1 in flight; a stage that does not may keep
-only its input and do its forward again, if that is asked. What is searched is a set of such (w, r):
-all of them; r = 1 for straight pipelines; one for each stage where the counts are given. (Where an update delay
-raises the depth upstream, `core.plan.depth.legal`, that is not known here: the depth is applied after the search,
-and the memory checked again.)
+where stage [a, b) must fit the memory of its smallest worker with (w - 1) // r + 1 in flight. If recomputation is
+allowed, a stage that does not fit may keep only its input and repeat its forward. The search covers a set of such
+states (w, r): all of them; those with r = 1 for straight pipelines; or one for each stage if the counts are given. (An
+update delay may raise the depth upstream, `core.plan.depth.legal`, which is not known here: the depth is applied after
+the search, and memory is checked again.)
 
-Ties, exactly: of all plans with the smallest period, those that send the fewest bytes over boundaries; of
-these, those with the fewest stages; then with the fewest workers; then the one that is smallest, stage by
-stage, in (last layer, replicas). A recurrence on (period, bytes, ...) would not give this (a suffix may trade
-its own slack for bytes), so a second one minimises bytes and stages within the period.
+Ties, exactly: of all plans with the smallest period, those that send the fewest bytes between stages; of these, those
+with the fewest stages; then with the fewest workers; then the one that is smallest, stage by stage, in (last layer,
+replicas). A recurrence on (period, bytes, ...) would not give this, because a suffix may trade its own slack for bytes.
+So a second recurrence minimises bytes and stages within the period.
 
-O(n^2 s) for n places to cut and s states, vectorised over n; on one level of like workers the costs of all states with
-as many replicas are the same, on several levels those that stand alike within their components.
+The cost is O(n^2 s) for n places and s states, vectorised over n. On one level of identical workers, all states with
+the same number of replicas share their costs; on several levels, those with the same position in their components.
 """
 
 from __future__ import annotations
@@ -30,73 +30,87 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import NoReturn
 
 import numpy as np
 
-from pipedream.core.errors import PlanError
+from pipedream.core.errors import PlanError, ShortageError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.site import PortLoad, Site
 from pipedream.core.schedule.occupancy import StageOccupancy
-from pipedream.planner.dynamic_program.shortage import Shortage
-from pipedream.planner.tables.search_space import Space
+from pipedream.core.units import format_bytes
+from pipedream.planner.arrays import BoolArray, Bytes, FloatArray, IntArray
+from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.planner.workers.worker_line import WorkerLine
 
-__all__ = ["RECOMPUTE", "Pipelines", "State", "check_recompute", "of_counts", "rank", "replicated", "straights"]
+__all__ = [
+    "RECOMPUTE",
+    "DynamicProgram",
+    "Shortage",
+    "State",
+    "check_recompute",
+    "refuse",
+    "replicated_states",
+    "states_of_counts",
+    "straight_states",
+    "tie_break_key",
+]
 
 RECOMPUTE = ("never", "auto", "always")
-"""Which stages keep only their input between forward and backward: none, those that do not fit otherwise, all."""
+"""Which stages keep only their input between forward and backward: none, those that would not fit otherwise, all."""
 
 
 def check_recompute(recompute: str) -> None:
-    """Checks that a word is one of `RECOMPUTE`. Raises PlanError."""
+    """Checks that `recompute` is one of `RECOMPUTE`. Raises PlanError."""
     if recompute not in RECOMPUTE:
-        raise PlanError(f"recompute {recompute!r} is not known; write {', '.join(RECOMPUTE)}")
+        raise PlanError(f"unknown recompute {recompute!r}; give {', '.join(RECOMPUTE)}")
 
 
-_CACHE_BYTES = 2**29  # of costs that are kept for states to come
+_CACHE_BYTES = 2**29  # of costs that are kept for further states
+
+_CostKey = tuple[Site, bool] | tuple[PortLoad, ...]
 
 State = tuple[int, int]
-"""Workers from a stage to the output, and replicas of the stage."""
+"""(workers from a stage to the output, replicas of the stage)."""
 
 
-def replicated(workers: int) -> tuple[State, ...]:
-    """Returns the states of all plans on at most so many workers."""
+def replicated_states(workers: int) -> tuple[State, ...]:
+    """Returns the states of all plans on at most this many workers."""
     return tuple((w, r) for w in range(1, workers + 1) for r in range(1, w + 1))
 
 
-def straights(stages: int) -> tuple[State, ...]:
-    """Returns the states of straight pipelines of at most so many stages."""
+def straight_states(stages: int) -> tuple[State, ...]:
+    """Returns the states of straight pipelines of at most this many stages."""
     return tuple((w, 1) for w in range(1, stages + 1))
 
 
-def of_counts(replicas: tuple[int, ...]) -> tuple[State, ...]:
-    """Returns the states of pipelines with these replicas, stage by stage."""
+def states_of_counts(replicas: tuple[int, ...]) -> tuple[State, ...]:
+    """Returns the states of the pipelines whose stages have these replicas."""
     return tuple((sum(replicas[s:]), replicas[s]) for s in range(len(replicas) - 1, -1, -1))
 
 
 @dataclass(frozen=True, eq=False)
-class Pipelines:
+class DynamicProgram:
     """All plans of a space over a set of states, and the tables that find the best of them.
 
     Attributes:
         space: what each stage costs.
-        states: which are searched, by rising workers.
-        starts: those that may stand at the input; all of them unless said.
-        whole: a single stage is a plan too.
-        line: of the cluster's workers; as they stand unless said.
+        states: those to search, by increasing workers.
+        starts: the states that the first stage may have; None: all of them.
+        allow_single_stage: a single stage is a plan too.
+        line: the order of the workers; None: the cluster's own.
         recompute: one of `RECOMPUTE`.
     """
 
-    space: Space
+    space: SearchSpace
     states: tuple[State, ...]
     starts: tuple[State, ...] | None = None
-    whole: bool = True
+    allow_single_stage: bool = True
     line: WorkerLine | None = None
     recompute: str = "never"
 
     def best(self, note: str = "") -> Plan | None:
-        """Returns the best plan at the paper's depth, or None where none fits the memory."""
+        """Returns the best plan at the paper's depth, or None if none fits the memory."""
         period = min(self.periods.values())
         if np.isinf(period):
             return None
@@ -104,18 +118,18 @@ class Pipelines:
 
     @cached_property
     def periods(self) -> dict[State, float]:
-        """The smallest period, in seconds, from each state at the input; infinite where none fits."""
+        """The smallest period, in seconds, for each state of the first stage; infinite if nothing fits."""
         return {start: float(self._suffixes[start][0]) for start in self._starts}
 
     @property
     def least_bytes(self) -> int:
-        """The least memory of a worker that would let one plan fit, were all workers alike; there must be a plan."""
+        """The least memory per worker with which some plan fits, if all workers had the same; there must be a plan."""
         suffixes = self._bottlenecks(self._least)
         return int(min(suffixes[start][0] for start in self._starts))
 
     @property
     def shortage(self) -> Shortage:
-        """What is in the way of the plan whose workers miss the fewest bytes; no plan may fit."""
+        """The stage that does not fit, of the plan whose workers lack the fewest bytes. Only valid if no plan fits."""
         suffixes = self._bottlenecks(self._missing)
         most = min(suffixes[start][0] for start in self._starts)
         place, choices = 0, [start for start in self._starts if suffixes[start][0] <= most]
@@ -131,7 +145,7 @@ class Pipelines:
                 memory = self._site(state).memory_bytes or 0
                 first, last = (self.space.downsets[self._places[at]].bit_count() for at in (place, end))
                 return Shortage(int(most) + memory, memory, first, last)
-            place, choices = end, self._behind(state)
+            place, choices = end, self._followers(state)
 
     @property
     def _starts(self) -> tuple[State, ...]:
@@ -144,78 +158,82 @@ class Pipelines:
     @cached_property
     def _sites(self) -> dict[State, Site]:
         workers, replicas = np.array(self.states).T
-        sites = self._line.each(len(self._line.order) - workers, replicas)
+        sites = self._line.site_list(len(self._line.order) - workers, replicas)
         return dict(zip(self.states, sites, strict=True))
 
     def _site(self, state: State) -> Site:
         return self._sites[state]
 
     @cached_property
-    def _places(self) -> Any:
+    def _places(self) -> IntArray:
         return np.array(self.space.positions)
 
     @cached_property
-    def _allowed(self) -> Any:
-        """Which places make a stage, from one to the other."""
-        order = self.space.precede.copy()
-        order[0, -1] &= self.whole
+    def _allowed(self) -> BoolArray:
+        """Whether there is a stage from one place to another, as [from, to]."""
+        order = self.space.precedes.copy()
+        order[0, -1] &= self.allow_single_stage
         return order
 
     @cached_property
-    def _passes(self) -> tuple[Any, Any]:
+    def _passes(self) -> tuple[FloatArray, FloatArray]:
         forward, backward = self.space.passes_s(self._places[:, None], self._places[None, :])
         return np.asarray(forward, dtype=float), np.asarray(backward, dtype=float)
 
     @cached_property
-    def _redone(self) -> tuple[Any, Any]:
-        """The same of a stage that does its forward again."""
+    def _redone(self) -> tuple[FloatArray, FloatArray]:
+        """The same for a stage that recomputes its forward."""
         forward, backward = self._passes
         return forward, backward + forward
 
     @cached_property
-    def _bytes(self) -> tuple[Any, ...]:
-        """Bytes of all stages, as `Site` asks for them."""
+    def _bytes(self) -> tuple[Bytes, Bytes, Bytes]:
+        """Bytes of all stages: parameters, received and sent, as `Site` takes them."""
         return self.space.bytes_of(self._places[:, None], self._places[None, :])
 
     @cached_property
-    def _updates(self) -> tuple[Any, Any]:
-        """Seconds of the updates of all stages, without and with an update delay, which one stage alone never has."""
+    def _updates(self) -> tuple[FloatArray, FloatArray]:
+        """Seconds of the updates of all stages, without and with an update delay. A single stage never has one."""
         ends = self._places[:, None], self._places[None, :]
         without, delayed = (np.array(self.space.update_s(*ends, update_delay), dtype=float) for update_delay in (0, 1))
         delayed[0, -1] = without[0, -1]
         return without, delayed
 
     @cached_property
-    def _costs(self) -> dict[Any, Any]:
+    def _costs(self) -> dict[_CostKey, FloatArray]:
         return {}
 
     @cached_property
-    def _needs(self) -> dict[tuple[StageOccupancy, StageOccupancy, int, bool, bool], Any]:
+    def _needs(self) -> dict[tuple[StageOccupancy, StageOccupancy, int, bool, bool], IntArray]:
         return {}
 
-    def _cost(self, site: Site, recompute: bool) -> Any:
-        """Seconds of each stage on a site; infinite where it is none."""
+    def _cost(self, site: Site, recompute: bool) -> FloatArray:
+        """Seconds of each stage on a site; infinite where there is no stage."""
         held, before, behind = self._bytes
         bare = replace(site, ports=(), memory_bytes=None)
-        compute_s = self._kept((bare, recompute), lambda: self._compute_s(site, recompute))
-        port_s = self._kept(site.ports, lambda: site.port_s(held, before, behind))
+        compute_s = self._cached((bare, recompute), lambda: self._compute_s(site, recompute))
+        port_s = self._cached(site.ports, lambda: site.port_s(held, before, behind))
         return np.maximum(compute_s, port_s)
 
-    def _compute_s(self, site: Site, recompute: bool) -> Any:
+    def _compute_s(self, site: Site, recompute: bool) -> FloatArray:
         update_delay = self.space.update_delay if site.replicas > 1 else 0
         if (recompute, update_delay) not in self._rows:
-            rows = (*(self._redone if recompute else self._passes), self._updates[update_delay], self._bytes[0])
+            rows = (
+                *(self._redone if recompute else self._passes),
+                self._updates[update_delay],
+                np.asarray(self._bytes[0]),
+            )
             self._rows[recompute, update_delay] = tuple(row[self._allowed] for row in rows)
         found = np.full(self._allowed.shape, np.inf)
         found[self._allowed] = site.compute_s(*self._rows[recompute, update_delay])
         return found
 
     @cached_property
-    def _rows(self) -> dict[tuple[bool, int], tuple[Any, ...]]:
-        """What `Site.compute_s` asks of the stages that are allowed, one after the other."""
+    def _rows(self) -> dict[tuple[bool, int], tuple[FloatArray | IntArray, ...]]:
+        """The arguments of `Site.compute_s` for the allowed stages, as flat arrays."""
         return {}
 
-    def _kept(self, key: Site | tuple[PortLoad, ...] | tuple[Site, bool], make: Callable[[], Any]) -> Any:
+    def _cached(self, key: _CostKey, make: Callable[[], FloatArray]) -> FloatArray:
         if key in self._costs:
             return self._costs[key]
         made = make()
@@ -223,27 +241,29 @@ class Pipelines:
             self._costs[key] = made
         return made
 
-    def _need(self, state: State, recompute: bool) -> Any:
+    def _need(self, state: State, recompute: bool) -> IntArray:
+        """Bytes that each stage needs in a state, from one place to another."""
         workers, replicas = state
         held, update_delay = (workers - 1) // replicas + 1, self.space.update_delay if replicas > 1 else 0
-        # One stage alone does not update delay.
+        # A single stage does not delay its updates.
         share = -(-self.space.microbatches // replicas)
         key = (
-            self.space.held(held, update_delay, replicas),
-            self.space.held(held, 0, replicas),
+            self.space.stage_occupancy(held, update_delay, replicas),
+            self.space.stage_occupancy(held, 0, replicas),
             share,
             replicas > 1,
             recompute,
         )
         if key not in self._needs:
             ends = self._places[:, None], self._places[None, :]
-            need = self.space.need_bytes(*ends, held, update_delay, recompute, replicas) + self.space.spare_bytes
+            need = np.asarray(self.space.need_bytes(*ends, held, update_delay, recompute, replicas))
+            need = need + self.space.spare_bytes
             need[0, -1] = self.space.need_bytes(0, int(self._places[-1]), held, 0, recompute, replicas)
             self._needs[key] = need
         return self._needs[key]
 
-    def _seconds(self, state: State) -> Any:
-        """Seconds of the stage from one place to the other; infinite where it is none, or does not fit."""
+    def _seconds(self, state: State) -> FloatArray:
+        """Seconds of the stage from one place to another; infinite where there is none or it does not fit."""
         site, always = self._site(state), self.recompute == "always"
         cost = self._cost(site, always)
         if site.memory_bytes is None:
@@ -254,18 +274,20 @@ class Pipelines:
         fits_then = self._need(state, True) <= site.memory_bytes
         return np.where(fits, cost, np.where(fits_then, self._cost(site, True), np.inf))
 
-    def _least(self, state: State) -> Any:
+    def _least(self, state: State) -> FloatArray:
+        """The least bytes that each stage needs, whichever way it may recompute."""
         need = self._need(state, self.recompute == "always")
         if self.recompute == "auto":
             need = np.minimum(need, self._need(state, True))
         return np.where(self._allowed, need, np.inf)
 
-    def _missing(self, state: State) -> Any:
+    def _missing(self, state: State) -> FloatArray:
+        """The bytes that the memory of each stage lacks."""
         memory = self._site(state).memory_bytes
         return np.where(self._allowed, -np.inf if memory is None else self._least(state) - (memory or 0), np.inf)
 
-    def _behind(self, state: State) -> list[State]:
-        """The states that may follow; none where the stage must be the last."""
+    def _followers(self, state: State) -> list[State]:
+        """The states that may follow; empty if the stage must be the last."""
         return self._by_workers.get(state[0] - state[1], [])
 
     @cached_property
@@ -276,28 +298,28 @@ class Pipelines:
         return found
 
     @cached_property
-    def _suffixes(self) -> dict[State, Any]:
+    def _suffixes(self) -> dict[State, FloatArray]:
         return self._bottlenecks(self._seconds)
 
-    def _bottlenecks(self, cost: Callable[[State], Any]) -> dict[State, Any]:
-        """For each state, the smallest maximum of a cost from each place on."""
-        suffixes: dict[State, Any] = {}
-        best: dict[int, Any] = {}
+    def _bottlenecks(self, cost: Callable[[State], FloatArray]) -> dict[State, FloatArray]:
+        """For each state and each place, the smallest possible maximum of the costs of the stages from there on."""
+        suffixes: dict[State, FloatArray] = {}
+        best: dict[int, FloatArray] = {}
         for state in self.states:
             workers, count = state
             rest = best.get(workers - count)
             rest = np.full(len(self._places), np.inf) if rest is None else rest
             if workers == count:
                 rest = rest.copy()
-                rest[-1] = -np.inf  # the model's output stays where it is
+                rest[-1] = -np.inf  # nothing is left to run
             suffixes[state] = np.maximum(cost(state), rest[None, :]).min(axis=1)
             best[workers] = np.minimum(best.get(workers, np.inf), suffixes[state])
         return suffixes
 
-    def _rest(self, tables: dict[State, Any], state: State, none: float) -> Any:
-        """The least of a table over the states that may follow one, from each place on."""
+    def _rest(self, tables: dict[State, FloatArray], state: State, none: float) -> FloatArray:
+        """For each place, the smallest value in the tables of the states that may follow `state`."""
         rest = np.full(len(self._places), none)
-        for after in self._behind(state):
+        for after in self._followers(state):
             if after in tables:
                 np.minimum(rest, tables[after], out=rest)
         if state[0] == state[1]:
@@ -308,11 +330,11 @@ class Pipelines:
         """The cuts and replicas that win the ties among the plans within a period."""
         none = np.iinfo(np.int64).max // 4
         stages = len(self._places) + 1
-        # One number for (bytes, stages), the bytes first: exact up to 2^60 / places, a petabyte at a thousand.
+        # (bytes, stages) as one number, bytes first: exact up to 2^60 / places, a petabyte at a thousand places.
         sends = self.space.crossing[self._places].astype(np.int64) * stages
-        keys: dict[State, Any] = {}
-        rests: dict[State, Any] = {}
-        best: dict[int, Any] = {}
+        keys: dict[State, IntArray] = {}
+        rests: dict[State, IntArray] = {}
+        best: dict[int, IntArray] = {}
         for state in self.states:
             workers, count = state
             if self._suffixes[state].min() > period:
@@ -346,26 +368,64 @@ class Pipelines:
                 return tuple(cuts), tuple(counts)
             cuts.append(int(self._places[place]))
             wanted -= int(sends[place])
-            choices = self._behind(state)
+            choices = self._followers(state)
 
     def _plan(self, cuts: tuple[int, ...], counts: tuple[int, ...], note: str) -> Plan:
-        """The plan of these stages, on the end of the line, each recomputing where it must."""
+        """The plan of these stages at the end of the line, each of which recomputes where it must."""
         workers = sum(counts)
-        again = []
+        recompute = []
         indices = {int(place): index for index, place in enumerate(self._places)}
         left = workers
         for (first, last), count in zip(pairwise((0, *cuts, int(self._places[-1]))), counts, strict=True):
             memory = self._site((left, count)).memory_bytes
             must = memory is not None and self._need((left, count), False)[indices[first], indices[last]] > memory
-            again.append(self.recompute == "always" or (self.recompute == "auto" and bool(must)))
+            recompute.append(self.recompute == "always" or (self.recompute == "auto" and bool(must)))
             left -= count
         taken = self._line.taken(workers)
-        return self.space.plan(cuts, counts, note, order=taken, recompute=tuple(again))
+        return self.space.plan(cuts, counts, note, order=taken, recompute=tuple(recompute))
 
 
-def rank(plan: Plan) -> tuple[float, int, int, int, tuple[tuple[int, int], ...], tuple[bool, ...]]:
-    """Returns what the best plan has least of: the ties of this module's first lines, then stages that recompute."""
+def tie_break_key(plan: Plan) -> tuple[float, int, int, int, tuple[tuple[int, int], ...], tuple[bool, ...]]:
+    """Returns the key by which the best plan is the smallest: the ties of the module docstring, then recomputation."""
     sent = sum(stage.output_bytes for stage in plan.stages[:-1])
     order = tuple((stage.last, stage.replicas) for stage in plan.stages)
     again = tuple(stage.recompute for stage in plan.stages)
     return plan.slowest_stage_s, sent, len(plan.stages), plan.workers, order, again
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """The stage that keeps the plan that comes nearest to fitting from doing so.
+
+    Attributes:
+        need_bytes, memory_bytes: what a worker of the stage needs, and what it has.
+        first, last: its layers first <= i < last.
+    """
+
+    need_bytes: int
+    memory_bytes: int
+    first: int
+    last: int
+
+    @property
+    def missing_bytes(self) -> int:
+        """The difference."""
+        return self.need_bytes - self.memory_bytes
+
+
+def refuse(shortage: Shortage, what: str) -> NoReturn:
+    """Refuses a family of plans, none of which fits the memory.
+
+    Raises:
+        ShortageError: names the least need, the layers that have it, and the memory.
+    """
+    layers = f"layers {shortage.first} to {shortage.last - 1}"
+    if shortage.last == shortage.first + 1:
+        layers = f"layer {shortage.first}"
+    raise ShortageError(
+        f"none of the {what} fits: the least that any of them needs on its fullest worker, for {layers}, is "
+        f"{format_bytes(shortage.need_bytes)} ({shortage.need_bytes} bytes), a worker has "
+        f"{format_bytes(shortage.memory_bytes)}; give more memory or workers, smaller minibatches, more microbatches, "
+        "recomputation or a schedule that holds fewer versions",
+        shortage.need_bytes,
+    )

@@ -1,8 +1,8 @@
-"""The original PipeDream's planner: its own arithmetic, so that its published answers can be had again.
+"""The original PipeDream's planner, with its own arithmetic, so that its published answers can be reproduced.
 
-github msr-fiddle/pipedream, ``optimizer_graph_hierarchical.py`` with ``--activation_compression_ratio 1``: which cuts
-there are stands in `classic_states`, the recurrence in `classic_levels`, and what is wrong with both in
-docs/cost_models.md. The other planner (`search`) is the one to train with.
+github msr-fiddle/pipedream, ``optimizer_graph_hierarchical.py`` with ``--activation_compression_ratio 1``. The cuts are
+those of `classic_states`, the recurrence is in `classic_levels`, and the known defects of both are listed in
+docs/cost_models.md. To train, plan with the other planner (`search`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from pipedream.core.units import format_seconds
 from pipedream.planner.papers.classic_levels import LevelTable, alone_s, solve
 from pipedream.planner.papers.classic_states import CutStates
 from pipedream.planner.tables.method_occupancy import VersionsRule, stash
-from pipedream.planner.tables.search_space import Space
+from pipedream.planner.tables.search_space import SearchSpace
 
 __all__ = ["Classic", "classic"]
 
@@ -33,10 +32,10 @@ class Classic:
     """An answer of the original planner.
 
     Attributes:
-        plan: its stages, level by level made flat; its own properties (`Plan.slowest_stage_s`) are predicted by this
+        plan: the stages of all levels, flattened; its own properties (`Plan.slowest_stage_s`) are predicted by this
             library's cost model.
-        slowest_stage_s: seconds per minibatch, by the classic one.
-        one_worker_s, data_parallel_s: the same of one worker, and of one stage on all of them.
+        slowest_stage_s: seconds per minibatch by the classic cost model.
+        one_worker_s, data_parallel_s: the same for one worker, and for one stage on all workers.
     """
 
     plan: Plan
@@ -51,31 +50,31 @@ def classic(
     *,
     straight: bool = False,
     versions: VersionsRule = stash,
-    depth: str | tuple[int, ...] = "noam",
+    in_flight: str | tuple[int, ...] = "noam",
 ) -> Classic:
     """Finds the original planner's answer.
 
     Args:
-        graph: a graph.txt, or a profile, whose loss and update the classic model does not know.
-        cluster: its levels of bandwidth; latency counts for nothing.
+        graph: a graph.txt, or a profile, whose loss and update the classic model ignores.
+        cluster: its levels and bandwidths count; latency does not.
         straight: one worker for each stage, as many stages as workers (the original's ``--straight_pipeline``).
-        versions: of the weights, for the peak bytes that the plan tells; they limit nothing.
-        depth: of the plan; the classic model has none.
+        versions: of the weights, for the peak bytes of the plan; they limit nothing.
+        in_flight: of the plan; the classic model has no depth.
 
     Raises:
-        PlanError: a limit on memory, which the classic model cannot keep, machines of unequal sizes, too many workers
-            or states, a profile of no seconds, or a straight
+        PlanError: a memory limit, which the classic model cannot keep, machines of unequal sizes, too many workers or
+            states, a profile of no seconds, or a straight
             pipeline of more stages than the graph can be cut into.
     """
     if cluster.is_limited:
         raise PlanError(
-            "the classic cost model was asked for with a limit on memory, which the published planner does not keep; "
+            "the classic cost model was asked for with a memory limit, which the published planner does not keep; "
             "leave the limit out, or plan with --cost-model pipedream"
         )
     if any(level.sizes for level in cluster.levels):
         raise PlanError(
             "the classic cost model was asked for machines of unequal sizes, which the published planner does not "
-            "know; give one width a level, or plan with --cost-model pipedream"
+            "support; give one width for each level, or plan with --cost-model pipedream"
         )
     text = GraphText.of(graph) if isinstance(graph, Profile) else graph
     states = CutStates.of(text)
@@ -89,21 +88,25 @@ def classic(
         )
     stages = _flat(tables, 0, end, 1)
     if seconds <= 0:
-        raise PlanError("the classic cost model was asked for a graph whose layers take no time; give measured seconds")
+        raise PlanError(
+            "the classic cost model was asked for a graph whose layers take no time; give a profile with measured seconds"
+        )
     note = f"classic cost model: {format_seconds(seconds)} per minibatch{_nests(stages)}"
     if any(states.done[a.last] & ~states.done[b.last] for a, b in pairwise(stages)):
-        note += "; it cuts one branch before another that it then takes up again, so these seconds are of no plan"
+        note += "; it leaves a branch and later returns to it, so these seconds are of no plan"
     if cluster.latency_s:
         note += "; latency does not count"
-    plan = _plan(graph, text, cluster, states, stages, versions, depth)
+    plan = _plan(graph, text, cluster, states, stages, versions, in_flight)
     total, held = float(states.compute_s[-1]), float(states.parameter_bytes[-1])
     return Classic(replace(plan, note=note), seconds, total, _data_parallel_s(total, held, cluster))
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A stage: its first and last state, its replicas in all, and the pipeline that has several copies and that it is
-    part of, as (first state, copies)."""
+class _ClassicStage:
+    """A stage: its first and last state, and its replicas in total.
+
+    If it is part of a pipeline that is replicated as a whole, `nest` is (first state, copies) of that pipeline.
+    """
 
     first: int
     last: int
@@ -111,21 +114,21 @@ class _Found:
     nest: tuple[int, int] | None = None
 
 
-def _flat(tables: list[LevelTable], i: int, j: int, outer: int) -> list[_Found]:
-    """The stages of states i to j on all components of the outermost of these levels, `outer` times over."""
-    found: list[_Found] = []
+def _flat(tables: list[LevelTable], i: int, j: int, outer: int) -> list[_ClassicStage]:
+    """The stages of states i to j on all components of the outermost of these levels, with `outer` copies of each."""
+    found: list[_ClassicStage] = []
     *inner, table = tables
     for first, last, components in table.stages(i, j):
         copies = outer * components
-        within = _flat(inner, first, last, copies) if inner else [_Found(first, last, copies)]
+        within = _flat(inner, first, last, copies) if inner else [_ClassicStage(first, last, copies)]
         if components > 1 and len(within) > 1:
             within = [replace(stage, nest=(first, components)) for stage in within]
         found += within
     return found
 
 
-def _nests(stages: list[_Found]) -> str:
-    """What a list of stages cannot say: that some of them are copies of a whole pipeline."""
+def _nests(stages: list[_ClassicStage]) -> str:
+    """The part of the note that names stages which are copies of a whole pipeline; a list of stages cannot show it."""
     nests: dict[tuple[int, int], list[int]] = {}
     for s, stage in enumerate(stages):
         if stage.nest is not None:
@@ -141,11 +144,11 @@ def _plan(
     text: GraphText,
     cluster: Cluster,
     states: CutStates,
-    stages: list[_Found],
+    stages: list[_ClassicStage],
     versions: VersionsRule,
-    depth: str | tuple[int, ...],
+    in_flight: str | tuple[int, ...],
 ) -> Plan:
-    """The plan of these stages, over the nodes stage by stage in an order in which they can run."""
+    """The plan of these stages; its nodes are ordered by stage, so that they can run in this order."""
     owner = _owners(text, [states.done[stage.last] for stage in stages])
     order = in_order(len(owner), text.edges, key=lambda i: owner[i])
     places = {node: place for place, node in enumerate(order)}
@@ -156,18 +159,18 @@ def _plan(
         profile = GraphText(tuple(text.nodes[i] for i in order), edges).profile()
     numbers = dict(zip((node.name for node in text.nodes), owner, strict=True))
     counts = Counter(numbers[layer.name] for layer in profile.graph.layers)
-    stages = [stage for s, stage in enumerate(stages) if counts[s]]  # those that ran already hold no layer
+    stages = [stage for s, stage in enumerate(stages) if counts[s]]  # leaves out stages whose nodes have all run before
     cuts = tuple(accumulate(counts[s] for s in sorted(counts)))[:-1]
-    space = Space.of(profile, cluster, versions=versions, downsets=())
-    crossing: Any = np.array(space.crossing)
+    space = SearchSpace.of(profile, cluster, versions=versions, downsets=())
+    crossing = np.array(space.crossing)
     for cut, stage in zip(cuts, stages, strict=False):
         crossing[cut] = round(states.output_bytes[stage.last])
     space = replace(space, crossing=crossing)
-    return space.at_depth(space.plan(cuts, tuple(stage.replicas for stage in stages)), depth)
+    return space.at_depth(space.plan(cuts, tuple(stage.replicas for stage in stages)), in_flight)
 
 
 def _owners(text: GraphText, done: list[int]) -> list[int]:
-    """The stage of each node; what the states leave out goes where what it reads is."""
+    """The stage of each node. A node that no state contains goes to the last stage that it reads from."""
     owner = [0] * len(text.nodes)
     producers: list[list[int]] = [[] for _ in text.nodes]
     for source, target in text.edges:
@@ -179,8 +182,9 @@ def _owners(text: GraphText, done: list[int]) -> list[int]:
 
 
 def _data_parallel_s(seconds: float, held: float, cluster: Cluster) -> float:
+    """Seconds per minibatch of one stage on all workers."""
     below = 1
     for level in cluster.levels:
-        seconds = alone_s(seconds, held, level.width, level, below)
+        seconds = float(alone_s(seconds, held, level.width, level, below))
         below = level.width
     return seconds

@@ -9,17 +9,17 @@ bandwidth, W the width of the level below (1 at the innermost), and A the second
                          2 o_j / (B q))
     A(i, j, m)     = min(alone(i, j, m), min over k before j, k >= i, and q < m of max(A(i, k, m-q), last(k, j, q)))
 
-C of the next level is A(i, j, all m). All of it is kept as published: the sum of compute and synchronisation where the
-paper takes the greater; W of one level below, not the product, and only where a stage is alone; all m components used.
-Where state i - 1 does not come before j, C_ij is a difference of unrelated sums (it may be negative), and the inner
-levels use it; the published program does too.
+C of the next level is A(i, j, all m). All of this is as published: compute and synchronisation are added where the
+paper takes the maximum; W is that of one level below, not the product, and only applies to a stage that is alone; all m
+components are used. If state i - 1 does not come before j, C_ij is a difference of unrelated sums (it may be negative);
+the inner levels use it, as the published program does.
 
 A straight pipeline has no replicas (the original's ``--straight_pipeline``): alone is infinite for m > 1, and q is 1.
 
 Ties: a stage that is alone, then the smallest k in the order of the states, then the smallest q.
 
-For a block of starts i, a pair (k, q) is looked at only if max(least A of the block, last) is below the worst value
-that the block has so far: nothing that could lower the minimum is left out.
+For a block of starts i, a pair (k, q) is evaluated only if max(least A of the block, last) is below the worst value that
+the block has so far: nothing that could lower the minimum is left out.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Level
+from pipedream.planner.arrays import FloatArray, IntArray, Seconds
 from pipedream.planner.papers.classic_states import CutStates
 
 __all__ = ["LevelTable", "alone_s", "solve"]
 
 _BLOCK = 96
 _LEAST_BLOCK = 24
-_MOST_ENTRIES = 1 << 27  # of the table, 8 bytes each: a gigabyte
+_MOST_ENTRIES = 1 << 27  # of a table, 8 bytes each: a gigabyte
 _AT_ONCE = 1 << 15  # rows of a block that are gathered at a time
 
 
@@ -48,25 +48,23 @@ class LevelTable:
     """A(i, j, m) of one level.
 
     Attributes:
-        states: of the graph.
-        level: width and bandwidth.
         below: width of the level below, 1 at the innermost.
         cost: C as cost[i, j].
-        starts: the i of each row: by the compute before it, so that neighbours have much the same A.
-        table: A as table[m - 1, j, row of i]; infinite where j < i, or where no pipeline has so many stages.
+        starts: the i of each row, sorted by the compute before it, so that neighbours have similar A.
+        table: A as table[m - 1, j, row of i]; infinite where j < i, or if no pipeline has that many stages.
         straight: no stage has replicas.
     """
 
     states: CutStates
     level: Level
     below: int
-    cost: Any
-    starts: Any
-    table: Any
+    cost: FloatArray
+    starts: IntArray
+    table: FloatArray
     straight: bool = False
 
     @cached_property
-    def rows(self) -> Any:
+    def rows(self) -> IntArray:
         """The row of each i."""
         return np.argsort(self.starts)
 
@@ -100,15 +98,14 @@ class LevelTable:
 
 
 def solve(states: CutStates, levels: tuple[Level, ...], *, straight: bool = False) -> list[LevelTable]:
-    """Returns the tables of all levels, innermost first; of the outermost only the row i = 0.
+    """Returns the tables of all levels, innermost first; that of the outermost has only the row i = 0.
 
     Args:
-        states: of the graph.
         levels: of the network, innermost first.
         straight: only pipelines whose stages have one worker each.
 
     Raises:
-        PlanError: more states and components than there is room for.
+        PlanError: the tables would be too large.
     """
     count = len(states)
     ahead = np.concatenate([[0.0], states.compute_s[:-1]])
@@ -120,7 +117,7 @@ def solve(states: CutStates, levels: tuple[Level, ...], *, straight: bool = Fals
         if count * level.width * max(len(starts), level.width) > _MOST_ENTRIES:
             raise PlanError(
                 f"the classic cost model was asked for {level.width} components at level {number + 1} and a graph of "
-                f"{count} states; its tables would not fit the memory, give fewer or plan with --cost-model pipedream"
+                f"{count} states; its tables would not fit the memory; give fewer, or plan with --cost-model pipedream"
             )
         table = np.full((level.width, count, len(starts)), np.inf)
         found.append(LevelTable(states, level, below, cost, starts, table, straight))
@@ -130,34 +127,33 @@ def solve(states: CutStates, levels: tuple[Level, ...], *, straight: bool = Fals
     return found
 
 
-def alone_s(cost_s: Any, held_bytes: Any, components: Any, level: Level, below: int) -> Any:
-    """Returns alone(i, j, m): the seconds per minibatch of one stage on m components, numbers or arrays.
+def alone_s(cost_s: Seconds, held_bytes: Seconds, components: int | IntArray, level: Level, below: int) -> Seconds:
+    """Returns alone(i, j, m), the seconds per minibatch of one stage on m components, for numbers or arrays.
 
     Args:
-        cost_s: C_ij, on one component.
-        held_bytes: w_ij, of its parameters.
+        cost_s: C_ij.
+        held_bytes: w_ij.
         components: m.
-        level: of the network.
-        below: W, the width of the level below.
+        below: W.
     """
     sync = (4 * (components - 1) * held_bytes) / (level.bandwidth_bytes_per_s * components) / below
     return (cost_s + sync) / components
 
 
-def _alone(found: LevelTable, j: int) -> Any:
-    """alone(i, j, m) as [m - 1, row of i], for all i; without meaning where j < i."""
+def _alone(found: LevelTable, j: int) -> FloatArray:
+    """alone(i, j, m) as [m - 1, row of i], for all i; meaningless where j < i."""
     m = np.arange(1, found.level.width + 1)[:, None]
     held = found.states.parameter_bytes[j] - np.concatenate([[0.0], found.states.parameter_bytes[:-1]])[found.starts]
-    seconds = alone_s(found.cost[found.starts, j], held, m, found.level, found.below)
+    seconds = np.asarray(alone_s(found.cost[found.starts, j], held, m, found.level, found.below))
     return np.where(m == 1, seconds, np.inf) if found.straight else seconds
 
 
-def _last(found: LevelTable, j: int, before: Any) -> Any:
-    """last(k, j, q) as [q - 1, place of k in `before`], for all q below the width."""
+def _last(found: LevelTable, j: int, before: IntArray) -> FloatArray:
+    """last(k, j, q) as [q - 1, position of k in `before`], for all q below the width."""
     states, rate = found.states, found.level.bandwidth_bytes_per_s
     q = np.arange(1, found.level.width)[:, None]
     held = states.parameter_bytes[j] - states.parameter_bytes[before]
-    seconds = (found.cost[before + 1, j] + (4 * (q - 1) * held) / (rate * q)) / q
+    seconds: FloatArray = (found.cost[before + 1, j] + (4 * (q - 1) * held) / (rate * q)) / q
     seconds = np.maximum(seconds, 2.0 * states.output_bytes[before] / (rate * q))
     if j < len(states) - 1:
         seconds = np.maximum(seconds, 2.0 * states.output_bytes[j] / (rate * q))
@@ -165,8 +161,8 @@ def _last(found: LevelTable, j: int, before: Any) -> Any:
 
 
 def _blocks(found: LevelTable) -> list[slice]:
-    """Runs of rows; one ends early where the compute before its starts changes, for a bound is as good as its block is
-    uniform."""
+    """Splits the rows into blocks. A block ends early where the compute before its starts changes, because its bound is
+    only good if the block is uniform."""
     first = found.cost[found.starts, -1]
     blocks, begin, rows = [], 0, len(first)
     for row in range(1, rows + 1):
@@ -193,7 +189,7 @@ def _fill(found: LevelTable) -> None:
         alone = np.where(found.starts <= j, _alone(found, j), np.inf)
         if width > 1 and len(before):
             split = found.starts <= before[-1]
-            best = np.where(split, alone, -np.inf)  # what cannot be split has no say in what is worth a look
+            best = np.where(split, alone, -np.inf)  # rows that cannot be split do not decide what to evaluate
             seconds = _last(found, j, before)
             pair, place = np.nonzero(seconds[last] < best.max(axis=1)[wide][:, None])
             groups = np.searchsorted(wide[pair], np.arange(1, width + 1))
@@ -210,7 +206,7 @@ def _fill(found: LevelTable) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Choices:
-    """The pairs (k, q) of one j that are worth a look, by rising m.
+    """The pairs (k, q) of one j that are worth evaluating, by increasing m.
 
     Attributes:
         wide: m - 1.
@@ -219,16 +215,16 @@ class _Choices:
         groups: where each m begins, from m = 2 on, and the end.
     """
 
-    wide: Any
-    reached: Any
-    seconds: Any
-    groups: Any
+    wide: IntArray
+    reached: IntArray
+    seconds: FloatArray
+    groups: IntArray
 
-    def lower(self, best: Any, flat: Any, least: Any) -> None:
-        """Lowers best[m - 1, i] to A(i, j, m) for a block of i, whose least A are known."""
+    def lower(self, best: FloatArray, flat: FloatArray, least: FloatArray) -> None:
+        """Lowers best[m - 1, i] to A(i, j, m) for a block of starts i, whose least A is `least`."""
         low = np.maximum(least[self.reached], self.seconds)
         first = [a + int(low[a:b].argmin()) for a, b in pairwise(self.groups) if a < b]
-        # The most promising pair of each m comes first: it rules most of the others out.
+        # The most promising pair of each m comes first, because it rules out most of the others.
         rows = np.maximum(flat[self.reached[first]], self.seconds[first, None])
         best[self.wide[first]] = np.minimum(best[self.wide[first]], rows)
         chosen = np.flatnonzero(low < best.max(axis=1)[self.wide])

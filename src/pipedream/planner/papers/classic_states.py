@@ -1,14 +1,14 @@
 """The states of the original planner: cuts of a graph, each named by the nodes whose outputs cross it.
 
-github msr-fiddle/pipedream, ``graph/graph.py`` (``antichain_dag``) and ``optimizer_graph_hierarchical.py``. A state
-is an antichain: nodes of which none comes before another; what has run at it are these nodes and all that come
-before them. From the first source of the file on, a state's neighbours are those in which one of its nodes gives
-way to a consumer. *Augmented*, a state also holds the nodes before it whose output somebody still needs.
+github msr-fiddle/pipedream, ``graph/graph.py`` (``antichain_dag``) and ``optimizer_graph_hierarchical.py``. A state is
+an antichain: a set of nodes none of which comes before another. At a state, these nodes have run and all that come
+before them. The walk begins at the first source of the file; the neighbours of a state replace one of its nodes by a
+consumer of that node. *Augmented*, a state also includes the nodes before it whose output is still needed.
 
-Kept as published, defects included: loaders and unread ``__getitem__`` are left out (one pass each); only the first
-source is started from, so a node that no path from there leads behind counts for nothing; and a producer counts as
-crossing if a consumer is not before *each* node of the state that it comes before, also where that consumer is in the
-state itself.
+Kept as published, including the defects: loaders and unread ``__getitem__`` are left out (one pass each); the walk
+begins only at the first source, so nodes that no path from it passes count for nothing; and a producer counts as
+crossing if a consumer is not before *each* node of the state that the producer comes before, even if that consumer is
+in the state itself.
 """
 
 from __future__ import annotations
@@ -17,45 +17,44 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from pipedream.core.errors import PlanError
 from pipedream.core.model.graph_txt import GraphText, in_order
-from pipedream.planner.cuts.downsets import bits, rows
+from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
+from pipedream.planner.cuts.downsets import bit_indices, bool_rows
 
 __all__ = ["MOST_STATES", "CutStates"]
 
 MOST_STATES = 4000
-"""More than this are refused: the search takes their square in memory, and their cube in time."""
+"""Graphs with more are refused: the search takes the square of their number in memory, and the cube in time."""
 
 
 @dataclass(frozen=True, eq=False)
 class CutStates:
-    """The cuts of a graph in an order in which they can be passed, and sums over what has run at each.
+    """The cuts of a graph, each after those that come before it, with sums over the nodes that have run.
 
     Attributes:
-        graph: as given.
-        done: for each state a set of node indices, as bits: those that have run.
-        before: for each state the indices of the states that come before it, rising.
-        compute_s, parameter_bytes: sums over what has run.
+        done: for each state the nodes that have run, as a bit set of indices.
+        before: for each state the indices of the states that come before it, in increasing order.
+        compute_s, parameter_bytes: sums over the nodes that have run.
         output_bytes: sums over the augmented state.
     """
 
     graph: GraphText
     done: tuple[int, ...]
-    before: tuple[Any, ...]
-    compute_s: Any
-    parameter_bytes: Any
-    output_bytes: Any
+    before: tuple[IntArray, ...]
+    compute_s: FloatArray
+    parameter_bytes: FloatArray
+    output_bytes: FloatArray
 
     @classmethod
     def of(cls, graph: GraphText) -> CutStates:
         """Returns the states of a graph.
 
         Raises:
-            PlanError: nothing but inputs, or more than `MOST_STATES` states.
+            PlanError: a graph of inputs only, or one with more than `MOST_STATES` states.
         """
         cuts = _Cuts(*_reduced(graph))
         order, followers = cuts.ordered()
@@ -67,14 +66,14 @@ class CutStates:
         parameters = np.array([node.parameter_bytes for node in graph.nodes])
         outputs = np.array([node.output_bytes for node in graph.nodes])
         done = tuple(cuts.done(state) for state in order)
-        ran = rows(done, len(graph.nodes))
+        ran = bool_rows(done, len(graph.nodes))
         return cls(
             graph,
             done,
-            tuple(np.flatnonzero(row) for row in rows(before, len(order))),
+            tuple(np.flatnonzero(row) for row in bool_rows(before, len(order))),
             _sums(ran, seconds),
             _sums(ran, parameters),
-            _sums(rows([cuts.augmented(state) for state in order], len(graph.nodes)), outputs),
+            _sums(bool_rows([cuts.augmented(state) for state in order], len(graph.nodes)), outputs),
         )
 
     def __len__(self) -> int:
@@ -82,8 +81,10 @@ class CutStates:
 
 
 class _Cuts:
-    """The antichains of a graph. Node sets are the bits of an int; the order of a state's nodes is kept, because the
-    order of the states follows from it."""
+    """The antichains of a graph.
+
+    Node sets are the bits of an int, but a state is a tuple: the order of its nodes decides the order of the states.
+    """
 
     def __init__(self, nodes: list[int], edges: list[tuple[int, int]]) -> None:
         self._nodes = nodes
@@ -103,22 +104,22 @@ class _Cuts:
 
     @cached_property
     def _needed(self) -> dict[int, int]:
-        """For each node those before it whose output somebody outside of its past needs."""
+        """For each node, the nodes before it whose output is needed outside of its past."""
         reads = {node: sum(1 << target for target in set(self._consumers[node])) for node in self._nodes}
         return {
-            node: sum(1 << p for p in bits(self._past[node]) if reads[p] & ~(self._past[node] | 1 << node))
+            node: sum(1 << p for p in bit_indices(self._past[node]) if reads[p] & ~(self._past[node] | 1 << node))
             for node in self._nodes
         }
 
     def done(self, state: tuple[int, ...]) -> int:
-        """What has run at a state."""
+        """The nodes that have run at a state."""
         found = 0
         for node in state:
             found |= self._past[node] | 1 << node
         return found
 
     def augmented(self, state: tuple[int, ...]) -> int:
-        """A state and the nodes before it whose outputs cross it."""
+        """The nodes of a state, and the nodes before it whose outputs cross it."""
         found = 0
         for node in state:
             found |= self._needed[node] | 1 << node
@@ -126,7 +127,7 @@ class _Cuts:
 
     def _next(self, state: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         held, wide = sum(1 << node for node in state), self.augmented(state)
-        crossing = [*bits(wide & ~held), *state]
+        crossing = [*bit_indices(wide & ~held), *state]
         for node in crossing:
             for target in self._consumers[node]:
                 if held >> target & 1 or self._future[target] & wide:
@@ -136,7 +137,7 @@ class _Cuts:
                 yield tuple(other for other in moved if not self._future[other] & everything)
 
     def ordered(self) -> tuple[list[tuple[int, ...]], list[list[int]]]:
-        """All states, each before its followers, and for each the indices of these."""
+        """All states, each before its followers, and for each the indices of its followers."""
         targets = {target for node in self._nodes for target in self._consumers[node]}
         first: tuple[int, ...] = (next(node for node in self._nodes if node not in targets),)
         numbers = {_key(first): 0}
@@ -150,8 +151,8 @@ class _Cuts:
                     if len(states) == MOST_STATES:
                         raise PlanError(
                             f"the classic cost model was asked for: the {len(self._nodes)} nodes of this graph can be "
-                            f"cut in more than {MOST_STATES} ways, because its branches run side by side; plan with "
-                            "--cost-model pipedream, or join the nodes of each branch"
+                            f"cut in more than {MOST_STATES} ways, because it has parallel branches; plan with "
+                            "--cost-model pipedream, or merge the nodes of each branch"
                         )
                     numbers[key] = len(states)
                     states.append(state)
@@ -164,14 +165,14 @@ class _Cuts:
 
 
 def _reduced(graph: GraphText) -> tuple[list[int], list[tuple[int, int]]]:
-    """The nodes and edges that count: without loaders and unread outputs, one pass each."""
+    """The nodes and edges that count: without loaders and unread outputs (one pass each)."""
     targets = {target for _, target in graph.edges}
     nodes = [i for i, node in enumerate(graph.nodes) if i in targets or not node.is_input]
     edges = [edge for edge in graph.edges if edge[0] in set(nodes)]
     sources = {source for source, _ in edges}
     nodes = [i for i in nodes if i in sources or not graph.nodes[i].kind.startswith("__getitem__")]
     if not nodes:
-        raise PlanError("the graph has no layer beside its inputs; give the profile of a model")
+        raise PlanError("the graph has no layer besides its inputs; give the profile of a model")
     kept = set(nodes)
     return nodes, [edge for edge in edges if edge[1] in kept]
 
@@ -197,6 +198,6 @@ def _key(state: tuple[int, ...]) -> int:
     return sum(1 << node for node in state)
 
 
-def _sums(rows: Any, values: Any) -> Any:
-    """Sums over each row's members, in the order of the file."""
+def _sums(rows: BoolArray, values: FloatArray) -> FloatArray:
+    """Sums over the members of each row, in the order of the file."""
     return np.array([sum(values[row].tolist()) for row in rows])

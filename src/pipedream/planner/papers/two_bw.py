@@ -1,17 +1,17 @@
-"""PipeDream-2BW's planner: as many replicas for each stage, and the microbatches, by the paper's own cost model.
+"""PipeDream-2BW's planner: equal replicas of all stages, and the microbatches, by the paper's own cost model.
 
-Narayanan et al., ICML 2021, section 3.3. Every stage has w replicas, there are d of them, w d workers in all, and a
-microbatch has b samples. With T_comp a stage's seconds for a microbatch (forward and backward; with recomputation
-the forward again, the paper's c_extra = 4/3 where a backward takes twice a forward), T_comm those of the
-messages that it receives for one, and m(b) = B / (w b) the microbatches of a replica in a minibatch of B samples:
+Narayanan et al., ICML 2021, section 3.3. There are d stages with w replicas each, w d workers in total, and a microbatch
+has b samples. With T_comp a stage's seconds for a microbatch (forward and backward; with recomputation the forward
+again, which is the paper's c_extra = 4/3 if a backward takes twice a forward), T_comm those of the messages that it
+receives for one, and m(b) = B / (w b) the microbatches of a replica in a minibatch of B samples:
 
     t = max over stages i of max(T_comp_i + sum over j of T_comm_ji,  T_allreduce_i / m(b))
     throughput = w b / t,  m(b) >= d
 
-So messages are not hidden and sums are, the other way round than in this library's model; an update takes no time. The
-memory is the paper's, 2 |W| / d + d A / d + d A_in, with recomputation 2 |W| / d + A / d + d A_in, stage by stage and
-with gradients and optimizer state (`core.plan.memory`). The paper cuts a model of equal blocks evenly; here the cut
-into d stages is the one whose slowest stage is fastest (`search`).
+So, unlike in this library's own model, messages are not hidden behind compute and all-reduces are, and an update takes
+no time. The memory is the paper's, 2 |W| / d + d A / d + d A_in, with recomputation 2 |W| / d + A / d + d A_in, computed
+stage by stage and with gradients and optimizer state (`core.plan.memory`). The paper cuts a model of equal blocks
+evenly; here the cut into d stages is the one whose slowest stage is fastest (`search`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.planner.search import plan
 from pipedream.planner.tables.method_occupancy import MethodOccupancy
-from pipedream.planner.tables.search_space import Space
+from pipedream.planner.tables.search_space import SearchSpace
 
 __all__ = ["two_bw", "two_bw_s"]
 
@@ -36,10 +36,9 @@ def two_bw_s(found: Plan, microbatches: int) -> float:
     """Returns the paper's seconds of a minibatch, t m(b), for a plan of equal replicas.
 
     Args:
-        found: the plan, in seconds per minibatch.
         microbatches: of a minibatch, over all replicas: w m(b).
     """
-    each = microbatches / found.replicas[0]
+    per_replica = microbatches / found.replicas[0]
     slots = []
     links = [
         found.cluster.link(found.cluster.reach(*found.workers_of(s), *found.workers_of(s + 1)))
@@ -48,53 +47,53 @@ def two_bw_s(found: Plan, microbatches: int) -> float:
     sends = [
         transfer_s(stage.output_bytes / microbatches, *link) for stage, link in zip(found.stages, links, strict=False)
     ]
-    for stage, site, sum_s, before_s, behind_s in zip(
+    for stage, site, sum_s, before_s, after_s in zip(
         found.stages, found.sites, found.sync_s, [0.0, *sends], [*sends, 0.0], strict=True
     ):
         forward_s, backward_s = stage.split_s(microbatches)
         compute_s = (forward_s * (2 if stage.recompute else 1) + backward_s) / site.speed
-        slots.append(max(compute_s + before_s + behind_s, sum_s / each))
-    return float(max(slots)) * each
+        slots.append(max(compute_s + before_s + after_s, sum_s / per_replica))
+    return float(max(slots)) * per_replica
 
 
 def two_bw(
     profile: Profile,
     cluster: Cluster,
-    holds: Callable[[int], MethodOccupancy],
+    occupancy: Callable[[int], MethodOccupancy],
     *,
     microbatches: int | None = None,
     recompute: bool | None = False,
 ) -> Plan:
-    """Finds the equal replicas w, the stages d and the microbatches of the greatest throughput by the paper's model.
+    """Finds the replicas w, the stages d and the microbatches with the greatest throughput by the paper's model.
 
-    Equal seconds go to plans without recomputation, then to fewer stages, then to fewer, larger microbatches.
+    Ties go to plans without recomputation, then to fewer stages, then to fewer, larger microbatches.
 
     Args:
-        holds: from a number of microbatches to what the stages of a plan hold in so many.
+        occupancy: microbatches -> what the stages of a plan hold.
         microbatches: of a minibatch, over all replicas; None tries w d, 2 w d, ... up to its samples.
         recompute: None tries both.
 
     Raises:
-        PlanError: none fits the memory, or none has so many microbatches.
+        PlanError: no plan fits the memory, or none can have this number of microbatches.
     """
     workers, most = cluster.workers, max(profile.batch, cluster.workers)
     found: list[tuple[tuple[float, bool, int, int], Plan]] = []
     least_bytes: list[int] = []
     for stages in (count for count in range(1, workers + 1) if workers % count == 0):
         w = workers // stages
-        if stages > len(Space.of(profile, cluster).positions) - 1:
+        if stages > len(SearchSpace.of(profile, cluster).positions) - 1:
             continue
         base = replace(plan(profile, cluster.unlimited(), shape=(w,) * stages), cluster=cluster)
         splits = [workers << power for power in range((most // workers).bit_length())]
         for m in splits if microbatches is None else [microbatches]:
             if m % w or m // w < stages:
                 continue
-            space = Space.of(profile, cluster, microbatches=m, holds=holds(m))
-            for again in (False, True) if recompute is None else (recompute,):
-                rows = tuple(replace(stage, recompute=again) for stage in base.stages)
+            space = SearchSpace.of(profile, cluster, microbatches=m, occupancy=occupancy(m))
+            for redoes in (False, True) if recompute is None else (recompute,):
+                rows = tuple(replace(stage, recompute=redoes) for stage in base.stages)
                 made = space.with_bytes(replace(base, stages=rows, microbatches=m))
                 if made.overfull is None:
-                    found.append(((two_bw_s(made, m), again, stages, m), made))
+                    found.append(((two_bw_s(made, m), redoes, stages, m), made))
                 else:
                     least_bytes.append(max(stage.peak_bytes for stage in made.stages))
     if not found and least_bytes:
@@ -105,11 +104,11 @@ def two_bw(
     if not found:
         raise PlanError(
             f"PipeDream-2BW's planner was asked for {microbatches} microbatches on {workers} workers; replicas need "
-            "equal parts of them, at least as many as there are stages; ask for a multiple of the workers"
+            "equal shares, of at least as many as there are stages; ask for a multiple of the workers"
         )
     (seconds, *_), best = min(found, key=lambda row: row[0])
     note = (
         f"PipeDream-2BW's planner: {format_seconds(seconds)} per minibatch in {best.microbatches} microbatches by its "
         f"own cost model, the least of {len(found)} ways with equal replicas"
     )
-    return replace(best, note=note, bound_s=0.0)  # of that model, where nothing is proved
+    return replace(best, note=note, bound_s=0.0)  # nothing is proved by that model

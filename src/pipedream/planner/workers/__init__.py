@@ -1,1 +1,1 @@
-"""The order of workers, and the runs of workers that a stage may take."""
+"""The order of the workers, and the runs of workers that a stage may take."""

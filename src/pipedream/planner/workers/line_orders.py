@@ -1,8 +1,8 @@
-"""Orders of unlike workers along a pipeline, up to symmetry.
+"""Orders of the workers of a mixed cluster along a pipeline, up to symmetry.
 
-The workers of a component of the network stay side by side; what changes is the order of the components within theirs,
-at every level. Components that are alike (the same workers in the same order inside) may be exchanged without a
-difference, so only one of each such class of orders is told.
+The workers of a component of the network stay adjacent; what changes, at every level, is the order of the components
+within theirs. Swapping components that are alike (the same workers in the same order inside) makes no difference, so
+only one order of each such class is returned.
 """
 
 from __future__ import annotations
@@ -12,45 +12,44 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import factorial, prod
-from typing import Any
 
 from pipedream.core.hardware.cluster import Cluster
 
-__all__ = ["Orders"]
+__all__ = ["LineOrders"]
 
 
 @dataclass(frozen=True)
-class Orders:
+class LineOrders:
     """Some orders of a cluster's workers.
 
     Attributes:
         orders: the cluster's own comes first.
-        kind: which they are, in words; '' where there is but one, up to symmetry.
+        kind: which orders they are, in words; '' if there is only one, up to symmetry.
     """
 
     orders: tuple[tuple[int, ...], ...]
     kind: str = ""
 
     @classmethod
-    def of(cls, cluster: Cluster, most: int) -> Orders:
-        """Returns all orders if they are at most so many; else those with like ones side by side; else one."""
+    def of(cls, cluster: Cluster, most: int) -> LineOrders:
+        """Returns all orders if there are at most `most`; else those that keep like parts adjacent; else only one."""
         root = _tree(cluster)
         count = root.count(apart=True)
         if count == 1:
             return cls((tuple(range(cluster.workers)),))
         if count <= most:
-            return cls(tuple(root.orders(apart=True)), f"in any of {count} orders of the unlike")
+            return cls(tuple(root.orders(apart=True)), f"in any of {count} orders of those that differ")
         count = root.count(apart=False)
         own = tuple(range(cluster.workers))
         if count < most:
             others = [order for order in root.orders(apart=False) if order != own]
-            return cls((own, *others), f"in the cluster's order or any of {count} with like ones side by side")
-        return cls((own,), "in the cluster's order alone")
+            return cls((own, *others), f"in the cluster's order or any of {count} that keep like ones adjacent")
+        return cls((own,), "in the cluster's order only")
 
 
 @dataclass(frozen=True)
 class _Node:
-    """A component: what it is like whatever the order inside, and its parts, or its one worker."""
+    """A component, with its parts, or a single worker. Components of equal likeness differ at most in their order."""
 
     likeness: int
     worker: int = 0
@@ -70,7 +69,7 @@ class _Node:
         return factorial(len(alike)) * prod(inside.values())
 
     def orders(self, *, apart: bool) -> Iterator[tuple[int, ...]]:
-        """Yields the orders of its workers, its own first; like parts may stand apart, or only side by side."""
+        """Yields the orders of its workers, its own first; with `apart`, also those that separate like parts."""
         if not self.parts:
             yield (self.worker,)
             return
@@ -109,9 +108,9 @@ class _Node:
 
 
 def _tree(cluster: Cluster) -> _Node:
-    known: dict[Any, int] = {}  # a number for each likeness
+    known: dict[tuple[object, ...], int] = {}  # a number for each likeness
 
-    def number(likeness: Any) -> int:
+    def number(likeness: tuple[object, ...]) -> int:
         return known.setdefault(likeness, len(known))
 
     alike = zip(cluster.speeds, cluster.memories, strict=True)
@@ -128,7 +127,7 @@ def _tree(cluster: Cluster) -> _Node:
 
 
 def _arranged(counts: list[int]) -> Iterator[tuple[int, ...]]:
-    """Yields each arrangement of so many of each kind, in lexicographic order."""
+    """Yields each arrangement of `counts[k]` items of each kind k, in lexicographic order."""
     if not any(counts):
         yield ()
         return

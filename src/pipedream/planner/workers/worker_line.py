@@ -1,8 +1,8 @@
-"""The workers in a line, and what each run of them allows: the sites that a search over any cluster chooses among.
+"""The workers in a line, and the site of each run of them: what a search over any cluster chooses among.
 
-Stages take consecutive workers of the line, which runs through the tree of the network: the workers of a component
-stand side by side. In front of the line and behind it others are taken to be: of what crosses to them a stage at the
-input or the output has nothing.
+Stages take consecutive workers of the line, which runs through the tree of the network: the workers of a component are
+adjacent. The line is assumed to have further workers before and after it. A stage at the input or the output exchanges
+nothing with them.
 """
 
 from __future__ import annotations
@@ -17,32 +17,39 @@ import numpy as np
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.cost import all_reduce_bytes
 from pipedream.core.plan.site import PortLoad, Site, busiest_ports
+from pipedream.planner.arrays import FloatArray, IntArray
 
-__all__ = ["Sites", "WorkerLine"]
+__all__ = ["SiteArrays", "WorkerLine"]
 
 
 @dataclass(frozen=True, eq=False)
-class Sites:
+class SiteArrays:
     """Many sites: the fields of `core.plan.site.Site` as arrays.
 
-    Of the ports there is one row at level 0, where all of a site are alike, and three at each other level: of the
-    component where the site begins, of that where it ends, and of the largest between them.
+    The ports have one row at level 0, where all ports of a site are equal, and three at each other level: those of the
+    component where the site begins, of the one where it ends, and of the largest between them.
     """
 
-    replicas: Any
-    speed: Any
-    memory_bytes: Any
-    sum_bytes_per_s: Any
-    sum_latency_s: Any
-    before: Any
-    behind: Any
-    weights: Any
+    replicas: IntArray
+    speed: FloatArray
+    memory_bytes: FloatArray
+    sum_bytes_per_s: FloatArray
+    sum_latency_s: FloatArray
+    before: list[FloatArray]
+    behind: list[FloatArray]
+    weights: list[FloatArray]
 
-    def __getitem__(self, chosen: Any) -> Sites:
-        """Returns some of them."""
-        fields = [getattr(self, name) for name in self.__dataclass_fields__]
-        return Sites(
-            *([row[chosen] for row in field] if isinstance(field, list) else field[chosen] for field in fields)
+    def __getitem__(self, chosen: IntArray) -> SiteArrays:
+        """Returns the sites with these indices."""
+        return SiteArrays(
+            replicas=self.replicas[chosen],
+            speed=self.speed[chosen],
+            memory_bytes=self.memory_bytes[chosen],
+            sum_bytes_per_s=self.sum_bytes_per_s[chosen],
+            sum_latency_s=self.sum_latency_s[chosen],
+            before=[row[chosen] for row in self.before],
+            behind=[row[chosen] for row in self.behind],
+            weights=[row[chosen] for row in self.weights],
         )
 
 
@@ -51,8 +58,7 @@ class WorkerLine:
     """The workers of a cluster in the order in which stages take them.
 
     Attributes:
-        cluster: whose.
-        order: all its workers, those of each component of the network side by side.
+        order: all workers of the cluster, those of each component of the network adjacent.
     """
 
     cluster: Cluster
@@ -60,21 +66,21 @@ class WorkerLine:
 
     @classmethod
     def of(cls, cluster: Cluster, order: Iterable[int] = ()) -> WorkerLine:
-        """Returns the line of a cluster; as its workers stand unless an order is given."""
+        """Returns the line of a cluster, in its own order unless one is given."""
         return cls(cluster, tuple(order) or tuple(range(cluster.workers)))
 
     def taken(self, workers: int) -> tuple[int, ...]:
-        """Returns `Plan.order` of a plan on the last so many of the line; () where the first ones are as good."""
+        """Returns `Plan.order` of a plan on the last `workers` of the line; () if it does not differ from the default."""
         order = self.order[len(self.order) - workers :]
         return () if self.cluster.is_flat or order == tuple(range(workers)) else order
 
     def site(self, first: int, replicas: int) -> Site:
-        """Returns the site of a stage on so many workers of the line from one on."""
-        return self.each(np.array([first]), np.array([replicas]))[0]
+        """Returns the site of a stage on `replicas` workers, from position `first` of the line."""
+        return self.site_list(np.array([first]), np.array([replicas]))[0]
 
-    def each(self, first: Any, replicas: Any) -> list[Site]:
-        """Returns the sites of stages: each the one that `Site.of` returns between neighbours on the line."""
-        found = self.sites(first, replicas)
+    def site_list(self, first: IntArray, replicas: IntArray) -> list[Site]:
+        """Returns the sites of stages, each as `Site.of` returns it for a stage between neighbours on the line."""
+        found = self.site_arrays(first, replicas)
         known: dict[tuple[float, ...], Site] = {}
         sites = []
         numbers = [found.replicas, found.speed, found.memory_bytes, found.sum_bytes_per_s, found.sum_latency_s]
@@ -96,13 +102,12 @@ class WorkerLine:
             sites.append(known[row])
         return sites
 
-    def sites(self, first: Any, replicas: Any) -> Sites:
-        """Returns the same as arrays, for arrays of first workers and of counts."""
-        first, replicas = np.asarray(first), np.asarray(replicas)
+    def site_arrays(self, first: IntArray, replicas: IntArray) -> SiteArrays:
+        """Returns the same sites as arrays."""
         last = first + replicas - 1
-        before: list[Any] = []
-        behind: list[Any] = []
-        weights: list[Any] = []
+        before: list[FloatArray] = []
+        behind: list[FloatArray] = []
+        weights: list[FloatArray] = []
         summed = (
             np.where(replicas > 1, all_reduce_bytes(1, np.maximum(replicas, 2), how=self.cluster.sums), 0) / replicas
         )
@@ -126,10 +131,10 @@ class WorkerLine:
             behind += [start * (goes | leaves), end * goes, between]
             weights += [ring, ring, np.where(between > 0, ring, 0.0)]
         links = np.array([self.cluster.sum_link(number) for number in range(len(self.cluster.levels))])
-        return Sites(
+        return SiteArrays(
             replicas,
-            self._least(self._speeds, first, last),
-            self._least(self._memories, first, last),
+            self._speeds.between(first, last + 1),
+            self._memories.between(first, last + 1),
             links[reach, 0],
             links[reach, 1],
             before,
@@ -137,21 +142,21 @@ class WorkerLine:
             weights,
         )
 
-    def start(self, level: int, worker: Any) -> Any:
-        """Returns where on the line the component of a level begins that these workers of it belong to."""
+    def start(self, level: int, position: IntArray) -> IntArray:
+        """Returns where on the line the component of a level begins that contains each position."""
         runs = self._runs[level]
-        return runs.starts[runs.of[worker]]
+        return runs.starts[runs.of[position]]
 
     @cached_property
     def memory_bytes(self) -> int | None:
-        """Memory of the largest worker; None where one is not limited."""
+        """Memory of the largest worker; None if one is unlimited."""
         most = max(np.inf if memory is None else memory for memory in self.cluster.memories)
         return None if most == np.inf else int(most)
 
     @cached_property
-    def _runs(self) -> list[_Runs]:
+    def _runs(self) -> list[_ComponentRuns]:
         return [
-            _Runs.of_components([self.cluster.component(number, worker) for worker in self.order])
+            _ComponentRuns.of_components([self.cluster.component(number, worker) for worker in self.order])
             for number in range(len(self.cluster.levels))
         ]
 
@@ -164,44 +169,43 @@ class WorkerLine:
         known = [self.cluster.memories[worker] for worker in self.order]
         return _Extremes.of(np.array([np.inf if one is None else one for one in known], dtype=float), np.minimum)
 
-    @staticmethod
-    def _least(table: _Extremes, first: Any, last: Any) -> Any:
-        return table.between(first, last + 1)
-
 
 @dataclass(frozen=True, eq=False)
-class _Runs:
-    """The components of a level along the line: of each worker which, and where each begins and ends."""
+class _ComponentRuns:
+    """The components of a level along the line: which one each position is in, and where each begins and ends."""
 
-    of: Any
-    starts: Any
-    ends: Any
+    of: IntArray
+    starts: IntArray
+    ends: IntArray
     sizes: _Extremes
 
     @classmethod
-    def of_components(cls, components: list[int]) -> _Runs:
+    def of_components(cls, components: list[int]) -> _ComponentRuns:
         row = np.array(components)
         begins = np.concatenate([[True], row[1:] != row[:-1]])
         if len(set(components)) != int(begins.sum()):
-            raise ValueError("the workers of a component must stand side by side in the order")
+            raise ValueError("the workers of a component must be adjacent in the order")
         starts = np.flatnonzero(begins)
         ends = np.append(starts[1:], len(row))
         return cls(np.cumsum(begins) - 1, starts, ends, _Extremes.of(ends - starts, np.maximum))
 
-    def largest(self, first: Any, behind: Any) -> Any:
-        """Returns the size of the largest component from one on and before another; of none 0."""
-        return np.where(first < behind, self.sizes.between(np.minimum(first, behind - 1).clip(0), behind.clip(1)), 0)
+    def largest(self, first: IntArray, end: IntArray) -> IntArray:
+        """Returns the size of the largest of the components first <= i < end; 0 if there are none."""
+        largest: IntArray = np.where(
+            first < end, self.sizes.between(np.minimum(first, end - 1).clip(0), end.clip(1)), 0
+        )
+        return largest
 
 
 @dataclass(frozen=True, eq=False)
 class _Extremes:
-    """Least or greatest of any run of a row, each from two runs of a power of two; one table where all are alike."""
+    """The minimum or maximum of any run of a row, in two look-ups (a sparse table); one table if all are equal."""
 
-    tables: Any
+    tables: FloatArray | IntArray
     extreme: np.ufunc
 
     @classmethod
-    def of(cls, row: Any, extreme: np.ufunc) -> _Extremes:
+    def of(cls, row: FloatArray | IntArray, extreme: np.ufunc) -> _Extremes:
         tables, width = [row], 1
         if (row == row[0]).all():
             return cls(row[None], extreme)
@@ -211,10 +215,12 @@ class _Extremes:
             after[:-width] = extreme(before[:-width], before[width:])
             tables.append(after)
             width *= 2
-        return cls(np.stack(tables), extreme)
+        stacked: Any = np.stack(tables)
+        return cls(stacked, extreme)
 
-    def between(self, first: Any, behind: Any) -> Any:
-        if len(self.tables) == 1:  # of a row of one, or of likes
+    def between(self, first: IntArray, end: IntArray) -> Any:
+        """The extremes of the numbers first <= i < end."""
+        if len(self.tables) == 1:  # a row of one, or of equal numbers
             return self.tables[0][first]
-        power = np.frexp(behind - first)[1] - 1
-        return self.extreme(self.tables[power, first], self.tables[power, behind - (1 << power)])
+        power = np.frexp(end - first)[1] - 1
+        return self.extreme(self.tables[power, first], self.tables[power, end - (1 << power)])

@@ -12,13 +12,12 @@ import pytest
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.planner import Pipelines, Space, plan, stash
-from pipedream.planner import pipelines as lines
+from pipedream.planner import DynamicProgram, SearchSpace, pipeline_search, plan, stash
 from pipedream.planner.bisection.bisection import TOLERANCE, Bisection
-from pipedream.planner.bisection.feasibility import Needs
-from pipedream.planner.bisection.lower_bounds import Relaxed, period_s
+from pipedream.planner.bisection.feasibility import StageNeeds
+from pipedream.planner.bisection.lower_bounds import RelaxedLine, period_s
 from pipedream.planner.dynamic_program.oracle import fits
-from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, replicated
+from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, replicated_states
 from pipedream.planner.workers.worker_line import WorkerLine
 
 
@@ -40,20 +39,20 @@ def random_chain(draw: random.Random, layers: int) -> Profile:
     )
 
 
-def random_space(draw: random.Random, cluster: Cluster) -> Space:
+def random_space(draw: random.Random, cluster: Cluster) -> SearchSpace:
     versions: Any = draw.choice([stash, lambda held, update_delay: 2, lambda held, update_delay: 1])
     profile = random_chain(draw, draw.randint(2, 14))
-    return Space.of(
+    return SearchSpace.of(
         profile, cluster, versions=versions, microbatches=draw.choice([1, 2]), update_delay=draw.choice([0, 1])
     )
 
 
-def both(draw: random.Random, cluster: Cluster, whole: bool) -> tuple[float, Any, Space]:
+def both(draw: random.Random, cluster: Cluster, whole: bool) -> tuple[float, Any, SearchSpace]:
     """The best period by the dynamic program, infinite where nothing fits, and what bisection finds."""
     space, recompute = random_space(draw, cluster), draw.choice(RECOMPUTE)
-    states, line = replicated(cluster.workers), WorkerLine.of(cluster)
+    states, line = replicated_states(cluster.workers), WorkerLine.of(cluster)
     starts = tuple(state for state in states if state[0] == cluster.workers) if whole else None
-    exact = Pipelines(space, states, starts, whole=False, line=line, recompute=recompute)
+    exact = DynamicProgram(space, states, starts, allow_single_stage=False, line=line, recompute=recompute)
     return min(exact.periods.values()), Bisection(space, line, recompute, whole).best(), space
 
 
@@ -110,21 +109,21 @@ def test_relaxed_seconds_are_below_the_true_ones_and_fall(seed: int) -> None:
     draw = random.Random(seed)
     cluster = Cluster((Level(4, 1e10, 1e-4), Level(3, 1e9, 1e-3), Level(2, 2e8)), sums=draw.choice(["ring", "tree"]))
     space, line = random_space(draw, cluster), WorkerLine.of(cluster)
-    relaxed = Relaxed(line)
-    needs = Needs.of(space, line, "never")
-    pairs = needs.pairs[False]
-    count = len(pairs.first)
+    relaxed = RelaxedLine(line)
+    needs = StageNeeds.of(space, line, "never")
+    costs = needs.costs[False]
+    count = len(costs.first)
     for low, high in relaxed.spans:
         before = np.full(count, np.inf)
         for replicas in range(low, high + 1):
-            seconds = period_s(pairs, relaxed.at(np.full(count, replicas)), cluster.sums)
+            seconds = period_s(costs, relaxed.sites(np.full(count, replicas)), cluster.sums)
             assert (seconds <= before * (1 + 1e-12)).all()
             before = seconds
             for first in range(cluster.workers - replicas + 1):
-                sites = line.sites(np.full(count, first), np.full(count, replicas))
-                true = period_s(pairs, sites, cluster.sums)
+                sites = line.site_arrays(np.full(count, first), np.full(count, replicas))
+                true = period_s(costs, sites, cluster.sums)
                 site = line.site(first, replicas)
-                ends = needs.places[pairs.first], needs.places[pairs.last]
+                ends = needs.places[costs.first], needs.places[costs.last]
                 assert true == pytest.approx(space.period_s(space.passes_s(*ends), *ends, site), rel=1e-12)
                 assert (seconds <= true * (1 + 1e-12)).all()
 
@@ -133,7 +132,7 @@ def test_large_models_are_planned_by_it(monkeypatch: pytest.MonkeyPatch) -> None
     profile, cluster = random_chain(random.Random(3), 12), Cluster.flat(8, 1e9)
     small = plan(profile, cluster, shape="pipeline")
     assert small.note.startswith("optimal among pipelines of 2 to 8 stages")
-    monkeypatch.setattr(lines, "_MOST_STATES", 0)
+    monkeypatch.setattr(pipeline_search, "_MOST_STATES", 0)
     large = plan(profile, cluster, shape="pipeline")
     assert large.note.startswith("best found among pipelines of 2 to 8 stages")
     assert large.slowest_stage_s == pytest.approx(small.slowest_stage_s, rel=2 * TOLERANCE)

@@ -14,7 +14,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan import depth
 from pipedream.core.schedule.lowering import lower
-from pipedream.planner import Space, by_hand, plan
+from pipedream.planner import SearchSpace, manual_plan, plan
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 
@@ -22,12 +22,12 @@ FOUR = Profile.of_chain((LayerProfile(1.0, 2.0, 300, 1000, 100),) * 4)
 
 
 def test_depth_is_applied_and_memory_checked_again() -> None:
-    roomy = plan(FOUR, Cluster.flat(4, 100.0), shape="straight", depth="full")
+    roomy = plan(FOUR, Cluster.flat(4, 100.0), shape="straight", in_flight="full")
     # The period is 6 s, of 300 bytes in and 300 out; messages queue at the ports of the stages in the middle.
     assert (roomy.depth_mode, roomy.in_flight) == ("full", (10, 7, 4, 1))
     # Versions, and activations of all but the one whose gradients have taken their place; three messages posted.
     assert roomy.stages[0].peak_bytes == 11 * 1000 + 9 * 100 + 3 * 300
-    parallel = plan(FOUR, Cluster.flat(4, 1e9), shape="data-parallel", depth="full")
+    parallel = plan(FOUR, Cluster.flat(4, 1e9), shape="data-parallel", in_flight="full")
     assert (parallel.depth_mode, parallel.in_flight) == ("full", (1,))
     tight = Cluster.flat(4, 100.0, memory_bytes=8_000)
     assert plan(FOUR, tight, shape="straight").in_flight == (4, 3, 2, 1)
@@ -36,30 +36,30 @@ def test_depth_is_applied_and_memory_checked_again() -> None:
         r"for --in-flight auto"
     )
     with pytest.raises(PlanError, match=says):
-        plan(FOUR, tight, shape="straight", depth="full")
-    by_count = plan(FOUR, tight, shape="straight", depth=(2, 2, 1, 1))
+        plan(FOUR, tight, shape="straight", in_flight="full")
+    by_count = plan(FOUR, tight, shape="straight", in_flight=(2, 2, 1, 1))
     assert (by_count.depth_mode, by_count.in_flight) == ("hand", (2, 2, 1, 1))
-    assert by_count.stages == by_hand(FOUR, tight, (1, 2, 3), depth=(2, 2, 1, 1)).stages
+    assert by_count.stages == manual_plan(FOUR, tight, (1, 2, 3), in_flight=(2, 2, 1, 1)).stages
     with pytest.raises(PlanError, match="name 3 stages, the plan has 4"):
-        plan(FOUR, tight, shape="straight", depth=(3, 2, 1))
+        plan(FOUR, tight, shape="straight", in_flight=(3, 2, 1))
 
 
 def test_auto_is_full_where_there_is_room_and_between_where_there_is_not() -> None:
     roomy, tight = Cluster.flat(4, 100.0), Cluster.flat(4, 100.0, memory_bytes=8_000)
-    found = plan(FOUR, roomy, shape="straight", depth="auto")
-    full = plan(FOUR, roomy, shape="straight", depth="full")
+    found = plan(FOUR, roomy, shape="straight", in_flight="auto")
+    full = plan(FOUR, roomy, shape="straight", in_flight="full")
     assert (found.depth_mode, found.in_flight, found.stages) == ("auto", full.in_flight, full.stages)
     # A version and activations are 1100 bytes for each in flight, beside gradients and messages.
-    assert plan(FOUR, tight, shape="straight", depth="auto").in_flight == (5, 3, 2, 1)
+    assert plan(FOUR, tight, shape="straight", in_flight="auto").in_flight == (5, 3, 2, 1)
     least = max(stage.peak_bytes for stage in plan(FOUR, roomy, shape="straight").stages)
     exact = Cluster.flat(4, 100.0, memory_bytes=least)
-    assert plan(FOUR, exact, shape="straight", depth="auto").in_flight == (4, 3, 2, 1)
+    assert plan(FOUR, exact, shape="straight", in_flight="auto").in_flight == (4, 3, 2, 1)
     short = Cluster.flat(4, 100.0, memory_bytes=least - 1)
     with pytest.raises(PlanError, match="none of the straight pipelines of 4 stages fits"):
-        plan(FOUR, short, shape="straight", depth="auto")
+        plan(FOUR, short, shape="straight", in_flight="auto")
     with pytest.raises(PlanError, match=r"at depth noam stage 1 .* holds 3 in flight"):
-        by_hand(FOUR, short, (1, 2, 3), depth="auto")
-    assert by_hand(FOUR, short, (1, 2, 3), depth=(3, 2, 2, 1)).depth_mode == "hand"
+        manual_plan(FOUR, short, (1, 2, 3), in_flight="auto")
+    assert manual_plan(FOUR, short, (1, 2, 3), in_flight=(3, 2, 2, 1)).depth_mode == "hand"
 
 
 def test_a_lag_that_asks_for_depth_is_checked_against_the_memory() -> None:
@@ -76,7 +76,7 @@ def test_a_lag_that_asks_for_depth_is_checked_against_the_memory() -> None:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[Space, tuple[int, ...], tuple[int, ...]]:
+def plans(draw: st.DrawFn) -> tuple[SearchSpace, tuple[int, ...], tuple[int, ...]]:
     counts = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     layer = st.builds(
         LayerProfile, st.just(1.0), st.just(2.0), st.integers(0, 40), st.integers(0, 9), st.integers(0, 9)
@@ -84,11 +84,11 @@ def plans(draw: st.DrawFn) -> tuple[Space, tuple[int, ...], tuple[int, ...]]:
     layers = draw(st.lists(layer, min_size=len(counts), max_size=len(counts)))
     profile = Profile.of_chain(tuple(replace(x, forward_s=1.0 * r) for x, r in zip(layers, counts, strict=True)))
     cluster = Cluster.flat(sum(counts), 10.0, 0.0, draw(st.integers(1, 300)))
-    return Space.of(profile, cluster, update_delay=draw(st.integers(0, 1))), tuple(range(1, len(counts))), counts
+    return SearchSpace.of(profile, cluster, update_delay=draw(st.integers(0, 1))), tuple(range(1, len(counts))), counts
 
 
 @given(plans())
-def test_auto_is_legal_and_as_deep_as_fits(case: tuple[Space, tuple[int, ...], tuple[int, ...]]) -> None:
+def test_auto_is_legal_and_as_deep_as_fits(case: tuple[SearchSpace, tuple[int, ...], tuple[int, ...]]) -> None:
     space, cuts, counts = case
     base = space.plan(cuts, counts)
     try:
@@ -114,7 +114,7 @@ def test_auto_is_never_slower_than_noam(seed: int) -> None:
     for _ in range(10):
         counts = tuple(draw.randint(1, 3) for _ in range(draw.randint(2, 4)))
         layers = [LayerProfile(1.0 * r, 2.0 * r, draw.choice([0, 15, 30]), 1, 1) for r in counts]
-        space = Space.of(Profile.of_chain(tuple(layers)), Cluster.flat(sum(counts), 10.0))
+        space = SearchSpace.of(Profile.of_chain(tuple(layers)), Cluster.flat(sum(counts), 10.0))
         cuts = tuple(range(1, len(counts)))
         base, full = space.plan(cuts, counts), space.plan(cuts, counts).with_depth("full")
         room = tuple(draw.randint(a, b) for a, b in zip(base.in_flight, full.in_flight, strict=True))

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.planner.cuts.downsets import Lattice, bits
-from pipedream.planner.cuts.min_cuts import least_crossing, waists
+from pipedream.planner.cuts.cut_selection import min_cut_downset, narrowest_cuts
+from pipedream.planner.cuts.downsets import Lattice, bit_indices
 
 
 @st.composite
@@ -44,7 +44,7 @@ def test_none_between_is_crossed_by_fewer_bytes(seed: int) -> None:
             if low & ~high:
                 continue
             between = [held for held in downsets if not low & ~held and not held & ~high]
-            found = least_crossing(lattice, low, high, sizes)
+            found = min_cut_downset(lattice, low, high, sizes)
             least = min(crossing[held] for held in between)
             assert crossing[found] == least
             assert all(not found & ~held for held in between if crossing[held] == least)
@@ -53,22 +53,22 @@ def test_none_between_is_crossed_by_fewer_bytes(seed: int) -> None:
 
 
 @given(graphs(), st.data(), st.integers(1, 9))
-def test_waists_lie_one_in_the_next(graph: LayerGraph, data: st.DataObject, count: int) -> None:
+def test_narrowest_cuts_are_nested(graph: LayerGraph, data: st.DataObject, count: int) -> None:
     layers = len(graph.layers)
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=layers, max_size=layers))
     costs = data.draw(st.lists(st.integers(1, 9).map(float), min_size=layers, max_size=layers))
     lattice = Lattice.of(graph)
     downsets = lattice.downsets(1 << layers) or []
-    found = waists(lattice, costs, sizes, count)
+    found = narrowest_cuts(lattice, costs, sizes, count)
     assert set(found) <= set(downsets)
     assert all(not before & ~behind for before, behind in pairwise(found))
     if count == 1:
         assert found == [0]  # nothing crosses before the first layer
-    done = {held: sum(costs[i] for i in bits(held)) / sum(costs) * count for held in downsets}
+    done = {held: sum(costs[i] for i in bit_indices(held)) / sum(costs) * count for held in downsets}
     expected = set()
     for share in range(count):
         low = reduce(and_, (held for held in downsets if done[held] >= share - 1e-9))
         high = reduce(or_, (held for held in downsets if done[held] <= share + 1 + 1e-9))
         if not low & ~high:
-            expected.add(least_crossing(lattice, low, high, sizes))
+            expected.add(min_cut_downset(lattice, low, high, sizes))
     assert set(found) == expected

@@ -17,9 +17,9 @@ from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import Pipelines, Space, VersionsRule, every_plan, exhaustive, plan, stash
+from pipedream.planner import DynamicProgram, SearchSpace, VersionsRule, every_plan, exhaustive, plan, stash
 from pipedream.planner.dynamic_program.oracle import peak_bytes
-from pipedream.planner.dynamic_program.recurrence import State, of_counts, replicated, straights
+from pipedream.planner.dynamic_program.recurrence import State, replicated_states, states_of_counts, straight_states
 
 RULES: dict[str, VersionsRule] = {
     "stash": stash,
@@ -32,8 +32,8 @@ def straight(profile: Profile, cluster: Cluster, *, stages: int, **options: Any)
     return plan(profile, cluster, shape=(1,) * stages, **options)
 
 
-def of_stages(space: Space, stages: int) -> Pipelines:
-    return Pipelines(space, straights(stages), ((stages, 1),))
+def of_stages(space: SearchSpace, stages: int) -> DynamicProgram:
+    return DynamicProgram(space, straight_states(stages), ((stages, 1),))
 
 
 def random_profile(draw: random.Random, most: int = 8) -> Profile:
@@ -85,26 +85,26 @@ def chains(draw: st.DrawFn) -> Profile:
 
 
 def test_states() -> None:
-    assert replicated(3) == ((1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3))
-    assert straights(3) == ((1, 1), (2, 1), (3, 1))
-    assert of_counts((2, 1, 3)) == ((3, 3), (4, 1), (6, 2))
+    assert replicated_states(3) == ((1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3))
+    assert straight_states(3) == ((1, 1), (2, 1), (3, 1))
+    assert states_of_counts((2, 1, 3)) == ((3, 3), (4, 1), (6, 2))
 
 
 def _kind(draw: random.Random, workers: int) -> tuple[tuple[State, ...], tuple[State, ...] | None, bool, Any]:
     """A set of states, where they start, whether one stage is allowed, and the plans that this means."""
     kind = draw.choice(["any", "any", "pipeline", "all workers", "straight", "counts"])
     if kind == "any":
-        return replicated(workers), None, True, lambda plan: True
+        return replicated_states(workers), None, True, lambda plan: True
     if kind == "pipeline":
-        return replicated(workers), None, False, lambda plan: len(plan.stages) > 1
+        return replicated_states(workers), None, False, lambda plan: len(plan.stages) > 1
     if kind == "all workers":
-        starts = tuple(state for state in replicated(workers) if state[0] == workers)
-        return replicated(workers), starts, False, lambda plan: len(plan.stages) > 1 and plan.workers == workers
+        starts = tuple(state for state in replicated_states(workers) if state[0] == workers)
+        return replicated_states(workers), starts, False, lambda plan: len(plan.stages) > 1 and plan.workers == workers
     counts = (1,) * draw.randint(1, workers)
     if kind == "counts":
         counts = tuple(draw.choice([1, 1, 2, 3]) for _ in range(draw.randint(1, 3)))
         counts = counts if sum(counts) <= workers else (workers,)
-    return of_counts(counts), ((sum(counts), counts[0]),), True, lambda plan: plan.replicas == counts
+    return states_of_counts(counts), ((sum(counts), counts[0]),), True, lambda plan: plan.replicas == counts
 
 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 20))])
@@ -115,11 +115,11 @@ def test_equals_exhaustive_search(seed: int) -> None:
     for _ in range(200):
         profile, cluster = random_profile(draw, most=6), random_cluster(draw, workers=draw.randint(1, 5))
         versions, microbatches = draw.choice(list(RULES.values())), draw.choice([1, 2, 3])
-        space = Space.of(
+        space = SearchSpace.of(
             profile, cluster, versions=versions, microbatches=microbatches, update_delay=draw.choice([0, 0, 1])
         )
         states, starts, whole, among = _kind(draw, cluster.workers)
-        pipelines = Pipelines(space, states, starts, whole)
+        pipelines = DynamicProgram(space, states, starts, whole)
         try:
             best = exhaustive(space, among)
         except PlanError:
@@ -139,11 +139,11 @@ def test_equals_exhaustive_search(seed: int) -> None:
 def test_least_need_is_that_of_the_leanest_plan(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(20):
-        space = Space.of(
+        space = SearchSpace.of(
             random_profile(draw, most=5), Cluster.flat(4), microbatches=2, update_delay=draw.choice([0, 1])
         )
         needs = {one: peak_bytes(space, one) for one in every_plan(space)}
-        assert Pipelines(space, replicated(4)).least_bytes == min(needs.values())
+        assert DynamicProgram(space, replicated_states(4)).least_bytes == min(needs.values())
         for stages in range(1, max(len(one.stages) for one in needs) + 1):
             of_these = [need for one, need in needs.items() if one.replicas == (1,) * stages]
             assert of_stages(space, stages).least_bytes == min(of_these)
@@ -191,7 +191,7 @@ def test_more_bandwidth_is_never_slower(
 @given(chains(), st.integers(1, 5), st.floats(0.0, 1.5), st.sampled_from(sorted(RULES)))
 def test_memory_limit_is_obeyed_to_the_byte(profile: Profile, stages: int, share: float, rule: str) -> None:
     assume(stages <= len(profile.layers))
-    free = Space.of(profile, Cluster.flat(5), versions=RULES[rule])
+    free = SearchSpace.of(profile, Cluster.flat(5), versions=RULES[rule])
     least = of_stages(free, stages).least_bytes
     limit = max(1, int(least * share))
     cluster = Cluster.flat(5, memory_bytes=limit)
@@ -244,8 +244,8 @@ def test_a_slow_link_moves_the_cut() -> None:
 @pytest.mark.parametrize(
     ("stages", "says"),
     [
-        (0, "shape .* is not known"),
-        (5, "5 stages was asked, it takes 5 workers, the cluster has 4; ask for fewer or give more workers"),
+        (0, "unknown shape"),
+        (5, "5 stages was asked for: it takes 5 workers, the cluster has 4; ask for fewer or give more workers"),
         (4, "3 layers can be cut at 1 places; ask for at most 2 stages"),
     ],
 )

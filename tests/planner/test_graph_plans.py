@@ -15,8 +15,8 @@ from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.site import Site
-from pipedream.planner import Space, plan
-from pipedream.planner.cuts import cut_places as places
+from pipedream.planner import SearchSpace, plan
+from pipedream.planner.cuts import cut_selection
 
 
 def random_graph(draw: random.Random, most: int = 7) -> Profile:
@@ -120,7 +120,7 @@ def test_equals_every_chain_of_downsets(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_with_too_many_cuts_the_bound_holds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """500 graphs of which only one order is searched: never better than the best, which is never below the bound."""
-    monkeypatch.setattr(places, "MOST_PLACES", 3)
+    monkeypatch.setattr(cut_selection, "MOST_DOWNSETS", 3)
     draw = random.Random(seed)
     several = best = told = 0
     for _ in range(100):
@@ -147,11 +147,11 @@ def test_where_memory_counts_free_layers_prove_nothing(monkeypatch: pytest.Monke
     edges = tuple((0, i) for i in range(1, 6))
     profile = Profile("views", LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(6)), edges), layers, batch=1)
     limited = Cluster.flat(2, 1e9, memory_bytes=100)
-    assert len(Space.of(profile, limited).positions) == 33  # nothing, the first, and then any of five
-    monkeypatch.setattr(places, "MOST_PLACES", 10)
-    few = Space.of(profile, limited)
-    assert (len(few.positions), few.is_whole) == (3, False)  # the views, read by nobody, run at once
-    assert Space.of(profile, Cluster.flat(2, 1e9)).is_whole
+    assert len(SearchSpace.of(profile, limited).positions) == 33  # nothing, the first, and then any of five
+    monkeypatch.setattr(cut_selection, "MOST_DOWNSETS", 10)
+    few = SearchSpace.of(profile, limited)
+    assert (len(few.positions), few.is_complete) == (3, False)  # the views, read by nobody, run at once
+    assert SearchSpace.of(profile, Cluster.flat(2, 1e9)).is_complete
 
 
 def test_memory_is_kept() -> None:
@@ -160,7 +160,7 @@ def test_memory_is_kept() -> None:
     limited = 0
     for _ in range(60):
         profile = random_graph(draw, most=5)
-        space = Space.of(profile, Cluster.flat(3, 4.0, memory_bytes=draw.choice([15, 25, 40])))
+        space = SearchSpace.of(profile, Cluster.flat(3, 4.0, memory_bytes=draw.choice([15, 25, 40])))
         least, best = best_plans(space)
         if best is None or least is None:
             continue

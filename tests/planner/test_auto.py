@@ -110,7 +110,7 @@ def test_methods_that_flush_are_compared() -> None:
 def test_halves_of_a_backward_are_not_compared() -> None:
     """Their seconds are not known; by half of a backward each, ZB-H2 would be the fastest of all."""
     assert not set(methods_of(allow_asynchronous=True)) & {"zb_h1", "zb_h2"}
-    with pytest.raises(PlanError, match="compare zb_h1, but a profile does not tell the seconds of the halves"):
+    with pytest.raises(PlanError, match="compare zb_h1, but a profile does not have the seconds of the halves"):
         planning.choose(CHAIN, Cluster.flat(2), names=("1f1b", "zb_h1"))
 
 

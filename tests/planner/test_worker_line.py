@@ -15,8 +15,8 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.site import Site
-from pipedream.planner import Space, plan, stash
-from pipedream.planner.workers.line_orders import Orders
+from pipedream.planner import SearchSpace, plan, stash
+from pipedream.planner.workers.line_orders import LineOrders
 from pipedream.planner.workers.worker_line import WorkerLine
 
 SHAPES: list[tuple[tuple[int, ...] | tuple[int, tuple[int, ...]], ...]] = [
@@ -116,8 +116,8 @@ def check_against_every_plan(draw: random.Random, chains: int) -> None:
             "update_delay": draw.choice([0, 1]),
         }
         recompute = draw.choice(["never", "auto", "always"])
-        space = Space.of(profile, cluster, **options)
-        orders = Orders.of(cluster, 50).orders
+        space = SearchSpace.of(profile, cluster, **options)
+        orders = LineOrders.of(cluster, 50).orders
         if len(orders) > 6:
             continue
         least, best = best_plans(space, orders=orders, recompute=recompute)
@@ -161,7 +161,7 @@ def test_no_order_of_unlike_workers_is_better(seed: int) -> None:
         profile, cluster = random_chain(draw, most=4), random_tree(draw)
         if cluster.workers > 4 or not (cluster.kinds or any(level.sizes for level in cluster.levels)):
             continue
-        space = Space.of(profile, cluster)
+        space = SearchSpace.of(profile, cluster)
         least, best = best_plans(space, orders=through_the_tree(cluster))
         if best is None or best != least:
             continue
@@ -174,10 +174,10 @@ def test_sites_of_a_line_are_those_of_its_workers(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(10):
         cluster = random_tree(draw)
-        order = draw.choice(Orders.of(cluster, 100).orders)
+        order = draw.choice(LineOrders.of(cluster, 100).orders)
         line = WorkerLine.of(cluster, order)
         pairs = [(a, r) for a in range(cluster.workers) for r in range(1, cluster.workers - a + 1)]
-        for (a, r), site in zip(pairs, line.each(*np.array(pairs).T), strict=True):
+        for (a, r), site in zip(pairs, line.site_list(*np.array(pairs).T), strict=True):
             before = order[a - 1] if a else None
             behind = order[a + r] if a + r < cluster.workers else None
             direct = Site.of(cluster, order[a : a + r], before, behind)
@@ -188,7 +188,7 @@ def test_sites_of_a_line_are_those_of_its_workers(seed: int) -> None:
 
 def test_orders_are_told_up_to_symmetry() -> None:
     def count(cluster: Cluster, most: int = 1000) -> tuple[int, str]:
-        found = Orders.of(cluster, most)
+        found = LineOrders.of(cluster, most)
         assert found.orders[0] == tuple(range(cluster.workers))
         assert len(set(found.orders)) == len(found.orders)
         assert all(sorted(order) == list(range(cluster.workers)) for order in found.orders)
@@ -196,14 +196,14 @@ def test_orders_are_told_up_to_symmetry() -> None:
 
     fast, slow = Workers(2, "fast", 2.0), Workers(2, "slow")
     assert count(Cluster((Level(4, 1.0), Level(4, 1.0)))) == (1, "")
-    assert count(Cluster((Level(4, 1.0),), kinds=(fast, slow))) == (6, "in any of 6 orders of the unlike")
+    assert count(Cluster((Level(4, 1.0),), kinds=(fast, slow))) == (6, "in any of 6 orders of those that differ")
     assert count(Cluster((Level(2, 1.0), Level(2, 1.0)), kinds=(fast, slow)))[0] == 2
     assert count(Cluster((Level(2, 1.0, sizes=(2, 1, 1)), Level(3, 1.0))))[0] == 3
     mixed = (Workers(1, "a", 2.0), Workers(1, "b"), Workers(1, "a", 2.0), Workers(1, "b"))
     assert count(Cluster((Level(2, 1.0), Level(2, 1.0)), kinds=mixed))[0] == 4
     many = Cluster((Level(20, 1.0),), kinds=(Workers(10, "a"), Workers(10, "b", 2.0)))
-    assert count(many) == (2, "in the cluster's order or any of 2 with like ones side by side")
-    assert count(many, 1) == (1, "in the cluster's order alone")
+    assert count(many) == (2, "in the cluster's order or any of 2 that keep like ones adjacent")
+    assert count(many, 1) == (1, "in the cluster's order only")
 
 
 def test_a_large_worker_takes_what_needs_memory() -> None:
@@ -213,7 +213,7 @@ def test_a_large_worker_takes_what_needs_memory() -> None:
     found = plan(profile, cluster, shape="straight")
     assert found.order == (2, 0, 1)
     assert found.slowest_stage_s == 3.0
-    assert "in any of 3 orders of the unlike" in found.note
+    assert "in any of 3 orders of those that differ" in found.note
 
 
 def test_a_fast_worker_takes_more_layers() -> None:
@@ -258,5 +258,5 @@ def test_recomputing_never_helps_what_fits(seed: int) -> None:
 
 
 def test_refuses_an_unknown_recomputation() -> None:
-    with pytest.raises(PlanError, match="recompute 'often' is not known; write never, auto, always"):
+    with pytest.raises(PlanError, match="unknown recompute 'often'; give never, auto, always"):
         plan(random_chain(random.Random(0)), Cluster.flat(1), recompute="often")

@@ -10,9 +10,9 @@ import pytest
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.planner import Pipelines, Space
-from pipedream.planner.dynamic_program.pruning import fewest_workers, narrowed
-from pipedream.planner.dynamic_program.recurrence import of_counts, replicated, straights
+from pipedream.planner import DynamicProgram, SearchSpace
+from pipedream.planner.dynamic_program.pruning import fewest_workers, prune_places
+from pipedream.planner.dynamic_program.recurrence import replicated_states, states_of_counts, straight_states
 
 
 def random_profile(draw: random.Random) -> Profile:
@@ -36,12 +36,14 @@ def test_the_best_plan_stays(seed: int) -> None:
     for _ in range(20):
         memory = draw.choice([None, None, 60, 100])
         cluster = Cluster.flat(draw.randint(2, 5), draw.choice([1.0, 5.0, 1e9]), draw.choice([0.0, 0.1]), memory)
-        space = Space.of(random_profile(draw), cluster, update_delay=draw.choice([0, 0, 1]))
+        space = SearchSpace.of(random_profile(draw), cluster, update_delay=draw.choice([0, 0, 1]))
         workers = cluster.workers
-        states = draw.choice([replicated(workers), straights(workers), of_counts((2, 1)[: workers - 1])])
+        states = draw.choice(
+            [replicated_states(workers), straight_states(workers), states_of_counts((2, 1)[: workers - 1])]
+        )
         starts = None if draw.random() < 0.5 else tuple(state for state in states if state[0] == states[-1][0])
-        full = Pipelines(space, states, starts, whole=draw.random() < 0.5)
-        left = narrowed(full, enough=4, first=draw.choice([4, 30]))
+        full = DynamicProgram(space, states, starts, allow_single_stage=draw.random() < 0.5)
+        left = prune_places(full, enough=4, first=draw.choice([4, 30]))
         assert left.best() == full.best()
         fewer += len(left.space.positions) < len(space.positions)
     assert fewer > 5
@@ -50,7 +52,7 @@ def test_the_best_plan_stays(seed: int) -> None:
 def test_counts_the_fewest_workers() -> None:
     """Layers of 3, 1, 1 and 3 s, at most 2 s a stage: two workers for 3 s, one for both of 1 s."""
     profile = Profile.of_chain(tuple(LayerProfile(seconds, 0.0, 0, 0) for seconds in (3.0, 1.0, 1.0, 3.0)))
-    space = Space.of(profile, Cluster.flat(8))
+    space = SearchSpace.of(profile, Cluster.flat(8))
     ahead, behind = fewest_workers(space, 2.0, range(1, 9), 8)
     assert ahead.tolist() == [0, 2, 2, 3, 4]  # 3 + 1 s take two workers, as 3 s do; all 8 s take four
     assert behind.tolist() == [4, 3, 2, 2, 0]
@@ -60,5 +62,5 @@ def test_counts_the_fewest_workers() -> None:
 def test_many_places_go() -> None:
     draw = random.Random(1)
     layers = [LayerProfile(1 + draw.random(), 1.0, draw.randrange(10**6), draw.randrange(10**7)) for _ in range(300)]
-    space = Space.of(Profile.of_chain(tuple(layers)), Cluster.flat(8, 1e9))
-    assert len(narrowed(Pipelines(space, replicated(8))).space.positions) < 160
+    space = SearchSpace.of(Profile.of_chain(tuple(layers)), Cluster.flat(8, 1e9))
+    assert len(prune_places(DynamicProgram(space, replicated_states(8))).space.positions) < 160

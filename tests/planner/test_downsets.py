@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.planner.cuts.downsets import Lattice, bits
+from pipedream.planner.cuts.downsets import Lattice, bit_indices
 
 
 @st.composite
@@ -78,14 +78,14 @@ def test_free_layers_run_as_soon_as_they_can(graph: LayerGraph, data: st.DataObj
     costs = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
     lattice = Lattice.of(graph)
     free = lattice.free(costs, sizes)
-    assert not any(costs[i] for g in free for i in bits(lattice.groups[g]))
+    assert not any(costs[i] for g in free for i in bit_indices(lattice.groups[g]))
     everything = sorted(every_downset(graph))
     left = lattice.downsets(len(everything), free)
     assert left is not None
     sends = dict(zip(everything, lattice.crossing_bytes(everything, sizes).tolist(), strict=True))
     nearest = {held: min((n for n in left if not held & ~n), key=int.bit_count) for held in everything}
     for held, instead in nearest.items():
-        assert [i for i in bits(instead & ~held) if costs[i]] == []
+        assert [i for i in bit_indices(instead & ~held) if costs[i]] == []
         assert sends[instead] <= sends[held]
         assert all(not instead & ~nearest[more] for more in everything if not held & ~more)
 

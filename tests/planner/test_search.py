@@ -16,7 +16,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import SHAPES, Space, exhaustive, plan
+from pipedream.planner import SHAPES, SearchSpace, exhaustive, plan
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=1000, activation_bytes=100)
 EIGHT = Profile.of_chain((LAYER,) * 8)
@@ -41,7 +41,7 @@ def test_takes_the_fastest_of_all(
     profile: Profile, workers: int, bandwidth: float, latency: float, memory: int | None, microbatches: int
 ) -> None:
     cluster = Cluster.flat(workers, bandwidth, latency, memory)
-    space = Space.of(profile, cluster, microbatches=microbatches)
+    space = SearchSpace.of(profile, cluster, microbatches=microbatches)
     least, best = best_plans(space)
     if best is None:
         with pytest.raises(PlanError, match="depth noam was asked" if least else "the least that any of them needs"):
@@ -153,7 +153,7 @@ def test_kinds_can_be_forced() -> None:
     )
     parallel = plan(EIGHT, Cluster.flat(4, 100.0), shape="data-parallel")
     assert parallel.config == "4"
-    assert parallel.note == "data parallelism was asked; one worker is predicted at 24.0 s per minibatch"
+    assert parallel.note == "data parallelism was asked for; one worker is predicted at 24.0 s per minibatch"
     assert plan(EIGHT, Cluster.flat(1), shape="pipeline").config == "1"
     assert plan(EIGHT, Cluster.flat(2), shape="pipeline").config == "1-1"
 
@@ -162,7 +162,7 @@ def test_kinds_can_be_forced() -> None:
 def test_counts_can_be_forced(shape: Any) -> None:
     cluster = Cluster.flat(5, 1e9)
     found = plan(EIGHT, cluster, shape=shape)
-    space = Space.of(EIGHT, cluster)
+    space = SearchSpace.of(EIGHT, cluster)
     best = exhaustive(space, lambda one: one.replicas == (3, 1))
     assert (found.config, found.stages) == ("3-1", space.with_bytes(best).stages)
     assert found.note.startswith("optimal among plans 3-1; data parallelism on 5 workers is predicted at ")
@@ -194,12 +194,15 @@ def test_a_lag_is_for_replicated_stages_of_pipelines(shape: str) -> None:
     [
         (
             {"shape": "triangle"},
-            "shape 'triangle' is not known; write any, pipeline, straight, data-parallel or the rep",
+            "unknown shape 'triangle'; give any, pipeline, straight, data-parallel, or the rep",
         ),
-        ({"shape": "1-0"}, "shape '1-0' is not known"),
-        ({"shape": ()}, r"shape \(\) is not known"),
-        ({"shape": "4-1"}, "a plan 4-1 was asked, it takes 5 workers, the cluster has 4; ask for fewer or give more"),
-        ({"shape": (1,) * 9}, "a straight pipeline of 9 stages was asked, it takes 9 workers, the cluster has 4"),
+        ({"shape": "1-0"}, "unknown shape '1-0'"),
+        ({"shape": ()}, r"unknown shape \(\)"),
+        (
+            {"shape": "4-1"},
+            "a plan 4-1 was asked for: it takes 5 workers, the cluster has 4; ask for fewer or give more",
+        ),
+        ({"shape": (1,) * 9}, "a straight pipeline of 9 stages was asked for: it takes 9 workers, the cluster has 4"),
         ({"update_delay": 2}, "update delay 2 was asked for; give 0 .* or 1"),
     ],
 )

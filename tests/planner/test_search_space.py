@@ -15,7 +15,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.memory import StageMemory
-from pipedream.planner import Space, by_hand, whole
+from pipedream.planner import SearchSpace, manual_plan, single_stage_plan
 
 TINY = Profile.of_chain(
     (
@@ -31,13 +31,13 @@ TINY = Profile.of_chain(
 )
 
 
-def seconds(space: Space, first: int, last: int, replicas: int) -> float:
+def seconds(space: SearchSpace, first: int, last: int, replicas: int) -> float:
     """Of a stage with neighbours, all links being alike."""
     return float(space.period_s(space.passes_s(first, last), first, last, space.site(replicas)))
 
 
 def test_every_field_of_every_stage() -> None:
-    first, second = by_hand(TINY, Cluster.flat(2), (2,), microbatches=2).stages
+    first, second = manual_plan(TINY, Cluster.flat(2), (2,), microbatches=2).stages
     assert (first.first, first.last, second.first, second.last) == (0, 2, 2, 3)
     assert (first.forward_s, first.backward_s, first.update_s) == (3.0, 6.0, 1.0)
     assert (second.forward_s, second.backward_s, second.update_s) == (3.0, 6.5, 3.0)  # with the loss
@@ -57,7 +57,7 @@ def test_every_field_of_every_stage() -> None:
 @pytest.mark.parametrize(("dtype", "each"), [("float32", 4), ("bfloat16", 2), ("torch.float64", 8), ("odd", 4)])
 def test_the_input_is_counted_in_the_dtype_of_the_profile(dtype: str, each: int) -> None:
     profile = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 0),), input_shapes=((3, 2),), dtype=dtype)
-    assert whole(profile, Cluster.flat(1)).stages[0].peak_bytes == 6 * each  # a minibatch is loaded ahead
+    assert single_stage_plan(profile, Cluster.flat(1)).stages[0].peak_bytes == 6 * each  # a minibatch is loaded ahead
 
 
 costs = st.floats(0.0, 1e6)
@@ -76,7 +76,7 @@ def test_stages_add_up_to_the_model(
 ) -> None:
     profile = Profile.of_chain(tuple(layers), update_s=update_s, optimizer_bytes=optimizer_bytes, loss_s=loss_s)
     cuts = tuple(sorted(data.draw(st.sets(st.integers(1, len(layers) - 1)))))
-    stages = by_hand(profile, Cluster.flat(12), cuts).stages
+    stages = manual_plan(profile, Cluster.flat(12), cuts).stages
     held = profile.parameter_bytes > 0
     assert sum(stage.forward_s for stage in stages) == pytest.approx(profile.forward_s)
     assert sum(stage.backward_s for stage in stages) == pytest.approx(profile.backward_s + loss_s)
@@ -108,21 +108,21 @@ def test_stages_add_up_to_the_model(
 
 def test_equal_layers_cost_the_same_wherever_they_stand() -> None:
     profile = Profile.of_chain((LayerProfile(0.1, 0.7, 1, 1),) * 10)
-    stages = by_hand(profile, Cluster.flat(3), (3, 6)).stages
+    stages = manual_plan(profile, Cluster.flat(3), (3, 6)).stages
     assert stages[0].forward_s == stages[1].forward_s
     assert stages[0].backward_s == stages[1].backward_s
 
 
 def test_replicas_share_the_work_and_pay_for_the_sum() -> None:
     cluster = Cluster.flat(4, bandwidth_bytes_per_s=100.0)
-    space = Space.of(TINY, cluster)
+    space = SearchSpace.of(TINY, cluster)
     # 22.5 s of compute, 400 bytes in a ring of 4: 2 * 3 / 4 * 400 / 100 = 6 s.
     assert seconds(space, 0, 3, 4) == (22.5 + 6.0) / 4
-    plan = by_hand(TINY, cluster, (2,), (3, 1))
+    plan = manual_plan(TINY, cluster, (2,), (3, 1))
     assert plan.config == "3-1"
     assert plan.slowest_stage_s == max(seconds(space, 0, 2, 3), seconds(space, 2, 3, 1))
-    assert whole(TINY, cluster, replicas=4).slowest_stage_s == seconds(space, 0, 3, 4)
-    assert whole(TINY, cluster).config == "1"
+    assert single_stage_plan(TINY, cluster, replicas=4).slowest_stage_s == seconds(space, 0, 3, 4)
+    assert single_stage_plan(TINY, cluster).config == "1"
 
 
 def test_versions_are_copied_where_one_is_still_read() -> None:
@@ -131,17 +131,17 @@ def test_versions_are_copied_where_one_is_still_read() -> None:
     cluster = Cluster.flat(3)
 
     def copies(**how: Any) -> list[tuple[float, float]]:
-        return [(stage.update_s, stage.copy_s) for stage in by_hand(copied, cluster, (2,), (1, 2), **how).stages]
+        return [(stage.update_s, stage.copy_s) for stage in manual_plan(copied, cluster, (2,), (1, 2), **how).stages]
 
     assert copies() == [(1.0 + 2.0, 2.0), (3.0, 0.0)]
     assert copies(update_delay=1) == [(1.0 + 2.0, 2.0), (3.0 + 6.0, 6.0)]
     assert copies(versions=lambda held, update_delay: 1) == [(1.0, 0.0), (3.0, 0.0)]
-    assert copies(depth=(1, 1)) == [(1.0, 0.0), (3.0, 0.0)]
-    assert [stage.copy_s for stage in whole(copied, cluster, replicas=3).stages] == [0.0]
+    assert copies(in_flight=(1, 1)) == [(1.0, 0.0), (3.0, 0.0)]
+    assert [stage.copy_s for stage in single_stage_plan(copied, cluster, replicas=3).stages] == [0.0]
 
 
 def test_depth_by_hand_renews_the_peak() -> None:
-    shallow = by_hand(TINY, Cluster.flat(2), (2,), depth=(1, 1))
+    shallow = manual_plan(TINY, Cluster.flat(2), (2,), in_flight=(1, 1))
     assert shallow.in_flight == (1, 1)
     assert shallow.stages[0].peak_bytes == 2 * 100 + 100 + 60 + 3 * 20
 
@@ -161,38 +161,40 @@ def _graph() -> Profile:
         ((4,), None, r"before layer 4 .*share a parameter \(d, f\), .* flushes; cut at one of \[1, 2, 3\]"),
         ((6,), None, r"the model has 6 layers, a cut lies between 1 and 5"),
         ((0,), None, r"the model has 6 layers, a cut lies between 1 and 5"),
-        ((3, 1), None, r"cuts \(3, 1\) were asked; give layer indices that rise"),
-        ((3, 3), None, r"cuts \(3, 3\) were asked; give layer indices that rise"),
-        ((1, 3), (1, 1), r"name 2 stages, cuts \(1, 3\) make 3; give one count a stage"),
+        ((3, 1), None, r"cuts \(3, 1\) were asked for; give layer indices in increasing"),
+        ((3, 3), None, r"cuts \(3, 3\) were asked for; give layer indices in increasing"),
+        ((1, 3), (1, 1), r"are for 2 stages, cuts \(1, 3\) make 3; give one count for each stage"),
         ((1,), (0, 1), r"every stage needs at least one worker"),
         ((1,), (3, 2), r"take 5 workers, the cluster has 4; ask for fewer"),
     ],
 )
 def test_refuses_cuts_and_says_why(cuts: tuple[int, ...], replicas: tuple[int, ...] | None, says: str | None) -> None:
     if says is None:
-        assert by_hand(_graph(), Cluster.flat(4), cuts, replicas).config == "1-1"
+        assert manual_plan(_graph(), Cluster.flat(4), cuts, replicas).config == "1-1"
         return
     with pytest.raises(PlanError, match=says):
-        by_hand(_graph(), Cluster.flat(4), cuts, replicas)
+        manual_plan(_graph(), Cluster.flat(4), cuts, replicas)
 
 
 def test_cuts_by_name() -> None:
     cluster = Cluster.flat(4)
-    by_name = by_hand(_graph(), cluster, ("b", 3), (1, 2, 1), update_delay=1)
-    assert by_name == by_hand(_graph(), cluster, (1, 3), (1, 2, 1), update_delay=1)
+    by_name = manual_plan(_graph(), cluster, ("b", 3), (1, 2, 1), update_delay=1)
+    assert by_name == manual_plan(_graph(), cluster, (1, 3), (1, 2, 1), update_delay=1)
     assert by_name.update_delay == (0, 1, 0)
     with pytest.raises(
-        PlanError, match="before layer 'z' was asked, the model's layers are a, b, c, d, e, f; name one"
+        PlanError, match="before layer 'z' was asked for, the model's layers are a, b, c, d, e, f; name one"
     ):
-        by_hand(_graph(), cluster, ("z",))
-    with pytest.raises(PlanError, match="before layer 4 was asked: it would part layers that share a parameter"):
-        by_hand(_graph(), cluster, ("e",))
-    assert by_hand(_graph(), cluster, ("c",)).stages[0].output_bytes == 2  # what a and b made; c reads both
+        manual_plan(_graph(), cluster, ("z",))
+    with pytest.raises(
+        PlanError, match="before layer 4 was asked for: it would separate layers that share a parameter"
+    ):
+        manual_plan(_graph(), cluster, ("e",))
+    assert manual_plan(_graph(), cluster, ("c",)).stages[0].output_bytes == 2  # what a and b made; c reads both
 
 
 def test_refuses_no_microbatch_and_too_little_memory() -> None:
-    with pytest.raises(PlanError, match="at least 1 microbatch, found 0"):
-        by_hand(TINY, Cluster.flat(2), (2,), microbatches=0)
+    with pytest.raises(PlanError, match="split into 0 microbatches"):
+        manual_plan(TINY, Cluster.flat(2), (2,), microbatches=0)
     with pytest.raises(PlanError, match=r"stage 1 \(layers 2 to 2\) holds 1 in flight and needs 1.00 kB"):
-        by_hand(TINY, Cluster.flat(2, memory_bytes=1000), (2,))
-    assert by_hand(TINY, Cluster.flat(2, memory_bytes=1001), (2,)).stages[1].peak_bytes == 1001
+        manual_plan(TINY, Cluster.flat(2, memory_bytes=1000), (2,))
+    assert manual_plan(TINY, Cluster.flat(2, memory_bytes=1001), (2,)).stages[1].peak_bytes == 1001

@@ -1,0 +1,177 @@
+"""The best plan of each family, over all orders of the workers that are searched.
+
+Identical workers and machines keep the cluster's order. If they differ, several orders are tried
+(`planner.workers.line_orders`): all of them, up to symmetry, if there are few enough for the size of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipedream.core.plan.plan import Plan
+from pipedream.planner.bisection.bisection import Bisection
+from pipedream.planner.dynamic_program.pruning import prune_places
+from pipedream.planner.dynamic_program.recurrence import (
+    DynamicProgram,
+    Shortage,
+    State,
+    replicated_states,
+    states_of_counts,
+    straight_states,
+    tie_break_key,
+)
+from pipedream.planner.tables.search_space import SearchSpace
+from pipedream.planner.workers.line_orders import LineOrders
+from pipedream.planner.workers.worker_line import WorkerLine
+
+__all__ = ["PipelineSearch"]
+
+_MOST_WORK = 5e8
+"""Comparisons of costs in all searches for one plan: about ten seconds."""
+
+_MOST_ORDERS = 5_000
+
+_MOST_STATES = 3e8
+"""Comparisons in one dynamic program; above this, bisection is used instead."""
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineSearch:
+    """The searches of a space, over several lines of workers.
+
+    Attributes:
+        space: what each stage costs.
+        recompute: see `DynamicProgram`.
+        lines: in the order in which they win ties.
+        order_kind: which orders the lines have, in words; '' if there is only one.
+    """
+
+    space: SearchSpace
+    recompute: str
+    lines: tuple[WorkerLine, ...]
+    order_kind: str
+
+    @classmethod
+    def of(cls, space: SearchSpace, recompute: str = "never") -> PipelineSearch:
+        """Returns the searches over the lines of a space's cluster."""
+        orders = LineOrders.of(space.cluster, int(min(max(_MOST_WORK // _work(space), 1), _MOST_ORDERS)))
+        return cls(space, recompute, tuple(WorkerLine.of(space.cluster, order) for order in orders.orders), orders.kind)
+
+    @property
+    def workers(self) -> int:
+        """All workers of the cluster."""
+        return self.space.cluster.workers
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the dynamic program over replicated pipelines would have too many states."""
+        return _work(self.space) > _MOST_STATES
+
+    @property
+    def optimality(self) -> str:
+        """What may be claimed of the pipeline that is found."""
+        return "best found" if self.is_large or self.space.spare_bytes else "optimal"
+
+    @property
+    def order_note(self) -> str:
+        """The orders of workers that are searched, in words; '' if they do not matter."""
+        if self.space.cluster.is_flat:
+            return ""
+        return f" on consecutive workers{f' {self.order_kind}' if self.order_kind else ''}"
+
+    def best_single_stage(self, counts: Iterable[int]) -> Plan | None:
+        """Returns the fastest plan of one stage on one of these counts of workers; None if none fits.
+
+        Ties go to the first count.
+        """
+        best: tuple[float, int, WorkerLine, bool] | None = None
+        end = len(self.space.profile.layers)
+        forward_s, backward_s = self.space.passes_s(0, end)
+        tried = np.array(list(counts))
+        sites = [line.site_list(self.workers - tried, tried) for line in self.lines]
+        for number, count in enumerate(tried.tolist()):
+            for line, row in zip(self.lines, sites, strict=True):
+                site, most = row[number], row[number].memory_bytes
+                for recompute in {"never": (False,), "auto": (False, True), "always": (True,)}[self.recompute]:
+                    if most is not None and self.space.need_bytes(0, end, 1, 0, recompute, count) > most:
+                        continue
+                    passes_s = forward_s, backward_s + forward_s if recompute else backward_s
+                    seconds = float(self.space.period_s(passes_s, 0, end, site))
+                    if best is None or seconds < best[0]:
+                        best = seconds, count, line, recompute
+                    break
+        if best is None:
+            return None
+        seconds, count, line, recompute = best
+        return replace(self.space.plan((), (count,), order=line.taken(count), recompute=(recompute,)), bound_s=seconds)
+
+    def best_pipeline(self, all_workers: bool) -> Plan | None:
+        """Returns the best pipeline of at least two stages, or the best that bisection finds; None if none fits."""
+        if self.is_large:
+            tried = (Bisection(self.space, line, self.recompute, all_workers).best() for line in self.lines)
+            found = [plan for plan in tried if plan is not None]
+            best = min(found, key=tie_break_key, default=None)
+            return None if best is None else replace(best, bound_s=min(plan.bound_s for plan in found))
+        return self._best(*self._states(all_workers), allow_single_stage=False)
+
+    def best_straight(self) -> Plan | None:
+        """Returns the fastest straight pipeline of at least two stages; None if there is none or none fits.
+
+        None in large searches too, where it would take longer than everything else.
+        """
+        longest = min(len(self.space.positions) - 1, self.workers)
+        return (
+            self._best(straight_states(longest), None, allow_single_stage=False)
+            if longest > 1 and not self.is_large
+            else None
+        )
+
+    def best_with_counts(self, counts: tuple[int, ...]) -> Plan | None:
+        """Returns the best plan whose stages have these replicas; None if none fits."""
+        return self._best(states_of_counts(counts), ((sum(counts), counts[0]),), allow_single_stage=True)
+
+    def shortage_of_pipelines(self, all_workers: bool) -> Shortage:
+        """Returns the shortage that leaves no `best_pipeline`; in large searches, no straight one."""
+        if self.is_large:
+            return self._shortage(
+                straight_states(min(len(self.space.positions) - 1, self.workers)), None, allow_single_stage=False
+            )
+        return self._shortage(*self._states(all_workers), allow_single_stage=False)
+
+    def shortage_of_counts(self, counts: tuple[int, ...]) -> Shortage:
+        """Returns the shortage that leaves no `best_with_counts`."""
+        return self._shortage(states_of_counts(counts), ((sum(counts), counts[0]),), allow_single_stage=True)
+
+    def _states(self, all_workers: bool) -> tuple[tuple[State, ...], tuple[State, ...] | None]:
+        states = replicated_states(self.workers)
+        return states, tuple(state for state in states if state[0] == self.workers) if all_workers else None
+
+    def _programs(
+        self, states: tuple[State, ...], starts: tuple[State, ...] | None, allow_single_stage: bool
+    ) -> Iterable[DynamicProgram]:
+        return (
+            prune_places(DynamicProgram(self.space, states, starts, allow_single_stage, line, self.recompute))
+            for line in self.lines
+        )
+
+    def _best(
+        self, states: tuple[State, ...], starts: tuple[State, ...] | None, *, allow_single_stage: bool
+    ) -> Plan | None:
+        found = [plan for one in self._programs(states, starts, allow_single_stage) if (plan := one.best()) is not None]
+        best = min(found, key=tie_break_key, default=None)  # ties go to the first line
+        return None if best is None else replace(best, bound_s=best.slowest_stage_s)
+
+    def _shortage(
+        self, states: tuple[State, ...], starts: tuple[State, ...] | None, *, allow_single_stage: bool
+    ) -> Shortage:
+        return min(
+            (one.shortage for one in self._programs(states, starts, allow_single_stage)),
+            key=lambda short: short.missing_bytes,
+        )
+
+
+def _work(space: SearchSpace) -> float:
+    return space.cluster.workers**2 / 2 * len(space.positions) ** 2
