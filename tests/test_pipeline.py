@@ -196,7 +196,7 @@ def test_loggers_hear_of_every_minibatch() -> None:
 
 def test_what_makes_no_sense_is_refused() -> None:
     animal = zoo.make("mlp")
-    with pytest.raises(ScheduleError, match="no moment has one global norm"):
+    with pytest.raises(ScheduleError, match="there is never one global norm"):
         pipeline_of(animal, clip_grad_norm=1.0)
     with pytest.raises(ScheduleError, match="clip='norm' is not known"):
         pipeline_of(animal, clip="norm")

@@ -174,7 +174,7 @@ del WeightRule.rules["drifting of a test"]
 
 def test_gap_aware_needs_one_version_that_was_read() -> None:
     graph = _Graph((1, 0), (1, 1), (0, 0))
-    with pytest.raises(ScheduleError, match="under the backward rule 'graph' it was taken at none"):
+    with pytest.raises(ScheduleError, match="under the backward rule 'graph' there are none"):
         check((GapAware(),), graph, flushes=False, reads_one=True)
     check((SpikeCompensation(),), graph, flushes=False, reads_one=False)
     for name in ("pipelined_backprop", "timeprest"):  # it ended in a KeyError at the first late update

@@ -357,8 +357,8 @@ class TestLatest:
                 "with the rule 'stash' each backward reads what its own forward has read",
             ),
             ({"backward_rule": "stash", "per_update": (2, 2), "shares_prediction": 2}, "rule 'stash'"),
-            ({"warmup": (1,)}, "one number a stage is wanted everywhere"),
-            ({"forward_prediction": WeightPrediction("velocity", (1.0,))}, "one number a stage is wanted everywhere"),
+            ({"warmup": (1,)}, "each argument needs one number per stage"),
+            ({"forward_prediction": WeightPrediction("velocity", (1.0,))}, "each argument needs one number per stage"),
             ({"per_update": (1, 0)}, "an update holds a microbatch of each replica"),
             ({"shares_prediction": 2}, "shared by the .* microbatches of an update, not 2"),
             (
@@ -366,7 +366,7 @@ class TestLatest:
                     "forward_prediction": WeightPrediction("average", (1.0, 1.0)),
                     "backward_prediction": WeightPrediction("average", (-1.0, 0.0)),
                 },
-                "only one of the two views",
+                "only one of the two predictions",
             ),
         ],
     )

@@ -183,9 +183,9 @@ def test_a_share_is_in_the_file() -> None:
 @pytest.mark.parametrize(
     ("parts", "changes", "message"),
     [
-        (((1,), (1, 1), 2), {}, "one number a stage is wanted everywhere, found 1 and 2"),
+        (((1,), (1, 1), 2), {}, "each argument needs one number per stage, found 1 and 2"),
         (((1, 0), (3, 1), 2), {}, "an update holds a microbatch of each replica, found 2"),
-        (((1, 2), (1, 1), 2), {}, r"no stage has more microbatches of warm-up than one before it, found \[1, 2\]"),
+        (((1, 2), (1, 1), 2), {}, r"no stage may have more warm-up microbatches than an earlier one, found \[1, 2\]"),
         (((1, 0), (1, 1), 2), {"backward_rule": "stash"}, "a backward rule is recompute, graph, found 'stash'"),
     ],
 )

@@ -301,7 +301,7 @@ REFUSED = [
     ({"compensation": ["spike", "error_feedback"]}, "spike and error_feedback make up for the same delay twice"),
     ({"compensation": ["spike", "velocity_prediction"]}, "make up for the same delay twice"),
     ({"compensation": ["t1:5", "t1:9"]}, "one kind is asked for twice"),
-    ({"compensation": "spyke"}, "compensation 'spyke' is not known; choose of error_feedback, gap_aware, "),
+    ({"compensation": "spyke"}, "compensation 'spyke' is not known; choose one of error_feedback, gap_aware, "),
     ({"compensation": "t1"}, r"'t1' takes updates, as in NAME:NUMBER"),
     ({"compensation": "spike:1.5"}, "'spike:1.5' takes delay"),
     ({"compensation": "nesterov:2"}, "'nesterov:2' takes no number"),
@@ -372,7 +372,7 @@ def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*options, "--out", str(tmp_path / "2"), "--compensation", "none"]) == 0
     assert json.loads(capfd.readouterr().out)["configuration"]["compensation"] == []
     assert main([*options, "--out", str(tmp_path / "3"), "--compensation", "sipke"]) == 2
-    assert "compensation 'sipke' is not known; choose of error_feedback" in capfd.readouterr().err
+    assert "compensation 'sipke' is not known; choose one of error_feedback" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", pd.schedules.COMPENSATED)

@@ -937,6 +937,6 @@ def refused(schedule: str, plan: Plan, match: str, **options: Any) -> None:
 
 def test_clipping_that_has_no_meaning_is_refused_with_the_reason() -> None:
     plan = Run("", (1, 1)).plan
-    refused("pipedream", plan, "does not flush.*Take clip='delayed_global'", clip_grad_norm=1.0)
+    refused("pipedream", plan, "does not flush.*Use clip='delayed_global'", clip_grad_norm=1.0)
     uneven = Run("", (2, 1)).plan
     refused("pipedream", uneven, "an update holds 2, 1 microbatches", clip_grad_norm=1.0, clip="delayed_global")

@@ -148,7 +148,7 @@ def test_every_option_of_a_method_can_be_said() -> None:
         ("pb_lwp[scale=]", "is not of the form NAME[OPTION=VALUE,OPTION=VALUE]"),
         ("pb_lwp[scale=x]", "option scale is of type float, found 'x'; give a number"),
         ("pipemare[horizons=1/x]", "found '1/x'; give numbers separated by / or none"),
-        ("pb_lwp[scale=2,scale=3]", "says its option scale twice; leave one out"),
+        ("pb_lwp[scale=2,scale=3]", "gives its option scale twice; leave one out"),
         ("pb_lwp[by=magic]", "a prediction is by velocity, difference or average, found 'magic'"),
         ("pb_lwp[scale=-1]", "give a scale from 0 on, not -1.0"),
         ("pb_lwp[backward_rule=stash]", "its backward rule is graph or recompute, found 'stash'"),

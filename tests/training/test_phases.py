@@ -304,13 +304,13 @@ def test_phases_as_text() -> None:
     ("phases", "message"),
     [
         ("1f1b:5", "the last phase, 1f1b:5, ends before the run"),
-        ("1f1b,pipedream", "phase 1f1b should say where it ends"),
+        ("1f1b,pipedream", "phase 1f1b needs one end"),
         ("1f1b:5,pipedream:5,1f1b", r"end at \[5, 5\]; these are counts since the start"),
         ("1f1b:0,pipedream", "until=0 was asked for; give a count from 1 on"),
         ("1f1b:2e,pipedream:1e,1f1b", r"end at \[2, 1\]"),
         ("1f1b:x,pipedream", "phase '1f1b:x' is not known; write METHOD"),
         ("nothing:5,pipedream", "schedule 'nothing' is not known"),
-        ([Phase("1f1b", until=5, until_epoch=1), Phase("pipedream")], "should say where it ends"),
+        ([Phase("1f1b", until=5, until_epoch=1), Phase("pipedream")], "needs one end"),
         ("pipedream/4:5,1f1b", "does not split it, but 4 microbatches"),
     ],
 )
@@ -426,7 +426,7 @@ def test_a_phase_whose_end_lies_behind_is_told() -> None:
         animal.model, Run("", (1, 1)).plan, phases="1f1b/2:7,pipedream:1e,gpipe/2", loss=animal.loss,
         optimizer=OPTIMIZERS["sgd"],
     ) as pipeline:  # fmt: skip
-        with pytest.warns(UserWarning, match=r"phase pipedream:1e is passed over.* minibatch 7, after 1 whole"):
+        with pytest.warns(UserWarning, match=r"phase pipedream:1e is skipped.* minibatch 7, after 1 whole"):
             for _ in pipeline.train(Fresh(animal.batches), epochs=2):
                 pass
         assert pipeline.trained == {0: (0, 7), 2: (7, 10)}

@@ -1,16 +1,16 @@
-"""What makes up for late gradients: the algebra of compensations, without a tensor.
+"""Compensations for late gradients: their algebra, without tensors.
 
 A gradient under an asynchronous method is D updates late. A compensation changes what an update makes of it:
 
 - the *rate* (`LearningRateRescheduling`), the *gradient* (`GapAware`), or
-- the *step*: the weights are moved further along than the optimizer would move them. Every published way to predict
+- the *step*: the weights move further than the optimizer would move them. Every published way to predict
   the weights at a constant horizon, in which the backward reads the prediction that its forward read, is one of these
   in other coordinates: with w the weights, p_t the predicted displacement and u_t the optimizer's own update, the
   predicted weights y = w - p obey
 
       y(t+1) = y(t) - (u_t + p_{t+1} - p_t)
 
-  so that y alone is stored: no second set of weights, nothing to predict and to restore. Where u is momentum SGD's and
+  so that y alone is stored: no second set of weights, nothing to predict and to restore. If u is momentum SGD's and
   p lies along its velocity, all of them are one family (`OfVelocity`); for any other optimizer there is the difference
   of its last two updates (`ErrorFeedback`).
 
@@ -48,13 +48,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Compensation(ABC):
-    """Abstract: one way to make up for late gradients; has one number, or none.
+    """Abstract: one way to compensate for late gradients, with at most one number.
 
-    Its text is its name, and the number behind a colon: ``spike``, ``spike:3``.
+    As text it is its name, with the number after a colon: ``spike``, ``spike:3``.
 
     Attributes:
-        name: how files, tables and the command line call it.
-        moves_weights: it changes the step; of these an update has one at most.
+        name: its name in files, tables and on the command line.
+        moves_weights: it changes the step; an update has at most one such compensation.
     """
 
     name: ClassVar[str]
@@ -67,7 +67,7 @@ class Compensation(ABC):
             Compensation.kinds[cls.name] = cls
 
     def kept_tensors(self, staleness: int) -> int:
-        """Returns the tensors that it keeps for each weight."""
+        """Returns how many tensors it keeps for each weight."""
         return 0
 
     def __str__(self) -> str:
@@ -79,13 +79,13 @@ class Compensation(ABC):
         """Returns the compensation that a text names.
 
         Raises:
-            ScheduleError: an unknown name, or a number that is missing, none, or makes no sense.
+            ScheduleError: an unknown name, or a number that is missing, malformed or out of range.
         """
         name, colon, number = text.partition(":")
         kind = Compensation.kinds.get(name.strip().lower().replace("-", "_"))
         if kind is None:
             raise ScheduleError(
-                f"compensation {text!r} is not known; choose of {', '.join(sorted(Compensation.kinds))}"
+                f"compensation {text!r} is not known; choose one of {', '.join(sorted(Compensation.kinds))}"
             )
         try:
             hint = next((get_type_hints(kind)[f.name] for f in fields(kind)), None)
@@ -125,7 +125,7 @@ class OfVelocity(Compensation):
 
         v(t+1) = m v(t) + g_t,   y(t+1) = y(t) - lr (a v(t+1) + b g_t),   a = 1 - b (1 - m)
 
-    A gradient moves the weights by lr / (1 - m) in all, whatever b is; b says how much of it at once. In the
+    A gradient moves the weights by lr / (1 - m) in total, whatever b is; b is the part that it moves at once. In the
     coordinates w = y + lr T v this is momentum SGD on w, with gradients taken at the prediction w - lr T v, T = m b.
     A coupled weight decay is part of g, and is taken at y.
     """
@@ -142,7 +142,7 @@ class OfVelocity(Compensation):
         return 1.0 - b * (1.0 - momentum), b
 
     def horizon_at(self, momentum: float, staleness: int) -> float:
-        """Returns T, by how many velocities the stored weights are ahead of w."""
+        """Returns T: the stored weights are T velocities ahead of w."""
         return momentum * self.at_once(momentum, staleness)
 
 
@@ -158,7 +158,7 @@ class Generalised(OfVelocity):
     b: float
 
     def __post_init__(self) -> None:
-        _expect(math.isfinite(self.b) and self.b >= 0, f"b is a number from 0 on, found {self.b}")
+        _expect(math.isfinite(self.b) and self.b >= 0, f"b must be at least 0, found {self.b}")
 
     def at_once(self, momentum: float, staleness: int) -> float:
         return self.b
@@ -166,7 +166,7 @@ class Generalised(OfVelocity):
 
 @dataclass(frozen=True)
 class Nesterov(OfVelocity):
-    """Asynchronous Nesterov momentum: b = 1, one update ahead whatever the delay.
+    """Asynchronous Nesterov momentum: b = 1, one update ahead regardless of the delay.
 
     Ajanthan et al., ICML 2025, with a constant momentum: d = m (w(t) - w(t-1)), w(t+1) = w(t) + d - eta (1 - m) grad at
     the delayed w + d. The learning rate here is eta (1 - m), the paper's discounted one.
@@ -187,14 +187,14 @@ class SpikeCompensation(OfVelocity):
     D = 0 is plain momentum, D = 1 Nesterov's.
 
     Attributes:
-        delay: D; None: the stage's own.
+        delay: D; None: the stage's staleness.
     """
 
     name: ClassVar[str] = "spike"
     delay: int | None = None
 
     def __post_init__(self) -> None:
-        _expect(self.delay is None or self.delay >= 0, f"a delay is a number of updates from 0 on, found {self.delay}")
+        _expect(self.delay is None or self.delay >= 0, f"a delay must be at least 0 updates, found {self.delay}")
 
     def at_once(self, momentum: float, staleness: int) -> float:
         delay = staleness if self.delay is None else self.delay
@@ -225,9 +225,9 @@ class VelocityPrediction(OfVelocity):
 class ErrorFeedback(Compensation):
     """Error feedback, for the update u of any optimizer: y(t+1) = y(t) - (u_t + lambda (u_t - u_{t-1})), u_{-1} = 0.
 
-    One-Step Gradient Delay, arXiv 2606.30634, ICML 2026, with lambda 1 where the delay is 1. The same as linear weight
+    One-Step Gradient Delay, arXiv 2606.30634, ICML 2026, with lambda = 1 for a delay of 1. The same as linear weight
     prediction in the difference form, w + T (w(t) - w(t-1)) (LWPw of Kosson et al.), at horizon T = lambda, kept for
-    the backward. A decoupled weight decay is part of u. Costs one more tensor for each weight.
+    the backward. A decoupled weight decay is part of u. Keeps one tensor for each weight.
 
     Attributes:
         strength: lambda; None: the stage's staleness.
@@ -252,13 +252,12 @@ class ErrorFeedback(Compensation):
 class LearningRateRescheduling(Compensation):
     """PipeMare's T1: the rate of update k is divided by D^p, p = 1 - min(k / K, 1), D the stage's mean staleness.
 
-    Yang et al., MLSys 2021: the mean over the microbatches of an update, as for its T2
-    (`schedules.asynchronous.pipemare`). A late gradient is stable at rates of the order of 1 / D only
-    (docs/lessons.md, Facts); the rate comes back to the user's own within K updates, which the paper sets to the
-    length of its first phase. A stage whose gradients are at most one
-    update late keeps the user's rate: PipeMare's delays below 1 would raise it, which nothing asks for. A plan all of
-    whose stages are like that (one stage) is trained as without. Where replicas make stages count differently, k counts
-    rounds of the input stage, as learning-rate schedules do.
+    Yang et al., MLSys 2021; D is the mean over the microbatches of an update, as for its T2
+    (`schedules.asynchronous.pipemare`). Late gradients are only stable at rates of the order of 1 / D
+    (docs/lessons.md, Facts). The rate returns to the user's within K updates, which the paper sets to the length of its
+    first phase. A stage whose gradients are at most one update late keeps the user's rate: PipeMare's delays below 1
+    would raise it. If replicas make stages count differently, k counts rounds of the input stage, as learning-rate
+    schedules do.
 
     Attributes:
         updates: K.
@@ -271,19 +270,19 @@ class LearningRateRescheduling(Compensation):
         _expect(self.updates >= 1, f"T1 ends after at least 1 update, found {self.updates}")
 
     def factor(self, staleness: float, k: int) -> float:
-        """Returns the factor on the rate of update k, from 0, of a stage that is so many updates late on the mean."""
+        """Returns the factor on the rate of update k (from 0); `staleness` is the stage's mean."""
         return math.pow(max(staleness, 1.0), min(k / self.updates, 1.0) - 1.0)
 
 
 @dataclass(frozen=True)
 class GapAware(Compensation):
-    """The gradient is divided, element by element, by 1 + gap / usual step: where a weight moved far it counts less.
+    """The gradient is divided, element by element, by 1 + gap / usual step: the further a weight moved, the less it counts.
 
     Barkai et al., Gap-Aware Mitigation of Gradient Staleness, ICLR 2020; FTPipe, ATC 2021:
     1 + |w_t - w_read| / (lr_max (sqrt(E[v^2]) + eps)), with w_read the weights that the gradient was taken at, E the
-    moving average over the updates made so far, corrected for its start, v = u / lr the step that was taken for a rate
-    of 1 (of momentum SGD its velocity), lr_max the greatest rate so far. A coupled weight decay is divided likewise.
-    Costs one more tensor for each weight.
+    moving average over the updates made so far, corrected for its start, v = u / lr the step at a rate of 1 (for
+    momentum SGD its velocity), lr_max the greatest rate so far. A coupled weight decay is divided likewise. Keeps one
+    tensor for each weight.
 
     Attributes:
         decay: of the moving average.
@@ -301,10 +300,10 @@ class GapAware(Compensation):
 
 
 def compensations(asked: Any) -> tuple[Compensation, ...]:
-    """Returns what is asked: a Compensation, the text of one, or several of these.
+    """Returns compensations from a Compensation, the text of one, or several of these.
 
     Raises:
-        ScheduleError: something else.
+        ScheduleError: anything else.
     """
     several = [asked] if isinstance(asked, (str, Compensation)) or not isinstance(asked, Iterable) else list(asked)
     strange = [item for item in several if not isinstance(item, (str, Compensation))]
@@ -314,7 +313,7 @@ def compensations(asked: Any) -> tuple[Compensation, ...]:
 
 
 def rate_factor(chosen: Iterable[Compensation], staleness: float, k: int) -> float:
-    """Returns the factor that compensations put on the rate of update k (from 0) of a stage, late on the mean."""
+    """Returns the factor on the rate of update k (from 0); `staleness` is the stage's mean."""
     found = 1.0
     for one in chosen:
         if isinstance(one, LearningRateRescheduling):
@@ -323,16 +322,16 @@ def rate_factor(chosen: Iterable[Compensation], staleness: float, k: int) -> flo
 
 
 def check(chosen: tuple[Compensation, ...], weights: WeightRule, *, flushes: bool, reads_one: bool) -> None:
-    """Checks that compensations make sense together and with a method.
+    """Checks that compensations fit together and fit the method.
 
     Args:
         chosen: to be used together.
-        weights: of the method.
-        flushes: of the method.
+        weights: the method's weight rule.
+        flushes: the method flushes.
         reads_one: all microbatches of an update read the same version.
 
     Raises:
-        ScheduleError: they do not; says why.
+        ScheduleError: they do not fit.
     """
     if not chosen:
         return
@@ -340,14 +339,14 @@ def check(chosen: tuple[Compensation, ...], weights: WeightRule, *, flushes: boo
     if flushes:
         raise ScheduleError(
             f"compensation {said} was asked of a method that flushes: none of its gradients is late; leave it out, or "
-            "take an asynchronous method"
+            "use an asynchronous method"
         )
     if len({type(one) for one in chosen}) < len(chosen):
         raise ScheduleError(f"compensation {said}: one kind is asked for twice; leave one out")
     moving = [str(one) for one in chosen if one.moves_weights]
     if len(moving) > 1:
         raise ScheduleError(
-            f"compensations {' and '.join(moving)} make up for the same delay twice, for each of them predicts the "
+            f"compensations {' and '.join(moving)} make up for the same delay twice, because each of them predicts the "
             "weights; choose one"
         )
     ahead = weights.forward_prediction is not None
@@ -356,30 +355,30 @@ def check(chosen: tuple[Compensation, ...], weights: WeightRule, *, flushes: boo
     if moving and ahead and not (forward_alone and spikes):
         raise ScheduleError(
             f"compensation {moving[0]} was asked of a method whose forwards read predicted weights: both make up for "
-            "the same delay; leave it out, or take a method that reads the weights that there are. (Spike compensation "
-            "goes with a prediction of the forward alone, as in pb_lwp_sc.)"
+            "the same delay; leave it out, or use a method that reads stored weights. (Spike compensation can be "
+            "combined with a prediction for the forward alone, as in pb_lwp_sc.)"
         )
     if any(isinstance(one, GapAware) for one in chosen):
         if weights.backward_rule == "graph":
             raise ScheduleError(
                 "compensation gap_aware needs the weights that a gradient was taken at; under the backward rule "
-                "'graph' it was taken at none; take a method that stashes weights"
+                "'graph' there are none; use a method that stashes weights"
             )
         if weights.backward_rule == "recompute":
             raise ScheduleError(
                 "compensation gap_aware divides by how far the weights have moved from those that a gradient was taken "
-                "at, but the backward rule 'recompute' takes it at the newest; leave it out, or take a method that "
+                "at, but the backward rule 'recompute' takes it at the newest; leave it out, or use a method that "
                 "stashes weights"
             )
         if weights.forward_prediction is not None:
             raise ScheduleError(
                 "compensation gap_aware needs the weights that a gradient was taken at, but the method's forwards read "
-                "predictions, which are gone when the update comes; take a method that stashes weights"
+                "predictions, which are gone when the update comes; use a method that stashes weights"
             )
         if not reads_one:
             raise ScheduleError(
                 "compensation gap_aware needs the weights that a gradient was taken at, but microbatches of one update "
-                "read different versions; take a method whose updates do not accumulate over versions"
+                "read different versions; use a method whose updates do not accumulate over versions"
             )
 
 
@@ -389,4 +388,4 @@ def _expect(condition: bool, text: str) -> None:
 
 
 def _expect_horizon(value: float | None) -> None:
-    _expect(value is None or (math.isfinite(value) and value >= 0), f"a horizon is a number from 0 on, found {value}")
+    _expect(value is None or (math.isfinite(value) and value >= 0), f"a horizon must be at least 0, found {value}")

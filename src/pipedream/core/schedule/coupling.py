@@ -1,16 +1,16 @@
-"""What couples the stages beside the data: norms over all, gradients that are not finite, weights that they share.
+"""What couples the stages besides the data: global norms, gradients that are not finite, shared weights.
 
-A method that flushes clips each update by its own global norm, for all stages make it while nothing is in flight.
-Without a flush no moment has one norm: stage 0 ends the backward of a microbatch long after the last stage. *Delayed
-global* clipping takes for update n the norm of update max(b, n - D), the newest that every stage can know without
-waiting; b is the update before the last drain, where all norms are known. D is static, so that a run can be repeated,
-and a serial loop can say what it gives. Update n's own norm is no less than each stage's part of it, which that stage
-knows: it clips by the greater of the two. So a first update is clipped too, and a sudden rise at a stage is caught
+A method that flushes clips each update by its own global norm, because all stages update while nothing is in flight.
+Without a flush there is never one global norm: stage 0 ends the backward of a microbatch long after the last stage.
+*Delayed global* clipping takes for update n the norm of update max(b, n - D), the newest that every stage can know
+without waiting; b is the update before the last drain, where all norms are known. D is static, so that a run can be
+repeated, and compared with a serial loop. Update n's own norm is at least each stage's part of it, which that stage
+knows: it clips by the greater of the two. So the first update is clipped too, and a sudden rise at a stage takes effect
 there at once.
 
-An update with a gradient that is not finite can be skipped: at all stages alike where they hear of each other, that
-is under a flush; without one at the stage that finds it. A scale of the loss that changes needs the first.
-docs/couplings.md has the table.
+An update with a gradient that is not finite can be skipped: at all stages under a flush, where they hear of each
+other; without a flush only at the stage that finds it. A dynamic loss scale needs the former. docs/couplings.md has
+the table.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _ON_NAN = ("error", "continue", "skip")
 
 @dataclass(frozen=True)
 class Policy:
-    """What was chosen of a run's couplings; see `Pipeline`.
+    """The couplings chosen for a run.
 
     Attributes:
-        clip_grad_norm, clip, on_nan, ema: as there.
-        scaling: of the loss: 'constant' or 'dynamic', a scale that changes; empty where it is not scaled.
-        tied: stages hold weights together.
+        clip_grad_norm, clip, on_nan, ema: see `Pipeline`.
+        scaling: 'constant' or 'dynamic' loss scaling; empty for none.
+        tied: stages share weights.
 
     Raises:
-        ScheduleError: an unknown word, or a number that makes no sense.
+        ScheduleError: an unknown word, or a number out of range.
     """
 
     clip_grad_norm: float | None = None
@@ -62,15 +62,15 @@ class Policy:
 
     @property
     def skips(self) -> bool:
-        """Updates with gradients that are not finite are left out."""
+        """Updates with gradients that are not finite are skipped."""
         return bool(self.scaling) or self.on_nan == "skip"
 
 
 def coupled(schedule: Schedule, policy: Policy) -> Schedule:
-    """Returns a schedule whose updates wait for each other where the policy takes it.
+    """Returns the schedule, with updates that wait for each other if the policy needs that.
 
     Raises:
-        ScheduleError: it cannot be kept with this method; says why and what to take instead.
+        ScheduleError: the policy does not work with this method; the message has an alternative.
     """
     plan = schedule.plan
     if policy.tied:
@@ -78,8 +78,8 @@ def coupled(schedule: Schedule, policy: Policy) -> Schedule:
     several = len(plan.stages) > 1
     if policy.scaling == "dynamic" and several and not schedule.flushes:
         raise ScheduleError(
-            f"a loss scale that changes was asked of {schedule.name!r}, which does not flush: gradients of the old "
-            "scale would still be on their way, and its stages skip updates each by itself. Take a constant one "
+            f"a dynamic loss scale was asked of {schedule.name!r}, which does not flush: gradients of the old "
+            "scale would still be in flight, and its stages skip updates independently. Use a constant scale "
             "(grad_scaler=1024.0) or a flushing schedule (1f1b, gpipe)"
         )
     by_norm = policy.clip_grad_norm is not None and policy.clip != "local" and several
@@ -88,7 +88,7 @@ def coupled(schedule: Schedule, policy: Policy) -> Schedule:
     if by_norm and not schedule.flushes:
         raise ScheduleError(
             f"clip_grad_norm by the global norm was asked of {schedule.name!r}, which does not flush: its stages "
-            "update at different times and no moment has one global norm. Take clip='delayed_global' (the "
+            "update at different times, so there is never one global norm. Use clip='delayed_global' (the "
             "norm of an earlier update), clip='local' (each stage by its own) or a flushing schedule (1f1b, gpipe)"
         )
     couples = by_norm or policy.tied or (policy.skips and schedule.flushes and several)
@@ -96,27 +96,27 @@ def coupled(schedule: Schedule, policy: Policy) -> Schedule:
 
 
 def _check_ties(schedule: Schedule, policy: Policy) -> None:
-    begin = f"the plan parts layers that share parameters, and was asked to train by {schedule.name!r}"
+    begin = f"the plan separates layers that share parameters, and was asked to train by {schedule.name!r}"
     if not schedule.flushes:
         raise ScheduleError(
             f"{begin}, which does not flush: the stages would update the shared weight at different times, from "
-            "gradients of different versions of it. Keep these layers in one stage, or take a flushing schedule (1f1b, "
+            "gradients of different versions of it. Keep these layers in one stage, or use a flushing schedule (1f1b, "
             "gpipe)"
         )
     if policy.clip_grad_norm is not None and policy.clip == "local":
         raise ScheduleError(
-            f"{begin} with each stage clipped by its own norm: the shared weight would be clipped differently at its "
-            "holders. Take clip='global'"
+            f"{begin} with each stage clipped by its own norm: the shared weight would be clipped differently in each "
+            "stage. Use clip='global'"
         )
 
 
 def norm_delay(schedule: Schedule) -> int:
-    """Returns D, the updates by which the newest norm that every stage can know is older than an update.
+    """Returns D: the newest norm that every stage can know at update n is that of update n - D.
 
-    Stage s makes update n behind the forwards of its microbatches, and so behind the same forwards at every stage in
-    front of it, and behind their backwards at every stage behind it. What each stage has updated before its own last
-    forward for update n is therefore updated everywhere before anybody makes update n. One forward, one backward: D is
-    what the input stage holds in flight, in updates.
+    Stage s makes update n after the forwards of its microbatches, and so after the same forwards at every earlier
+    stage, and after their backwards at every later stage. What each stage has updated before its own last forward for
+    update n is therefore updated everywhere before any stage makes update n. With 1F1B, D is what the input stage holds
+    in flight, in updates.
 
     Raises:
         ScheduleError: updates of the stages do not hold the same microbatches, or a worker has several stages.
@@ -125,8 +125,8 @@ def norm_delay(schedule: Schedule) -> int:
     if len(set(updates.per_update)) > 1:
         raise ScheduleError(
             f"clipping by the delayed global norm was asked of {schedule.name!r}: an update holds "
-            f"{', '.join(map(str, updates.per_update))} microbatches at its stages, so they have no common norm. Take "
-            "clip='local', the same number of replicas at each stage, or a method with an update a minibatch (2bw)"
+            f"{', '.join(map(str, updates.per_update))} microbatches at its stages, so they have no common norm. Use "
+            "clip='local', the same number of replicas at each stage, or a method with one update per minibatch (2bw)"
         )
     per_update = updates.per_update[0]
     deepest = max(schedule.plan.in_flight) * max(placement.replicas)
@@ -136,7 +136,7 @@ def norm_delay(schedule: Schedule) -> int:
         if len(placement.stage_replicas(rank)) > 1:
             raise ScheduleError(
                 f"clipping by the delayed global norm was asked of {schedule.name!r}, which puts several stages on a "
-                "worker; take clip='local'"
+                "worker; use clip='local'"
             )
         ((stage, _),) = placement.stage_replicas(rank)
         step = placement.replicas[stage]

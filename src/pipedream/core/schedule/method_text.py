@@ -1,6 +1,6 @@
-"""A method's name as text, with its options behind it: ``paci[backward_rule=recompute]``, ``FILE.py:NAME[a=1,b=2]``.
+"""A method's name and options as text: ``paci[backward_rule=recompute]``, ``FILE.py:NAME[a=1,b=2]``.
 
-What the options mean is a matter of the method (`schedules.options`); here is where a name ends and its options begin.
+This module only splits the text; `schedules.options` gives the options their meaning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pipedream.core.errors import ScheduleError
 __all__ = ["OPTIONS", "listed", "name_and_options"]
 
 OPTIONS = r"(?:\[[^\[\]]*\])?"
-"""Pattern of the options behind a name."""
+"""Pattern of the options after a name."""
 
 _NAMED = re.compile(r"(.*)\[([^\[\]]*)\]")
 _FILE = re.compile(r".*\.(?i:csv|py)(?::[^\[\]]*)?")
@@ -20,15 +20,15 @@ _COMMA = re.compile(r",(?![^\[\]]*\])")
 
 
 def listed(text: str) -> list[str]:
-    """Returns what stands between the commas of a list, of which those between brackets are none."""
+    """Splits a list at its commas, except for those between brackets."""
     return _COMMA.split(text)
 
 
 def name_and_options(text: str) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Returns a method's name, or a file's, without its options, and (option, value) of each.
+    """Returns the name of a method or file, and its options as (option, value) pairs.
 
     Raises:
-        ScheduleError: brackets that are not of this form, or one option twice.
+        ScheduleError: brackets of another form, or an option given twice.
     """
     found = _NAMED.fullmatch(text)
     name, inside = (text, None) if found is None else found.groups()
@@ -44,5 +44,5 @@ def name_and_options(text: str) -> tuple[str, tuple[tuple[str, str], ...]]:
     given = tuple((option.replace("-", "_"), value) for option, value in pairs)
     twice = [option for n, (option, _) in enumerate(given) if option in dict(given[:n])]
     if twice:
-        raise ScheduleError(f"schedule {text!r} says its option {twice[0]} twice; leave one out")
+        raise ScheduleError(f"schedule {text!r} gives its option {twice[0]} twice; leave one out")
     return name.strip(), given

@@ -1,8 +1,8 @@
 """What a stage holds under a method: microbatches in flight, and versions of its weights.
 
-Read off the schedule itself, its order and its weight rule, so that a new method needs no formula here. Under the
-paper's depth, for a straight pipeline of p stages and m microbatches: 1F1B holds min(p - s, m) in flight, GPipe m,
-the naive order 1; PipeDream p - s versions, vertical sync p, 2BW 2, a flush 1.
+It is read from the schedule's order and weight rule, so that a new method needs no formula here. At the paper's depth,
+for a straight pipeline of p stages and m microbatches: 1F1B holds min(p - s, m) in flight, GPipe m, the naive order 1;
+PipeDream p - s versions, vertical sync p, 2BW 2, a flush 1.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ __all__ = ["StageOccupancy", "most_in_flight", "occupancy"]
 
 @dataclass(frozen=True)
 class StageOccupancy:
-    """What a replica of a stage holds at most.
+    """The most that a replica of a stage holds.
 
     Attributes:
-        in_flight: microbatches forwarded and not yet backwarded; a split backward ends with its weight gradient.
-        versions: distinct sets of weights alive at once, the newest included, and buffers of the same size.
-        kept_tensors: for each weight, that compensations of delay keep.
-        deferred: of those in flight, how many have their input gradient and not yet their weight gradient.
+        in_flight: microbatches between their forward and the end of their backward (with a split backward, their
+            weight gradient).
+        versions: distinct sets of weights alive at once, including the newest, and buffers of the same size.
+        kept_tensors: tensors that compensations keep for each weight.
+        deferred: microbatches in flight that have their input gradient and not yet their weight gradient.
     """
 
     in_flight: int
@@ -34,7 +35,7 @@ class StageOccupancy:
 
 
 def occupancy(schedule: Schedule) -> tuple[StageOccupancy, ...]:
-    """Returns what each stage of a schedule holds, in its fullest replica."""
+    """Returns what the fullest replica of each stage holds."""
     found = []
     for stage in range(len(schedule.plan.stages)):
         in_flight, deferred = _in_flight(schedule, stage)
@@ -47,10 +48,11 @@ def occupancy(schedule: Schedule) -> tuple[StageOccupancy, ...]:
 def _in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
     """Returns the most in flight, and the most of them that wait for their weight gradients.
 
-    Follows the first replica, which has the most microbatches of a minibatch, until one behind the warm-up is
-    forwarded: in a flushed minibatch all of its own have been by then, and an endless order only repeats itself."""
+    Follows the first replica, which has the most microbatches of a minibatch, until the first forward after the
+    warm-up: by then a flushed minibatch has forwarded all of its microbatches, and an endless order only repeats.
+    """
     if schedule.placement.is_remote(stage):
-        return schedule.microbatches, 0  # all inputs of a minibatch wait for their backwards
+        return schedule.microbatches, 0  # all inputs of a minibatch wait at home for their backwards
     replicas = schedule.plan.replicas[stage]
     last = max(schedule.microbatches, (schedule.plan.in_flight[stage] + 1) * replicas)
     ends = ends_backward(schedule.kinds)
@@ -73,15 +75,14 @@ def _in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
 
 
 def most_in_flight(program: Program, total: int | None = None) -> tuple[int, ...]:
-    """Returns the microbatches that a replica of each stage of a program has forwarded and not yet backwarded, at most.
+    """Returns, for a replica of each stage, the most microbatches between their forward and the end of their backward.
 
-    An evaluation has no backwards: what its plan admits.
+    An evaluation has no backwards: it holds what its plan admits.
 
     Args:
-        program: whose.
-        total: microbatches of a run; as many as fill the pipeline, or fewer. None: of a run without end.
+        total: microbatches of the run; None for a run without end.
     """
-    if len(program.kinds) == 1:
+    if not program.trains:
         return program.plan.in_flight
     found = []
     ends = ends_backward(program.kinds)

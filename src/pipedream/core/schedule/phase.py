@@ -1,15 +1,14 @@
-"""Phases: a run may change its method at a drain, as from a synchronous warm-up to an asynchronous method and back.
+"""Phases: a run may change its method at a drain, for example from a synchronous warm-up to an asynchronous method.
 
 PipeMare trains its first epochs synchronously (Yang et al., MLSys 2021, T3); Zhang & Abdelrahman (2021) end an
-asynchronous run synchronously. A change of phase is a drain: at it each stage has one version of its weights, so the
-same seats, optimizers, averages and data go on under another program of the same placement.
+asynchronous run synchronously. A change of phase is a drain: each stage then has one version of its weights, so the
+same stages, optimizers, averages and data continue under another program of the same placement.
 
-In text a run's phases are ``1f1b/4:200,pipedream+spike:3e,1f1b/4``: the method, behind a stroke how many microbatches
-it splits a minibatch into, behind a plus what makes up for late gradients (``+t1=500``, several one behind the other,
-``+none``), behind a colon where it ends: at a count of minibatches, or of epochs (e), since the start of training. The
-method may be a file, ``FILE.csv``, ``FILE.py`` or ``FILE.py:NAME``, and have options behind its name,
-``paci[backward_rule=recompute]/4:200``. One that is a Schedule object stands as ``<NAME>``,
-which cannot be read back.
+As text, a run's phases are ``1f1b/4:200,pipedream+spike:3e,1f1b/4``. Each is a method; ``/``, the number of
+microbatches that it splits a minibatch into; ``+`` and a compensation (``+t1=500``, repeated for several, ``+none``);
+``:`` and where it ends, in minibatches or epochs (e) since the start of training. The method may be a file,
+``FILE.csv``, ``FILE.py`` or ``FILE.py:NAME``, and may have options, ``paci[backward_rule=recompute]/4:200``. A Schedule
+object is written ``<NAME>``, which cannot be read back.
 """
 
 from __future__ import annotations
@@ -45,16 +44,15 @@ class Phase:
     """One phase of a run.
 
     Attributes:
-        schedule: a method's name, or of a file with one, or a Schedule.
+        schedule: a method's name, a file that declares one, or a Schedule.
         until: minibatches since the start of training at which it ends; rounded up to whole rounds of replicas.
-        until_epoch: epochs since the start of training at which it ends. The last phase has no end, any other one.
-        microbatches: parts of a minibatch, for methods that split it; the method's own number unless said.
-        compensation: of delay: one or several of `core.schedule.compensation`, or their texts; () for none, None for
-        the
+        until_epoch: epochs since the start of training at which it ends. Every phase but the last has one end.
+        microbatches: parts of a minibatch, for methods that split it; by default the method's own number.
+        compensation: one or several of `core.schedule.compensation`, or their texts; () for none, None for the
             method's own. Kept as a tuple.
 
     Raises:
-        ScheduleError: an unknown compensation, or a number that is no count from 1 on.
+        ScheduleError: an unknown compensation, or a count below 1.
     """
 
     schedule: str | Schedule
@@ -79,7 +77,7 @@ class Phase:
         return self.schedule if isinstance(self.schedule, str) else self.schedule.name
 
     def is_over(self, minibatches: int, epochs: int) -> bool:
-        """Tells whether it has ended after so many minibatches, and whole epochs."""
+        """Whether it has ended after this many minibatches and whole epochs."""
         return (self.until is not None and minibatches >= self.until) or (
             self.until_epoch is not None and epochs >= self.until_epoch
         )
@@ -112,13 +110,13 @@ def read_phases(text: str) -> tuple[Phase, ...]:
         read = _FORM.fullmatch(part.strip())
         if part.strip().startswith("<"):
             raise ScheduleError(
-                f"phase {part.strip()!r} was a Schedule object, which text does not say; give the same phases again "
-                "(in the recipe, or phases=...)"
+                f"phase {part.strip()!r} was a Schedule object, which cannot be read from text; give the same phases "
+                "again (in the recipe, or phases=...)"
             )
         if read is None:
             raise ScheduleError(
                 f"phase {part.strip()!r} is not known; write METHOD[/MICROBATCHES][+COMPENSATION[=NUMBER]][:END], "
-                "where END is a count of minibatches or, with an e behind it, of epochs, and METHOD may have options: "
+                "where END is a count of minibatches or, followed by e, of epochs, and METHOD may have options: "
                 "1f1b/4:200,paci[backward_rule=recompute]/4+spike:3e,1f1b/4"
             )
         name, split, made_up, end, of_epochs = read.groups()
@@ -138,50 +136,47 @@ def check_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
     """Returns the phases, if they can follow each other.
 
     Raises:
-        ScheduleError: no phase; one that does not say where it ends, says it twice, or ends before it begins; or a
-            last one that ends.
+        ScheduleError: there is no phase; a phase has no end, two ends, or ends before it begins; or the last one ends.
     """
     if not phases:
         raise ScheduleError("a run without phases was asked for; give at least one")
     *others, last = phases
     if last.until is not None or last.until_epoch is not None:
-        raise ScheduleError(
-            f"the last phase, {last}, ends before the run; leave its end out, or give a phase behind it"
-        )
+        raise ScheduleError(f"the last phase, {last}, ends before the run; leave its end out, or give a phase after it")
     for phase in others:
         if (phase.until is None) == (phase.until_epoch is None):
             raise ScheduleError(
-                f"phase {phase} should say where it ends, by minibatches or by epochs: until=N or until_epoch=N, as "
-                f"text {phase.name}:N or {phase.name}:Ne"
+                f"phase {phase} needs one end, in minibatches or in epochs: until=N or until_epoch=N, as text "
+                f"{phase.name}:N or {phase.name}:Ne"
             )
     for unit in ("until", "until_epoch"):
         ends = [0, *(end for phase in others if (end := getattr(phase, unit)) is not None)]
         if any(after <= before for before, after in pairwise(ends)):
             raise ScheduleError(
                 f"the phases {phases_text(phases)} end at {ends[1:]}; these are counts since the start of training, "
-                "so each is greater than the one before"
+                "so each must be greater than the one before"
             )
     return tuple(phases)
 
 
 def next_border(phases: Sequence[Phase], epoch: int, until: int) -> int:
-    """Returns the epoch behind `epoch` and before `until` at which one of the phases ends next, or `until`.
+    """Returns the first epoch after `epoch` and before `until` at which one of the phases ends, or `until`.
 
-    It is where the data is opened anew, so it is asked of all phases to come: one that ends at a minibatch shall not
-    make the next open them in the middle of an epoch.
+    The data is opened anew there. All coming phases count, so that a phase that ends at a minibatch does not make the
+    next one open the data in the middle of an epoch.
     """
     return min((p.until_epoch for p in phases if p.until_epoch and epoch < p.until_epoch < until), default=until)
 
 
 def phase_after(phases: Sequence[Phase], number: int, minibatches: int, epochs: int) -> int:
-    """Returns which phase, from phase `number` on, comes after so many minibatches, and whole epochs.
+    """Returns the number of the phase after this many minibatches and whole epochs; the current one is `number`.
 
-    Warns of one that is passed over, for its end, in the other unit, lies behind.
+    Warns of a phase that is skipped because its end, in the other unit, has passed.
     """
     found = phase_at(phases, minibatches, epochs)
     for phase in phases[number + 1 : found]:
         warnings.warn(
-            f"phase {phase} is passed over, for the one before it has ended at minibatch {minibatches}, after {epochs} "
+            f"phase {phase} is skipped, because the one before it has ended at minibatch {minibatches}, after {epochs} "
             "whole epochs; let it end later",
             stacklevel=2,
         )
@@ -189,5 +184,5 @@ def phase_after(phases: Sequence[Phase], number: int, minibatches: int, epochs: 
 
 
 def phase_at(phases: Sequence[Phase], minibatches: int, epochs: int) -> int:
-    """Returns which phase comes after so many minibatches, and whole epochs: the first that is not over."""
+    """Returns the number of the first phase that is not over after this many minibatches and whole epochs."""
     return next(number for number, phase in enumerate(phases) if not phase.is_over(minibatches, epochs))

@@ -1,15 +1,15 @@
-"""Views: weights that are not stored but computed, a number of updates ahead of a version or behind it.
+"""Weight predictions: weights that are not stored but computed, some updates before or after a version.
 
-A view of version t is w_t + T d_t: T its horizon in updates, d_t what one update is taken to add to the weights.
+A prediction from version t is w_t + T d_t: T its horizon in updates, d_t what one update is assumed to add.
 
 - *velocity*: d_t = -lr v_t, where v_t is the direction in which the optimizer steps: SGD's momentum buffer (Kosson et
-  al., MLSys 2021, LWP^v; SpecTrain, 2018), Adam's and AdamW's m / (sqrt(v) + eps), both corrected for their beginning
-  (PipeOptim, 2023; XPipe, 2019), without decoupled decay. lr is the rate of the coming update.
-- *difference*: d_t = w_t - w_{t-1}, the last update itself, of whatever optimizer (Kosson et al., LWP^w).
+  al., MLSys 2021, LWP^v; SpecTrain, 2018), Adam's and AdamW's m / (sqrt(v) + eps), both with bias correction
+  (PipeOptim, 2023; XPipe, 2019), without decoupled decay. lr is the rate of the next update.
+- *difference*: d_t = w_t - w_{t-1}, the last update itself, of any optimizer (Kosson et al., LWP^w).
 - *average*: d_t = gamma d_{t-1} + (1 - gamma)(w_t - w_{t-1}), gamma = decay^(1/|T|) (PipeMare, MLSys 2021, T2).
 
-T > 0 predicts; T < 0 goes back towards weights that are gone. At T = 0 the view is the version itself. Before the
-first update d = 0.
+T > 0 looks ahead; T < 0 goes back towards weights that are gone. At T = 0 the prediction is the version itself. Before
+the first update d = 0.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ VELOCITY, DIFFERENCE, AVERAGE = "velocity", "difference", "average"
 
 @dataclass(frozen=True)
 class WeightPrediction:
-    """How a view is computed from a version.
+    """How a prediction is computed from a version.
 
     Attributes:
-        by: what one update is taken to add: 'velocity', 'difference' or 'average'.
+        by: what one update is assumed to add: 'velocity', 'difference' or 'average'.
         horizons: T of each stage, in updates.
-        decay: of an average, its weight after |T| updates; exp(-2) is PipeMare's, for which the correction is exact to
+        decay: what is left of an average after |T| updates; exp(-2) is PipeMare's, which makes its correction exact to
             first order.
 
     Raises:
-        ValueError: an unknown way, a horizon that is not finite, or a decay that is not between 0 and 1.
+        ValueError: an unknown `by`, a horizon that is not finite, or a decay outside of (0, 1).
     """
 
     by: str
@@ -44,10 +44,10 @@ class WeightPrediction:
         if self.by not in (VELOCITY, DIFFERENCE, AVERAGE):
             raise ValueError(f"a prediction is by {VELOCITY}, {DIFFERENCE} or {AVERAGE}, found {self.by!r}")
         if not self.horizons or not all(isfinite(horizon) for horizon in self.horizons):
-            raise ValueError(f"a view needs a finite horizon for each stage, found {self.horizons}")
+            raise ValueError(f"a prediction needs a finite horizon for each stage, found {self.horizons}")
         if not 0 < self.decay < 1:
             raise ValueError(f"an average's decay lies between 0 and 1, found {self.decay}")
-        # 1 and 1.0 are one horizon, and one in a file.
+        # 1 and 1.0 are the same horizon, and the same in a file.
         object.__setattr__(self, "horizons", tuple(map(float, self.horizons)))
 
     def gamma(self, stage: int) -> float:

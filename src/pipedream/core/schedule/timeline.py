@@ -1,8 +1,8 @@
-"""The Timeline: what ran when, simulated or measured; the same noun for both.
+"""The Timeline: what ran when, simulated or measured.
 
 Times are seconds from the start of the run. A span of kind ``F``, ``B``, ``I``, ``W`` or ``U`` is work of
 its rank; ``wait`` is a rank that waits for a message or for a sum; ``send`` is a message on its way, drawn
-at its sender, which works on meanwhile.
+at its sender, which keeps working.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ class Span(NamedTuple):
     """One piece of a timeline.
 
     Attributes:
-        rank: whose.
         kind: an op's letter, ``wait`` or ``send``.
-        stage: at which stage; of a send, the sending one.
+        stage: for a send, the sending one.
         index: microbatch or update.
         start_s, end_s: seconds since the start of the run.
     """
@@ -39,12 +38,11 @@ class Span(NamedTuple):
 
 
 class GradientVersions(NamedTuple):
-    """What a gradient carries: at which versions it was taken and which version it updates.
+    """The versions at which a gradient was taken, and the version that it updates.
 
     Attributes:
-        stage, microbatch: whose gradient.
-        forward_version, backward_version: versions that its forward and its backward read.
-        applied_to: version that its update started from; update ``applied_to + 1`` holds it.
+        forward_version, backward_version: what its forward and its backward read.
+        applied_to: the version that its update started from; update ``applied_to + 1`` holds it.
     """
 
     stage: int
@@ -60,7 +58,7 @@ class GradientVersions(NamedTuple):
 
 
 class MemoryStep(NamedTuple):
-    """What a rank holds at most from a time on.
+    """The most that a rank holds from a point in time until the next step.
 
     Attributes:
         at_s: seconds since the start of the run.
@@ -79,15 +77,14 @@ class Timeline(Artifact):
     Attributes:
         name: of the schedule.
         source: 'simulated' or 'measured'.
-        workers: number of ranks.
-        spans: by rank and start.
-        microbatches: of the run.
+        spans: sorted by rank and start.
+        microbatches: in the whole run.
         minibatch_microbatches: m, microbatches in one minibatch.
         batch: samples in a minibatch.
         gradient_versions: one for each gradient; () if unknown.
-        peak_bytes: of each rank, where it is known.
-        peak_versions: of each rank, distinct weight sets alive at once, where it is known.
-        memory: of each rank, the bytes held at the start, and at most during each of its ops, where it is known; see
+        peak_bytes: for each rank; () if unknown.
+        peak_versions: for each rank, distinct weight sets alive at once; () if unknown.
+        memory: for each rank, the bytes held at the start, and at most during each of its ops; () if unknown. See
             `memory_steps`.
     """
 
@@ -138,7 +135,7 @@ class Timeline(Artifact):
     def memory_steps(self, rank: int) -> tuple[MemoryStep, ...]:
         """Returns the bytes that a rank held over time: at the start, then at most during each of its ops.
 
-        Nothing, where it is not known: of a measured run, or of a part of a run.
+        Empty if unknown: for a measured run, or for a part of a run.
         """
         if not self.memory:
             return ()

@@ -1,12 +1,12 @@
 """When an update is made, and of what: the update rules.
 
-Update n of a stage (from 1) is one optimizer step, alike on all its replicas, and makes version n. Which
-microbatches it holds is arithmetic; how their gradients are divided is said here too:
+Update n of a stage (from 1) is one optimizer step, the same on all its replicas, and makes version n. Which
+microbatches it holds is arithmetic. Gradients are averaged in one of two ways:
 
 - a *flushing* or *accumulating* update divides the sum of gradients by the summed loss weight, once;
 - a *round* of PipeDream normalises each minibatch by itself and takes the plain mean over the replicas.
 
-What an update makes of late gradients is said by its compensations (`core.schedule.compensation`).
+Compensations (`core.schedule.compensation`) define what an update makes of late gradients.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class UpdateRule:
 
     Attributes:
         per_update: for each stage, microbatches in one update, over all replicas.
-        mean_of_rounds: True where each microbatch is a whole minibatch, normalised by itself (PipeDream);
-            False where the sum of gradients is divided by the summed loss weight.
-        compensation: what makes up for late gradients.
+        mean_of_rounds: each microbatch is a whole minibatch, normalised by itself (PipeDream); otherwise the sum of
+            gradients is divided by the summed loss weight.
+        compensation: for late gradients.
     """
 
     per_update: tuple[int, ...]
@@ -44,18 +44,18 @@ class UpdateRule:
         return microbatch // self.per_update[stage] + 1
 
     def updates(self, stage: int, total: int) -> int:
-        """Returns how many updates a stage makes for so many microbatches."""
+        """Returns how many updates a stage makes for `total` microbatches."""
         return -(-total // self.per_update[stage])
 
     def kept_tensors(self, staleness: int) -> int:
-        """Returns the tensors that compensations keep for each weight of a stage that is so many updates late."""
+        """Returns how many tensors compensations keep for each weight of a stage, `staleness` updates late."""
         return sum(one.kept_tensors(staleness) for one in self.compensation)
 
     def rate_factor(self, stage: int, staleness: float, rounds: int) -> float:
         """Returns the factor on the user's learning rate at a stage.
 
         Args:
-            stage: whose gradients are `staleness` updates late on the mean.
+            staleness: mean number of updates by which the stage's gradients are late.
             rounds: updates of the input stage so far.
         """
         return self.per_update[stage] / self.per_update[0] * rate_factor(self.compensation, staleness, rounds)

@@ -1,17 +1,16 @@
-"""Which weights a forward reads, and which its backward: the weight rules.
+"""Weight rules: which weights a forward reads, and which its backward.
 
 A rule answers with static version numbers, counted from the last drain: version 0 is what the stage held
 there, version n is made by update n. Nobody reads "whatever has arrived", so a program's staleness and its
-memory are known before it runs, and the runtime's own tags are compared with them.
+memory are known before it runs, and the versions that the runtime has noted are compared with them.
 
-Where a backward reads a newer version than its forward, one of these holds:
+If a backward reads a newer version than its forward, one of these holds:
 
-- *recompute*: the forward is done again on the old input, at the backward's weights: their true gradient;
-- *graph*: the activations stay those of the forward, the weights that autograd multiplies with are the backward's:
-  the gradient of no function. Pipelined backpropagation, PipeMare and their kin train by it, with one set of weights.
+- *recompute*: the forward is repeated on the old input at the backward's weights: their true gradient;
+- *graph*: the activations stay those of the forward, but autograd multiplies with the backward's weights: the gradient
+  of no function. Pipelined backpropagation, PipeMare and similar methods train this way, with one set of weights.
 
-A view (`core.schedule.prediction`) is computed from a version; the version's number is then that of what it was
-computed from.
+A prediction (`core.schedule.prediction`) is computed from a version, and has that version's number.
 
 Legend: s stage, k microbatch (from 0, since the drain), r_s replicas, W_s warm-up forwards, m microbatches
 per minibatch, all from the plan and the schedule.
@@ -49,13 +48,13 @@ _RENAMED = {"tagged": "stamped"}  # rules in older files
 
 @dataclass(frozen=True)
 class WeightRule(ABC):
-    """Abstract: a forward view and a backward view on the versions of a stage.
+    """Abstract: the version that each forward and each backward of a stage reads.
 
     Attributes:
-        name: how files and tables call it.
-        backward_rule: 'stash': the true gradient at the weights that the forward read; 'recompute' or 'graph' where the
+        name: its name in files and tables.
+        backward_rule: 'stash': the true gradient at the weights that the forward read; 'recompute' or 'graph' if the
             backward reads others.
-        forward_prediction, backward_prediction: what a pass reads in place of its version; None is the version itself.
+        forward_prediction, backward_prediction: what a pass reads instead of its version; None: the version itself.
     """
 
     name: ClassVar[str]
@@ -80,14 +79,13 @@ class WeightRule(ABC):
     def readable(
         self, stage: int, microbatch: int, newest: int, *, step: int = 1, total: int | None = None
     ) -> frozenset[int]:
-        """Returns the versions up to the newest that the forwards to come at one seat read.
+        """Returns the versions up to `newest` that the coming forwards of one replica read.
 
         Args:
-            stage: whose.
             microbatch: of the next forward.
-            newest: of the versions made so far.
-            step: from one microbatch of the seat to its next, the stage's replicas.
-            total: microbatches in the run; None while nobody knows.
+            newest: the newest version made so far.
+            step: from one microbatch of the replica to its next: the stage's number of replicas.
+            total: microbatches in the run; None while unknown.
         """
         coming = count(microbatch, step) if total is None else range(microbatch, total, step)
         versions = (self.forward_version(stage, k) for k in coming)
@@ -95,45 +93,44 @@ class WeightRule(ABC):
 
     @abstractmethod
     def versions(self, stage: int) -> int:
-        """Returns the most versions alive at once, the newest included, and views that are kept."""
+        """Returns the most versions alive at once, including the newest and kept predictions."""
 
     @abstractmethod
     def staleness(self, stage: int) -> int:
         """Returns the most updates between the version a gradient is taken at and the one it updates."""
 
     def mean_staleness(self, stage: int) -> float:
-        """Returns the mean over the microbatches of an update; that of `staleness` where they are all as late."""
+        """Returns the mean staleness over the microbatches of an update."""
         return float(self.staleness(stage))
 
     def predictions(self, stage: int) -> tuple[WeightPrediction, ...]:
-        """Returns the views of a stage that are not the version itself."""
+        """Returns the predictions of a stage that differ from the version itself."""
         given = (
             prediction for prediction in (self.forward_prediction, self.backward_prediction) if prediction is not None
         )
         return tuple(prediction for prediction in given if prediction.horizons[stage])
 
     def kept_until(self, stage: int) -> Kind | None:
-        """Returns which pass is the last to read a forward's view that is kept; None where none is."""
+        """Returns the last pass that reads a forward's prediction that is kept; None if none is kept."""
         return None
 
     @property
     def held_until(self) -> Kind | None:
-        """The last pass for which a version is kept that is no longer the newest; None: there is one set of weights."""
+        """The last pass for which a version is kept that is no longer the newest; None with one set of weights."""
         return Kind.BACKWARD if self.backward_rule == "stash" else None
 
     def backward_reader(self, versions: Any) -> Callable[[Any], Any] | None:
-        """Returns how a stage finds the weights of a backward that does not read those of its forward.
+        """Returns the function from the set of weights that a forward read to the set that its backward reads.
+
+        None: a backward that does not read its forward's weights reads the newest version.
 
         Args:
-            versions: of the stage, a `runtime.stage.versions.Versions`.
-
-        None: the backward reads the newest version. Otherwise a function from the set of weights that the forward read
-        to the set that the backward reads.
+            versions: the stage's `runtime.stage.versions.Versions`.
         """
         return None
 
     def buffers(self, stage: int) -> int:
-        """Returns how many tensors of the size of the weights the views need beside the versions."""
+        """Returns how many sets of tensors, each as large as the weights, predictions need besides the versions."""
         return 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -205,10 +202,10 @@ class Stash(WeightRule):
 class VerticalSync(WeightRule):
     """Vertical sync: one version for all stages, chosen at the input stage, travels with the minibatch.
 
-    PipeDream, SOSP 2019, section 3.3: w(t+1) = w(t) - lr grad f(w_0(t-p+1), ..., w_{p-1}(t-p+1)). The tag
-    is a count of minibatches, a multiple of L = lcm(r), so that every stage has a version for it. It is
-    W_0 + lag_0 rounds of the input stage late, or more where a stage behind lags so much that it has not yet
-    made that version.
+    PipeDream, SOSP 2019, section 3.3: w(t+1) = w(t) - lr grad f(w_0(t-p+1), ..., w_{p-1}(t-p+1)). The stamp that
+    travels is a count of minibatches, a multiple of L = lcm(r), so that every stage has a version for it. It is
+    W_0 + update_delay_0 rounds of the input stage late, or more if a later stage's update delay means that it has not
+    yet made that version.
     """
 
     name: ClassVar[str] = "vertical_sync"
@@ -223,8 +220,8 @@ class VerticalSync(WeightRule):
         return cycle * (first * newest // cycle) // self.replicas[stage]
 
     def versions(self, stage: int) -> int:
-        # Only multiples of L / r_s are ever read: those from the tag of the oldest round in flight on, and
-        # the newest where it is none of them.
+        # Only multiples of L / r_s are ever read: those from the stamp of the oldest round in flight on, and
+        # the newest if it is not a multiple.
         count = self.replicas[stage]
         step = lcm(*self.replicas) // count
         return max(
@@ -233,7 +230,7 @@ class VerticalSync(WeightRule):
         )
 
     def staleness(self, stage: int) -> int:
-        # The most over one cycle: the tag stands still for a cycle while the stage's updates go on.
+        # The most over one cycle: the stamp does not change for a cycle while the stage keeps updating.
         return max(
             newest - self.forward_version(stage, newest * self.replicas[stage]) for newest in self._settled(stage)
         )
@@ -245,12 +242,12 @@ class VerticalSync(WeightRule):
 
     @property
     def _rounds_late(self) -> int:
-        """Rounds of the input stage: r_0 times as many microbatches must cover (W_s + lag_s) r_s of each."""
+        """Rounds of the input stage: r_0 microbatches each, they must cover (W_s + update_delay_s) r_s of each stage."""
         each = zip(self.warmup, self.update_delay, self.replicas, strict=True)
         return max(-(-(wait + update_delay) * count // self.replicas[0]) for wait, update_delay, count in each)
 
     def _settled(self, stage: int) -> range:
-        """Returns one cycle of updates of a stage, behind the warm-up."""
+        """Returns one cycle of updates of a stage after the warm-up."""
         cycle = lcm(*self.replicas)
         first = ((self._rounds_late + 1) * self.replicas[0] // cycle + 2) * cycle
         return range(first // self.replicas[stage], (first + cycle) // self.replicas[stage])
@@ -282,23 +279,23 @@ class DoubleBuffer(WeightRule):
 
 @dataclass(frozen=True)
 class Latest(WeightRule):
-    """The newest weights that there are: at the forward, and again at the backward.
+    """The newest weights: at the forward, and again at the backward.
 
-    One set of weights, which the optimizer writes while microbatches are in flight: update n of a stage comes behind
-    the last backward of its microbatches (or, with an update delay, behind the forward after that), so what is newest at an op is
-    arithmetic. With the rule 'stash' what a forward has read, its view or the version itself, is kept, and the backward
-    reads it too.
+    One set of weights, which the optimizer writes while microbatches are in flight: update n of a stage follows the
+    last backward of its microbatches (or, with an update delay, the next forward), so which version is newest at an op
+    is arithmetic. With the rule 'stash', what a forward has read (its prediction or the version itself) is kept, and
+    the backward reads it too.
 
     Attributes:
-        warmup, replicas, update_delay: of each stage.
-        per_update: for each stage, microbatches in one update, over all replicas; at least the replicas.
-        backward_rule: see the module's first words.
-        forward_prediction, backward_prediction: what a pass reads in place of the newest weights.
+        warmup, replicas, update_delay: for each stage.
+        per_update: for each stage, microbatches in one update, over all replicas; at least its number of replicas.
+        backward_rule: see the module's docstring.
+        forward_prediction, backward_prediction: what a pass reads instead of the newest weights.
         shares_prediction: microbatches that share the forward prediction computed for the first of them (XPipe's
-            bellwether): 1, or those of an update.
+            bellwether): 1, or all those of an update.
 
     Raises:
-        ValueError: parts that do not go together.
+        ValueError: arguments that do not fit together.
     """
 
     name: ClassVar[str] = "latest"
@@ -306,7 +303,7 @@ class Latest(WeightRule):
     replicas: tuple[int, ...]
     update_delay: tuple[int, ...]
     per_update: tuple[int, ...]
-    # Fields here; other rules have one value for all.
+    # Fields here; class variables in the other rules.
     backward_rule: str = field(default="graph", kw_only=True)  # type: ignore[misc]
     forward_prediction: WeightPrediction | None = field(default=None, kw_only=True)  # type: ignore[misc]
     backward_prediction: WeightPrediction | None = field(default=None, kw_only=True)  # type: ignore[misc]
@@ -317,7 +314,7 @@ class Latest(WeightRule):
         lengths = {len(row) for row in (self.warmup, self.replicas, self.update_delay, self.per_update)}
         lengths |= {len(prediction.horizons) for prediction in (ahead, back) if prediction is not None}
         if len(lengths) != 1:
-            raise ValueError(f"one number a stage is wanted everywhere, found {sorted(lengths)} numbers")
+            raise ValueError(f"each argument needs one number per stage, found {sorted(lengths)} numbers")
         if any(count < replicas for count, replicas in zip(self.per_update, self.replicas, strict=True)):
             raise ValueError(
                 f"an update holds a microbatch of each replica, found {self.per_update} of {self.replicas}"
@@ -326,14 +323,15 @@ class Latest(WeightRule):
             raise ValueError(f"a backward rule is {', '.join(BACKWARD_RULES)}, found {self.backward_rule!r}")
         if self.backward_rule == "stash" and (back is not None or self.shares_prediction > 1):
             raise ValueError(
-                "with the rule 'stash' each backward reads what its own forward has read, and has no view of its own"
+                "with the rule 'stash' each backward reads what its own forward has read, and has no prediction of its "
+                "own"
             )
         if self.shares_prediction != 1 and {self.shares_prediction} != set(self.per_update):
             raise ValueError(
-                f"a view is shared by the {self.per_update} microbatches of an update, not {self.shares_prediction}"
+                f"a prediction is shared by the {self.per_update} microbatches of an update, not {self.shares_prediction}"
             )
         if ahead is not None and back is not None and ahead.by == back.by == AVERAGE:
-            raise ValueError("only one of the two views can be by an average: they would need one each")
+            raise ValueError("only one of the two predictions can use an average: each would need its own")
 
     def forward_version(self, stage: int, microbatch: int) -> int:
         replicas = self.replicas[stage]
@@ -351,7 +349,7 @@ class Latest(WeightRule):
             return 1 if self.kept_until(stage) is None else 2
         if self.kept_until(stage) is None:
             return self.staleness(stage) + 1
-        # A view for each version that a microbatch in flight has read, and the weights themselves.
+        # A prediction for each version that a microbatch in flight has read, and the weights themselves.
         return -(-self.warmup[stage] * self.replicas[stage] // self.per_update[stage]) + 2
 
     def staleness(self, stage: int) -> int:
@@ -359,7 +357,7 @@ class Latest(WeightRule):
 
     def mean_staleness(self, stage: int) -> float:
         late, count = self._late(stage), self.per_update[stage]
-        if self.shares_prediction == 1:  # behind the warm-up, each with weights of its own
+        if self.shares_prediction == 1:  # after the warm-up, each with weights of its own
             return late / count
         return sum(-((i % self.replicas[stage] - late) // count) for i in range(count)) / count
 
@@ -372,26 +370,28 @@ class Latest(WeightRule):
 
     def buffers(self, stage: int) -> int:
         ways = {prediction.by for prediction in self.predictions(stage)} - {VELOCITY}
-        # The weights, while a view stands in their storage; and what is not the optimizer's own.
+        # The weights are set aside while a prediction occupies their storage; an average or a difference is stored too.
         aside = AVERAGE in ways or (self.backward_rule != "stash" and bool(self.predictions(stage)))
         return aside + len(ways)
 
     def _late(self, stage: int) -> int:
-        """Returns by how many microbatches a forward is ahead of the backward at its point of the order."""
+        """Returns how many microbatches a forward is ahead of the backward next to it in the order."""
         return (self.warmup[stage] + self.update_delay[stage]) * self.replicas[stage]
 
 
 @dataclass(frozen=True)
 class NewerBackward(WeightRule):
-    """Abstract: W_s r_s microbatches of a stage lie between a forward and the backward at its point of the order.
+    """Abstract: several versions, and a backward that reads the newest; for the order nF1B.
+
+    A forward is W_s r_s microbatches ahead of the backward next to it in the order.
 
     Attributes:
-        warmup, replicas: of each stage; W_s r_s does not grow from one stage to the next.
+        warmup, replicas: for each stage; W_s r_s does not grow from one stage to the next.
         per_update: m, microbatches in one update of every stage, over all replicas.
         backward_rule: 'graph' or 'recompute'.
 
     Raises:
-        ValueError: parts that do not go together.
+        ValueError: arguments that do not fit together.
     """
 
     warmup: tuple[int, ...]
@@ -402,7 +402,7 @@ class NewerBackward(WeightRule):
     def __post_init__(self) -> None:
         if len(self.warmup) != len(self.replicas):
             raise ValueError(
-                f"one number a stage is wanted everywhere, found {len(self.warmup)} and {len(self.replicas)}"
+                f"each argument needs one number per stage, found {len(self.warmup)} and {len(self.replicas)}"
             )
         if self.per_update < max(self.replicas):
             raise ValueError(
@@ -410,7 +410,7 @@ class NewerBackward(WeightRule):
             )
         late = [self._late(stage) for stage in range(len(self.warmup))]
         if sorted(late, reverse=True) != late:
-            raise ValueError(f"no stage has more microbatches of warm-up than one before it, found {late}")
+            raise ValueError(f"no stage may have more warm-up microbatches than an earlier one, found {late}")
         if self.backward_rule not in BACKWARD_RULES[1:]:
             raise ValueError(f"a backward rule is {', '.join(BACKWARD_RULES[1:])}, found {self.backward_rule!r}")
 
@@ -418,18 +418,19 @@ class NewerBackward(WeightRule):
         return microbatch // self.per_update
 
     def _late(self, stage: int) -> int:
-        """Returns by how many microbatches a forward is ahead of the backward at its point of the order."""
+        """Returns how many microbatches a forward is ahead of the backward next to it in the order."""
         return self.warmup[stage] * self.replicas[stage]
 
 
 @dataclass(frozen=True)
 class Stamped(NewerBackward):
-    """Vertical sync without a horizontal stash: the version that a microbatch meets at the input stage is its tag,
-    which the forward of each stage reads; the backward reads the newest weights that its stage has.
+    """Vertical sync without a horizontal stash: forwards read a stamped version, backwards the newest.
 
-    TiMePReSt, 2024 (arXiv 2410.14312), section 3.1. A stage behind the input stage makes its updates sooner, so it
-    keeps ceil((W_0 r_0 - W_s r_s) / m) versions beside the newest, for the forwards still to come: the input stage
-    none, the last stage the most, against PipeDream's order. A backward keeps none. All stages are equally late.
+    A microbatch's stamp is the version that it meets at the input stage; the forward of each stage reads that version.
+
+    TiMePReSt, 2024 (arXiv 2410.14312), section 3.1. A later stage makes its updates sooner than the input stage, so it
+    keeps ceil((W_0 r_0 - W_s r_s) / m) versions besides the newest for forwards still to come: the input stage none,
+    the last stage the most, the reverse of PipeDream. No version is kept for a backward. All stages are equally late.
     """
 
     name: ClassVar[str] = "stamped"
