@@ -4,26 +4,27 @@
     plan = pipedream.plan(profile, pipedream.Cluster.flat(4))
     print(pipedream.simulate(plan, schedule="1f1b", microbatches=16))
 
-A name is resolved on first use, so that `import pipedream` does not load torch, and reading a plan does not either.
+Names are imported on first use, so `import pipedream` does not load torch, and neither does planning or simulating.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 from pipedream._version import __version__
 
 if TYPE_CHECKING:
-    from pipedream import schedules
+    from pipedream import metrics, schedules
     from pipedream.core.errors import PipelineError
     from pipedream.core.hardware.cluster import Cluster
     from pipedream.core.model.profile import Profile
-    from pipedream.core.plan.placement import Placement
-    from pipedream.core.plan.plan import Plan, Stage
-    from pipedream.core.schedule.op import Op
+    from pipedream.core.plan.placement import Placement as Placement
+    from pipedream.core.plan.plan import Plan
+    from pipedream.core.plan.plan import Stage as Stage
+    from pipedream.core.schedule.op import Op as Op
     from pipedream.core.schedule.phase import Phase
-    from pipedream.core.schedule.program import Program
+    from pipedream.core.schedule.program import Program as Program
     from pipedream.core.schedule.schedule import Schedule
     from pipedream.core.schedule.timeline import Timeline
     from pipedream.pipeline import Done, Pipeline
@@ -37,20 +38,17 @@ if TYPE_CHECKING:
 __all__ = [
     "Cluster",
     "Done",
-    "Op",
     "Phase",
     "Pipeline",
     "PipelineError",
-    "Placement",
     "Plan",
     "Profile",
-    "Program",
     "Recipe",
     "Schedule",
-    "Stage",
     "Timeline",
     "__version__",
     "emulate",
+    "metrics",
     "plan",
     "profile",
     "run",
@@ -79,14 +77,17 @@ _HOMES = {
     "run": "training.train",
     "simulate": "workflows.simulate",
 }
+"""Where each name is defined. Op, Placement, Program and Stage are for programs that used them here; see `__all__`."""
+
+_MODULES = ("metrics", "schedules")
 
 
 def __getattr__(name: str) -> object:
     value: object
-    if name == "schedules":
-        value = import_module(".schedules", __name__)
+    if name in _MODULES:
+        value = _import_module(f".{name}", __name__)
     elif name in _HOMES:
-        value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        value = getattr(_import_module(f".{_HOMES[name]}", __name__), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
@@ -94,4 +95,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__
