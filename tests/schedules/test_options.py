@@ -249,7 +249,7 @@ def test_the_commands(told: Told, tmp_path: Path) -> None:
     plan = Plan.load(out)
     assert (plan.schedule, plan.microbatches) == (name, 4)
     status, text, _ = told("check", out)
-    assert (status, f"holds: {name} with 4 microbatches" in text) == (0, True)
+    assert (status, f"valid: {name} with 4 microbatches" in text) == (0, True)
     assert told("simulate", out)[0] == 0
     again = json.loads(told("simulate", out, "--schedule", "paci[backward_rule = recompute]", "--json")[1])
     assert again == json.loads(told("simulate", out, "--json")[1])

@@ -96,7 +96,7 @@ def test_a_good_plan_is_predicted(edited: Callable[..., tuple[int, str]]) -> Non
     assert (found["config"], found["schedule"], found["differences"]) == ("1-2-1", "pipedream", [])
     assert found["samples_per_s"] == pytest.approx(8 / found["period_s"])
     status, out = edited(nothing)
-    assert "holds: pipedream, free of deadlock" in out
+    assert "valid: pipedream, free of deadlock" in out
     assert "predicted: " in out
 
 
@@ -113,7 +113,7 @@ def test_a_layer_that_was_moved_is_found_with_the_profile(edited: Callable[..., 
     status, out = edited(move_a_layer, "--profile", "PROFILE")
     assert status == 0
     assert "differs: stage 0, layers: the plan names" in out
-    assert "differs: stage 0, forward_s: the plan says" in out
+    assert "differs: stage 0, forward_s: " in out
     status, alike = edited(move_a_layer, "--profile", "PROFILE", "--json")
     assert status == 0
     assert json.loads(alike)["differences"]

@@ -1,4 +1,4 @@
-"""Clusters of unlike devices, from the datasheets: ``--devices 4xV100,2xRTX-4090``."""
+"""Clusters of different devices, from the datasheets: ``--devices 4xV100,2xRTX-4090``."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Devices = Annotated[
 
 
 def kinds_of(text: str | None, profile: Profile | GraphText) -> tuple[Workers, ...]:
-    """Reads --devices, for a profile of a device that has a datasheet too; () without.
+    """Reads --devices, for a profile of a device that has a datasheet too; () without the option.
 
     Raises:
-        PlanError: unknown devices, or a profile of one.
+        PlanError: a device, or the profile's device, has no datasheet.
     """
     if text is None:
         return ()
     if isinstance(profile, GraphText):
-        raise PlanError("--devices needs a profile that says its device, found a graph.txt; profile the model again")
+        raise PlanError("--devices needs a profile that names its device, found a graph.txt; profile the model again")
     try:
         other = device_named(profile.device)
     except ProfileError:
@@ -51,10 +51,10 @@ def kinds_of(text: str | None, profile: Profile | GraphText) -> tuple[Workers, .
 
 
 def with_kinds(cluster: Cluster, kinds: tuple[Workers, ...]) -> Cluster:
-    """Returns the cluster with these workers, their memory at most what it says.
+    """Returns the cluster with these workers, whose memory is limited to the cluster's.
 
     Raises:
-        PlanError: they are more or fewer than its workers.
+        PlanError: their number is not that of its workers.
     """
     if not kinds:
         return cluster

@@ -32,68 +32,76 @@ __all__ = ["simulate"]
 
 _EQUAL, _TIMES = "Equal stages in place of a plan", "Variations"
 
+PlanFile = Annotated[
+    Path | None, typer.Argument(metavar="PLAN", help="Plan to simulate, from 'pipedream plan -o'; or --uniform.")
+]
+Uniform = Annotated[
+    int | None, typer.Option(min=1, metavar="P", rich_help_panel=_EQUAL, help="Simulate P workers with equal stages.")
+]
+ForwardS = Annotated[
+    float | None,
+    typer.Option(min=0.0, metavar="SECONDS", rich_help_panel=_EQUAL, show_default="1.0", help="Time of a forward."),
+]
+BackwardS = Annotated[
+    float | None,
+    typer.Option(min=0.0, metavar="SECONDS", rich_help_panel=_EQUAL, show_default="2.0", help="Time of a backward."),
+]
+TransferS = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0, metavar="SECONDS", rich_help_panel=_EQUAL, show_default="0.0", help="One-way time of a message."
+    ),
+]
+WeightS = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        metavar="SECONDS",
+        rich_help_panel=_TIMES,
+        show_default="half of the backward",
+        help="Time of the weight gradient, where the backward is split.",
+    ),
+]
+Jitter = Annotated[
+    float,
+    typer.Option(
+        min=0.0, metavar="CV", rich_help_panel=_TIMES, help="Coefficient of variation of the time of each op."
+    ),
+]
+Slow = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="RANK=FACTOR", rich_help_panel=_TIMES, help="Factor on the times of a rank, e.g. 2=1.5; repeatable."
+    ),
+]
+Overlap = Annotated[
+    bool,
+    typer.Option(
+        rich_help_panel=_TIMES,
+        help="Start the all-reduces over replicas during the backward, as the runtime does, or after it.",
+    ),
+]
+Grid = Annotated[bool, typer.Option("--grid", help="Draw the run too.")]
+
 
 def simulate(
-    plan: Annotated[
-        Path | None, typer.Argument(metavar="PLAN", help="Plan to simulate, from 'pipedream plan -o'; or --uniform.")
-    ] = None,
-    uniform: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="P", rich_help_panel=_EQUAL, help="Simulate P workers with equal stages."),
-    ] = None,
-    forward_s: Annotated[
-        float | None,
-        typer.Option(min=0.0, metavar="SECONDS", rich_help_panel=_EQUAL, show_default="1.0", help="Time of a forward."),
-    ] = None,
-    backward_s: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, metavar="SECONDS", rich_help_panel=_EQUAL, show_default="2.0", help="Time of a backward."
-        ),
-    ] = None,
-    transfer_s: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, metavar="SECONDS", rich_help_panel=_EQUAL, show_default="0.0", help="One-way time of a message."
-        ),
-    ] = None,
+    plan: PlanFile = None,
+    uniform: Uniform = None,
+    forward_s: ForwardS = None,
+    backward_s: BackwardS = None,
+    transfer_s: TransferS = None,
     chunks: Chunks = None,
-    weight_s: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            metavar="SECONDS",
-            rich_help_panel=_TIMES,
-            show_default="half of the backward",
-            help="Time of the weight gradient, where the backward is split.",
-        ),
-    ] = None,
+    cluster: ClusterName = None,
     schedule: ScheduleOrPlans = None,
     microbatches: Microbatches = None,
     minibatches: RunMinibatches = None,
     in_flight: Depth = "noam",
-    jitter: Annotated[
-        float,
-        typer.Option(
-            min=0.0, metavar="CV", rich_help_panel=_TIMES, help="Coefficient of variation of the time of each op."
-        ),
-    ] = 0.0,
-    slow: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="RANK=FACTOR", rich_help_panel=_TIMES, help="Factor on the times of a rank, e.g. 2=1.5; repeatable."
-        ),
-    ] = None,
+    weight_s: WeightS = None,
+    jitter: Jitter = 0.0,
+    slow: Slow = None,
     seed: Seed = 0,
-    overlap: Annotated[
-        bool,
-        typer.Option(
-            rich_help_panel=_TIMES,
-            help="Start the all-reduces over replicas during the backward, as the runtime does, or after it.",
-        ),
-    ] = True,
-    cluster: ClusterName = None,
-    picture: Annotated[bool, typer.Option("--grid", help="Draw the run too.")] = False,
+    overlap: Overlap = True,
+    picture: Grid = False,
     as_json: Json = False,
 ) -> None:
     """Predict a run: throughput, bubble, memory, staleness.

@@ -202,15 +202,13 @@ def train(
     """
     shape = shape_of(straight=straight, data_parallel=data_parallel, config=config)
     check_flags(plan=plan, shape=shape, update_delay=update_delay, chunks=chunks)
+    if not Path(recipe).is_file():
+        raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
     given = Plan.load(plan) if plan is not None else None
     count = workers or _planned_workers(given, config, resume, schedule) or 2
     if not is_worker() and (count > 1 or max_restarts):
-        if not Path(recipe).is_file():
-            raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
-        more = []
-        if (max_restarts or elastic) and out is None:  # every attempt works in one run folder
-            more = ["--out", f"runs/{Path(recipe).stem}-{datetime.now():%Y%m%d-%H%M%S}"]
-        start_workers(count, more=more, max_restarts=max_restarts, fewest=min_workers if elastic else None)
+        own = _own_folder(recipe) if (max_restarts or elastic) and out is None else ()
+        start_workers(count, more=own, max_restarts=max_restarts, fewest=min_workers if elastic else None)
     wanted = _planned_workers(given, config, None)
     if elastic and is_worker() and wanted not in (None, int(os.environ.get("WORLD_SIZE", "1"))):
         given, shape = None, None  # workers were lost: plan again for those that are left
@@ -247,6 +245,11 @@ def train(
     )
     if as_json and is_rank_0():
         print_json(summary)
+
+
+def _own_folder(recipe: str) -> tuple[str, str]:
+    """Returns --out with a new run folder, so that every attempt after a failure works in the same one."""
+    return "--out", f"runs/{Path(recipe).stem}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _planned_workers(

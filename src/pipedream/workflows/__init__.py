@@ -1,1 +1,2 @@
-"""The verbs that need no worker processes: plan, simulate, check, sweep."""
+"""What a user asks for, composed from planner, profiler, simulator and schedules: profile, plan, simulate, check, sweep,
+probe. The phases of a training run are prepared here, too."""

@@ -1,4 +1,4 @@
-"""Whether a plan that a person edited holds: layers, depth, memory, method, program; and what it comes to."""
+"""Checks of a plan that a person edited: layers, depth, memory, method, program; and its predicted speed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pipedream.workflows.methods import asked_of, occupancy_of, refuse_visitors,
 
 __all__ = ["Check", "check_memory", "check_plan"]
 
-_ALIKE = 0.01  # relative: figures nearer than this are not told
-_TOLD = (
+_SAME = 0.01  # relative; smaller differences are not reported
+_COMPARED = (
     "forward_s",
     "backward_s",
     "update_s",
@@ -34,13 +34,13 @@ _TOLD = (
 
 @dataclass(frozen=True)
 class Check:
-    """What was found of a plan that holds.
+    """The result for a valid plan.
 
     Attributes:
-        plan: with the seconds of the profile, where it was given, and the bytes of its method.
-        differences: where the plan said otherwise than the profile.
+        plan: with the seconds of the profile, if there is one, and the bytes of its method.
+        differences: between the plan and the profile.
         proof: of its program.
-        score: its simulated seconds per minibatch, and idle time.
+        score: simulated seconds per minibatch, and idle time.
     """
 
     plan: Plan
@@ -60,7 +60,7 @@ class Check:
             str(replace(plan, note="")),
             "",
             *(f"differs: {line}" for line in self.differences),
-            f"holds: {plan.schedule}{parts}, free of deadlock ({len(self.proof.totals)} runs proved)",
+            f"valid: {plan.schedule}{parts}, free of deadlock ({len(self.proof.totals)} runs proved)",
             f"predicted: {format_seconds(self.score.period_s)} per minibatch, {self.samples_per_s:.4g} samples/s, "
             f"bubble {self.score.bubble:.1%}",
         ]
@@ -70,18 +70,16 @@ class Check:
 def check_plan(
     plan: Plan, *, profile: Profile | None = None, schedule: str | None = None, microbatches: int | None = None
 ) -> Check:
-    """Checks a plan. That its stages have no gap and its depth is legal has been checked when it was read.
+    """Checks a plan. (Gaps between its stages and an illegal depth are refused when it is read.)
 
     Args:
-        plan: as it was edited.
-        profile: of the model; None: the plan's seconds and bytes are taken as they are, and the bytes of the model's
-            input are not counted.
-        schedule, microbatches: what it is to be trained with; the plan's own unless said.
+        profile: of the model. None trusts the plan's seconds and bytes, and leaves out the bytes of the model's input.
+        schedule, microbatches: the method to train with; by default the plan's own.
 
     Raises:
-        PlanError: it does not cover the model's layers, cuts it where it cannot be cut, does not fit the memory, or
-            tells too little to be checked without a profile.
-        ScheduleError: the method does not work with it, or its program does not.
+        PlanError: the plan does not cover the model's layers, cuts the model where it cannot be cut, does not fit the
+            memory, or has too few figures to be checked without a profile.
+        ScheduleError: the method does not work with the plan, or the program is not correct.
     """
     name, parts = asked_of(plan, schedule, microbatches)
     built = schedules.build(name, plan, parts)
@@ -93,23 +91,23 @@ def check_plan(
 
 
 def check_memory(plan: Plan, built: Schedule, profile: Profile | None) -> tuple[Plan, tuple[str, ...]]:
-    """Checks that a plan fits the memory of its workers by a method that it may not have been made for.
+    """Checks that a plan fits the memory of its workers under a method that it may not have been made for.
 
     Args:
-        plan, profile: as of `check_plan`.
+        plan, profile: see `check_plan`.
         built: the method, for this plan.
 
-    Returns the plan for that method, and where it says otherwise than the profile.
+    Returns the plan for that method, and the differences between plan and profile.
 
     Raises:
-        PlanError: it does not fit, or the layers are not the profile's.
+        PlanError: it does not fit, or the layers are not those of the profile.
     """
-    marked = zip(plan.stages, built.plan.stages, strict=True)  # a method may let stages recompute
+    marked = zip(plan.stages, built.plan.stages, strict=True)  # a method may make stages recompute
     stages = tuple(replace(stage, recompute=own.recompute) for stage, own in marked)
     plan = replace(plan, stages=stages, schedule=built.name, microbatches=built.microbatches)
     differences: tuple[str, ...] = ()
     if profile is None:
-        plan = _with_bytes(replace(plan, bound_s=0.0), built)  # nothing is proved of a plan that was edited
+        plan = _with_bytes(replace(plan, bound_s=0.0), built)  # the bound was proved for the plan before it was edited
     else:
         plan, differences = _renewed(plan, profile, built)
     _check_memory(plan, occupancy(built))
@@ -121,24 +119,24 @@ def _check_figures(plan: Plan) -> None:
     for s, stage in enumerate(plan.stages):
         if stage.names and len(stage.names) != stage.last - stage.first:
             raise PlanError(
-                f"stage {s} of the plan has the layers {stage.first} to {stage.last - 1} and names {len(stage.names)}: "
+                f"stage {s} of the plan has layers {stage.first} to {stage.last - 1} but {len(stage.names)} layer names: "
                 "its cut was moved, its figures were not; check it with the model's profile (--profile)"
             )
     if not any(stage.forward_s + stage.backward_s for stage in plan.stages):
         raise PlanError(
-            "the plan tells no seconds of its stages; check it with the model's profile (--profile), which has them"
+            "the stages of the plan have no times; check it with the model's profile (--profile), which has them"
         )
 
 
 def _renewed(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple[str, ...]]:
-    """Returns the plan with the seconds and bytes of a profile, and what was otherwise; see `planner.check_cuts`."""
+    """Returns the plan with the seconds and bytes of a profile, and the differences; see `planner.check_cuts`."""
     layers = profile.graph.layers
     plan.check_layers(len(layers))
     strange = {name for stage in plan.stages for name in stage.names} - {layer.name for layer in layers}
     if strange:
         raise PlanError(
-            f"the plan names the layer {min(strange)!r}, the profile of {profile.model} has no such layer; give the "
-            "profile of the plan's model, or plan again from it"
+            f"the plan names the layer {min(strange)!r}, but the profile of {profile.model} has no such layer; give the "
+            "profile of the plan's model, or plan again from this profile"
         )
     downsets = _downsets(plan, profile, part_ties=built.flushes)
     space = SearchSpace.of(
@@ -159,8 +157,11 @@ def _renewed(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple
 
 
 def _downsets(plan: Plan, profile: Profile, *, part_ties: bool) -> list[int]:
-    """Returns the layers up to the end of each stage: those that its stages name, if they can be run in that order and
-    are as many as it says; else those of the graph's own order."""
+    """Returns the layers up to the end of each stage, a bit for each layer.
+
+    They are the layers that the stages name, if they can run in that order and their number is right; otherwise those of
+    the graph's own order.
+    """
     graph = profile.graph
     numbers = {layer.name: i for i, layer in enumerate(graph.layers)}
     named = list(accumulate(sum(1 << numbers[name] for name in stage.names) for stage in plan.stages))
@@ -185,13 +186,13 @@ def _differences(stage: Stage, row: Stage) -> list[str]:
     lines = []
     if stage.names and stage.names != row.names:
         lines.append(
-            f"layers: the plan names {_span(stage.names)}, layers {row.first} to {row.last - 1} are {_span(row.names)}"
+            f"layers: the plan names {_span(stage.names)}, but layers {row.first} to {row.last - 1} are {_span(row.names)}"
         )
-    for name in _TOLD:
-        said, found = getattr(stage, name), getattr(row, name)
-        if abs(said - found) > _ALIKE * max(said, found):
+    for name in _COMPARED:
+        planned, found = getattr(stage, name), getattr(row, name)
+        if abs(planned - found) > _SAME * max(planned, found):
             shown = format_seconds if name.endswith("_s") else format_bytes
-            lines.append(f"{name}: the plan says {shown(said)}, the profile gives {shown(found)}")
+            lines.append(f"{name}: {shown(planned)} in the plan, {shown(found)} in the profile")
     return lines
 
 
@@ -200,7 +201,7 @@ def _span(names: tuple[str, ...]) -> str:
 
 
 def _with_bytes(plan: Plan, built: Schedule) -> Plan:
-    """Returns the plan with the peak bytes of what its stages hold, from its own figures."""
+    """Returns the plan with peak bytes computed from its own figures."""
     parts = built.microbatches if plan.unit == "minibatch" else 1
     last, holds = len(plan.stages) - 1, occupancy(built)
     peers = peers_of(plan.replicas, [one.in_flight for one in holds])
@@ -225,10 +226,10 @@ def _with_bytes(plan: Plan, built: Schedule) -> Plan:
 def _check_memory(plan: Plan, holds: tuple[StageOccupancy, ...]) -> None:
     if (s := plan.overfull) is not None:
         stage, one = plan.stages[s], holds[s]
-        beside = " beside the other stages of its worker" if plan.is_shared else ""
+        others = " in addition to the other stages of its worker" if plan.is_shared else ""
         raise PlanError(
             f"stage {s} of the plan (layers {stage.first} to {stage.last - 1}) holds {one.in_flight} in flight and "
-            f"{one.versions} versions under {plan.schedule} and needs {format_bytes(stage.peak_bytes)}{beside}, a "
-            f"worker has {format_bytes(plan.sites[s].memory_bytes or 0)}; move layers to another stage, take a smaller "
+            f"{one.versions} versions under {plan.schedule} and needs {format_bytes(stage.peak_bytes)}{others}, a "
+            f"worker has {format_bytes(plan.sites[s].memory_bytes or 0)}; move layers to another stage, use a smaller "
             "depth or more microbatches"
         )

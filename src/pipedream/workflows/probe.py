@@ -1,4 +1,4 @@
-"""Probing: measures a cluster from within, by the processes that would train on it."""
+"""Probing: a cluster measured by the processes that would train on it."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from pipedream.runtime.failure.launch import set_threads
 __all__ = ["Step", "probe", "steps_of"]
 
 Step = tuple[str, int, tuple[int, ...]]
-"""What is measured ('link', 'out', 'into' or 'sum'), at which level, between which ranks."""
+"""A measurement ('link', 'out', 'into' or 'sum'), its network level, and its ranks."""
 
 _MOST_LINKS = 6
 _MOST_OTHERS = 3
 
 
 def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
-    """Measures links, sums, speed and memory of all workers; every rank calls it and gets the same.
+    """Measures links, all-reduces, speed and memory of all workers; every rank calls it and gets the same answer.
 
-    Messages alone and both ways at once, one rank to several, all-reduces over growing groups, on each level that
-    the machines of the ranks make: within a machine, and between machines. It should have the cluster to itself.
+    Measures messages one way and both ways at once, from one rank to several, and all-reduces over growing groups, within
+    a machine and between machines. Nothing else should use the cluster meanwhile.
 
     Args:
         device: 'cpu' (gloo) or 'cuda' (NCCL).
-        most_s: about how long it may take. What every level needs is measured first, the rest as time allows.
+        most_s: approximate limit in seconds. What every level needs is measured first, the rest as time allows.
 
     Raises:
-        PlanError: a lone process, or ranks of a machine that are not neighbours.
+        PlanError: there is a single process, or the ranks of a machine are not consecutive.
     """
     began = time.perf_counter()
     place = process_group.process_device(device)
@@ -50,7 +50,9 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
     set_threads(processes)
     everyone = process_group.world_group()
     mine = json.dumps([machine.machine_name(), machine.memory_name(place)])
-    names = [json.loads(text) for text in process_group.gather_texts(mine, everyone)]  # all compute at once behind it
+    names = [
+        json.loads(text) for text in process_group.gather_texts(mine, everyone)
+    ]  # a barrier: all then compute at the same time
     seen = Seen(
         names[rank][0],
         device_text(place),
@@ -81,10 +83,10 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
 
 
 def steps_of(machines: Sequence[Sequence[int]]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """Returns what is to be measured, and what also is if there is time.
+    """Returns the measurements to make, and those to make if there is time.
 
     Args:
-        machines: ranks of each.
+        machines: the ranks of each machine.
     """
     leaders = tuple(ranks[0] for ranks in machines)
     everyone = tuple(rank for ranks in machines for rank in ranks)
@@ -101,7 +103,7 @@ def steps_of(machines: Sequence[Sequence[int]]) -> tuple[tuple[Step, ...], tuple
 def _add_level(
     needed: list[Step], further: list[Step], level: int, groups: Sequence[tuple[int, ...]], whole: tuple[int, ...]
 ) -> None:
-    """Adds the steps of a level, whose messages go within the groups, and whose widest sum is over `whole`."""
+    """Adds the steps of a level: messages within the groups, and all-reduces up to `whole`."""
     pairs = [group[:2] for group in groups] + [pair for group in groups for pair in pairwise(group[1:])]
     first = groups[0]
     needed += [("link", level, pairs[0]), ("sum", level, whole)]
@@ -109,13 +111,13 @@ def _add_level(
         several = first[: _MOST_OTHERS + 1]
         needed += [("out", level, several), ("into", level, several)]
     further += [("link", level, pair) for pair in pairs[1:_MOST_LINKS]]
-    if whole != first:  # sums between machines: one rank of each, then all
+    if whole != first:  # all-reduces between machines: one rank of each, then all
         further.append(("sum", level, first))
     further += [("sum", level, first[:count]) for count in (2, 4, 8, 16, 32) if count < len(first)]
 
 
 def _measured(step: Step, rank: int, device: Any, target_s: float) -> list[Link | Fan | Sum]:
-    """Takes part in a step; returns what this rank knows of it that no other says."""
+    """Takes part in a step; returns the results that this rank reports."""
     what, level, ranks = step
     if what == "sum":
         return _sum(level, ranks, rank, device, target_s)

@@ -1,8 +1,8 @@
-"""How one model trains over worker counts, bandwidths and methods, and where pipelining overtakes data parallelism.
+"""Sweeps over numbers of workers, bandwidths and methods, and where pipelines overtake data parallelism.
 
 Each point is planned and then simulated to its steady state (`methods.score`). Data parallelism is PipeDream's
-one-stage plan: each worker takes a minibatch of its own, sums begin inside the backward (PyTorch's
-DistributedDataParallel).
+one-stage plan: each worker takes its own minibatch, and all-reduces start during the backward, as in PyTorch's
+DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pipedream.workflows.plan import plan as make_plan
 
 __all__ = ["sweep"]
 
-_SLOWEST, _FASTEST = 1e4, 1e14  # bytes per second: between them a crossover is looked for
-_NEAR = 1.01  # ratio of the bandwidths between which it then lies
+_SLOWEST, _FASTEST = 1e4, 1e14  # bytes per second, between which crossovers are searched
+_NEAR = 1.01  # ratio of the two bandwidths at which the search stops
 
 
 def sweep(
@@ -41,11 +41,12 @@ def sweep(
     """Predicts each method on each number of workers at each bandwidth.
 
     Args:
-        cluster: of one level, whose latency and memory are kept.
-        workers, bandwidths, schedules: the values; bytes per second; names of methods, or 'auto'.
-        microbatches: of the methods that split minibatches.
+        cluster: of one level; its latency and memory apply to every point.
+        bandwidths: in bytes per second.
+        schedules: names of methods, or 'auto'.
+        microbatches: m, for the methods that split minibatches.
         in_flight, shape, allow_asynchronous: see `workflows.plan.plan`.
-        crossovers: look for those of the methods that have a plan; it takes some twenty plans for each.
+        crossovers: whether to search for the crossovers, which takes about twenty plans each.
 
     Raises:
         PlanError: no values, a worker count below one, or a cluster of several levels.
@@ -57,7 +58,7 @@ def sweep(
     methods = methods_of(known) if known else {}  # raises for an unknown name, before any point
     whole = {DATA_PARALLEL, *(name for name in known if not methods[canonical(name)].splits_minibatch)}
     if not cluster.is_flat:
-        raise PlanError("a sweep is over workers that are alike, joined by one level of links; give such a cluster")
+        raise PlanError(f"a sweep needs equal workers and one level of links, found {cluster}; give such a cluster")
     level = cluster.levels[0]
 
     def point(count: int, rate: float, schedule: str) -> Point:
@@ -103,7 +104,7 @@ def sweep(
 
 
 def _crossover(workers: int, schedule: str, lead: Callable[[float], float]) -> Crossover:
-    """Finds it by bisection on the logarithm of the bandwidth, which halves the interval that has a change of lead."""
+    """Finds the crossover by bisection on the logarithm of the bandwidth, in the interval where the lead changes."""
     low, high = _SLOWEST, _FASTEST
     below, above = lead(low) > 0, lead(high) > 0
     if below == above:
