@@ -137,7 +137,7 @@ def test_a_layer_that_was_moved_is_found_with_the_profile(edited: Callable[..., 
         (
             put(["other"], "stages", 0, "names"),
             ("--profile", "PROFILE"),
-            "names the layer 'other', the profile of chain has no such",
+            "names the layer 'other', but the profile of chain has no such",
         ),
         (put("gpipe", "schedule"), (), "a stage has 2 replicas, and each takes part in every update"),
         (nothing, ("--schedule", "dream"), "schedule 'dream' is not known"),
