@@ -10,9 +10,9 @@ from pipedream.core.schedule.timeline import GradientVersions, Span, Timeline
 from pipedream.metrics import (
     Metrics,
     in_flight,
-    measure,
+    run_metrics,
     staleness,
-    steady,
+    steady_metrics,
     steady_window,
 )
 from pipedream.schedules import build, evaluation
@@ -53,7 +53,7 @@ MEASURED = Timeline(
 
 
 def test_measured_run_with_gaps() -> None:
-    found = measure(MEASURED)
+    found = run_metrics(MEASURED)
     assert found.makespan_s == pytest.approx(10.0)
     assert found.throughput_per_s == pytest.approx(0.3)
     assert found.samples_per_s == pytest.approx(9.6)
@@ -69,7 +69,7 @@ def test_measured_run_with_gaps() -> None:
 
 def test_steady_part_of_a_measured_run() -> None:
     assert steady_window(MEASURED) == (16.0, 17.2)
-    found = steady(MEASURED)
+    found = steady_metrics(MEASURED)
     assert found.makespan_s == pytest.approx(1.2)
     assert [row.busy_s for row in found.per_rank] == pytest.approx([1.1, 0.5])
     assert [row.wait_s for row in found.per_rank] == [0.0, 0.0]
@@ -79,7 +79,7 @@ def test_steady_part_of_a_measured_run() -> None:
 def test_steady_part_has_neither_warm_up_nor_drain() -> None:
     plan = Plan.uniform(4)
     timeline = simulate(lower(build("pipedream", plan)), costs(plan), 40)
-    whole, found = measure(timeline), steady(timeline)
+    whole, found = run_metrics(timeline), steady_metrics(timeline)
     assert whole.bubble > 0.05
     assert found.bubble == pytest.approx(0.0)
     assert found.throughput_per_s == pytest.approx(1 / 3)
@@ -90,17 +90,17 @@ def test_steady_part_has_neither_warm_up_nor_drain() -> None:
 def test_steady_throughput_of_replicas_that_finish_together() -> None:
     plan = Plan.uniform(1, replicas=(4,))
     timeline = simulate(lower(build("pipedream", plan)), costs(plan), 40)
-    assert steady(timeline).throughput_per_s == pytest.approx(4 / 3)
-    assert measure(timeline).throughput_per_s == pytest.approx(4 / 3)
+    assert steady_metrics(timeline).throughput_per_s == pytest.approx(4 / 3)
+    assert run_metrics(timeline).throughput_per_s == pytest.approx(4 / 3)
 
 
 def test_run_without_steady_part_is_refused() -> None:
     plan = Plan.uniform(3)
     gpipe = simulate(lower(build("gpipe", plan, 6)), costs(plan), 6)
     with pytest.raises(ValueError, match="this run of 6 microbatches drains before"):
-        steady(gpipe)
+        steady_metrics(gpipe)
     with pytest.raises(ValueError, match="beyond 8 backwards"):
-        steady(gpipe, skip=7)
+        steady_metrics(gpipe, skip=7)
 
 
 def test_in_flight_counts_until_the_weight_gradient() -> None:
@@ -113,7 +113,7 @@ def test_forwards_alone_hold_nothing() -> None:
     plan = Plan.uniform(2)
     timeline = simulate(lower(evaluation(plan)), costs(plan), 5)
     assert in_flight(timeline, 0) == 0
-    assert measure(timeline).per_rank[1].staleness is None
+    assert run_metrics(timeline).per_rank[1].staleness is None
 
 
 def test_staleness_by_stage() -> None:
@@ -123,13 +123,13 @@ def test_staleness_by_stage() -> None:
 
 
 def test_empty_timeline() -> None:
-    found = measure(Timeline("none", "measured", 2, (), 0))
+    found = run_metrics(Timeline("none", "measured", 2, (), 0))
     assert (found.makespan_s, found.bubble, found.throughput_per_s) == (0.0, 0.0, 0.0)
     assert found.busy_shares == (0.0, 0.0)
 
 
 def test_prints_as_a_table_and_can_be_saved() -> None:
-    found = measure(MEASURED)
+    found = run_metrics(MEASURED)
     assert str(found).splitlines() == [
         "pipedream, measured: 10.0 s, bubble 35.0%, 0.3 microbatches/s, 9.6 samples/s",
         "rank       busy   share      waits      sends  in flight  versions  staleness       peak",

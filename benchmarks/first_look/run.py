@@ -123,7 +123,7 @@ def _predicted(found: dict[str, Any], sizes: Sizes) -> dict[str, float]:
         splits = method != "pipedream"
         schedule = schedules.build(method, plan.with_depth(depth), m if splits else None)
         timeline = pd.simulate(schedule.plan, schedule=schedule, minibatches=12 * max(1, 4 // schedule.microbatches))
-        rates[name] = metrics.steady(timeline, skip=schedule.microbatches * 2).throughput_per_s * sizes.batch
+        rates[name] = metrics.steady_metrics(timeline, skip=schedule.microbatches * 2).throughput_per_s * sizes.batch
         if schedule.flushes:  # whole minibatches: the flush is part of the steady state
             rates[name] = timeline.microbatches / timeline.makespan_s * sizes.batch
     whole = planner.single_stage_plan(Profile.from_json(found["profile"], "the profile"), plan.cluster, replicas=2)

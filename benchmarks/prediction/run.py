@@ -317,7 +317,7 @@ def _busy_s() -> float:
 def _predicted_s(plan: Plan) -> float:
     """Returns the simulated seconds of a minibatch in the steady state."""
     timeline = pd.simulate(plan, minibatches=60 * _cycle(plan))
-    return 1 / metrics.steady(timeline, skip=4 * _cycle(plan)).throughput_per_s
+    return 1 / metrics.steady_metrics(timeline, skip=4 * _cycle(plan)).throughput_per_s
 
 
 def _cycle(plan: Plan) -> int:

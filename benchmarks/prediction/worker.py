@@ -25,7 +25,7 @@ from models import MODELS, optimizer
 from paced import paced
 
 from pipedream import Pipeline, Plan, Profile
-from pipedream.capture import capture, untouched
+from pipedream.capture import capture, preserve_state
 from pipedream.profiler import measure
 from pipedream.training.emulate import emulated_batches, emulated_pipeline, emulated_plan
 
@@ -58,7 +58,7 @@ def _profile(name: str) -> str:
         found.graph,
         (inputs,),
         model_name=name,
-        untouched=untouched,
+        preserve_state=preserve_state,
         loss=lambda output: job.loss(output, targets),
         optimizer=partial(optimizer, factor=1),
         device="cpu",

@@ -12,7 +12,16 @@ from pipedream.core.artifact import Artifact
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
 from pipedream.core.units import format_bytes, format_seconds
 
-__all__ = ["Metrics", "RankMetrics", "between_updates", "in_flight", "measure", "staleness", "steady", "steady_window"]
+__all__ = [
+    "Metrics",
+    "RankMetrics",
+    "between_updates",
+    "in_flight",
+    "run_metrics",
+    "staleness",
+    "steady_metrics",
+    "steady_window",
+]
 
 _ENDS = ("B", "W")  # the op with which a stage is done with a microbatch
 
@@ -86,7 +95,7 @@ class Metrics(Artifact):
         return "\n".join([head, *rows])
 
 
-def measure(timeline: Timeline) -> Metrics:
+def run_metrics(timeline: Timeline) -> Metrics:
     """Returns the metrics of a whole run, its warm-up and its drain included."""
     start_s = min((span.start_s for span in timeline.spans), default=0.0)
     makespan_s = timeline.makespan_s
@@ -94,7 +103,7 @@ def measure(timeline: Timeline) -> Metrics:
     return _metrics(timeline, start_s, start_s + makespan_s, rate)
 
 
-def steady(timeline: Timeline, *, skip: int = 0) -> Metrics:
+def steady_metrics(timeline: Timeline, *, skip: int = 0) -> Metrics:
     """Returns the metrics of the steady part of a run: without warm-up and drain (`steady_window`).
 
     Throughput counts the microbatches that the input stage finishes in the window, from one end of a backward to

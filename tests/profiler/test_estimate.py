@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipedream
-from pipedream.capture import capture, stand_ins, untouched
+from pipedream.capture import capture, preserve_state, stand_ins
 from pipedream.core.errors import ProfileError
 from pipedream.core.hardware.devices import DEVICES, Device
 from pipedream.core.model.profile import Profile
@@ -27,14 +27,20 @@ def estimated(model: nn.Module, *sample: Any, device: Device = TOY, **options: A
     with stand_ins(model, sample) as inputs:
         captured = capture(model, inputs)
         return estimate(
-            captured.layers, captured.graph, inputs, model_name="Test", untouched=untouched, device=device, **options
+            captured.layers,
+            captured.graph,
+            inputs,
+            model_name="Test",
+            preserve_state=preserve_state,
+            device=device,
+            **options,
         )
 
 
 def measured(model: nn.Module, *sample: Any, **options: Any) -> Profile:
     captured = capture(model, sample)
     options |= {"warmup": 0, "runs": 1}
-    return measure(captured.layers, captured.graph, sample, model_name="Test", untouched=untouched, **options)
+    return measure(captured.layers, captured.graph, sample, model_name="Test", preserve_state=preserve_state, **options)
 
 
 def sizes(profile: Profile) -> list[tuple[int, ...]]:
@@ -162,7 +168,7 @@ def test_layers_that_are_alike_are_looked_at_once() -> None:
         with stand_ins(model, (torch.randn(2, 8),)) as inputs:
             captured = capture(model, inputs)
             calls.clear()
-            estimate(captured.layers, captured.graph, inputs, model_name="T", untouched=untouched, device=TOY)
+            estimate(captured.layers, captured.graph, inputs, model_name="T", preserve_state=preserve_state, device=TOY)
         return len(calls) - len(scales)  # all run once more for what they keep
 
     assert looks(1.0) == 1

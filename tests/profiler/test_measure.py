@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipedream.capture import untouched
+from pipedream.capture import preserve_state
 from pipedream.core.errors import ProfileError
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import Profile
@@ -30,7 +30,7 @@ def profile_of(*modules: nn.Module, sample: tuple[Any, ...], **options: Any) -> 
         modules,
         chain(*modules),
         sample,
-        **{"model_name": "Test", "untouched": untouched, "warmup": 0, "runs": 1} | options,
+        **{"model_name": "Test", "preserve_state": preserve_state, "warmup": 0, "runs": 1} | options,
     )
 
 
@@ -109,7 +109,7 @@ def test_the_optimizer_gets_the_users_names_and_no_frozen_parameter() -> None:
         graph,
         (torch.randn(1, 2),),
         model_name="T",
-        untouched=untouched,
+        preserve_state=preserve_state,
         optimizer=factory,
         runs=1,
     )
@@ -283,7 +283,7 @@ def test_each_failure_names_its_place() -> None:
     with pytest.raises(ProfileError, match="runs=0"):
         profile_of(good, sample=(x,), runs=0)
     with pytest.raises(ProfileError, match="found 1 modules, 2 layers"):
-        measure([good], chain(good, good), (x,), model_name="T", untouched=untouched)
+        measure([good], chain(good, good), (x,), model_name="T", preserve_state=preserve_state)
 
 
 def test_a_stopwatch_gives_a_lap_for_each_start_and_stop() -> None:

@@ -14,7 +14,7 @@ from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.metrics import in_flight, measure, staleness
+from pipedream.metrics import in_flight, run_metrics, staleness
 from pipedream.schedules import SCHEDULES, build, uniform
 from pipedream.simulator import costs, simulate
 
@@ -71,7 +71,7 @@ def test_bubble_of_one_minibatch(name: str, p: int, m: int, times: tuple[float, 
     if schedule.claims.ratio is not None:
         schedule = made(name, p, m, (times[0], times[0] * schedule.claims.ratio))
         assert schedule is not None
-    assert measure(run(schedule, m)).bubble == pytest.approx(schedule.claims.bubble(p, m), abs=1e-9)
+    assert run_metrics(run(schedule, m)).bubble == pytest.approx(schedule.claims.bubble(p, m), abs=1e-9)
 
 
 @pytest.mark.parametrize(("name", "p", "m"), cases(flushing=True) + cases(flushing=False))
@@ -132,7 +132,7 @@ def test_bubble_shrinks_with_the_stages_of_a_worker(name: str, p: int, chunks: i
         schedule = build(name, uniform(name, p, 1.0, 2.0, chunks=chunks), m)
         timeline = run(schedule, m)
         assert timeline.makespan_s == pytest.approx((chunks * m + p - 1) * 3.0)
-        assert measure(timeline).bubble == pytest.approx((p - 1) / (chunks * m + p - 1), abs=1e-9)
+        assert run_metrics(timeline).bubble == pytest.approx((p - 1) / (chunks * m + p - 1), abs=1e-9)
 
 
 @pytest.mark.parametrize("p", [2, 4, 6, 8, 16])

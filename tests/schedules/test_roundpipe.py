@@ -24,7 +24,7 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram, Transfer, advanced
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.experimental.roundpipe import homes, roundpipe
-from pipedream.metrics import measure
+from pipedream.metrics import run_metrics
 from pipedream.schedules import build, evaluation, uniform
 from pipedream.simulator import costs, simulate
 from pipedream.verifier import verify
@@ -81,7 +81,7 @@ def test_equal_slots_have_the_papers_bubble(p: int, forwards: int) -> None:
         slots = slots_of(stages, forwards, 1.0, forwards - 1.0)
         schedule = roundpipe(plan_of(p, stages, 1.0, forwards - 1.0), m, forwards=forwards)
         n = len(slots)
-        found = measure(simulate(lower(schedule), costs(schedule.plan), m))
+        found = run_metrics(simulate(lower(schedule), costs(schedule.plan), m))
         assert found.bubble == pytest.approx(p * (p - 1) / (n * m + p * (p - 1)), abs=1e-9)
         assert found.makespan_s == pytest.approx(forwards * ((n // p) * m + p - 1))
 

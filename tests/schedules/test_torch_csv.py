@@ -24,7 +24,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.metrics import in_flight, measure
+from pipedream.metrics import in_flight, run_metrics
 from pipedream.schedules import (
     LAYOUTS,
     SCHEDULES,
@@ -132,7 +132,7 @@ def test_their_bubbles_are_those_of_the_papers(name: str, p: int, m: int, v: int
         plan = uniform(name="1f1b", workers=p * v, forward_s=times[0], backward_s=times[1])
         plan = replace(plan, order=schedule.plan.order, cluster=schedule.plan.cluster)
         timeline = simulate(lower(replace(schedule, plan=plan)), costs(plan), m)
-        assert measure(timeline).bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-9)
+        assert run_metrics(timeline).bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-9)
         return
     # F = I = W = 1: the plan's backward takes 2, its halves as long.
     assert timeline.makespan_s == pytest.approx(3 * v * m + (p - 1) * (1 + 1 - 1))

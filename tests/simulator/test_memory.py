@@ -25,7 +25,7 @@ from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import MemoryStep, Timeline
 from pipedream.core.schedule.weights import Stamped, WeightRule
 from pipedream.experimental.timeprest_interpolated import Interpolated
-from pipedream.metrics import measure
+from pipedream.metrics import run_metrics
 from pipedream.schedules import build, evaluation
 from pipedream.simulator import Costs, costs, simulate
 
@@ -184,7 +184,7 @@ def test_peak_is_that_of_the_memory_model(name: str, versions: tuple[int, ...]) 
         for s in range(3)
     )
     assert timeline.peak_bytes == peaks
-    assert tuple(row.peak_bytes for row in measure(timeline).per_rank) == peaks
+    assert tuple(row.peak_bytes for row in run_metrics(timeline).per_rank) == peaks
 
 
 def test_a_picture_of_the_memory_of_a_split_backward() -> None:

@@ -15,7 +15,7 @@ from pipedream.core.plan.depth import full, noam
 from pipedream.core.plan.plan import Plan, Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.metrics import measure, steady
+from pipedream.metrics import run_metrics, steady_metrics
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 
@@ -61,12 +61,12 @@ def test_period_at_full_depth_hides_messages(p: int, f: float, ratio: float, sha
     plan = Plan.uniform(p, f, b, share * (f + b) / 2).with_depth("full")
     timeline = run("pipedream", plan, None, 200)
     assert period_s(timeline, 1, 120) == pytest.approx(f + b, rel=5e-3)
-    assert min(steady(timeline, skip=120).busy_shares) == pytest.approx(1.0, abs=5e-3)
+    assert min(steady_metrics(timeline, skip=120).busy_shares) == pytest.approx(1.0, abs=5e-3)
 
 
 def test_the_design_pages_example() -> None:
     timeline = run("pipedream", Plan.uniform(4, 1.0, 1.0, 1.0), None, 400)
-    assert max(steady(timeline, skip=200).busy_shares) == pytest.approx(4 / 7, abs=1e-2)  # "57% busy"
+    assert max(steady_metrics(timeline, skip=200).busy_shares) == pytest.approx(4 / 7, abs=1e-2)  # "57% busy"
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=5))
@@ -79,7 +79,7 @@ def test_throughput_is_that_of_the_slowest_stage(times: list[tuple[float, float]
     found = (ends[100] - ends[40]) / 60
     # Stages almost as slow take long to fall into step with it, so the period is met from above.
     assert slowest * (1 - 1e-9) <= found <= slowest * 1.01
-    assert measure(timeline).throughput_per_s <= 1 / slowest + 1e-9
+    assert run_metrics(timeline).throughput_per_s <= 1 / slowest + 1e-9
 
 
 def balanced(replicas: tuple[int, ...], forward_s: float = 1.0, backward_s: float = 2.0) -> Plan:
@@ -109,7 +109,7 @@ def test_busy_share_of_replicated_plans(replicas: tuple[int, ...]) -> None:
     found = 3.0 / period_s(shallow, lcm(*replicas), 100)
     assert found == pytest.approx(AT_NOAM[replicas], abs=0.005)
     full = run("pipedream", balanced(replicas).with_depth("full"), None, 300)
-    assert min(steady(full, skip=150).busy_shares) == pytest.approx(1.0)
+    assert min(steady_metrics(full, skip=150).busy_shares) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("update_delay", [0, 1])
@@ -128,7 +128,7 @@ def test_full_depth_hides_messages_of_replicated_plans(
     shares = []
     for counts in (full(replicas, round_trips, delays_updates), noam(replicas, delays_updates)):
         program = lower(build("pipedream", replace(plan, in_flight=counts, update_delay=delays_updates)))
-        shares.append(min(steady(simulate(program, seconds, 600), skip=400).busy_shares))
+        shares.append(min(steady_metrics(simulate(program, seconds, 600), skip=400).busy_shares))
         assert simulate(program, overlapped, 600).makespan_s <= simulate(program, seconds, 600).makespan_s
     assert shares[0] == pytest.approx(1.0)
     assert shares[1] < 0.95
@@ -148,7 +148,7 @@ def test_rings_are_as_deep_as_what_lies_between_replicas() -> None:
         (1, 2): 6,
     }
     timeline = simulate(program, replace(costs(plan), cluster=Cluster.flat(5, 2.0, 7.5)), 600)
-    assert min(steady(timeline, skip=400).busy_shares) == pytest.approx(1.0)
+    assert min(steady_metrics(timeline, skip=400).busy_shares) == pytest.approx(1.0)
 
 
 @st.composite
@@ -273,4 +273,4 @@ def test_full_depth_fills_replicated_plans(replicas: list[int], times: tuple[int
     assert plan.slowest_stage_s == float(period)
     timeline = run("pipedream", plan.with_depth("full"), None, 400)
     # Messages that fill a port to the last byte, and share it with others on their way, would need more in flight.
-    assert min(steady(timeline, skip=250).busy_shares) >= (0.75 if quarters == 4 else 0.999)
+    assert min(steady_metrics(timeline, skip=250).busy_shares) >= (0.75 if quarters == 4 else 0.999)

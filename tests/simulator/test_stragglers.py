@@ -15,7 +15,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.metrics import steady
+from pipedream.metrics import steady_metrics
 from pipedream.schedules import build
 from pipedream.simulator import Costs, Stragglers, costs, simulate
 
@@ -40,7 +40,7 @@ def test_a_slow_rank_sets_the_pace(stages: int, data: st.DataObject, factor: flo
     slow = data.draw(st.integers(0, stages - 1))
     plan = Plan.uniform(stages, 1.0, 2.0)
     timeline = pd.simulate(plan, minibatches=80, slow={slow: factor})
-    assert steady(timeline, skip=2 * stages).throughput_per_s == pytest.approx(1 / (3.0 * factor))
+    assert steady_metrics(timeline, skip=2 * stages).throughput_per_s == pytest.approx(1 / (3.0 * factor))
     assert seconds_of(timeline, "F", slow) == pytest.approx([factor] * 80)
 
 

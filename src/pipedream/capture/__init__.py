@@ -9,12 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from pipedream.capture.captured import Captured
-from pipedream.capture.chain import capture_chain, find_layers
+from pipedream.capture.chain import Captured, capture_chain, find_layers
+from pipedream.capture.preserve_state import preserve_state
 from pipedream.capture.stand_ins import stand_ins
-from pipedream.capture.untouched import untouched
 
-__all__ = ["Captured", "capture", "find_layers", "stand_ins", "untouched"]
+__all__ = ["Captured", "capture", "find_layers", "preserve_state", "stand_ins"]
 
 
 def capture(model: nn.Module, sample: tuple[Any, ...]) -> Captured:

@@ -8,29 +8,51 @@ with parameters, buffers or hooks of their own, which a list of their children w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from pipedream.capture.captured import Captured
-from pipedream.capture.check import check_equal_to_model
+from pipedream.capture.preserve_state import preserve_state
 from pipedream.capture.stand_ins import is_stand_in
 from pipedream.capture.trace import Call, trace, why_not_a_chain
-from pipedream.capture.untouched import untouched
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.graph import Layer, LayerGraph
 
-__all__ = ["capture_chain", "find_layers", "tied_layers"]
+__all__ = ["Captured", "capture_chain", "find_layers", "tied_layers"]
 
 _ADVICE = (
     "write that step as a module of its own (nn.Flatten, nn.ReLU, ...) so that the forward only calls modules "
     "in a line, or put the modules around it into one module"
 )
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model taken apart into layers.
+
+    Layer 0 is called with the model's inputs, each later layer with one argument: the output of the layer
+    before it, be it a tensor or a tuple.
+
+    Attributes:
+        graph: names, parameters and ties of the layers.
+        layers: the user's own modules, one per layer of the graph; a module that runs twice stands twice.
+    """
+
+    graph: LayerGraph
+    layers: tuple[nn.Module, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.layers) != len(self.graph.layers):
+            raise ValueError(f"{len(self.graph.layers)} layers in the graph but {len(self.layers)} modules")
+
+    def __str__(self) -> str:
+        return "\n".join(f"{layer.name}: {layer.kind}" for layer in self.graph.layers)
 
 
 def capture_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
@@ -63,7 +85,7 @@ def capture_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
         )
     captured = Captured(LayerGraph.chain(_describe(model, layers, names), *tied_layers(layers)), tuple(layers))
     if not any(map(is_stand_in, tree_leaves(sample))):
-        check_equal_to_model(model, captured, sample, devices)
+        _check_equal_to_model(model, captured, sample, devices)
     return captured
 
 
@@ -147,7 +169,7 @@ def _own_reason(module: nn.Module) -> str:
 
 def _trace_in_mode(model: nn.Module, sample: tuple[Any, ...], training: bool, devices: list[int]) -> Call:
     mode = "training" if training else "evaluation"
-    with untouched([model], devices):
+    with preserve_state([model], devices):
         for module in model.modules():
             module.training = training  # not train(): a user's own train() may have side effects
         copies: dict[int, torch.Tensor] = {}
@@ -202,3 +224,70 @@ def _describe(model: nn.Module, layers: list[nn.Module], names: dict[int, str]) 
         parameters = tuple(text for module in layer.modules() for text in owned.get(id(module), ()))
         described.append(Layer(name, type(layer).__name__, parameters))
     return tuple(described)
+
+
+def _check_equal_to_model(model: nn.Module, captured: Captured, sample: tuple[Any, ...], devices: list[int]) -> None:
+    """Runs model and layers on the sample, in training and in evaluation mode, from the same seed.
+
+    Gradients are not compared: where every tensor is passed on as the same object, in the same modes, the
+    graph of autograd is the same one.
+
+    Raises:
+        CaptureError: outputs or buffers are not equal to the bit; says in which mode.
+    """
+
+    def run_layers(*inputs: Any) -> Any:
+        value = captured.layers[0](*inputs)
+        for layer in captured.layers[1:]:
+            value = layer(value)
+        return value
+
+    kind = type(model).__name__
+    for training in (True, False):
+        mode = "training" if training else "evaluation"
+        wanted, wanted_buffers = _run_copy(model, model, sample, training, devices)
+        try:
+            found, found_buffers = _run_copy(model, run_layers, sample, training, devices)
+        except Exception as error:
+            raise CaptureError(
+                f"the layers of {kind}, run one after the other, should give what the model gives, but in {mode} mode "
+                f"they raised {type(error).__name__}: {error}; the forward does something beside calling its "
+                "modules: put it into a module"
+            ) from error
+        if not _equal(wanted, found):
+            raise CaptureError(
+                f"the layers of {kind}, run one after the other, should give what the model gives, but in {mode} mode "
+                "their output differs; the forward changes tensors or modules in a way that cannot be seen from "
+                "outside (writes through .data, sets attributes, draws random numbers): put it into a module"
+            )
+        for (name, a), (_, b) in zip(wanted_buffers, found_buffers, strict=True):
+            if not _equal(a, b):
+                raise CaptureError(
+                    f"the layers of {kind}, run one after the other, should leave the buffers that the model leaves, "
+                    f"but in {mode} mode {name!r} differs; the forward writes it outside the module that "
+                    "holds it: write it there"
+                )
+
+
+def _run_copy(
+    model: nn.Module, forward: Callable[..., Any], sample: tuple[Any, ...], training: bool, devices: list[int]
+) -> tuple[Any, list[tuple[str, torch.Tensor]]]:
+    with preserve_state([model], devices), torch.no_grad():
+        for module in model.modules():
+            module.training = training
+        inputs = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
+        return forward(*inputs), list(model.named_buffers())
+
+
+def _equal(wanted: Any, found: Any) -> bool:
+    a, spec_a = tree_flatten(wanted)
+    b, spec_b = tree_flatten(found)
+    return spec_a == spec_b and all(_equal_leaf(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _equal_leaf(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor):
+        return isinstance(b, type(a)) and bool(a == b)
+    if not isinstance(b, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or bool(torch.isclose(a, b, rtol=0.0, atol=0.0, equal_nan=True).all())

@@ -41,7 +41,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_seconds
 from pipedream.planner import Comparison
-from pipedream.report.listing import stage_memory_table
+from pipedream.report.terminal_tables import stage_memory_table
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import simulated_period_s
 

@@ -141,7 +141,7 @@ def simulate(
         seed=seed,
         overlap=overlap,
     )
-    found = metrics.measure(timeline)
+    found = metrics.run_metrics(timeline)
     if as_json:
         print_json(_summary(run, found))
         return

@@ -13,7 +13,7 @@ import torch
 
 from pipedream.core.errors import ProfileError
 from pipedream.core.hardware.devices import Device, device_named
-from pipedream.profiler.about import device_text
+from pipedream.profiler.environment import device_text
 
 __all__ = ["device_of", "dtype_of", "here", "measure_device"]
 

@@ -1,7 +1,8 @@
-"""Profiles a chain of layers without computing it: bytes from stand-ins, seconds from the roofline of a device.
+"""Profiles a chain of layers without running it: bytes from stand-ins, seconds from a device's roofline.
 
-The counterpart of `measure` for a model or a device that is not here. All tensors should be stand-ins, without numbers
-(`pipedream.capture.stand_ins`): then nothing is allocated, and a layer costs some milliseconds, however large it is.
+The counterpart of `measure`, for a model or a device that is not available. All tensors should be stand-ins, without
+numbers (`pipedream.capture.stand_ins`): then nothing is allocated, and a layer takes some milliseconds, however large it
+is.
 """
 
 from __future__ import annotations
@@ -11,16 +12,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from pipedream.core.hardware.devices import Device
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.profiler.about import versions
-from pipedream.profiler.alike import structure_of, value_shape
-from pipedream.profiler.measure import Untouched, check_chain, choose_mode, dtype_name
+from pipedream.profiler.environment import versions
+from pipedream.profiler.measure import PreserveState, check_chain, choose_mode, dtype_name
 from pipedream.profiler.op_costs import Lap, OpCosts, opaque_bytes
-from pipedream.profiler.passes import Loss, Passes, shapes_of
+from pipedream.profiler.passes import LossFunction, Passes, shapes_of
 from pipedream.profiler.sizes import largest_parameter_bytes, measure_sizes, parameter_bytes
 from pipedream.profiler.update import (
     OptimizerFactory,
@@ -31,6 +31,8 @@ from pipedream.profiler.update import (
 
 __all__ = ["estimate"]
 
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
 
 def estimate(
     layers: Sequence[nn.Module],
@@ -38,22 +40,22 @@ def estimate(
     sample: tuple[Any, ...],
     *,
     model_name: str,
-    untouched: Untouched,
+    preserve_state: PreserveState,
     device: Device,
-    loss: Loss | None = None,
+    loss: LossFunction | None = None,
     optimizer: OptimizerFactory | None = None,
     autocast: torch.dtype | None = None,
 ) -> Profile:
-    """Predicts what `measure` would find on a device, see there; layers that are alike are looked at once.
+    """Predicts what `measure` would find on a device. Of identical layers only one is looked at.
 
     Raises:
-        ProfileError: a layer, the loss or the optimizer fails, or needs a tensor's value to go on.
+        ProfileError: a layer, the loss or the optimizer fails, or needs the value of a tensor.
     """
     check_chain(layers, graph, sample)
     costs = OpCosts(device)
     passes = Passes(layers, graph, loss, costs, torch.device("cpu"), autocast)
     fresh = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
-    with untouched(layers, [], 0), costs:
+    with preserve_state(layers, [], 0), costs:
         choose_mode(layers)
         laps, arguments, hidden = _laps_of_layers(layers, passes, costs, fresh)
         if loss is not None:
@@ -75,7 +77,7 @@ def estimate(
             activation_bytes=size.activation_bytes + more,
             arriving_bytes=size.arriving_bytes,
             leaving_bytes=size.leaving_bytes,
-            # Temporaries inside of operations do not show; the gradients that enter and leave the backward do.
+            # Temporaries inside operations are not visible; gradients that enter and leave the backward are.
             working_bytes=size.output_bytes + entering,
             backward_bytes=size.output_bytes + entering + own,
             largest_parameter_bytes=largest,
@@ -116,12 +118,12 @@ def estimate(
 def _laps_of_layers(
     layers: Sequence[nn.Module], passes: Passes, costs: OpCosts, sample: tuple[Any, ...]
 ) -> tuple[list[tuple[Lap, Lap]], tuple[Any, ...], list[int]]:
-    """Returns the laps of forward and backward of each layer, the last one's output, and bytes that do not show."""
+    """Returns the forward and backward laps of each layer, the last output, and the bytes that stand-ins do not show."""
     known: dict[Any, tuple[Lap, Lap, Any]] = {}
     laps, hidden = [], []
     arguments = sample
     for index, layer in enumerate(layers):
-        key = structure_of(layer), value_shape(arguments)
+        key = _structure_of(layer), _value_shape(arguments)
         if key not in known:
             value = passes.timed_layer(index, arguments)
             forward, backward = costs.laps()
@@ -138,8 +140,8 @@ def _notes(
 ) -> list[str]:
     notes = [
         f"computed from flops and bytes, not measured, for {device}",
-        "the operations are those that torch chooses on a CPU; some that a GPU has as one kernel are several here",
-        "not compared: that the layers, run one after the other, give the values of the model",
+        "the operations are those that torch chooses on a CPU; some that are one kernel on a GPU are several here",
+        "not checked: that the layers, run one after the other, give the values of the model",
     ]
     if update.name:
         notes.append(f"the state of {update.name} is that of steps on tensors without numbers, one of each shape")
@@ -147,7 +149,52 @@ def _notes(
     if names:
         kinds = sorted({kind for forward, _ in laps for kind in forward.opaque})
         notes.append(
-            f"what {', '.join(kinds)} keeps for its backward does not show and is counted by rule, in "
-            f"{', '.join(names)}: measure such layers where their bytes matter"
+            f"what {', '.join(kinds)} keeps for its backward is not visible and is counted by a rule, in "
+            f"{', '.join(names)}: measure such layers if their bytes matter"
         )
     return notes
+
+
+def _structure_of(module: nn.Module) -> Any:
+    """Returns a key that is equal only for modules that do the same operations on inputs of the same shape.
+
+    It consists of the class, the shapes and dtypes of parameters and buffers, which of them share storage, and all plain
+    attributes. A module with an attribute that is some other object equals only itself.
+    """
+    storages: dict[int, int] = {}
+    return _structure(module, storages)
+
+
+def _value_shape(value: Any) -> Any:
+    """Returns a key that is equal only for values of the same structure, shapes, strides, dtypes and gradient flags."""
+    leaves, spec = tree_flatten(value)
+    return spec, tuple(_tensor(leaf) if isinstance(leaf, torch.Tensor) else _setting(leaf) for leaf in leaves)
+
+
+def _structure(module: nn.Module, storages: dict[int, int]) -> Any:
+    owned = (*module._parameters.items(), *module._buffers.items())
+    tensors = tuple(
+        (name, None if t is None else (_tensor(t), storages.setdefault(t.untyped_storage()._cdata, len(storages))))
+        for name, t in owned
+    )
+    settings = tuple(
+        (name, _setting(value))
+        for name, value in sorted(module.__dict__.items())
+        if name not in ("_parameters", "_buffers", "_modules")
+    )
+    inner = tuple((n, None if m is None else _structure(m, storages)) for n, m in module._modules.items())
+    return type(module), tensors, settings, inner
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _tensor(value)
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value), tuple(_setting(item) for item in value)
+    if isinstance(value, dict):
+        return type(value), tuple((_setting(key), _setting(item)) for key, item in value.items())
+    return value if isinstance(value, _PLAIN) else id(value)
+
+
+def _tensor(tensor: torch.Tensor) -> Any:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad

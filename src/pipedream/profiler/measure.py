@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_map
 from pipedream.core.errors import ProfileError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.profiler.about import device_text, versions
-from pipedream.profiler.halved import fixed_s
-from pipedream.profiler.passes import Loss, Passes, shapes_of
+from pipedream.profiler.environment import device_text, versions
+from pipedream.profiler.fixed_seconds import fixed_s
+from pipedream.profiler.passes import LossFunction, Passes, shapes_of
 from pipedream.profiler.sizes import largest_parameter_bytes, measure_sizes, parameter_bytes
 from pipedream.profiler.stopwatch import Stopwatch
 from pipedream.profiler.update import (
@@ -30,9 +30,9 @@ from pipedream.profiler.update import (
     named_parameters,
 )
 
-__all__ = ["Untouched", "check_chain", "choose_mode", "dtype_name", "measure"]
+__all__ = ["PreserveState", "check_chain", "choose_mode", "dtype_name", "measure"]
 
-Untouched = Callable[[Sequence[nn.Module], list[int], int], AbstractContextManager[None]]
+PreserveState = Callable[[Sequence[nn.Module], list[int], int], AbstractContextManager[None]]
 
 
 def measure(
@@ -41,8 +41,8 @@ def measure(
     sample: tuple[Any, ...],
     *,
     model_name: str,
-    untouched: Untouched,
-    loss: Loss | None = None,
+    preserve_state: PreserveState,
+    loss: LossFunction | None = None,
     optimizer: OptimizerFactory | None = None,
     device: str | torch.device = "cpu",
     warmup: int = 3,
@@ -52,38 +52,40 @@ def measure(
 ) -> Profile:
     """Measures every layer of a chain on one minibatch.
 
-    The layers are left as they were: parameters, gradients, buffers, training flags and random generators. They
-    run in training mode, unless some are in it already: then each in its own. The times hold for the threads
-    that torch is set to.
+    The layers are left unchanged: parameters, gradients, buffers, training flags and random generators. They run in
+    training mode, unless some are in it already: then each runs in its own mode. The times hold for the number of
+    threads that torch is set to.
 
     Args:
-        layers: the modules, in run order; all parameters on `device`.
-        graph: the chain that they make.
+        layers: the modules, in run order; all parameters are on `device`.
+        graph: the chain of these layers.
         sample: the model's positional inputs: one minibatch.
         model_name: written into the profile.
-        untouched: (modules, CUDA devices, seed) -> a context in which the modules work on copies of their buffers
-            and seeded generators, and after which all is as it was (`pipedream.capture.untouched`).
-        loss: from the last layer's output to a tensor of one number, in the units of training.
-        optimizer: from a list of (name, parameter) to an optimizer; timed on copies.
+        preserve_state: (modules, CUDA devices, seed) -> a context in which the modules work on copies of their buffers
+            and with seeded generators, and after which everything is as before (`pipedream.capture.preserve_state`).
+        loss: from the last layer's output to a tensor of one number, as in training.
+        optimizer: from a list of (name, parameter) to an optimizer, which is timed on copies.
         device: where to measure.
-        warmup: runs that are not counted.
-        runs: runs behind each median.
-        autocast: dtype of mixed precision for the forwards; None for none.
+        warmup: runs that do not count.
+        runs: runs that count; times are their medians.
+        autocast: dtype of mixed precision for the forwards; None: no autocast.
         seed: of the random numbers that layers draw.
 
     Raises:
-        ProfileError: a layer, the loss or the optimizer fails, or the model is not where it should be.
+        ProfileError: a layer, the loss or the optimizer fails, or the model is not on `device`.
     """
     place = torch.device(device)
     if runs < 1 or warmup < 0:
-        raise ProfileError(f"at least one run and no negative warm-up are needed, found runs={runs}, warmup={warmup}")
+        raise ProfileError(
+            f"runs={runs} and warmup={warmup} were given; give at least 1 run and a warm-up of at least 0"
+        )
     check_chain(layers, graph, sample)
     _check_places(layers, graph, place)
     sample = tree_map(lambda leaf: leaf.detach().to(place) if isinstance(leaf, torch.Tensor) else leaf, sample)
     indices = [_cuda_index(place)] if place.type == "cuda" else []
     watch = Stopwatch(place)
     passes = Passes(layers, graph, loss, watch, place, autocast)
-    with untouched(layers, indices, seed):
+    with preserve_state(layers, indices, seed):
         choose_mode(layers)
         fresh = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
         sizes, loss_bytes = measure_sizes(
@@ -94,24 +96,13 @@ def measure(
             passes.timed_run(sample)
             laps_s.append(watch.laps_s())
         needs = passes.measured_needs(sample, sizes, loss_bytes)
-        columns = list(zip(*laps_s[warmup:], strict=True))[: 2 * len(layers)]
-        # The loss is of the whole batch; and a run that fails leaves laps behind.
-        second = Stopwatch(place)
-        parts = Passes(layers, graph, None, second, place, autocast)
-
-        def laps_of(part: tuple[Any, ...]) -> list[float]:
-            parts.timed_run(part)
-            return second.laps_s()
-
-        known = [(median(column), _spread(column)) for column in columns]
-        fixed = fixed_s(laps_of, sample, shapes_of(sample)[0][0], known, warmup=warmup, runs=runs)
+        laps_s = laps_s[warmup:]
+        fixed = _fixed_seconds(layers, graph, sample, laps_s, place, autocast, warmup=warmup, runs=runs)
         parameters = named_parameters(layers, graph)
         update = UpdateCost()
         if optimizer is not None and parameters:
             update = measure_update(optimizer, parameters, watch, warmup=warmup, runs=runs)
-    columns = list(zip(*laps_s[warmup:], strict=True))
-    forward_s, backward_s = columns[0::2], columns[1::2]
-    # The loss, if any, is the pair of columns after the last layer's, and the last of the needs.
+    *layer_laps, loss_laps = (*_laps_of_layers(laps_s), None) if loss is None else _laps_of_layers(laps_s)
     costs = tuple(
         LayerProfile(
             forward_s=median(forward),
@@ -126,19 +117,18 @@ def measure(
             working_bytes=need.working_bytes,
             backward_bytes=need.backward_bytes,
             largest_parameter_bytes=largest,
-            forward_fixed_s=fixed[2 * i],
-            backward_fixed_s=fixed[2 * i + 1],
+            forward_fixed_s=forward_fixed_s,
+            backward_fixed_s=backward_fixed_s,
         )
-        for i, (forward, backward, size, need, own, largest) in enumerate(
-            zip(
-                forward_s[: len(layers)],
-                backward_s[: len(layers)],
-                sizes,
-                needs[: len(layers)],
-                parameter_bytes(layers),
-                largest_parameter_bytes(layers),
-                strict=True,
-            )
+        for (forward, backward), size, need, own, largest, forward_fixed_s, backward_fixed_s in zip(
+            layer_laps,
+            sizes,
+            needs[: len(layers)],
+            parameter_bytes(layers),
+            largest_parameter_bytes(layers),
+            fixed[::2],
+            fixed[1::2],
+            strict=True,
         )
     )
     shapes = shapes_of(sample)
@@ -155,7 +145,7 @@ def measure(
         copy_s=update.copy_s,
         optimizer=update.name,
         optimizer_bytes=update.state_bytes,
-        loss_s=median(f + b for f, b in zip(forward_s[-1], backward_s[-1], strict=True)) if loss is not None else 0.0,
+        loss_s=0.0 if loss_laps is None else median(f + b for f, b in zip(*loss_laps, strict=True)),
         loss_bytes=loss_bytes,
         loss_working_bytes=needs[-1].working_bytes,
         update_working_bytes=update.working_bytes,
@@ -163,16 +153,46 @@ def measure(
     )
 
 
+def _laps_of_layers(laps_s: list[list[float]]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    """For each layer, and then the loss if there is one, its forwards and its backwards in all runs."""
+    columns = list(zip(*laps_s, strict=True))
+    return list(zip(columns[0::2], columns[1::2], strict=True))
+
+
+def _fixed_seconds(
+    layers: Sequence[nn.Module],
+    graph: LayerGraph,
+    sample: tuple[Any, ...],
+    laps_s: list[list[float]],
+    device: torch.device,
+    autocast: torch.dtype | None,
+    *,
+    warmup: int,
+    runs: int,
+) -> list[float]:
+    """The fixed seconds of each layer's forward and backward; not of the loss, which takes the whole batch."""
+    watch = Stopwatch(device)  # of its own, because a run that fails leaves laps in it
+    passes = Passes(layers, graph, None, watch, device, autocast)
+
+    def laps_of(part: tuple[Any, ...]) -> list[float]:
+        passes.timed_run(part)
+        return watch.laps_s()
+
+    columns = list(zip(*laps_s, strict=True))[: 2 * len(layers)]
+    known = [(median(column), _spread(column)) for column in columns]
+    return fixed_s(laps_of, sample, shapes_of(sample)[0][0], known, warmup=warmup, runs=runs)
+
+
 def check_chain(layers: Sequence[nn.Module], graph: LayerGraph, sample: tuple[Any, ...]) -> None:
-    """Refuses what is no chain with a minibatch.
+    """Checks that the layers form a chain, and that the sample is a minibatch.
 
     Raises:
-        ProfileError: modules and layers differ in number, the graph branches, or the sample is no minibatch.
+        ProfileError: modules and layers differ in number, the graph branches, or the sample is not a minibatch.
     """
     if len(layers) != len(graph.layers) or graph.edges != LayerGraph.chain(graph.layers).edges:
         raise ProfileError(
-            f"a chain of as many modules as layers can be measured, found {len(layers)} modules, "
-            f"{len(graph.layers)} layers and {len(graph.edges)} edges; give what capture gave"
+            f"only a chain with one module for each layer can be measured, found {len(layers)} modules, "
+            f"{len(graph.layers)} layers and {len(graph.edges)} edges; give what capture returned"
         )
     shapes = shapes_of(sample) if isinstance(sample, tuple) else ()
     if not shapes or not shapes[0] or shapes[0][0] < 1:
@@ -218,7 +238,7 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def dtype_name(layers: Sequence[nn.Module], autocast: torch.dtype | None) -> str:
-    """Returns what the layers compute with: autocast's dtype, or that of the first parameter."""
+    """Returns the dtype that the layers compute with: autocast's, or that of the first parameter."""
     if autocast is not None:
         return str(autocast).removeprefix("torch.")
     floats = [p.dtype for layer in layers for p in layer.parameters() if p.is_floating_point()]

@@ -1,4 +1,4 @@
-"""Runs layers forward and backward, one at a time, and takes the time of each."""
+"""Runs layers forward and backward, one at a time, and times each."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ __all__ = ["Need", "Passes", "shapes_of"]
 
 @dataclass(frozen=True)
 class Need:
-    """What a layer needs for a while; see `LayerProfile`."""
+    """The memory that a layer needs temporarily; see `LayerProfile`."""
 
     working_bytes: int
     backward_bytes: int
 
 
-Loss = Callable[[Any], torch.Tensor]
+LossFunction = Callable[[Any], torch.Tensor]
 
 
 class Passes:
     """Runs the layers of a chain on one sample.
 
-    Life: `timed_run` as often as wanted; each gives two laps per layer, and two for the loss. The backward of a
-    layer comes right after its forward, by `torch.autograd.grad` with a gradient of ones, so no ``.grad`` is
-    written. A layer's input takes a gradient where the output that it is took one: the raw data and what a
-    frozen first layer makes of them do not.
+    `timed_run` may be called any number of times; each call takes two laps for each layer, and two for the loss. The
+    backward of a layer comes right after its forward, by `torch.autograd.grad` with a gradient of ones, so no ``.grad``
+    is written. A layer's input requires a gradient if it did as an output: the raw data, and what a frozen first layer
+    makes of them, do not.
     """
 
     def __init__(
         self,
         layers: Sequence[nn.Module],
         graph: LayerGraph,
-        loss: Loss | None,
+        loss: LossFunction | None,
         watch: Watch,
         device: torch.device,
         autocast: torch.dtype | None,
@@ -86,7 +86,7 @@ class Passes:
         self._timed_call("the loss", self._loss_of, arguments, [])
 
     def run_layer(self, index: int, arguments: tuple[Any, ...]) -> Any:
-        """Runs one layer forward, and takes no time.
+        """Runs one layer forward, without timing it.
 
         Raises:
             ProfileError: the layer fails.
@@ -98,7 +98,7 @@ class Passes:
             raise _failure(f"the {self._named(index)}", arguments, error) from error
 
     def run_loss(self, output: Any) -> torch.Tensor:
-        """Runs the loss forward, and takes no time.
+        """Runs the loss forward, without timing it.
 
         Raises:
             ProfileError: the loss fails.
@@ -110,12 +110,10 @@ class Passes:
             raise _failure("the loss", (output,), error) from error
 
     def measured_needs(self, sample: tuple[Any, ...], sizes: Sequence[Sizes], loss_bytes: int) -> tuple[Need, ...]:
-        """Returns what each layer, and then the loss, needs beside what is kept."""
+        """Returns what each layer, and then the loss, needs in addition to what it keeps."""
         kept = (*(size.activation_bytes for size in sizes), loss_bytes)
-        entering = (
-            0,
-            *(size.leaving_bytes for size in sizes),
-        )  # alive while the next layer runs, though nobody keeps it
+        # Alive while the next layer runs, though no layer keeps it.
+        entering = (0, *(size.leaving_bytes for size in sizes))
         if not Allocations.is_free():
             return (Need(0, 0),) * len(kept)
         watches = []
@@ -146,7 +144,7 @@ class Passes:
         watch: Allocations,
         adds: bool,
     ) -> Any:
-        """Makes three sections: before the forward, the forward, the backward, which may add to sums of gradients."""
+        """Marks three sections: before the forward, the forward, the backward. If `adds`, it adds to existing gradients."""
         leaves: list[torch.Tensor] = []
         own = [p.grad for p in parameters]
         with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Seconds of work on a device, by one code path for all devices."""
+"""Times work on a device, with one code path for all devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Stopwatch", "Watch"]
 
 
 class Watch(Protocol):
-    """What takes laps: a stopwatch, or one that counts operations."""
+    """Something that takes laps: a stopwatch, or an estimate from counted operations."""
 
     def start(self) -> None:
         """Begins a lap."""
@@ -20,14 +20,14 @@ class Watch(Protocol):
         """Ends the lap."""
 
     def laps_s(self) -> list[float]:
-        """Returns the seconds of the laps since the last reading, and forgets them."""
+        """Returns the seconds of the laps since the last call, and forgets them."""
 
 
 class Stopwatch:
     """Takes laps: the time of the work between `start` and `stop`.
 
-    On the CPU the clock is read; on CUDA events are put into the current stream and read in `laps_s`, which
-    waits for the device once, so that the work is not slowed down by being watched.
+    On a CPU it reads the clock. On CUDA it records events on the current stream and reads them in `laps_s`, which
+    synchronises with the device only once, so that timing does not slow the work down.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class Stopwatch:
         self._mark()
 
     def laps_s(self) -> list[float]:
-        """Returns the seconds of the laps since the last reading, and forgets them."""
+        """Returns the seconds of the laps since the last call, and forgets them."""
         pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
         self._marks = []
         if self._cuda:

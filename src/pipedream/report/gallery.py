@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.metrics import measure, steady
+from pipedream.metrics import run_metrics, steady_metrics
 from pipedream.report.axis import figure
-from pipedream.report.tables import NOTHING
+from pipedream.report.html_tables import NOTHING
 from pipedream.report.text import grid
 
 __all__ = ["GalleryEntry", "gallery", "prose"]
@@ -85,11 +85,11 @@ def prose(docstring: str | None) -> str:
 
 def _bubble(entry: GalleryEntry) -> float:
     """Returns the bubble of a minibatch where a schedule flushes, else the one in the middle of a long run."""
-    return (measure if entry.schedule.flushes else steady)(entry.run).bubble
+    return (run_metrics if entry.schedule.flushes else steady_metrics)(entry.run).bubble
 
 
 def _overview(entry: GalleryEntry) -> str:
-    ranks = measure(entry.run).per_rank
+    ranks = run_metrics(entry.run).per_rank
     name = entry.schedule.name
     cells = (
         f"[{name}](#{name})",
@@ -149,7 +149,7 @@ def _compensated(methods: Iterable[tuple[Schedule, str, str]]) -> list[str]:
 def _claims(entry: GalleryEntry) -> list[str]:
     schedule, claims = entry.schedule, entry.schedule.claims
     p, m = schedule.placement.workers, schedule.microbatches
-    ranks = measure(entry.run).per_rank
+    ranks = run_metrics(entry.run).per_rank
     where = "over one minibatch" if schedule.flushes else "in steady state"
 
     def promised(form: Callable[[int, int, int], int] | None) -> str:

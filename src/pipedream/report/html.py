@@ -16,10 +16,7 @@ from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.units import format_seconds
 from pipedream.report.axis import figure
 from pipedream.report.curve import curve_svg
-from pipedream.report.lanes import Window, middle_window, start_window
-from pipedream.report.style import page_style
-from pipedream.report.svg import LEFT, RIGHT, timeline_svg
-from pipedream.report.tables import (
+from pipedream.report.html_tables import (
     NOTHING,
     cards,
     pairs,
@@ -29,6 +26,9 @@ from pipedream.report.tables import (
     profile_table,
     stage_table,
 )
+from pipedream.report.lanes import Window, middle_window, start_window
+from pipedream.report.style import page_style
+from pipedream.report.svg import LEFT, RIGHT, timeline_svg
 
 __all__ = ["page", "save_page"]
 

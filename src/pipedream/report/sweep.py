@@ -13,9 +13,9 @@ from html import escape
 from pipedream.core.sweep import DATA_PARALLEL, Crossover, Point, Sweep
 from pipedream.core.units import format_bytes, format_rate
 from pipedream.report.axis import figure, length, log_ticks, ticks
+from pipedream.report.html_tables import NOTHING, percent, table
 from pipedream.report.style import COLOURS, LINES, line_style, page_style
 from pipedream.report.svg import frame, text
-from pipedream.report.tables import NOTHING, percent, table
 
 __all__ = ["sweep_page", "sweep_svg"]
 

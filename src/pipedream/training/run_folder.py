@@ -137,9 +137,9 @@ def phase_figures(
 
 def _steady(timeline: Timeline) -> metrics.Metrics:
     try:
-        return metrics.steady(timeline)
+        return metrics.steady_metrics(timeline)
     except ValueError:  # too short a run to have a steady part
-        return metrics.measure(timeline)
+        return metrics.run_metrics(timeline)
 
 
 def software_versions() -> dict[str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipedream import profiler
-from pipedream.capture import Captured, capture, find_layers, stand_ins, untouched
+from pipedream.capture import Captured, capture, find_layers, preserve_state, stand_ins
 from pipedream.core.errors import PlanError, ProfileError
 from pipedream.core.hardware.devices import Device
 from pipedream.core.model.profile import Profile
@@ -65,7 +65,7 @@ def profile(
 
     described: dict[str, Any] = {
         "model_name": type(model).__name__,
-        "untouched": untouched,
+        "preserve_state": preserve_state,
         "loss": loss,
         "optimizer": optimizer,
         "autocast": autocast,

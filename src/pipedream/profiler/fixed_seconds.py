@@ -1,7 +1,7 @@
-"""What of a layer's seconds a smaller batch does not save: measured by running half of the sample too.
+"""The part of a layer's seconds that a smaller batch does not save, measured by also running half of the sample.
 
-With t(n) = fixed + n k for n samples, a half of h of them gives fixed = (n t(h) - h t(n)) / (n - h). Kernels are
-launched and Python runs for each microbatch of a split minibatch anew: this bounds how finely it is worth splitting.
+With t(n) = fixed + n k for n samples, a half of h of them gives fixed = (n t(h) - h t(n)) / (n - h). For each microbatch
+of a split minibatch, kernels are launched and Python runs again. This limits how finely it is worth splitting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["fixed_s", "half_of"]
 
 
 def half_of(sample: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
-    """Returns the first half of a sample: of each tensor that has the batch along dimension 0."""
+    """Returns the first half of each tensor of a sample that has the batch along dimension 0, and everything else."""
 
     def halved(leaf: Any) -> Any:
         has_batch = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
@@ -38,16 +38,15 @@ def fixed_s(
     warmup: int,
     runs: int,
 ) -> list[float]:
-    """Returns the fixed part of each lap; all 0 where half of the sample does not run.
+    """Returns the fixed seconds of each lap; all 0 if the layers cannot run half of the sample.
 
-    A part that is not above what the laps scatter is none.
+    A fixed part that is not greater than the spread of the laps counts as 0.
 
     Args:
-        run: takes the laps of one run on a sample.
-        sample: of the whole batch.
-        batch: its samples.
-        whole: of each lap of the whole batch, its median and its spread in seconds.
-        warmup, runs: runs that are not counted, and runs behind each median.
+        run: runs a sample and returns its laps.
+        batch: the number of samples.
+        whole: for each lap of the whole batch, its median and its spread in seconds.
+        warmup, runs: runs that do not count, and runs that do.
     """
     half = batch // 2
     if not half:
@@ -55,7 +54,7 @@ def fixed_s(
     small = half_of(sample, batch)
     try:
         laps = [run(small) for _ in range(warmup + runs)][warmup:]
-    except ProfileError:  # a layer that knows its batch
+    except ProfileError:  # a layer works with this batch size only
         return [0.0] * len(whole)
     found = []
     for column, (seconds, spread_s) in zip(zip(*laps, strict=True), whole, strict=True):

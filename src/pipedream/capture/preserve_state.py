@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-__all__ = ["untouched"]
+__all__ = ["preserve_state"]
 
 
 @contextmanager
-def untouched(modules: Iterable[nn.Module], devices: Iterable[int] = (), seed: int = 0) -> Iterator[None]:
+def preserve_state(modules: Iterable[nn.Module], devices: Iterable[int] = (), seed: int = 0) -> Iterator[None]:
     """Within it the modules work on copies of their buffers; after it they are as they were before.
 
     Buffers are swapped for copies, not copied back, so that the user's own tensors are never written.

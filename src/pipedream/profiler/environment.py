@@ -1,4 +1,4 @@
-"""What a profile was measured on, in words."""
+"""The device, and the versions of the software, that a profile was measured with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["device_text", "versions"]
 
 
 def device_text(device: torch.device) -> str:
-    """Returns the device and its make: ``cpu: AMD EPYC 7B13``, ``cuda: NVIDIA A100-SXM4-40GB``."""
+    """Returns the device and its model: ``cpu: AMD EPYC 7B13``, ``cuda: NVIDIA A100-SXM4-40GB``."""
     if device.type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}"
     return f"{device.type}: {_processor()}"
