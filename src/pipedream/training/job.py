@@ -116,7 +116,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
 
     Raises:
         PlanError: the number of workers is not that of the plan or of the processes.
-        RecipeError: weights beside a checkpoint, or a target on an unknown metric.
+        RecipeError: both weights and a checkpoint, or a target on an unknown metric.
         ArtifactError: the checkpoint is missing or damaged, or a new run would overwrite one.
     """
     resumed = resume_point(options.resume, options.out, process.rank)

@@ -45,8 +45,8 @@ class TrainingLoop:
 
     Attributes:
         losses: (number, loss) of each minibatch.
-        result: of the last evaluation, metric -> value.
-        results: of each evaluation, with its place.
+        metrics: of the last evaluation, name -> value.
+        evaluations: metrics of each evaluation, with its place in the run.
         seconds_to_target: None if the recipe's target is not reached.
         train_s: seconds of the training, with its evaluations.
         samples_per_s: of each epoch, without its first minibatch.
@@ -59,8 +59,8 @@ class TrainingLoop:
         self._checkpoints = checkpoints
         self.recipe = recipe
         self.losses: list[tuple[int, float]] = []
-        self.result: dict[str, float] = {}
-        self.results: list[dict[str, Any]] = []
+        self.metrics: dict[str, float] = {}
+        self.evaluations: list[dict[str, Any]] = []
         self.seconds_to_target: float | None = None
         self.train_s = 0.0
         self.samples_per_s: list[float] = []
@@ -108,7 +108,7 @@ class TrainingLoop:
         if self.recipe.test is not None and self._evaluated_at != self.pipeline.drain():
             # The figures should be of the weights that are saved. After Ctrl-C there is no time for an evaluation:
             # a launcher ends its workers half a minute later.
-            self.result = {} if interrupted else self.pipeline.evaluate(self.recipe.test)
+            self.metrics = {} if interrupted else self.pipeline.evaluate(self.recipe.test)
         if self._checkpoints.every != 0:
             self._save()
         return interrupted
@@ -127,13 +127,13 @@ class TrainingLoop:
             "drains": self.pipeline.drains,
             "epochs": self.pipeline.position[0],
             "minibatches": self.pipeline.drain(),
-            "metrics": self.result,
-            "evaluations": self.results,
+            "metrics": self.metrics,
+            "evaluations": self.evaluations,
             "train_seconds": self.train_s,
             "seconds_to_target": self.seconds_to_target,
         }
-        if "accuracy" in self.result:
-            found["accuracy"] = self.result["accuracy"]
+        if "accuracy" in self.metrics:
+            found["accuracy"] = self.metrics["accuracy"]
         if self.recipe.target is not None:
             found["target"] = {"metric": self.recipe.target[0], "value": self.recipe.target[1]}
         return found
@@ -144,11 +144,13 @@ class TrainingLoop:
         if self.recipe.test is None or not due:
             self._progress.epoch(done, {})
             return
-        self.result = self.pipeline.evaluate(self.recipe.test)
+        self.metrics = self.pipeline.evaluate(self.recipe.test)
         self._evaluated_at = self.pipeline.drain()
-        self.results.append({"epoch": done.epoch, "minibatches": self._evaluated_at, "seconds": seconds, **self.result})
-        self._progress.epoch(done, self.result)
+        self.evaluations.append(
+            {"epoch": done.epoch, "minibatches": self._evaluated_at, "seconds": seconds, **self.metrics}
+        )
+        self._progress.epoch(done, self.metrics)
         if self.recipe.target is not None and self.seconds_to_target is None:
             name, value = self.recipe.target
-            reached = self.result[name] <= value if name == "loss" else self.result[name] >= value
+            reached = self.metrics[name] <= value if name == "loss" else self.metrics[name] >= value
             self.seconds_to_target = seconds if reached else None
