@@ -36,8 +36,8 @@ STAGE = SavedStage(
     (ParameterGroup(("0.weight",), {"lr": 0.1, "betas": [0.9, 0.99]}),), {"0.weight": {"k": 1}}, {"last": 3}, 4, 4
 )
 CHECKPOINT = Checkpoint(
-    12, 2, 2, (12,), "pipedream", 1, 0, PLAN, (STAGE, STAGE),
-    {"model/0.weight": Stored("float32", (6, 16), "__0_0.distcp", 0, 900)}, {"__0_0.distcp": 900}, ("{}",), {"a": 1},
+    12, 2, 2, (12,), "pipedream", 1, (STAGE, STAGE), seed=0, plan=PLAN, data={"a": 1}, random=("{}",),
+    tensors={"model/0.weight": Stored("float32", (6, 16), "__0_0.distcp", 0, 900)}, files={"__0_0.distcp": 900},
 )  # fmt: skip
 
 
