@@ -24,7 +24,7 @@ from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import DoubleBuffer, Flush, Latest, Stash, VerticalSync
 from pipedream.schedules import build
-from pipedream.schedules.idioms import SPLIT, latest, unflushed
+from pipedream.schedules.idioms import SPLIT, latest_weights, steady_1f1b
 
 replica_counts = st.lists(st.integers(1, 6), min_size=1, max_size=6).map(tuple)
 
@@ -283,7 +283,7 @@ class TestLatest:
         plan = replace(
             plan, in_flight=depth.legal(counts, replicas, update_delay), update_delay=update_delay, depth_mode="hand"
         )
-        rule, order = latest(plan, m), unflushed(plan, m)
+        rule, order = latest_weights(plan, m), steady_1f1b(plan, m)
         updates = UpdateRule(rule.per_update)
         late: dict[int, list[int]] = {s: [] for s in range(len(replicas))}
         for rank in range(plan.workers):

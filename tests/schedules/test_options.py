@@ -150,7 +150,7 @@ def test_every_option_of_a_method_can_be_said() -> None:
         ("pipemare[horizons=1/x]", "found '1/x'; give numbers separated by / or none"),
         ("pb_lwp[scale=2,scale=3]", "gives its option scale twice; leave one out"),
         ("pb_lwp[by=magic]", "a prediction is by velocity, difference or average, found 'magic'"),
-        ("pb_lwp[scale=-1]", "give a scale from 0 on, not -1.0"),
+        ("pb_lwp[scale=-1]", "give a scale of at least 0, not -1.0"),
         ("pb_lwp[backward_rule=stash]", "its backward rule is graph or recompute, found 'stash'"),
         ("plan.csv[a=1]", "a file in PyTorch's notation has no options; leave the brackets out"),
         ("nowhere[a=1]", "is not known; choose one of"),
@@ -291,7 +291,7 @@ def test_presets_are_refused_by_their_own_names() -> None:
             build(name, Plan.uniform(3), 4)
     with pytest.raises(ScheduleError, match="schedule 'one_step_ef' with 1 microbatches"):
         build("one_step_ef", Plan.uniform(3), 1)
-    with pytest.raises(ScheduleError, match=r"schedule 'pb_lwp_sc' predicts weights that are to come"):
+    with pytest.raises(ScheduleError, match=r"schedule 'pb_lwp_sc' predicts future weights"):
         build("pb_lwp_sc[scale=-1]", Plan.uniform(3))
 
 

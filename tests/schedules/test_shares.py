@@ -40,5 +40,5 @@ def test_two_buffers_do_not_lag() -> None:
     """With update delay 1 upstream, stage 1 may wait for a minibatch more than stage 0 has in flight; 2BW has no update delay."""
     plan = replace(Plan.uniform(2, replicas=(3, 2)), in_flight=(2, 3), update_delay=(1, 1), depth_mode="hand")
     build("pipedream", plan)
-    with pytest.raises(ScheduleError, match=r"\(2, 3\): they need the update delay \(1, 1\) of the plan"):
+    with pytest.raises(ScheduleError, match=r"\(2, 3\): they need the plan's update delay \(1, 1\)"):
         build("pipedream_2bw", plan)

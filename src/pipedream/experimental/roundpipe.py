@@ -22,15 +22,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.dispatched import Dispatched
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.properties import MethodProperties
-from pipedream.core.schedule.schedule import Claims, Schedule
-from pipedream.schedules.idioms import backward, flushing, forward, minibatch_by_minibatch
-from pipedream.schedules.layouts import Layout
-from pipedream.schedules.method import Method, Picture
+from pipedream.schedules.kit import (
+    Claims,
+    Kind,
+    Layout,
+    Method,
+    MethodProperties,
+    Op,
+    Picture,
+    Plan,
+    Schedule,
+    ScheduleError,
+    backward,
+    flushing,
+    forward,
+    minibatch_by_minibatch,
+)
 
 __all__ = ["METHODS", "dispatched", "homes", "roundpipe"]
 
@@ -87,7 +95,7 @@ def roundpipe(plan: Plan, microbatches: int | None = None, *, forwards: int = 1)
 
     again = tuple(replace(stage, recompute=stage.recompute or s < last) for s, stage in enumerate(plan.stages))
     flushed = flushing("roundpipe", replace(plan, stages=again), m, minibatch_by_minibatch(m, ops), _claims(last))
-    return replace(flushed, placement=placement, claims=_claims(last) if forwards == 1 else Claims())
+    return replace(flushed, placement=placement, claims=flushed.claims if forwards == 1 else Claims())
 
 
 def _claims(last: int) -> Claims:
@@ -114,7 +122,6 @@ def _claims(last: int) -> Claims:
         ratio=2.0,
         bubble=lambda p, m: 1 - m * (4 * last + 3) / (p * makespan_s(p, m, 1, 1.0, 1.0, 1.0)),
         in_flight=lambda p, m, s: m * away(p, s) + (s == 0 or 2 * s % p > 0),
-        staleness=lambda p, m, s: 0,
         versions=lambda p, m, s: len(range(s, last + 1, p)) + (2 * s % p > 0 and away(p, s) > 0),
         makespan_s=makespan_s,
     )

@@ -20,13 +20,9 @@ from dataclasses import dataclass, field
 from math import exp
 from typing import Any, ClassVar
 
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.op import Kind
-from pipedream.core.schedule.properties import MethodProperties
-from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.weights import NewerBackward
 from pipedream.schedules.asynchronous.timeprest import nf1b
-from pipedream.schedules.method import Method, Picture
+from pipedream.schedules.kit import Kind, Method, MethodProperties, Picture, Plan, Schedule
 
 __all__ = ["METHODS", "Between", "Interpolated", "timeprest_interpolated"]
 

@@ -1,9 +1,12 @@
-"""Methods: one published method per file, all answers to the same four questions (docs/exact_rules.md)."""
+"""Methods: one published method per file, all answers to the same four questions (docs/exact_rules.md).
 
-from pipedream.core.schedule.properties import MethodProperties
+A method's file, built in or a user's, needs no other import than this package: besides the functions below it has all
+of `pipedream.schedules.kit`.
+"""
+
+from pipedream.schedules import kit
 from pipedream.schedules.evaluation import evaluation
-from pipedream.schedules.layouts import Layout
-from pipedream.schedules.method import Method, Picture
+from pipedream.schedules.kit import *  # noqa: F403
 from pipedream.schedules.properties import derive_properties, properties_of
 from pipedream.schedules.pytorch_csv import from_torch_csv, is_torch_csv, load_torch_csv, to_torch_csv
 from pipedream.schedules.registry import (
@@ -27,10 +30,6 @@ __all__ = [
     "LAYOUTS",
     "METHODS",
     "SCHEDULES",
-    "Layout",
-    "Method",
-    "MethodProperties",
-    "Picture",
     "Run",
     "build",
     "canonical",
@@ -49,3 +48,5 @@ __all__ = [
     "uniform",
     "with_options",
 ]
+
+__all__ += kit.__all__

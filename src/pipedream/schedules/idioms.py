@@ -1,6 +1,14 @@
-"""The few turns of phrase that orders are written in. Each yields ops without end.
+"""Building blocks of methods: orders of ops, schedules with and without a flush, and common checks.
 
-Legend: a seat is a (stage, replica); its microbatches are replica, replica + r, replica + 2 r, ...
+Orders are iterators of ops that never end. Legend: a stage replica is a (stage, replica); with r replicas, its
+microbatches are replica, replica + r, replica + 2 r, ...; W_s is the number of warm-up forwards of stage s.
+
+Options that several methods share:
+
+- ``by``: what a weight prediction is computed from (`WeightPrediction`): 'velocity' (SGD with momentum, Adam, AdamW) or
+  'difference' (any optimizer);
+- ``backward_rule``: how a backward reads newer weights than its forward (`core.schedule.weights`): 'graph' or
+  'recompute', with which all stages recompute.
 """
 
 from __future__ import annotations
@@ -18,35 +26,37 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.prediction import WeightPrediction
 from pipedream.core.schedule.schedule import Claims, Order, Schedule
 from pipedream.core.schedule.update import UpdateRule
-from pipedream.core.schedule.weights import Flush, Latest
+from pipedream.core.schedule.weights import Flush, Latest, WeightRule
 
 __all__ = [
     "SPLIT",
     "B",
     "F",
     "I",
-    "Turns",
+    "MicrobatchProgress",
     "W",
-    "admitted",
+    "all_microbatches",
     "backward",
-    "check_handing",
-    "endless",
-    "flushed",
+    "check_input_replicas",
+    "choose_microbatches",
+    "each_minibatch",
     "flushing",
     "forward",
     "input_gradient",
-    "latest",
+    "latest_weights",
+    "max_in_flight",
     "minibatch_by_minibatch",
     "one_forward_one_backward",
     "one_forward_one_input_gradient",
     "one_stage_per_rank",
-    "recomputing",
-    "refuse_split",
+    "refuse_microbatches",
     "refuse_update_delay",
-    "share_out",
+    "steady_1f1b",
     "unflushed",
     "update",
+    "warmup_forwards",
     "weight_gradient",
+    "with_backward_rule",
     "with_updates",
 ]
 
@@ -55,15 +65,20 @@ I, W = Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741  # the field's le
 SPLIT = (F, I, W)
 """Kinds of op of a microbatch whose backward is split."""
 
+_ALL = 2**62  # more microbatches than any run has
+
+
+# -- ops ------------------------------------------------------------------------------------------------
+
 
 def forward(stage_replica: tuple[int, int], microbatch: int) -> Op:
-    """Returns the forward of a microbatch at a seat."""
+    """Returns the forward of a microbatch."""
     stage, replica = stage_replica
     return Op(F, stage, microbatch, replica)
 
 
 def backward(stage_replica: tuple[int, int], microbatch: int) -> Op:
-    """Returns the backward of a microbatch at a seat."""
+    """Returns the backward of a microbatch."""
     stage, replica = stage_replica
     return Op(B, stage, microbatch, replica)
 
@@ -71,7 +86,7 @@ def backward(stage_replica: tuple[int, int], microbatch: int) -> Op:
 def input_gradient(stage_replica: tuple[int, int], microbatch: int) -> Op:
     """Returns the half of a backward that the stage before waits for."""
     stage, replica = stage_replica
-    return Op(Kind.INPUT_GRADIENT, stage, microbatch, replica)
+    return Op(I, stage, microbatch, replica)
 
 
 def weight_gradient(stage_replica: tuple[int, int], microbatch: int) -> Op:
@@ -81,51 +96,31 @@ def weight_gradient(stage_replica: tuple[int, int], microbatch: int) -> Op:
 
 
 def update(stage_replica: tuple[int, int], number: int) -> Op:
-    """Returns the update that makes version `number` at a seat."""
+    """Returns the update that makes version `number`."""
     stage, replica = stage_replica
     return Op(U, stage, number, replica)
 
 
-class Turns:
-    """What a worker takes of the microbatches of a minibatch, at several stages in turn: each kind of op in order.
+# -- orders ---------------------------------------------------------------------------------------------
 
-    Args:
-        mine: the microbatches.
-    """
 
-    def __init__(self, mine: range) -> None:
-        self._mine = mine
-        self._taken: Counter[tuple[Kind, tuple[int, int]]] = Counter()
-
-    def left(self, kind: Kind, stage_replica: tuple[int, int]) -> int:
-        """Returns how many microbatches are still to have this kind of op."""
-        return len(self._mine) - self._taken[kind, stage_replica]
-
-    def take(self, *steps: tuple[Kind, tuple[int, int]], times: int = 1) -> Iterator[Op]:
-        """Yields the next op of each of these, so many times; leaves out those that have none left, or none as yet: a
-        backward needs its forward, a weight gradient its input gradient."""
-        for _ in range(times):
-            for kind, stage_replica in steps:
-                before = {F: None, B: F, I: F, W: I}[kind]
-                most = len(self._mine) if before is None else self._taken[before, stage_replica]
-                if self._taken[kind, stage_replica] < most:
-                    stage, replica = stage_replica
-                    yield Op(kind, stage, self._mine[self._taken[kind, stage_replica]], replica)
-                    self._taken[kind, stage_replica] += 1
+def all_microbatches(stage_replica: StageReplica, replicas: int) -> range:
+    """Returns the microbatches of a stage replica in a run without end."""
+    return range(stage_replica.replica, _ALL, replicas)
 
 
 def one_stage_per_rank(placement: Placement, ops: Callable[[StageReplica], Iterator[Op]]) -> Order:
-    """Returns the order of a placement with one seat a rank, from what a seat does.
+    """Returns the order of ranks with one stage replica each, from the ops of a stage replica.
 
     Raises:
-        ScheduleError: a rank has several seats.
+        ScheduleError: a rank has several stages.
     """
     for rank in range(placement.workers):
         if len(stage_replicas := placement.stage_replicas(rank)) > 1:
+            stages = ", ".join(str(stage) for stage, _ in stage_replicas)
             raise ScheduleError(
-                "a method with one stage a worker was asked for, but in this plan worker "
-                f"{rank} has the stages {', '.join(str(stage) for stage, _ in stage_replicas)}; plan for the method that is "
-                "wanted, or take one with several stages a worker, as the plan's own"
+                f"this method has one stage per worker, but in the plan worker {rank} has the stages {stages}; plan for "
+                "this method, or choose one with several stages per worker, such as the plan's own"
             )
 
     def order(rank: int) -> Iterator[Op]:
@@ -136,12 +131,11 @@ def one_stage_per_rank(placement: Placement, ops: Callable[[StageReplica], Itera
 
 
 def one_forward_one_backward(stage_replica: StageReplica, *, mine: range, warmup: int) -> Iterator[Op]:
-    """Yields `warmup` forwards, then one forward and one backward in turn, then the backwards that are left.
+    """Yields `warmup` forwards, then one forward and one backward in turn, then the remaining backwards.
 
     Args:
-        stage_replica: the (stage, replica).
-        mine: the seat's microbatches.
-        warmup: W_s, forwards before the first backward beside the one that belongs to it.
+        mine: the stage replica's microbatches.
+        warmup: W_s, forwards before the first backward, not counting the one right before it.
     """
     for i in range(len(mine) + warmup):
         if i < len(mine):
@@ -151,30 +145,30 @@ def one_forward_one_backward(stage_replica: StageReplica, *, mine: range, warmup
 
 
 def one_forward_one_input_gradient(
-    stage_replica: StageReplica, *, mine: range, warmup: int, behind: int
+    stage_replica: StageReplica, *, mine: range, warmup: int, deferred: int
 ) -> Iterator[Op]:
-    """Yields 1F1B with its backwards split: weight gradients come `behind` later than input gradients, then the rest.
+    """Yields 1F1B with split backwards: weight gradients follow `deferred` input gradients later.
 
     Args:
-        stage_replica, mine, warmup: as for `one_forward_one_backward`.
-        behind: input gradients between that of a microbatch and its weight gradient.
+        mine, warmup: see `one_forward_one_backward`.
+        deferred: input gradients between that of a microbatch and its weight gradient.
     """
     for i in range(len(mine) + warmup):
         if i < len(mine):
             yield forward(stage_replica, mine[i])
         if i >= warmup:
             yield input_gradient(stage_replica, mine[i - warmup])
-            if i >= warmup + behind:
-                yield weight_gradient(stage_replica, mine[i - warmup - behind])
-    yield from (weight_gradient(stage_replica, k) for k in mine[max(0, len(mine) - behind) :])
+            if i >= warmup + deferred:
+                yield weight_gradient(stage_replica, mine[i - warmup - deferred])
+    yield from (weight_gradient(stage_replica, k) for k in mine[max(0, len(mine) - deferred) :])
 
 
 def with_updates(ops: Iterator[Op], *, replicas: int, per_update: int, update_delay: int = 0) -> Iterator[Op]:
-    """Yields an order with an update after the seat's last backward of each, or after the forward behind it.
+    """Yields the ops of a stage replica with its updates, each after the last backward of its microbatches.
 
     Args:
-        ops: forwards and backwards of one seat, backwards (or the weight gradients of split ones) in order.
-        replicas: of the stage; the seat takes every so-manieth microbatch.
+        ops: forwards and backwards; backwards, or the weight gradients of split ones, in order.
+        replicas: of the stage.
         per_update: microbatches in an update, over all replicas; at least `replicas`.
         update_delay: 1 puts the next forward before the update.
     """
@@ -188,10 +182,16 @@ def with_updates(ops: Iterator[Op], *, replicas: int, per_update: int, update_de
             due = None
 
 
-def flushed(
-    stage_replica: StageReplica, *, replicas: int, microbatches: int, ops: Callable[[range], Iterator[Op]]
+def each_minibatch(
+    plan: Plan, stage_replica: StageReplica, microbatches: int, ops: Callable[[range], Iterator[Op]]
 ) -> Iterator[Op]:
-    """Yields, minibatch after minibatch, the ops on the seat's share of its microbatches and one update."""
+    """Yields, for each minibatch, the ops on the stage replica's microbatches and then one update.
+
+    Args:
+        microbatches: m, of a minibatch.
+        ops: from the stage replica's microbatches of one minibatch to its ops.
+    """
+    replicas = plan.replicas[stage_replica.stage]
     for number in count():
         first = number * microbatches
         yield from ops(range(first + (stage_replica.replica - first) % replicas, first + microbatches, replicas))
@@ -199,11 +199,11 @@ def flushed(
 
 
 def minibatch_by_minibatch(m: int, ops: Callable[[int, range], Iterator[Op]]) -> Order:
-    """Returns the order of ranks that have several stages without replicas: a stage updates behind its last backward.
+    """Returns the order of ranks that have several stages without replicas; a stage updates after its last backward.
 
     Args:
         m: microbatches of a minibatch.
-        ops: (rank, microbatches of a minibatch) -> its forwards and backwards.
+        ops: (rank, microbatches of one minibatch) -> its forwards and backwards.
     """
 
     def order(rank: int) -> Iterator[Op]:
@@ -213,19 +213,82 @@ def minibatch_by_minibatch(m: int, ops: Callable[[int, range], Iterator[Op]]) ->
     return order
 
 
+def steady_1f1b(plan: Plan, per_update: int | None = None) -> Order:
+    """Returns 1F1B without a flush, at the plan's depth.
+
+    Args:
+        plan: with one stage replica per rank.
+        per_update: microbatches in an update, over all replicas, without an update delay. None: one microbatch of each
+            replica, with the plan's update delay.
+
+    Raises:
+        ScheduleError: a rank has several stages.
+    """
+
+    def ops(stage_replica: StageReplica) -> Iterator[Op]:
+        stage = stage_replica.stage
+        replicas = plan.replicas[stage]
+        steady = one_forward_one_backward(
+            stage_replica, mine=all_microbatches(stage_replica, replicas), warmup=plan.in_flight[stage] - 1
+        )
+        update_delay = plan.update_delay[stage] if per_update is None else 0
+        return with_updates(steady, replicas=replicas, per_update=per_update or replicas, update_delay=update_delay)
+
+    return one_stage_per_rank(plan.placement, ops)
+
+
+class MicrobatchProgress:
+    """Which ops a worker with several stages has done on the microbatches of a minibatch.
+
+    Args:
+        mine: the microbatches; each kind of op takes them in this order.
+    """
+
+    def __init__(self, mine: range) -> None:
+        self._mine = mine
+        self._done: Counter[tuple[Kind, tuple[int, int]]] = Counter()
+
+    def left(self, kind: Kind, stage_replica: tuple[int, int]) -> int:
+        """Returns how many microbatches still need this kind of op."""
+        return len(self._mine) - self._done[kind, stage_replica]
+
+    def take(self, *steps: tuple[Kind, tuple[int, int]], times: int = 1) -> Iterator[Op]:
+        """Yields the next op of each step, `times` over.
+
+        Leaves out steps without an op that can be done: a backward needs its forward, a weight gradient its input
+        gradient.
+        """
+        for _ in range(times):
+            for kind, stage_replica in steps:
+                before = {F: None, B: F, I: F, W: I}[kind]
+                most = len(self._mine) if before is None else self._done[before, stage_replica]
+                if self._done[kind, stage_replica] < most:
+                    stage, replica = stage_replica
+                    yield Op(kind, stage, self._mine[self._done[kind, stage_replica]], replica)
+                    self._done[kind, stage_replica] += 1
+
+
+# -- schedules ------------------------------------------------------------------------------------------
+
+
 def flushing(
     name: str, plan: Plan, m: int, order: Order, claims: Claims, *, kinds: tuple[Kind, ...] = (F, B)
 ) -> Schedule:
-    """Returns the schedule of an order that flushes: an update a minibatch, of all its microbatches, at every stage.
+    """Returns the schedule of an order that flushes: at each stage one update per minibatch, of all its microbatches.
 
     Args:
-        name: of the method.
-        plan: stages, replicas, depth.
         m: microbatches of a minibatch.
-        order: rank -> ops, updates among them.
-        claims: of the method.
+        order: rank -> ops, updates included.
+        claims: of the method; by default its gradients are 0 updates late, with one version of the weights of each
+            stage that a worker has.
         kinds: of op that each microbatch needs at each stage.
     """
+    stages_per_worker = sum(plan.replicas) // plan.workers
+    claims = replace(
+        claims,
+        staleness=claims.staleness or (lambda p, m, s: 0),
+        versions=claims.versions or (lambda p, m, s: stages_per_worker),
+    )
     return Schedule(
         name=name,
         plan=plan,
@@ -240,44 +303,30 @@ def flushing(
     )
 
 
-def share_out(name: str, plan: Plan, wanted: int | None, usual: int) -> int:
-    """Returns m for a flushing method: what is wanted, or the usual number, rounded up to the most replicas.
-
-    Raises:
-        ScheduleError: fewer than the replicas of some stage: each must have a part in every update, or it would
-            not know, before it waits for the others' gradients, whether there is one.
-    """
-    most = max(plan.replicas)
-    if wanted is not None and wanted < most:
-        raise ScheduleError(
-            f"schedule {name!r} with {wanted} microbatches a minibatch: a stage has {most} replicas, and each takes "
-            f"part in every update; split the minibatch into at least {most}"
-        )
-    return wanted or max(usual, most)
-
-
-def unflushed(plan: Plan, per_update: int | None = None) -> Order:
-    """Returns 1F1B without a flush at the plan's depth.
+def unflushed(name: str, plan: Plan, weights: WeightRule, claims: Claims, *, m: int | None = None) -> Schedule:
+    """Returns the schedule of 1F1B without a flush, at the plan's depth.
 
     Args:
-        plan: one seat a rank; ScheduleError otherwise.
-        per_update: microbatches in an update of every stage, over its replicas, without an update delay; None: a round of the
-            stage's replicas, with the plan's update delay.
+        m: microbatches of a minibatch, which is one update. None for a method that does not split a minibatch: an
+            update then averages one minibatch of each replica of the stage.
+
+    Raises:
+        ScheduleError: a rank has several stages.
     """
+    updates = UpdateRule(plan.replicas, mean_of_rounds=True) if m is None else UpdateRule((m,) * len(plan.stages))
+    return Schedule(
+        name=name,
+        plan=plan,
+        placement=plan.placement,
+        order=steady_1f1b(plan, m),
+        weights=weights,
+        updates=updates,
+        microbatches=m or 1,
+        claims=claims,
+    )
 
-    def ops(stage_replica: StageReplica) -> Iterator[Op]:
-        stage = stage_replica.stage
-        replicas = plan.replicas[stage]
-        steady = one_forward_one_backward(
-            stage_replica, mine=endless(stage_replica, replicas), warmup=plan.in_flight[stage] - 1
-        )
-        update_delay = plan.update_delay[stage] if per_update is None else 0
-        return with_updates(steady, replicas=replicas, per_update=per_update or replicas, update_delay=update_delay)
 
-    return one_stage_per_rank(plan.placement, ops)
-
-
-def latest(
+def latest_weights(
     plan: Plan,
     per_update: int | None = None,
     *,
@@ -286,9 +335,9 @@ def latest(
     backward_prediction: WeightPrediction | None = None,
     shares_prediction: int = 1,
 ) -> Latest:
-    """Returns the rule of the newest weights for `unflushed` of the same plan."""
+    """Returns the rule by which the passes of `steady_1f1b` read the newest weights, or predictions from them."""
     return Latest(
-        warmup=tuple(count - 1 for count in plan.in_flight),
+        warmup=warmup_forwards(plan),
         replicas=plan.replicas,
         update_delay=plan.update_delay if per_update is None else (0,) * len(plan.stages),
         per_update=plan.replicas if per_update is None else (per_update,) * len(plan.stages),
@@ -299,11 +348,24 @@ def latest(
     )
 
 
-def recomputing(plan: Plan, backward_rule: str, rules: tuple[str, ...] = ("graph", "recompute")) -> Plan:
-    """Returns the plan, all of whose stages recompute where the backward rule says so.
+# -- plans, and what a method asks of them ----------------------------------------------------------------
+
+
+def warmup_forwards(plan: Plan) -> tuple[int, ...]:
+    """Returns W_s of each stage."""
+    return tuple(count - 1 for count in plan.in_flight)
+
+
+def max_in_flight(plan: Plan) -> int:
+    """Returns the most microbatches that a stage holds in flight, over its replicas."""
+    return max(count * replicas for count, replicas in zip(plan.in_flight, plan.replicas, strict=True))
+
+
+def with_backward_rule(plan: Plan, backward_rule: str, rules: tuple[str, ...] = ("graph", "recompute")) -> Plan:
+    """Returns the plan for a backward rule: with 'recompute', all its stages recompute.
 
     Raises:
-        ValueError: the rule is none of those that the method has.
+        ValueError: the method does not have this rule.
     """
     if backward_rule not in rules:
         raise ValueError(f"its backward rule is {' or '.join(rules)}, found {backward_rule!r}")
@@ -312,13 +374,28 @@ def recomputing(plan: Plan, backward_rule: str, rules: tuple[str, ...] = ("graph
     return replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
 
 
-def admitted(plan: Plan) -> int:
-    """Returns the most microbatches that a stage holds in flight, over its replicas."""
-    return max(count * replicas for count, replicas in zip(plan.in_flight, plan.replicas, strict=True))
+def choose_microbatches(name: str, plan: Plan, wanted: int | None, default: int) -> int:
+    """Returns m for a method that splits minibatches: what is wanted, or the default, but at least the most replicas.
+
+    Raises:
+        ScheduleError: fewer are wanted than a stage has replicas. Each replica must contribute to every update, or it
+            would not know whether there is one before it waits for the others' gradients.
+    """
+    most = max(plan.replicas)
+    if wanted is not None and wanted < most:
+        raise ScheduleError(
+            f"schedule {name!r} with {wanted} microbatches a minibatch: a stage has {most} replicas, and each takes "
+            f"part in every update; split the minibatch into at least {most}"
+        )
+    return wanted or max(default, most)
 
 
-def refuse_split(name: str, microbatches: int | None) -> None:
-    """Refuses to split a minibatch. Raises ScheduleError: the method updates after every minibatch."""
+def refuse_microbatches(name: str, microbatches: int | None) -> None:
+    """Checks that no minibatch is to be split.
+
+    Raises:
+        ScheduleError: more than one microbatch is asked for; the method updates after every minibatch.
+    """
     if microbatches not in (None, 1):
         raise ScheduleError(
             f"schedule {name!r} updates after every minibatch and does not split it, but {microbatches} microbatches "
@@ -327,16 +404,21 @@ def refuse_split(name: str, microbatches: int | None) -> None:
 
 
 def refuse_update_delay(name: str, plan: Plan) -> None:
-    """Refuses a plan whose depth needs its update delay. Raises ScheduleError: the method updates once a minibatch, without."""
+    """Checks that the in-flight counts of a plan do not depend on its update delay.
+
+    Raises:
+        ScheduleError: they do; the method updates once per minibatch and has no update delay.
+    """
     if legal(plan.in_flight, plan.replicas) != plan.in_flight:
         raise ScheduleError(
-            f"schedule {name!r} at in-flight counts {plan.in_flight}: they need the update delay {plan.update_delay} of the plan, "
-            "but this method updates once a minibatch and does not update delay; plan without an update delay"
+            f"schedule {name!r} at in-flight counts {plan.in_flight}: they need the plan's update delay "
+            f"{plan.update_delay}, but this method updates once per minibatch, without a delay; plan without an update "
+            "delay"
         )
 
 
-def check_handing(name: str, plan: Plan, m: int) -> None:
-    """Checks that the replicas of the input stage, of which one reads minibatches for all, cannot wait in a circle.
+def check_input_replicas(name: str, plan: Plan, m: int) -> None:
+    """Checks that the replicas of the input stage, one of which reads minibatches for all, do not deadlock.
 
     Raises:
         ScheduleError: replica 0 would have to admit a minibatch before its turn.
@@ -348,8 +430,3 @@ def check_handing(name: str, plan: Plan, m: int) -> None:
             f"warm-up forwards, so it needs at least {wait * replicas}; split the minibatch further, or take a smaller "
             "depth"
         )
-
-
-def endless(stage_replica: StageReplica, replicas: int) -> range:
-    """Returns all microbatches of a seat (2 to the 62nd: more than any run has)."""
-    return range(stage_replica.replica, 2**62, replicas)

@@ -14,7 +14,7 @@ clock; that it neither deadlocks nor runs a pass before what it needs, to the pr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -101,14 +101,9 @@ def from_torch_csv(text: str, *, name: str = "torch_csv", plan: Plan | None = No
     except ScheduleError as error:
         raise ScheduleError(f"schedule {name!r}: {error}") from None
     splits = any(action.word == "I" for row in rows for action in row)
-    return flushing(
-        name,
-        plan,
-        m,
-        _Repeated(tuple(tuple(_ops(row, splits)) for row in rows), m),
-        Claims(assumption="none: it was read from a file"),
-        kinds=SPLIT if splits else (F, B),
-    )
+    order = _Repeated(tuple(tuple(_ops(row, splits)) for row in rows), m)
+    found = flushing(name, plan, m, order, Claims(), kinds=SPLIT if splits else (F, B))
+    return replace(found, claims=Claims(assumption="none: it was read from a file"))
 
 
 def to_torch_csv(schedule: Schedule | Program) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.schedules.idioms import admitted
+from pipedream.schedules.idioms import max_in_flight
 from pipedream.schedules.pytorch_csv import is_torch_csv, load_torch_csv
 from pipedream.schedules.registry import build, check_chunks, layout_of
 
@@ -165,5 +165,5 @@ def _keeps_minibatches(schedule: Schedule) -> bool:
 def _default_length(schedule: Schedule, usual: int) -> int:
     if schedule.flushes:
         return 1
-    m, held = schedule.microbatches, admitted(schedule.plan)
+    m, held = schedule.microbatches, max_in_flight(schedule.plan)
     return max(-(-usual // m), -(-held // m) + 1)

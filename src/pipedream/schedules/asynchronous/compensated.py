@@ -1,12 +1,11 @@
-"""Published methods that are another method's order and weights, with a compensation of delay.
+"""Published methods that are another method's order and weights plus a compensation of delay.
 
-Their grids, versions and staleness are those of the method that they stand on; what they change is an update
-(`core.schedule.compensation`). Any other pair is asked for as ``schedule=..., compensation=...``.
+Their grids, versions and staleness are those of the method that they are based on; they differ in the update
+(`core.schedule.compensation`). Any other pair can be asked for as ``schedule=..., compensation=...``.
 """
 
 from __future__ import annotations
 
-from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import (
     ErrorFeedback,
     GapAware,
@@ -14,27 +13,24 @@ from pipedream.core.schedule.compensation import (
     Nesterov,
     SpikeCompensation,
 )
-from pipedream.core.schedule.prediction import VELOCITY
-from pipedream.core.schedule.properties import MethodProperties
-from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules.asynchronous.pb_lwp import predicting
-from pipedream.schedules.asynchronous.pipedream import stashing
+from pipedream.schedules.asynchronous.pipedream import STASHING, stashing
 from pipedream.schedules.asynchronous.two_bw import double_buffered
-from pipedream.schedules.method import Method
+from pipedream.schedules.kit import VELOCITY, Method, MethodProperties, Plan, Schedule
 
 __all__ = ["METHODS", "ftpipe_ga", "ftpipe_msnag", "nesterov_async", "one_step_ef", "pb_lwp_sc", "pipedream_lr"]
 
 RESCHEDULED_FOR = 7_000
-"""K of `pipedream_lr`, in updates: 7 times 1,000 in the code that came with Nesterov-async."""
+"""K of `pipedream_lr`, in updates: 7 times 1,000 in the code released with Nesterov-async."""
 
 
 def nesterov_async(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns PipeDream with asynchronous Nesterov momentum, for SGD.
 
-    Ajanthan et al., Nesterov Method for Asynchronous Pipeline Parallel Optimization, ICML 2025. The paper's runs are
-    another optimizer on plain ``pipedream``, and need nothing of this library: ``partial(torch.optim.NAdam, lr=3e-4,
-    betas=(0.99, 0.999), weight_decay=0.01, decoupled_weight_decay=True)``; long momentum is what makes late gradients
-    useful there.
+    Ajanthan et al., Nesterov Method for Asynchronous Pipeline Parallel Optimization, ICML 2025. The paper's runs use
+    another optimizer on plain ``pipedream`` and need nothing from this library: ``partial(torch.optim.NAdam, lr=3e-4,
+    betas=(0.99, 0.999), weight_decay=0.01, decoupled_weight_decay=True)``; long momentum makes late gradients useful
+    there.
     """
     return stashing("nesterov_async", plan, microbatches).compensated(Nesterov())
 
@@ -59,8 +55,8 @@ def ftpipe_ga(plan: Plan, microbatches: int | None = None) -> Schedule:
 def pipedream_lr(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns PipeDream with PipeMare's rescheduled learning rate T1, for any optimizer.
 
-    Yang et al., PipeMare, MLSys 2021; by this name in later comparisons. K is 7,000 updates; another one is asked for
-    as ``compensation="t1:K"``.
+    Yang et al., PipeMare, MLSys 2021; later comparisons use this name. K is 7,000 updates; another K can be given as
+    ``compensation="t1:K"``.
     """
     return stashing("pipedream_lr", plan, microbatches).compensated(LearningRateRescheduling(RESCHEDULED_FOR))
 
@@ -83,9 +79,9 @@ def pb_lwp_sc(
 ) -> Schedule:
     """Returns pipelined backpropagation with linear weight prediction and spike compensation, for SGD.
 
-    Kosson et al., Pipelined Backpropagation at Scale, MLSys 2021, section 3.3: LWP^v_D + SC_D, the best of the paper's.
-    Where the prediction is kept for the backward the two are one and the same; here the backward reads the weights that
-    there are, and what it says too late is made up for at once. Its options are those of `pb_lwp`.
+    Kosson et al., Pipelined Backpropagation at Scale, MLSys 2021, section 3.3: LWP^v_D + SC_D, the paper's best. If the
+    prediction were kept for the backward, the two would be equivalent; here the backward reads the newest weights, and
+    what its gradient contributes too late is made up for at once. The options are those of `pb_lwp`.
     """
     return predicting("pb_lwp_sc", plan, microbatches, by, scale, backward_rule).compensated(SpikeCompensation())
 
@@ -95,23 +91,23 @@ METHODS = (
         nesterov_async,
         since=2025,
         compensates=True,
-        properties=MethodProperties(flushes=False, splits_minibatch=False, uses_depth=True, delays_updates=True),
+        properties=STASHING,
         choose="With SGD and PipeDream's stages of different delay, when only the momentum may be changed: it looks "
-        "one update ahead at every stage, and costs no memory. Give the paper's rate times 1 - m. With Adam, "
-        "plain `pipedream` and NAdam with a long momentum, which is what the paper ran.",
+        "one update ahead at every stage and costs no memory. Give the paper's rate times 1 - m. With Adam, "
+        "plain `pipedream` and NAdam with a long momentum, as in the paper's runs.",
     ),
     Method(
         ftpipe_msnag,
         since=2021,
         compensates=True,
-        properties=MethodProperties(flushes=False, splits_minibatch=False, uses_depth=True, delays_updates=True),
+        properties=STASHING,
         choose="With SGD with momentum: each stage looks ahead by its own delay, at no cost in memory.",
     ),
     Method(
         ftpipe_ga,
         since=2021,
         compensates=True,
-        properties=MethodProperties(flushes=False, splits_minibatch=False, uses_depth=True, delays_updates=True),
+        properties=STASHING,
         choose="When weights move by very different amounts within the delay: the gradients of those that moved far "
         "count less. One more tensor for each weight, the moving average of squared steps.",
     ),
@@ -119,7 +115,7 @@ METHODS = (
         pipedream_lr,
         since=2025,
         compensates=True,
-        properties=MethodProperties(flushes=False, splits_minibatch=False, uses_depth=True, delays_updates=True),
+        properties=STASHING,
         choose="When a run diverges in its first phase at the rate that is right for one worker: late stages begin "
         "at a share of it. K is about the length of the warm-up or of the first decay.",
     ),
@@ -128,7 +124,7 @@ METHODS = (
         since=2026,
         compensates=True,
         properties=MethodProperties(flushes=False, uses_depth=True),
-        choose="With AdamW or Muon on the two weight sets of 2BW: it gives back most of what one update of delay "
+        choose="With AdamW or Muon on the two weight sets of 2BW: it recovers most of what one update of delay "
         "costs. One more tensor for each weight, the last update.",
     ),
     Method(
@@ -137,6 +133,6 @@ METHODS = (
         compensates=True,
         properties=MethodProperties(flushes=False, splits_minibatch=False, reads_stored_weights=False),
         choose="With pipelined_backprop and SGD with momentum: its paper's best. The prediction helps the forward, "
-        "the spike the late gradient.",
+        "the spike compensation the late gradient.",
     ),
 )

@@ -1,67 +1,59 @@
-"""PACI: PipeDream's order with an update every m microbatches, and one set of weights, written in place.
+"""PACI: PipeDream's order with an update every m microbatches, and one set of weights, updated in place.
 
 2026 (arXiv 2606.07881). No flush and no stash: the forward reads the newest weights, the backward goes through the old
-activations at the newest (the rule 'graph'). Stage s is (p-1-s)/m updates late in the mean, ceil((p-1-s)/m) at most.
+activations with the newest (the rule 'graph'). Stage s is (p-1-s)/m updates late on average, at most ceil((p-1-s)/m).
 
     rank 0 | F0  F1  .   B0  F2  B1' F3  B2  F4  B3'
     rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4
 
-As ``paci[backward_rule=stash]`` it is PipeDream with accumulation, the macrobatch of the original's code and
-``step_every`` of FTPipe (Eliad et al., ATC 2021): a backward reads what its forward has read. It is as late, its
-gradients are true ones, and stage s keeps ceil((p-1-s)/m) + 1 sets of weights.
+With ``backward_rule=stash`` it is PipeDream with accumulation, the macrobatch of the original's code and ``step_every``
+of FTPipe (Eliad et al., ATC 2021): a backward reads what its forward read. It is as late, its gradients are true ones,
+and stage s keeps ceil((p-1-s)/m) + 1 sets of weights.
 """
 
 from __future__ import annotations
 
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.properties import MethodProperties
-from pipedream.core.schedule.schedule import Claims, Schedule
-from pipedream.core.schedule.update import UpdateRule
-from pipedream.core.schedule.weights import BACKWARD_RULES
-from pipedream.schedules.idioms import (
-    admitted,
-    check_handing,
-    latest,
-    recomputing,
+from pipedream.schedules.kit import (
+    BACKWARD_RULES,
+    Claims,
+    Method,
+    MethodProperties,
+    Picture,
+    Plan,
+    Schedule,
+    check_input_replicas,
+    choose_microbatches,
+    latest_weights,
+    max_in_flight,
     refuse_update_delay,
-    share_out,
     unflushed,
+    with_backward_rule,
 )
-from pipedream.schedules.method import Method, Picture
 
 __all__ = ["METHODS", "paci"]
 
 
 def paci(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
-    """Returns PACI; as many microbatches as the input stage holds in flight unless asked: one update late at most.
+    """Returns PACI, at the plan's depth.
 
     Args:
-        plan: of any depth.
-        microbatches: m, in an update.
-        backward_rule: 'graph', 'recompute', or 'stash'.
+        microbatches: in an update; by default as many as the input stage holds in flight, so at most one update late.
+        backward_rule: see `idioms`; also 'stash'.
 
     Raises:
-        ScheduleError: too few microbatches for a stage's replicas, or a depth that needs the plan's update delay.
-        ValueError: an option that is none.
+        ScheduleError: too few microbatches for a stage's replicas, or in-flight counts that need an update delay.
+        ValueError: unknown backward rule.
     """
     refuse_update_delay("paci", plan)
-    plan = recomputing(plan, backward_rule, BACKWARD_RULES)
-    m = share_out("paci", plan, microbatches, admitted(plan))
-    check_handing("paci", plan, m)
-    return Schedule(
-        name="paci",
-        plan=plan,
-        placement=plan.placement,
-        order=unflushed(plan, m),
-        weights=latest(plan, m, backward_rule=backward_rule),
-        updates=UpdateRule((m,) * len(plan.stages)),
-        microbatches=m,
-        claims=Claims(
-            in_flight=lambda p, total, s: min(p - s, total),
-            staleness=lambda p, total, s: -(-(p - 1 - s) // m),
-            versions=lambda p, total, s: -(-(p - 1 - s) // m) + 1 if backward_rule == "stash" else 1,
-        ),
+    plan = with_backward_rule(plan, backward_rule, BACKWARD_RULES)
+    m = choose_microbatches("paci", plan, microbatches, max_in_flight(plan))
+    check_input_replicas("paci", plan, m)
+    claims = Claims(
+        in_flight=lambda p, total, s: min(p - s, total),
+        staleness=lambda p, total, s: -(-(p - 1 - s) // m),
+        versions=lambda p, total, s: -(-(p - 1 - s) // m) + 1 if backward_rule == "stash" else 1,
     )
+    return unflushed("paci", plan, latest_weights(plan, m, backward_rule=backward_rule), claims, m=m)
 
 
 METHODS = (
@@ -72,6 +64,6 @@ METHODS = (
         picture=Picture("PACI: each op reads the newest version (v); m = 4", 4, 12),
         choose="When the weights are large and a little delay does no harm: no bubble, one set of weights, and, with "
         "m >= p - 1 microbatches, a staleness of one update at most. `paci[backward_rule=stash]`, PipeDream with "
-        "accumulation, keeps sets of weights for true gradients: two at most where m >= p - 1, one at the last stage.",
+        "accumulation, keeps sets of weights for true gradients: at most two where m >= p - 1, one at the last stage.",
     ),
 )

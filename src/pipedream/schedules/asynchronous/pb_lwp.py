@@ -1,8 +1,8 @@
 """Pipelined backpropagation with linear weight prediction: the forward reads weights D updates ahead.
 
 Kosson et al., MLSys 2021, section 3.2: w(t) - lr T v(t) by the velocity, or w(t) + T (w(t) - w(t-1)) by the last
-difference, with T = D, the stage's delay 2(p-1-s). The backward reads the weights that there are. (The paper's best
-results add spike compensation, which is a matter of the update.)
+difference, with T = D, the stage's delay 2(p-1-s). The backward reads the newest weights. (The paper's best results add
+spike compensation of the update: `pb_lwp_sc`.)
 
     rank 0 | F0  F1  F2  B0' F3  B1' F4  B2' F5  B3'
     rank 1 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4
@@ -12,14 +12,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.prediction import VELOCITY, WeightPrediction
-from pipedream.core.schedule.properties import MethodProperties
-from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules.asynchronous.pipelined_backprop import one_set
-from pipedream.schedules.idioms import latest
-from pipedream.schedules.method import Method, Picture
+from pipedream.schedules.kit import (
+    VELOCITY,
+    Method,
+    MethodProperties,
+    Picture,
+    Plan,
+    Schedule,
+    ScheduleError,
+    WeightPrediction,
+    latest_weights,
+)
 
 __all__ = ["METHODS", "pb_lwp", "predicting"]
 
@@ -32,33 +36,27 @@ def pb_lwp(
     scale: float = 1.0,
     backward_rule: str = "graph",
 ) -> Schedule:
-    """Returns pipelined backpropagation whose forwards are predicted.
+    """Returns pipelined backpropagation whose forwards read predicted weights.
 
     Args:
         plan: see `pipelined_backprop`.
-        microbatches: None or 1.
-        by: 'velocity' (SGD with momentum, Adam, AdamW) or 'difference' (any optimizer).
+        by, backward_rule: see `idioms`.
         scale: horizon over delay, at least 0; the paper also studies 2.
-        backward_rule: 'graph', or 'recompute'.
 
     Raises:
-        ScheduleError: a minibatch is to be split, or the prediction would go back.
-        ValueError: an option that is none.
+        ScheduleError: more than one microbatch is asked for, or the scale is negative.
+        ValueError: unknown option value.
     """
     return predicting("pb_lwp", plan, microbatches, by, scale, backward_rule)
 
 
 def predicting(name: str, plan: Plan, microbatches: int | None, by: str, scale: float, backward_rule: str) -> Schedule:
-    """Returns pipelined backpropagation whose forwards are predicted, or a method of these weights, by its name.
-
-    Raises:
-        ScheduleError, ValueError: see `pb_lwp`.
-    """
+    """Returns pipelined backpropagation with predicted weights, under the name of a method that is based on it."""
     if not scale >= 0:
-        raise ScheduleError(f"schedule {name!r} predicts weights that are to come; give a scale from 0 on, not {scale}")
+        raise ScheduleError(f"schedule {name!r} predicts future weights; give a scale of at least 0, not {scale}")
     bare = one_set(name, plan, microbatches, backward_rule)
     horizons = tuple(scale * bare.weights.staleness(stage) for stage in range(len(plan.stages)))
-    weights = latest(bare.plan, backward_rule=backward_rule, forward_prediction=WeightPrediction(by, horizons))
+    weights = latest_weights(bare.plan, backward_rule=backward_rule, forward_prediction=WeightPrediction(by, horizons))
     return replace(bare, weights=weights)
 
 

@@ -1,21 +1,21 @@
 """TiMePReSt: nF1B, all forwards of a minibatch and the backward of another in turn, backwards at the newest weights.
 
 2024 (arXiv 2410.14312; Future Generation Computer Systems, 2026), sections 3.1 and 3.2. A minibatch has m microbatches;
-a stage goes back through a whole one as soon as it can, and admits at most p - s. With a slot for a forward and for a
-minibatch's backward these are 2(p-1-s) forwards of warm-up beside the minibatch's own m (p-1-s, if m = 1). Here the
-backwards of a minibatch's microbatches follow each other in the place of one backward of their mean loss: the gradient
-is the same. The paper has a worker a stage; where stages have replicas, each takes its part of the warm-up.
+a stage runs the backward of a whole one as soon as it can, and admits at most p - s. With a slot for a forward and for
+a minibatch's backward these are 2(p-1-s) warm-up forwards besides the minibatch's own m (p-1-s, if m = 1). Here the
+backwards of a minibatch's microbatches follow each other, in place of one backward of their mean loss: the gradient is
+the same. The paper has one worker per stage; if stages have replicas, each takes its part of the warm-up.
 
 `timeprest` keeps vertical sync and drops the horizontal stash: the version that a microbatch meets at the input stage
 is its tag, which each stage's forward reads (microbatches of one minibatch may have different ones); a backward reads
-the newest weights of its stage. ceil(2(p-1)/m) updates lie between the two, at every stage, whatever m: the activations
+the newest weights of its stage. ceil(2(p-1)/m) updates lie between the two, at every stage, for any m: the activations
 stay old. `v_timeprest`, 2025 (arXiv 2509.23241), has neither a stash nor a tag: ceil(2(p-1-s)/m) updates.
 
-By the paper, v = floor((p+m-2)/m) minibatches lie between a backward and the one whose weights it reads, all stages
-alike. In its own order that is floor((p-1)/(m+1)) + 1, to the newest minibatch of which every stage has made its
-update; both are 1 for p <= m + 1, and up to eight workers they differ at (p, m) = (6, 2), (8, 2) and (8, 3). A backward
-reads here what is newest at its own stage, which is made of the minibatch before: the paper's own reading where v = 1,
-as in its experiments.
+According to the paper, v = floor((p+m-2)/m) minibatches lie between a backward and the one whose weights it reads, at
+all stages alike. In its own order that is floor((p-1)/(m+1)) + 1, to the newest minibatch of which every stage has made
+its update; both are 1 for p <= m + 1, and up to eight workers they differ at (p, m) = (6, 2), (8, 2) and (8, 3). Here a
+backward reads what is newest at its own stage, which the minibatch before has made: the paper's own reading where
+v = 1, as in its experiments.
 
     rank 0 | F0  F1  F2  F3  B0  B1' F4  F5  B2  B3'
     rank 1 | .   F0  F1  B0  B1' F2  F3  B2  B3' F4
@@ -27,37 +27,41 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 
-from pipedream.core.plan.placement import StageReplica
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.op import Op
-from pipedream.core.schedule.properties import MethodProperties
-from pipedream.core.schedule.schedule import Claims, Schedule
-from pipedream.core.schedule.update import UpdateRule
-from pipedream.core.schedule.weights import Latest, Stamped, WeightRule
-from pipedream.schedules.idioms import (
+from pipedream.core.schedule.weights import Stamped
+from pipedream.schedules.kit import (
+    Claims,
+    Latest,
+    Method,
+    MethodProperties,
+    Op,
+    Picture,
+    Plan,
+    Schedule,
+    StageReplica,
+    UpdateRule,
+    WeightRule,
+    all_microbatches,
     backward,
-    endless,
+    choose_microbatches,
     forward,
     one_stage_per_rank,
-    recomputing,
-    share_out,
     update,
+    with_backward_rule,
 )
-from pipedream.schedules.method import Method, Picture
 
 __all__ = ["METHODS", "nf1b", "timeprest", "v_timeprest"]
 
 
 def timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
-    """Returns TiMePReSt; 3 microbatches a minibatch, as in its paper, unless asked.
+    """Returns TiMePReSt; by default 3 microbatches per minibatch, as in its paper.
 
     Args:
-        plan: of stages; this order has a depth of its own.
-        microbatches: m, of a minibatch.
-        backward_rule: 'graph', or 'recompute'.
+        plan: its in-flight counts are replaced; this order has a depth of its own.
+        backward_rule: see `idioms`.
 
     Raises:
         ScheduleError: fewer microbatches than a stage has replicas.
+        ValueError: unknown backward rule.
     """
     return nf1b(
         "timeprest",
@@ -71,15 +75,9 @@ def timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str
 
 
 def v_timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
-    """Returns V-TiMePReSt; 3 microbatches a minibatch, as in its paper, unless asked.
+    """Returns V-TiMePReSt; by default 3 microbatches per minibatch, as in its paper.
 
-    Args:
-        plan: of stages; this order has a depth of its own.
-        microbatches: m, of a minibatch.
-        backward_rule: 'graph', or 'recompute'.
-
-    Raises:
-        ScheduleError: fewer microbatches than a stage has replicas.
+    Args, Raises: see `timeprest`.
     """
 
     def rule(waits: tuple[int, ...], replicas: tuple[int, ...], m: int) -> Latest:
@@ -101,31 +99,26 @@ def nf1b(
     """Returns a method of the order nF1B.
 
     Args:
-        name: of the method.
-        plan: of stages.
-        microbatches: of a minibatch; None for 3, or the replicas of a stage where they are more.
-        backward_rule: of the method.
-        rule: (warm-up forwards of each stage's replicas, replicas, m) -> its weight rule.
-        staleness, versions: (p, s, m) -> claimed, for a straight pipeline.
+        microbatches: of a minibatch; None for 3, or the most replicas of a stage if they are more.
+        rule: (warm-up forwards of each stage's replicas, replicas, m) -> weight rule.
+        staleness, versions: (p, s, m) -> the claims for a straight pipeline.
 
     Raises:
         ScheduleError: fewer microbatches than a stage has replicas.
     """
-    m = share_out(name, plan, microbatches, 3)
+    m = choose_microbatches(name, plan, microbatches, 3)
     waits = _warmup(plan, m)
     depth = tuple(wait - (-m // count) for wait, count in zip(waits, plan.replicas, strict=True))
     update_delay = (0,) * len(plan.stages)
-    plan = recomputing(
-        plan
-        if (plan.in_flight, plan.update_delay) == (depth, update_delay)
-        else replace(plan, in_flight=depth, update_delay=update_delay, depth_mode="hand"),
-        backward_rule,
-    )
+    if (plan.in_flight, plan.update_delay) != (depth, update_delay):
+        plan = replace(plan, in_flight=depth, update_delay=update_delay, depth_mode="hand")
+    plan = with_backward_rule(plan, backward_rule)
 
     def ops(stage_replica: StageReplica) -> Iterator[Op]:
         stage, replicas = stage_replica.stage, plan.replicas[stage_replica.stage]
         ahead = waits[stage] * replicas
-        forwards, backwards = iter(endless(stage_replica, replicas)), iter(endless(stage_replica, replicas))
+        forwards = iter(all_microbatches(stage_replica, replicas))
+        backwards = iter(all_microbatches(stage_replica, replicas))
         k, back = next(forwards), next(backwards)
         for number in count():
             while k < ahead + (number + 1) * m:
@@ -153,22 +146,22 @@ def nf1b(
 
 
 def _warmup(plan: Plan, m: int) -> tuple[int, ...]:
-    """Returns the forwards of warm-up of a replica of each stage: its part of min(2, m) (p - 1 - s), rounded up.
+    """Returns the warm-up forwards of a replica of each stage: its part of min(2, m) (p - 1 - s), rounded up.
 
-    No stage has fewer than the one behind it, or that one would wait for a forward that waits for its backward; nor is
-    less in flight at it, as in any plan. At the input stage replica 0 reads minibatches for all, so its first
-    microbatch of each must not stand behind a backward that the others' are in front of: of a minibatch that a backward
-    divides, each replica has one in front.
+    No stage has fewer than the next one, or that one would wait for a forward that waits for its backward; nor does it
+    hold fewer in flight, as in any plan. At the input stage replica 0 reads minibatches for all replicas, so its first
+    microbatch of a minibatch must not come after a backward that the others' first microbatches come before: if a
+    backward falls between the forwards of a minibatch, each replica has at least one of them before it.
     """
     waits: list[int] = []
-    behind = held = 0
+    later = held = 0
     for s, replicas in reversed([*enumerate(plan.replicas)]):
         share = -(-m // replicas)
-        wait = max(-(-max(min(2, m) * (len(plan.stages) - 1 - s), behind) // replicas), 1 - share - (-held // replicas))
+        wait = max(-(-max(min(2, m) * (len(plan.stages) - 1 - s), later) // replicas), 1 - share - (-held // replicas))
         while s == 0 and 0 < wait * replicas % m < replicas:
             wait += 1
         waits.insert(0, wait)
-        behind, held = wait * replicas, (wait + share - 1) * replicas
+        later, held = wait * replicas, (wait + share - 1) * replicas
     return tuple(waits)
 
 

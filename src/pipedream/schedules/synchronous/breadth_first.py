@@ -1,8 +1,8 @@
 """Breadth-first: each worker has v stages, p stages apart, and takes all microbatches through one before the next.
 
 Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023, section 4.1: the bubble of interleaved 1F1B,
-(p - 1)/(vm + p - 1), for any m >= p, with the activations of GPipe; a stage's microbatches follow each other, so that
-its messages, and under replicas its sums, have the longest time. The digits are stage and microbatch; rank 0 has
+(p - 1)/(vm + p - 1), for any m >= p, with the activations of GPipe. A stage's microbatches follow each other, so its
+messages (and, with replicas, its all-reduces) have the longest time. The digits are stage and microbatch; rank 0 has
 stages 0 and 2.
 
     rank 0 | 0F0  0F1  2F0  2F1  .    .    2B0  2B1' 0B0  0B1'
@@ -13,26 +13,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.op import Op
-from pipedream.core.schedule.properties import MethodProperties
-from pipedream.core.schedule.schedule import Claims, Schedule
-from pipedream.schedules.idioms import backward, flushing, forward, minibatch_by_minibatch
-from pipedream.schedules.layouts import looped
-from pipedream.schedules.method import Method, Picture
+from pipedream.schedules.kit import (
+    Claims,
+    Method,
+    MethodProperties,
+    Op,
+    Picture,
+    Plan,
+    Schedule,
+    backward,
+    flushing,
+    forward,
+    looped,
+    minibatch_by_minibatch,
+)
 
 __all__ = ["METHODS", "breadth_first"]
 
 
 def breadth_first(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns the breadth-first order with a flush; 4 microbatches a worker unless asked.
+    """Returns the breadth-first order with a flush; by default 4 microbatches per worker.
 
     Args:
-        plan: of v p stages on p workers, laid out `looped`.
-        microbatches: m; below p a stage waits for the last worker before it goes round again.
+        plan: v p stages on p workers, laid out `looped`.
+        microbatches: with fewer than p, a worker waits for the last one before each further lap.
 
     Raises:
-        ScheduleError: the plan is laid out otherwise.
+        ScheduleError: the plan is laid out differently.
     """
     p, chunks = plan.workers, looped.check("breadth_first", plan)
     m = microbatches or 4 * p
@@ -43,20 +50,12 @@ def breadth_first(plan: Plan, microbatches: int | None = None) -> Schedule:
         for lap in reversed(range(chunks)):
             yield from (backward((rank + p * lap, 0), k) for k in mine)
 
-    return flushing(
-        "breadth_first",
-        plan,
-        m,
-        minibatch_by_minibatch(m, ops),
-        Claims(
-            assumption="p workers with v equal stages each, messages cost nothing",
-            # Below p a worker waits for the last one before each further lap.
-            bubble=lambda p, m: 1 - chunks * m / ((chunks - 1) * max(m, p) + m + p - 1),
-            in_flight=lambda p, m, s: chunks * m,
-            staleness=lambda p, m, s: 0,
-            versions=lambda p, m, s: chunks,
-        ),
+    claims = Claims(
+        assumption="p workers with v equal stages each, messages cost nothing",
+        bubble=lambda p, m: 1 - chunks * m / ((chunks - 1) * max(m, p) + m + p - 1),
+        in_flight=lambda p, m, s: chunks * m,
     )
+    return flushing("breadth_first", plan, m, minibatch_by_minibatch(m, ops), claims)
 
 
 METHODS = (
@@ -67,8 +66,7 @@ METHODS = (
         layout=looped,
         properties=MethodProperties(replicates_stages=False),
         picture=Picture("Breadth-first: two stages (s) a worker, m = 4", 4, 8),
-        choose="Where messages are slow beside the compute of a microbatch, and memory is plentiful: the bubble of "
-        "interleaved_1f1b, but a stage's microbatches follow each other, so that a message has the longest "
-        "time.",
+        choose="Where messages are slow compared with a microbatch's compute and memory is plentiful: the bubble of "
+        "interleaved_1f1b, but a stage's microbatches follow each other, so that a message has the longest time.",
     ),
 )

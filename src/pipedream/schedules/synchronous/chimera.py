@@ -1,8 +1,8 @@
 """Chimera: two pipelines in opposite directions, each with half of the microbatches, in each other's bubbles.
 
-Li and Hoefler, Chimera, SC 2021, section 3. Worker w holds stage w of the pipeline down and stage p - 1 - w of the one
-up: each stage has two holders, which add up their gradients. A minibatch of more than p microbatches is a row of units
-of p, each of whose first forwards stand in the last bubbles of the one before (section 3.5, direct concatenation):
+Li and Hoefler, Chimera, SC 2021, section 3. Worker w has stage w of the pipeline down and stage p - 1 - w of the
+pipeline up: each stage has two holders, which add up their gradients. A minibatch of more than p microbatches is a row
+of units of p, each of whose first forwards use the last bubbles of the unit before (section 3.5, direct concatenation):
 p - 2 idle slots in all, against 2(p - 1) of 1F1B. The digits are stage and microbatch; even microbatches go down.
 
     rank 0 | 0F0  1F1  1B1  0B0'
@@ -17,27 +17,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.op import Op
-from pipedream.core.schedule.properties import MethodProperties
-from pipedream.core.schedule.schedule import Claims, Order, Schedule
-from pipedream.schedules.idioms import backward, flushing, forward, update
-from pipedream.schedules.layouts import mirrored
-from pipedream.schedules.method import Method, Picture
+from pipedream.schedules.kit import (
+    Claims,
+    Method,
+    MethodProperties,
+    Op,
+    Order,
+    Picture,
+    Plan,
+    Schedule,
+    ScheduleError,
+    backward,
+    flushing,
+    forward,
+    mirrored,
+    update,
+)
 
-__all__ = ["METHODS", "both_ways", "chimera"]
+__all__ = ["METHODS", "both_directions", "chimera"]
 
 
 def chimera(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns Chimera with one pair of pipelines; as many microbatches as workers unless asked.
+    """Returns Chimera with one pair of pipelines; by default as many microbatches as workers.
 
     Args:
-        plan: of p stages with two replicas each, laid out `mirrored`, p even.
-        microbatches: m, a multiple of p.
+        plan: p stages with two replicas each, laid out `mirrored`, p even.
+        microbatches: a multiple of p.
 
     Raises:
-        ScheduleError: the plan is laid out otherwise, or another number of microbatches.
+        ScheduleError: the plan is laid out differently, or the number of microbatches is no multiple of p.
     """
     mirrored.check("chimera", plan)
     p = plan.workers
@@ -49,7 +57,7 @@ def chimera(plan: Plan, microbatches: int | None = None) -> Schedule:
         )
 
     def unit(rank: int, first: int) -> list[tuple[int, Op]]:
-        """The ops of p microbatches, each behind the slot in which it starts, a forward being as long as a backward."""
+        """The ops of p microbatches with the slots in which they start, a forward being as long as a backward."""
         found = []
         for up, stage in enumerate((rank, p - 1 - rank)):
             stage_replica = (stage, up)
@@ -66,31 +74,22 @@ def chimera(plan: Plan, microbatches: int | None = None) -> Schedule:
             slots = [(2 * p * u + slot, op) for u in range(m // p) for slot, op in unit(rank, number * m + u * p)]
             yield from (op for _, op in sorted(slots))
 
-    return both_ways(
-        "chimera",
-        plan,
-        m,
-        order,
-        Claims(
-            assumption="p equal stages, two holders each, backward as long as forward, messages and sums cost nothing",
-            ratio=1.0,
-            bubble=lambda p, m: (p - 2) / (2 * m + p - 2),
-            in_flight=lambda p, m, s: p // 2 + min(s, p - 1 - s) + 1,
-            staleness=lambda p, m, s: 0,
-            versions=lambda p, m, s: 2,
-        ),
+    claims = Claims(
+        assumption="p equal stages, two holders each, backward as long as forward, messages and sums cost nothing",
+        ratio=1.0,
+        bubble=lambda p, m: (p - 2) / (2 * m + p - 2),
+        in_flight=lambda p, m, s: p // 2 + min(s, p - 1 - s) + 1,
     )
+    return both_directions("chimera", plan, m, order, claims)
 
 
-def both_ways(name: str, plan: Plan, m: int, order: Order, claims: Claims) -> Schedule:
-    """Returns the schedule of an order of two pipelines in opposite directions, with the updates of both holders.
+def both_directions(name: str, plan: Plan, m: int, order: Order, claims: Claims) -> Schedule:
+    """Returns the schedule of two pipelines in opposite directions, with the updates of both holders of each stage.
 
     Args:
-        name: of the method.
         plan: laid out `mirrored`.
         m: microbatches of a minibatch.
         order: rank -> its forwards and backwards, minibatch after minibatch.
-        claims: of the method.
     """
 
     def with_updates(rank: int) -> Iterator[Op]:
@@ -102,8 +101,8 @@ def both_ways(name: str, plan: Plan, m: int, order: Order, claims: Claims) -> Sc
             left -= 1
             if not left:
                 number, left = number + 1, 2 * m
-                # Behind all backwards, so that the sum of the stage that is done first has the time of the other's;
-                # both holders in the same order.
+                # After all backwards, so that the sum of the stage that is done first can overlap with the other
+                # stage; on both holders in the same order.
                 for stage in sorted((rank, p - 1 - rank), reverse=True):
                     yield update((stage, int(stage != rank)), number)
 
@@ -117,8 +116,8 @@ METHODS = (
         layout=mirrored,
         properties=MethodProperties(replicates_stages=False),
         picture=Picture("Chimera: one pipeline down, one up; s is the stage; m = 4", 4, 8),
-        choose="When a minibatch has few microbatches, about as many as workers, and the weights are small beside "
-        "the activations: about half of 1f1b's bubble, for two sets of weights a worker and a sum over two "
+        choose="When a minibatch has few microbatches, about as many as workers, and the weights are small compared "
+        "with the activations: about half of 1f1b's bubble, for two sets of weights per worker and a sum over two "
         "holders at each update. The number of workers must be even.",
     ),
 )

@@ -1,9 +1,9 @@
 """Chimera with forward doubling: two forwards are as long as one backward, so that no bubble is left in between.
 
-Li and Hoefler, Chimera, SC 2021, section 3.5. Where a backward takes twice as long as a forward, units of `chimera`
-leave bubbles between them. Here a slot is two forwards or one backward, and p - 2 slots are idle in all however many
-microbatches there are, for twice the activations. Backward halving is the same order over microbatches of half the
-size. A worker takes in each slot a backward, if one can begin, else two forwards. The digits are stage and microbatch.
+Li and Hoefler, Chimera, SC 2021, section 3.5. If a backward takes twice as long as a forward, units of `chimera` leave
+bubbles between them. Here a slot is two forwards or one backward, and only p - 2 slots are idle in all, for any number
+of microbatches, at twice the activations. Backward halving is the same order over microbatches of half the size. In
+each slot a worker takes a backward, if one can start, else two forwards. The digits are stage and microbatch.
 
     rank 0 | 0F0  0F2  1F1  1F3  1B1  1B3  0B0  0B2'
     rank 1 | 0F1  0F3  1F0  1F2  1B0  1B2  0B1  0B3'
@@ -14,28 +14,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.op import Op
-from pipedream.core.schedule.properties import MethodProperties
-from pipedream.core.schedule.schedule import Claims, Schedule
-from pipedream.schedules.idioms import backward, forward
-from pipedream.schedules.layouts import mirrored
-from pipedream.schedules.method import Method, Picture
-from pipedream.schedules.synchronous.chimera import both_ways
+from pipedream.schedules.kit import (
+    Claims,
+    Method,
+    MethodProperties,
+    Op,
+    Picture,
+    Plan,
+    Schedule,
+    ScheduleError,
+    backward,
+    forward,
+    mirrored,
+)
+from pipedream.schedules.synchronous.chimera import both_directions
 
 __all__ = ["METHODS", "chimera_doubled"]
 
 
 def chimera_doubled(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns Chimera with forward doubling; twice as many microbatches as workers unless asked.
+    """Returns Chimera with forward doubling; by default twice as many microbatches as workers.
 
     Args:
-        plan: of p stages with two replicas each, laid out `mirrored`, p even.
-        microbatches: m, a multiple of 2p.
+        plan: p stages with two replicas each, laid out `mirrored`, p even.
+        microbatches: a multiple of 2p.
 
     Raises:
-        ScheduleError: the plan is laid out otherwise, or another number of microbatches.
+        ScheduleError: the plan is laid out differently, or the number of microbatches is no multiple of 2p.
     """
     mirrored.check("chimera_doubled", plan)
     p = plan.workers
@@ -52,27 +57,20 @@ def chimera_doubled(plan: Plan, microbatches: int | None = None) -> Schedule:
             for kind, stage, k, replica in rows[rank]:
                 yield Op(kind, stage, number * m + k, replica)
 
-    return both_ways(
-        "chimera_doubled",
-        plan,
-        m,
-        order,
-        Claims(
-            assumption="p equal stages, two holders each, backward twice a forward, messages and sums cost nothing",
-            ratio=2.0,
-            least=lambda p: 4 * p,
-            bubble=lambda p, m: (p - 2) / (3 * m / 2 + p - 2),
-            in_flight=lambda p, m, s: p + 2 + 2 * min(s, p - 1 - s) if m == 2 * p else 2 * p,
-            staleness=lambda p, m, s: 0,
-            versions=lambda p, m, s: 2,
-        ),
+    claims = Claims(
+        assumption="p equal stages, two holders each, backward twice a forward, messages and sums cost nothing",
+        ratio=2.0,
+        least=lambda p: 4 * p,
+        bubble=lambda p, m: (p - 2) / (3 * m / 2 + p - 2),
+        in_flight=lambda p, m, s: p + 2 + 2 * min(s, p - 1 - s) if m == 2 * p else 2 * p,
     )
+    return both_directions("chimera_doubled", plan, m, order, claims)
 
 
 def _in_pairs(p: int, m: int) -> list[list[Op]]:
-    """Returns what each worker does in a minibatch: in each slot a backward, if one can begin, else two forwards.
+    """Returns the ops of each worker in a minibatch: in each slot a backward, if one can start, else two forwards.
 
-    Of two that can begin, the one at the later stage; never more than 2p in flight.
+    Of two that can start it takes the one at the later stage; there are never more than 2p in flight.
     """
     rows: list[list[Op]] = [[] for _ in range(p)]
     taken = dict.fromkeys(((kind, s, up) for kind in "FB" for s in range(p) for up in (0, 1)), 0)
@@ -91,7 +89,7 @@ def _in_pairs(p: int, m: int) -> list[list[Op]]:
         return None
 
     while any(taken["B", s, up] < m // 2 for s in range(p) for up in (0, 1)):
-        before = dict(taken)  # what was done by the end of the slot before
+        before = dict(taken)  # done by the end of the slot before
         for rank, row in enumerate(rows):
             found = next_of(rank)
             if found is not None:
@@ -111,7 +109,7 @@ METHODS = (
         layout=mirrored,
         properties=MethodProperties(replicates_stages=False),
         picture=Picture("Chimera with forward doubling; s is the stage; m = 8", 8, 16),
-        choose="As chimera, with many microbatches, and backwards that take twice as long as forwards, which they "
-        "do; holds twice as many microbatches.",
+        choose="As chimera, with many microbatches, and backwards that take twice as long as forwards, as they "
+        "usually do; holds twice as many microbatches.",
     ),
 )

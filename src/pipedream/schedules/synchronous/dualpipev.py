@@ -1,12 +1,12 @@
-"""DualPipeV: the two directions of DualPipe in one V of stages: a forward stands beside a backward to overlap with.
+"""DualPipeV: the two directions of DualPipe in one V of stages, so that each forward has a backward to overlap with.
 
 DeepSeek-AI, DualPipe (2025), "cut in half": worker r has stages r and 2p - 1 - r, and no second copy of its weights. In
-the middle of a minibatch a forward at one stage and a backward at the other follow each other, whose messages and
-computation have nothing to do with each other; at its ends weight gradients W are put off to fill the bubbles. Here the
-two ops of a pair are done one after the other, and a full backward is an input gradient I with its W right behind it.
-With f, i, w seconds at a stage a minibatch takes 2m (f + i + w) + (p - 1)(f + i - w), w <= i <= f, and a worker has
-2p + 1 in flight. (The authors count a pair as one block, which begins when both can: (p - 1)(f + 2i - w).) The
-digits are stage and microbatch.
+the middle of a minibatch a forward at one stage is followed by a backward at the other; their messages and computation
+are independent of each other. At the end weight gradients W are deferred to fill the bubbles. Here the two ops of a
+pair run one after the other, and a full backward is an input gradient I directly followed by its W. With f, i, w
+seconds at a stage a minibatch takes 2m (f + i + w) + (p - 1)(f + i - w), w <= i <= f, and a worker has 2p + 1 in
+flight. (The authors count a pair as one block, which starts when both can: (p - 1)(f + 2i - w).) The digits are stage
+and microbatch.
 
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3I1 3W1 3F2 0I0 0W0
     rank 1 | .   1F0 2F0 1F1 2F1 1F2 2I0 2W0 2F2 1I0 1W0 1F3 2I1
@@ -17,27 +17,37 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.op import Op
-from pipedream.core.schedule.properties import MethodProperties
-from pipedream.core.schedule.schedule import Claims, Schedule
-from pipedream.schedules.idioms import SPLIT, F, I, Turns, W, flushing, minibatch_by_minibatch
-from pipedream.schedules.layouts import wave
-from pipedream.schedules.method import Method, Picture
+from pipedream.schedules.kit import (
+    SPLIT,
+    Claims,
+    F,
+    I,
+    Method,
+    MethodProperties,
+    MicrobatchProgress,
+    Op,
+    Picture,
+    Plan,
+    Schedule,
+    ScheduleError,
+    W,
+    flushing,
+    minibatch_by_minibatch,
+    wave,
+)
 
 __all__ = ["METHODS", "dualpipev"]
 
 
 def dualpipev(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns DualPipeV with a flush; 4 microbatches a worker unless asked.
+    """Returns DualPipeV with a flush; by default 4 microbatches per worker.
 
     Args:
-        plan: of 2p stages on p workers, laid out as a `wave`.
-        microbatches: m, at least 2p.
+        plan: 2p stages on p workers, laid out as a `wave`.
+        microbatches: at least 2p.
 
     Raises:
-        ScheduleError: the plan is laid out otherwise, or fewer microbatches.
+        ScheduleError: the plan is laid out differently, or there are fewer microbatches.
     """
     wave.check("dualpipev", plan, 2)
     p = plan.workers
@@ -47,53 +57,45 @@ def dualpipev(plan: Plan, microbatches: int | None = None) -> Schedule:
             f"schedule 'dualpipev' on {p} workers with {m} microbatches a minibatch: it fills both directions with {p} "
             f"each; split the minibatch into at least {2 * p}"
         )
-
-    return flushing(
-        "dualpipev",
-        plan,
-        m,
-        minibatch_by_minibatch(m, lambda rank, mine: _minibatch(rank, p, mine)),
-        Claims(
-            assumption="p workers with two equal stages each, messages cost nothing; m at least 2p, f = i = w (the "
-            "makespan: w <= i <= f)",
-            least=lambda p: 2 * p,
-            bubble=lambda p, m: (p - 1) / (6 * m + p - 1),
-            in_flight=lambda p, m, s: 2 * p + 1,
-            staleness=lambda p, m, s: 0,
-            versions=lambda p, m, s: 2,
-            makespan_s=lambda p, m, n, f, i, w: n * (2 * m * (f + i + w) + (p - 1) * (f + i - w)),
-        ),
-        kinds=SPLIT,
+    claims = Claims(
+        assumption="p workers with two equal stages each, messages cost nothing; m at least 2p, f = i = w (the "
+        "makespan: w <= i <= f)",
+        least=lambda p: 2 * p,
+        bubble=lambda p, m: (p - 1) / (6 * m + p - 1),
+        in_flight=lambda p, m, s: 2 * p + 1,
+        makespan_s=lambda p, m, n, f, i, w: n * (2 * m * (f + i + w) + (p - 1) * (f + i - w)),
     )
+    order = minibatch_by_minibatch(m, lambda rank, mine: _minibatch(rank, p, mine))
+    return flushing("dualpipev", plan, m, order, claims, kinds=SPLIT)
 
 
 def _minibatch(rank: int, p: int, mine: range) -> Iterator[Op]:
-    """Yields what a worker does with the microbatches of one minibatch, numbered as the steps of the released code."""
+    """Yields the ops of a worker on the microbatches of one minibatch; numbers are the steps of the released code."""
     there, back = (rank, 0), (2 * p - 1 - rank, 0)
-    turns = Turns(mine)
-    put_off: deque[tuple[int, int]] = deque()
+    progress = MicrobatchProgress(mine)
+    deferred: deque[tuple[int, int]] = deque()
 
     def backward(stage_replica: tuple[int, int], later: bool) -> Iterator[Op]:
-        yield from turns.take((I, stage_replica))
-        put_off.append(stage_replica)
+        yield from progress.take((I, stage_replica))
+        deferred.append(stage_replica)
         if not later:
             yield from weight_gradient()
 
     def weight_gradient() -> Iterator[Op]:
-        yield from turns.take((W, put_off.popleft()))
+        yield from progress.take((W, deferred.popleft()))
 
-    yield from turns.take((F, there), times=2 * (p - rank - 1))  # 1
-    yield from turns.take((F, there), (F, back), times=rank + 1)  # 2
-    yield from turns.take((I, back), (W, back), (F, back), times=p - rank - 1)  # 3
-    for _ in range(len(mine) - 2 * p + rank + 1):  # 4: a forward beside a backward, in both directions
-        yield from turns.take((F, there), (I, back), (W, back), (F, back), (I, there), (W, there))
-    yield from turns.take((I, back), (W, back), (F, back), (I, there), (W, there), times=p - rank - 1)  # 5
-    for i in range(2 * (rank + 1)):  # 6: from the middle on weight gradients are put off
+    yield from progress.take((F, there), times=2 * (p - rank - 1))  # 1
+    yield from progress.take((F, there), (F, back), times=rank + 1)  # 2
+    yield from progress.take((I, back), (W, back), (F, back), times=p - rank - 1)  # 3
+    for _ in range(len(mine) - 2 * p + rank + 1):  # 4: a forward and a backward in turn, in both directions
+        yield from progress.take((F, there), (I, back), (W, back), (F, back), (I, there), (W, there))
+    yield from progress.take((I, back), (W, back), (F, back), (I, there), (W, there), times=p - rank - 1)  # 5
+    for i in range(2 * (rank + 1)):  # 6: from the middle on weight gradients are deferred
         yield from backward((back, there)[i % 2], later=i > rank)
     for _ in range(p - rank - 1):  # 7
         yield from weight_gradient()
         yield from backward(there, later=True)
-    while put_off:  # 8
+    while deferred:  # 8
         yield from weight_gradient()
 
 
@@ -104,7 +106,7 @@ METHODS = (
         layout=wave,
         properties=MethodProperties(splits_backward=True, replicates_stages=False),
         picture=Picture("DualPipeV: two stages (s) a worker, m = 8", 8, 8),
-        choose="Where messages can hide behind the computation of the other direction, as with experts on many "
-        "devices: a forward stands beside each backward. Else zbv has less bubble and holds less.",
+        choose="Where messages can hide under the computation of the other direction, as with experts on many "
+        "devices: each forward has a backward next to it. Otherwise zbv has less bubble and holds less.",
     ),
 )

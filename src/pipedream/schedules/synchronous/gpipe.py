@@ -10,42 +10,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.core.plan.placement import StageReplica
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.op import Op
-from pipedream.core.schedule.properties import MethodProperties
-from pipedream.core.schedule.schedule import Claims, Schedule
-from pipedream.schedules.idioms import backward, flushed, flushing, forward, one_stage_per_rank, share_out
-from pipedream.schedules.method import Method, Picture
+from pipedream.schedules.kit import (
+    Claims,
+    Method,
+    MethodProperties,
+    Op,
+    Picture,
+    Plan,
+    Schedule,
+    StageReplica,
+    backward,
+    choose_microbatches,
+    each_minibatch,
+    flushing,
+    forward,
+    one_stage_per_rank,
+)
 
 __all__ = ["METHODS", "gpipe"]
 
 
 def gpipe(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns GPipe; 4 microbatches a stage unless asked (the paper: m >= 4 p makes the bubble negligible)."""
-    m = share_out("gpipe", plan, microbatches, 4 * len(plan.stages))
+    """Returns GPipe; by default 4 microbatches per stage (the paper: m >= 4 p makes the bubble negligible)."""
+    m = choose_microbatches("gpipe", plan, microbatches, 4 * len(plan.stages))
 
     def ops(stage_replica: StageReplica) -> Iterator[Op]:
         def all_forward_all_backward(mine: range) -> Iterator[Op]:
             yield from (forward(stage_replica, k) for k in mine)
             yield from (backward(stage_replica, k) for k in mine)
 
-        return flushed(
-            stage_replica, replicas=plan.replicas[stage_replica.stage], microbatches=m, ops=all_forward_all_backward
-        )
+        return each_minibatch(plan, stage_replica, m, all_forward_all_backward)
 
-    return flushing(
-        "gpipe",
-        plan,
-        m,
-        one_stage_per_rank(plan.placement, ops),
-        Claims(
-            bubble=lambda p, m: (p - 1) / (m + p - 1),
-            in_flight=lambda p, m, s: m,
-            staleness=lambda p, m, s: 0,
-            versions=lambda p, m, s: 1,
-        ),
-    )
+    claims = Claims(bubble=lambda p, m: (p - 1) / (m + p - 1), in_flight=lambda p, m, s: m)
+    return flushing("gpipe", plan, m, one_stage_per_rank(plan.placement, ops), claims)
 
 
 METHODS = (

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: each worker has v stages, p stages apart, so that the pipeline fills v times as fast.
+"""Interleaved 1F1B: each worker has v stages (chunks), p stages apart, so that the pipeline fills v times as fast.
 
 Narayanan et al., Megatron-LM, SC 2021, section 2.2.2: bubble (p - 1)/(vm + p - 1), for v times the messages. The digits
 are stage and microbatch; rank 0 has stages 0 and 2.
@@ -11,27 +11,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.op import Op
-from pipedream.core.schedule.properties import MethodProperties
-from pipedream.core.schedule.schedule import Claims, Schedule
-from pipedream.schedules.idioms import backward, flushing, forward, minibatch_by_minibatch
-from pipedream.schedules.layouts import looped
-from pipedream.schedules.method import Method, Picture
+from pipedream.schedules.kit import (
+    Claims,
+    Method,
+    MethodProperties,
+    Op,
+    Picture,
+    Plan,
+    Schedule,
+    ScheduleError,
+    backward,
+    flushing,
+    forward,
+    looped,
+    minibatch_by_minibatch,
+)
 
 __all__ = ["METHODS", "interleaved_1f1b"]
 
 
 def interleaved_1f1b(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns interleaved 1F1B with a flush; 4 microbatches a worker unless asked.
+    """Returns interleaved 1F1B with a flush; by default 4 microbatches per worker.
 
     Args:
-        plan: of v p stages on p workers, laid out `looped`.
+        plan: v p stages on p workers, laid out `looped`.
         microbatches: a multiple of p.
 
     Raises:
-        ScheduleError: the plan is laid out otherwise, or another number of microbatches.
+        ScheduleError: the plan is laid out differently, or the number of microbatches is no multiple of p.
     """
     p, chunks = plan.workers, looped.check("interleaved_1f1b", plan)
     m = microbatches or 4 * p
@@ -57,19 +64,12 @@ def interleaved_1f1b(plan: Plan, microbatches: int | None = None) -> Schedule:
             if i >= warmup:
                 yield nth(i - warmup, back=True)
 
-    return flushing(
-        "interleaved_1f1b",
-        plan,
-        m,
-        minibatch_by_minibatch(m, ops),
-        Claims(
-            assumption="p workers with v equal stages each, messages cost nothing, m a multiple of p",
-            bubble=lambda p, m: (p - 1) / (chunks * m + p - 1),
-            in_flight=lambda p, m, s: min(2 * (p - 1 - s) + (chunks - 1) * p + 1, chunks * m),
-            staleness=lambda p, m, s: 0,
-            versions=lambda p, m, s: chunks,
-        ),
+    claims = Claims(
+        assumption="p workers with v equal stages each, messages cost nothing, m a multiple of p",
+        bubble=lambda p, m: (p - 1) / (chunks * m + p - 1),
+        in_flight=lambda p, m, s: min(2 * (p - 1 - s) + (chunks - 1) * p + 1, chunks * m),
     )
+    return flushing("interleaved_1f1b", plan, m, minibatch_by_minibatch(m, ops), claims)
 
 
 METHODS = (
@@ -80,7 +80,7 @@ METHODS = (
         layout=looped,
         properties=MethodProperties(replicates_stages=False),
         picture=Picture("Interleaved 1F1B: two stages (s) a worker, m = 4", 4, 8),
-        choose="When the bubble of 1f1b is too long and the minibatch cannot be split further: v stages a worker "
+        choose="When the bubble of 1f1b is too long and the minibatch cannot be split further: v stages per worker "
         "make it nearly v times shorter, for v times the messages. On slow links these cost more than the "
         "bubble saves: simulate both.",
     ),

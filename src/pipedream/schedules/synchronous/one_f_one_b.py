@@ -10,26 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.core.plan.placement import StageReplica
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.op import Op
-from pipedream.core.schedule.properties import MethodProperties
-from pipedream.core.schedule.schedule import Claims, Schedule
-from pipedream.schedules.idioms import (
-    flushed,
+from pipedream.schedules.kit import (
+    Claims,
+    Method,
+    MethodProperties,
+    Op,
+    Picture,
+    Plan,
+    Schedule,
+    StageReplica,
+    choose_microbatches,
+    each_minibatch,
     flushing,
     one_forward_one_backward,
     one_stage_per_rank,
-    share_out,
 )
-from pipedream.schedules.method import Method, Picture
 
 __all__ = ["METHODS", "one_f_one_b"]
 
 
 def one_f_one_b(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns 1F1B with a flush; 4 microbatches a stage unless asked, the depth is the plan's."""
-    m = share_out("1f1b", plan, microbatches, 4 * len(plan.stages))
+    """Returns 1F1B with a flush, at the plan's depth; by default 4 microbatches per stage."""
+    m = choose_microbatches("1f1b", plan, microbatches, 4 * len(plan.stages))
 
     def ops(stage_replica: StageReplica) -> Iterator[Op]:
         def in_turn(mine: range) -> Iterator[Op]:
@@ -37,20 +39,10 @@ def one_f_one_b(plan: Plan, microbatches: int | None = None) -> Schedule:
             warmup = min(plan.in_flight[stage_replica.stage] - 1, max(len(mine) - 1, 0))
             return one_forward_one_backward(stage_replica, mine=mine, warmup=warmup)
 
-        return flushed(stage_replica, replicas=plan.replicas[stage_replica.stage], microbatches=m, ops=in_turn)
+        return each_minibatch(plan, stage_replica, m, in_turn)
 
-    return flushing(
-        "1f1b",
-        plan,
-        m,
-        one_stage_per_rank(plan.placement, ops),
-        Claims(
-            bubble=lambda p, m: (p - 1) / (m + p - 1),
-            in_flight=lambda p, m, s: min(p - s, m),
-            staleness=lambda p, m, s: 0,
-            versions=lambda p, m, s: 1,
-        ),
-    )
+    claims = Claims(bubble=lambda p, m: (p - 1) / (m + p - 1), in_flight=lambda p, m, s: min(p - s, m))
+    return flushing("1f1b", plan, m, one_stage_per_rank(plan.placement, ops), claims)
 
 
 METHODS = (

@@ -1,9 +1,9 @@
 """ZB-H1: 1F1B with split backwards, whose weight gradients fill the bubble; as many in flight as 1F1B's input stage.
 
 Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1, figure 2. The stage before waits for the gradient
-of what arrived (I); for that of the weights (W) only the update waits, so stage s makes it s microbatches later. With
-their seconds i and w and a forward's f, a minibatch takes m (f + i + w) + (p - 1)(f + i - w): a third of 1F1B's bubble
-where all are equal. Of a microbatch between I and W a stage still keeps what W needs.
+of its output (I); only the update waits for the gradient of the weights (W), so stage s runs it s microbatches later.
+With i and w their seconds and f those of a forward, a minibatch takes m (f + i + w) + (p - 1)(f + i - w): a third of
+1F1B's bubble if all are equal. For a microbatch between I and W a stage still keeps what W needs.
 
     rank 0 | F0  F1  .   I0  W0  F2  I1  W1  F3  I2  W2  I3  W3'
     rank 1 | .   F0  I0  F1  I1  W0  F2  I2  W1  F3  I3  W2  W3'
@@ -13,57 +13,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.core.plan.placement import StageReplica
-from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.op import Op
-from pipedream.core.schedule.properties import MethodProperties
-from pipedream.core.schedule.schedule import Claims, Schedule
-from pipedream.schedules.idioms import (
+from pipedream.schedules.kit import (
     SPLIT,
-    flushed,
+    Claims,
+    Method,
+    MethodProperties,
+    Op,
+    Picture,
+    Plan,
+    Schedule,
+    StageReplica,
+    choose_microbatches,
+    each_minibatch,
     flushing,
     one_forward_one_input_gradient,
     one_stage_per_rank,
-    share_out,
 )
-from pipedream.schedules.method import Method, Picture
 
 __all__ = ["METHODS", "zb_h1"]
 
 
 def zb_h1(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns ZB-H1; 4 microbatches a stage unless asked, the depth is the plan's."""
-    m = share_out("zb_h1", plan, microbatches, 4 * len(plan.stages))
+    """Returns ZB-H1, at the plan's depth; by default 4 microbatches per stage."""
+    m = choose_microbatches("zb_h1", plan, microbatches, 4 * len(plan.stages))
 
     def ops(stage_replica: StageReplica) -> Iterator[Op]:
         count = plan.in_flight[stage_replica.stage]
+        deferred = max(plan.in_flight) - count  # so that all stages hold as many as the fullest
 
         def in_turn(mine: range) -> Iterator[Op]:
-            # All stages hold as many as the fullest.
-            behind = max(plan.in_flight) - count
-            return one_forward_one_input_gradient(
-                stage_replica, mine=mine, warmup=min(count, len(mine)) - 1, behind=behind
-            )
+            warmup = min(count, len(mine)) - 1
+            return one_forward_one_input_gradient(stage_replica, mine=mine, warmup=warmup, deferred=deferred)
 
-        return flushed(stage_replica, replicas=plan.replicas[stage_replica.stage], microbatches=m, ops=in_turn)
+        return each_minibatch(plan, stage_replica, m, in_turn)
 
-    return flushing(
-        "zb_h1",
-        plan,
-        m,
-        one_stage_per_rank(plan.placement, ops),
-        Claims(
-            assumption="straight pipeline, paper's depth, equal stages, messages cost nothing; "
-            "m at least p, f = i = w (the makespan: w at most f and i)",
-            least=lambda p: p,
-            bubble=lambda p, m: (p - 1) / (3 * m + p - 1),
-            in_flight=lambda p, m, s: min(p, m),
-            staleness=lambda p, m, s: 0,
-            versions=lambda p, m, s: 1,
-            makespan_s=lambda p, m, n, f, i, w: n * (m * (f + i + w) + (p - 1) * (f + i - w)),
-        ),
-        kinds=SPLIT,
+    claims = Claims(
+        assumption="straight pipeline, paper's depth, equal stages, messages cost nothing; "
+        "m at least p, f = i = w (the makespan: w at most f and i)",
+        least=lambda p: p,
+        bubble=lambda p, m: (p - 1) / (3 * m + p - 1),
+        in_flight=lambda p, m, s: min(p, m),
+        makespan_s=lambda p, m, n, f, i, w: n * (m * (f + i + w) + (p - 1) * (f + i - w)),
     )
+    return flushing("zb_h1", plan, m, one_stage_per_rank(plan.placement, ops), claims, kinds=SPLIT)
 
 
 METHODS = (
@@ -74,8 +66,8 @@ METHODS = (
         properties=MethodProperties(splits_backward=True, uses_depth=True),
         picture=Picture("ZB-H1: 1F1B with split backwards, flush; m = 4", 4, 4),
         choose="Where 1f1b is right, messages are fast, and a stage's time is in weights: layers whose backward is "
-        "two products, one for what arrived and one for the weight. A third of 1f1b's bubble; every stage "
-        "holds as much as 1f1b's first. It gains nothing where the halves cannot be parted (compiled modules, "
-        "fused recurrent layers).",
+        "two products, one for the input and one for the weight. A third of 1f1b's bubble; every stage holds as much "
+        "as 1f1b's first. It gains nothing where the halves cannot be separated (compiled modules, fused recurrent "
+        "layers).",
     ),
 )

@@ -1,0 +1,109 @@
+"""What a method's file needs, in one place: the methods of this library import it from here.
+
+A user's file imports the same names from `pipedream.schedules`.
+"""
+
+from __future__ import annotations
+
+from pipedream.core.errors import ScheduleError
+from pipedream.core.plan.placement import Placement, StageReplica
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.prediction import AVERAGE, DIFFERENCE, VELOCITY, WeightPrediction
+from pipedream.core.schedule.properties import MethodProperties
+from pipedream.core.schedule.schedule import Claims, Order, Schedule
+from pipedream.core.schedule.update import UpdateRule
+from pipedream.core.schedule.weights import BACKWARD_RULES, DoubleBuffer, Flush, Latest, Stash, VerticalSync, WeightRule
+from pipedream.schedules.idioms import (
+    SPLIT,
+    B,
+    F,
+    I,
+    MicrobatchProgress,
+    W,
+    all_microbatches,
+    backward,
+    check_input_replicas,
+    choose_microbatches,
+    each_minibatch,
+    flushing,
+    forward,
+    input_gradient,
+    latest_weights,
+    max_in_flight,
+    minibatch_by_minibatch,
+    one_forward_one_backward,
+    one_forward_one_input_gradient,
+    one_stage_per_rank,
+    refuse_microbatches,
+    refuse_update_delay,
+    steady_1f1b,
+    unflushed,
+    update,
+    warmup_forwards,
+    weight_gradient,
+    with_backward_rule,
+    with_updates,
+)
+from pipedream.schedules.layouts import Layout, looped, mirrored, wave
+from pipedream.schedules.method import Method, Picture
+
+__all__ = [
+    "AVERAGE",
+    "BACKWARD_RULES",
+    "DIFFERENCE",
+    "SPLIT",
+    "VELOCITY",
+    "B",
+    "Claims",
+    "DoubleBuffer",
+    "F",
+    "Flush",
+    "I",
+    "Kind",
+    "Latest",
+    "Layout",
+    "Method",
+    "MethodProperties",
+    "MicrobatchProgress",
+    "Op",
+    "Order",
+    "Picture",
+    "Placement",
+    "Plan",
+    "Schedule",
+    "ScheduleError",
+    "StageReplica",
+    "Stash",
+    "UpdateRule",
+    "VerticalSync",
+    "W",
+    "WeightPrediction",
+    "WeightRule",
+    "all_microbatches",
+    "backward",
+    "check_input_replicas",
+    "choose_microbatches",
+    "each_minibatch",
+    "flushing",
+    "forward",
+    "input_gradient",
+    "latest_weights",
+    "looped",
+    "max_in_flight",
+    "minibatch_by_minibatch",
+    "mirrored",
+    "one_forward_one_backward",
+    "one_forward_one_input_gradient",
+    "one_stage_per_rank",
+    "refuse_microbatches",
+    "refuse_update_delay",
+    "steady_1f1b",
+    "unflushed",
+    "update",
+    "warmup_forwards",
+    "wave",
+    "weight_gradient",
+    "with_backward_rule",
+    "with_updates",
+]
