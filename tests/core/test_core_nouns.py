@@ -168,7 +168,7 @@ class TestPlan:
                 lambda: replace(Plan.uniform(2), stages=(Stage(0, 1), Stage(2, 3))),
                 "ends before layer 1, .* begins at 2",
             ),
-            (lambda: replace(Plan.uniform(2), in_flight=(2,)), "name 1 stages, the plan has 2"),
+            (lambda: replace(Plan.uniform(2), in_flight=(2,)), "are for 1 stages, the plan has 2"),
             (lambda: replace(Plan.uniform(2), in_flight=(1, 2)), "must not grow towards the output"),
             (
                 lambda: replace(Plan.uniform(2), update_delay=(0,)),
@@ -223,7 +223,7 @@ class TestPlan:
         assert Plan.from_json(plan.to_json()) == plan
 
     def test_auto_takes_the_profile(self) -> None:
-        with pytest.raises(PlanError, match="depth auto was asked for a plan that is made already"):
+        with pytest.raises(PlanError, match="depth auto was asked for an existing plan"):
             Plan.uniform(2).with_depth("auto")
 
     def test_prints_what_replicas_share(self) -> None:

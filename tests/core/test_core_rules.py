@@ -81,7 +81,7 @@ class TestDepth:
     @pytest.mark.parametrize(
         ("counts", "replicas", "message"),
         [
-            ((1,), (1, 1), r"name 1 stages, the plan has 2"),
+            ((1,), (1, 1), r"are for 1 stages, the plan has 2"),
             ((1, 0), (1, 1), r"must be between 1 and 10000, found \(1, 0\)"),
             ((1, 2), (1, 1), r"stage 1 would wait for 1 warm-up minibatches, but stage 0 sends only 0"),
             ((3, 3), (1, 2), r"stage 1 would wait for 4 .* sends only 2"),
@@ -404,10 +404,10 @@ class TestPromises:
 
     def test_a_method_that_is_late_does_not_flush(self) -> None:
         for name in ("pipedream", "pipedream_2bw", "pipemare"):
-            with pytest.raises(ScheduleError, match=r"says that it flushes, but .* updates late"):
+            with pytest.raises(ScheduleError, match=r"has flushes=True, but .* updates late"):
                 replace(build(name, Plan.uniform(3)), flushes=True)
 
     def test_rounds_are_of_the_replicas(self) -> None:
         built = build("pipedream_2bw", Plan.uniform(2), 2)  # the rate would be twice the user's
-        with pytest.raises(ScheduleError, match=r"averages rounds.* hold \(2, 2\) of \(1, 1\) replicas"):
+        with pytest.raises(ScheduleError, match=r"averages rounds.* hold \(2, 2\) microbatches for \(1, 1\) replicas"):
             replace(built, updates=UpdateRule((2, 2), mean_of_rounds=True))

@@ -70,7 +70,7 @@ def test_equals_counting_minibatch_by_minibatch(
 def test_a_stage_between_two_machines_by_hand() -> None:
     """Workers 2 to 4 of machines 0 to 3 and 4 to 7, with neighbours in one machine each."""
     cluster = Cluster((Level(4, 6.0), Level(2, 3.0, receive_bytes_per_s=1.0)))
-    site = Site.of(cluster, (2, 3, 4), before=1, behind=5)
+    site = Site.of(cluster, (2, 3, 4), before=1, after=5)
     # Level 0: a third of both boundaries; level 1: machine 0 sends two thirds of the outputs on, machine 1 gets a third
     # of the inputs; the ring of three carries 4/3 of the parameters once in three minibatches.
     assert site.port_s(0, 18, 0) == pytest.approx(6.0)

@@ -40,7 +40,7 @@ def test_depth_is_applied_and_memory_checked_again() -> None:
     by_count = plan(FOUR, tight, shape="straight", in_flight=(2, 2, 1, 1))
     assert (by_count.depth_mode, by_count.in_flight) == ("hand", (2, 2, 1, 1))
     assert by_count.stages == manual_plan(FOUR, tight, (1, 2, 3), in_flight=(2, 2, 1, 1)).stages
-    with pytest.raises(PlanError, match="name 3 stages, the plan has 4"):
+    with pytest.raises(PlanError, match="are for 3 stages, the plan has 4"):
         plan(FOUR, tight, shape="straight", in_flight=(3, 2, 1))
 
 

@@ -275,7 +275,7 @@ def test_versions_that_fall(name: str, which: int, only: int) -> None:
     program = made(name, which)
     assume(max(program.placement.replicas) == 1)  # each replica drops versions by itself
     text = refused(replace(program, weights=shifted(program.weights, -2, only=only, keeps=9)))
-    assert re.search(r"\dF\d+: weight rule 'shifted' reads version \d+, and version \d+ for one before", text)
+    assert re.search(r"\dF\d+: weight rule 'shifted' reads version \d+, but version \d+ for an earlier", text)
 
 
 def test_a_backward_at_other_weights_than_its_rule_says() -> None:
@@ -345,7 +345,7 @@ def test_an_update_too_late(name: str, which: int, late: int) -> None:
         if said:
             assert re.search(
                 rf"{stage}[FB]\d+: needs {stage}U\d+, which comes later"
-                rf"|{stage}U\d+: {stage}[BW]\d+ comes before it, whose gradient is for update \d+"
+                rf"|{stage}U\d+: {stage}[BW]\d+ comes before it, but its gradient is for update \d+"
                 rf"|sum of stage {stage}|=\d:\d+|versions of stage {stage}|for the weights of microbatch",
                 said,
             )
@@ -367,7 +367,7 @@ def test_an_update_behind_a_gradient_of_another() -> None:
     """PipeDream-2BW's second buffer leaves time for an update; but what lies behind it is not its own."""
     schedule = build("pipedream_2bw", Plan.uniform(2), 2)
     verify(lower(with_update(schedule, 1, 1)))  # behind the next forward
-    with pytest.raises(ScheduleError, match=r"1U1: 1B2 comes before it, whose gradient is for update 2"):
+    with pytest.raises(ScheduleError, match=r"1U1: 1B2 comes before it, but its gradient is for update 2"):
         verify(lower(with_update(schedule, 1, 2)))
 
 
@@ -376,7 +376,7 @@ def test_sums_and_targets_that_nobody_asked_for() -> None:
     place = Place(0, "period", 0)
     for update in (0, 7, 10**9):
         stray = Transfer(Move.SYNC, 0, update)
-        with pytest.raises(ScheduleError, match=r"rank 0, .*=0:\d+: .*this sum|=0:\d+ stands in the text of rank 0"):
+        with pytest.raises(ScheduleError, match=r"rank 0, .*=0:\d+: .*this sum|rank 0 has the instruction =0:\d+"):
             verify(place.put(program, [*place.of(program), stray]))
     channels = tuple(channel for channel in program.channels if channel.carries != "input")
     assert channels == program.channels[: len(channels)]
@@ -401,7 +401,7 @@ def test_forwards_out_of_order() -> None:
         return item if backwards else item._replace(index=moves[item.index])
 
     ranks = tuple(RankProgram((), tuple(map(other, mine.period))) for mine in program.ranks)
-    with pytest.raises(ScheduleError, match=r"0F0: comes behind 0F1; microbatches are forwarded in their order"):
+    with pytest.raises(ScheduleError, match=r"0F0: comes after 0F1; microbatches are forwarded in their order"):
         verify(replace(program, ranks=ranks))
 
 

@@ -71,7 +71,7 @@ def test_updates_that_wait_for_all_stages_stand_behind_all_gradients_of_their_ra
     schedule = build(name, uniform(name, 2), 2)
     verify(lower(schedule.coupled()))
     if name == "interleaved_1f1b":  # whose first stage is done before its second has begun
-        with pytest.raises(ScheduleError, match="waits for all stages, but 0B0 of this rank comes later"):
+        with pytest.raises(ScheduleError, match="waits for all stages, but 0B0 on this rank comes later"):
             verify(lower(replace(schedule, couples_updates=True)))
 
 
@@ -152,9 +152,7 @@ def test_lag_without_the_depth_for_it_deadlocks() -> None:
     only seven minibatches before their first gradient comes back.
     """
     replicas, update_delay = (1, 2, 2, 2), (0, 1, 0, 0)
-    with pytest.raises(
-        DeadlockError, match=r"rank 1 waits at instruction 18, =1:1, for rank 2 to come to the same sum"
-    ):
+    with pytest.raises(DeadlockError, match=r"rank 1 waits at instruction 18, =1:1, for rank 2 to reach the same sum"):
         verify(lower(build("pipedream", unchecked(replicas, (7, 4, 2, 1), update_delay))))
     says = (
         r"in-flight counts \(7, 4, 2, 1\), with update delay 1 at stage 1: stage 1 would wait for 7 warm-up minibatches, but "
@@ -240,8 +238,8 @@ def test_prints_each_stage_of_a_worker_that_has_several() -> None:
         [".", "1", "3", "1", "0"],
         [".", "3", "1", "1", "0"],
     ]
-    assert proof.seat_in_flight == ((4, 2), (3, 1))
-    assert proof.seat_versions == ((1, 1), (1, 1))
+    assert proof.stage_in_flight == ((4, 2), (3, 1))
+    assert proof.stage_versions == ((1, 1), (1, 1))
 
 
 def test_is_quick() -> None:
@@ -453,9 +451,7 @@ def test_coupled_updates() -> None:
     # Rank 1 keeps back the gradient until the update that rank 0 makes with it.
     late = edited(program, 1, moved_before("1U1", ">1:0"))
     verify(late)
-    with pytest.raises(
-        DeadlockError, match=r"rank 1 waits at instruction 4, 1U1, for rank 0 to come to the same update"
-    ):
+    with pytest.raises(DeadlockError, match=r"rank 1 waits at instruction 4, 1U1, for rank 0 to reach the same update"):
         verify(replace(late, couples_updates=True))
 
 

@@ -127,7 +127,7 @@ def test_a_layer_that_was_moved_is_found_with_the_profile(edited: Callable[..., 
     [
         (put(1, "stages", 0, "last"), (), "a stage ends before layer 1, the next begins at"),
         (put([1, 3, 1], "in_flight"), (), "(5, 3, 1) would do"),
-        (put([3, 2], "in_flight"), (), "give one count a stage"),
+        (put([3, 2], "in_flight"), (), "give one count per stage"),
         (put(9, "stages", 2, "replicas"), (), "the stages take 12 workers, the cluster has 4"),
         (
             put(9, "stages", 2, "last"),

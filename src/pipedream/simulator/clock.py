@@ -145,7 +145,7 @@ class _Clock:
         self.ready: list[_Rank] = []
         self.messages = Messages(program, costs, [rank.sends for rank in self.ranks], self.ready)
         for rank in self.ranks:
-            instructions = list(rank.text.instructions) if rank.missing else rank.text.behind(0, 0)
+            instructions = list(rank.text.instructions) if rank.missing else rank.text.sends_left(0, 0)
             rank.instructions = self._worked_out(
                 instructions, stragglers.slowness(rank.number) / costs.speed(rank.number)
             )
@@ -216,7 +216,7 @@ class _Clock:
                     received.clear()
                 missing -= 1
                 if not missing:
-                    instructions = rank.instructions = self._worked_out(rank.text.behind(position + 1, turn), 1.0)
+                    instructions = rank.instructions = self._worked_out(rank.text.sends_left(position + 1, turn), 1.0)
                     position = turn = 0
                     continue
             elif code == RECEIVE:

@@ -72,7 +72,7 @@ class CompiledRank:
     loop: int
     ops: int
 
-    def behind(self, position: int, turn: int) -> list[CompiledInstruction]:
+    def sends_left(self, position: int, turn: int) -> list[CompiledInstruction]:
         """Returns what is left when all ops are done: the sends that stand at a position and behind it."""
         left: list[CompiledInstruction] = []
         turns = 0

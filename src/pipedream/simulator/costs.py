@@ -122,9 +122,9 @@ class Costs:
         buckets = self.buckets[stage] if self.buckets else ((1.0, self.sync_s[stage]),)
         tails_s = [tail_s for _, tail_s in buckets]
         parts = []
-        for (ready, tail_s), behind_s in zip(buckets, [*tails_s[1:], 0.0], strict=True):
+        for (ready, tail_s), later_s in zip(buckets, [*tails_s[1:], 0.0], strict=True):
             at_s = max(end_s - (1 - ready) * backward_s for end_s, backward_s in came)
-            seconds = tail_s - behind_s
+            seconds = tail_s - later_s
             parts.append((at_s, size * seconds / tails_s[0] if tails_s[0] else 0.0, seconds))
         return parts
 

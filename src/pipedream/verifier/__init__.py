@@ -1,4 +1,4 @@
-"""The proof before the run: a program is refused here, or it can neither break a rule nor stand still."""
+"""The proof before the run: a program that passes can neither break a rule nor deadlock."""
 
 from pipedream.verifier.proof import Proof, verify
 

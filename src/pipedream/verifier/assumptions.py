@@ -33,7 +33,7 @@ def check_assumptions(run: Unrolled) -> None:
 
 
 def _check_order(run: Unrolled, rank: int) -> None:
-    """Checks the order of the forwards of each seat, and which gradients its updates find."""
+    """Checks the order of each stage's forwards, and which gradients its updates find."""
     program = run.program
     gives = ends_backward(program.kinds)
     forwarded: dict[int, int] = {}
@@ -46,7 +46,7 @@ def _check_order(run: Unrolled, rank: int) -> None:
             before = forwarded.get(stage, -1)
             if index < before:
                 raise run.error(
-                    rank, position, f"comes behind {stage}F{before}; microbatches are forwarded in their order"
+                    rank, position, f"comes after {stage}F{before}; microbatches are forwarded in their order"
                 )
             forwarded[stage] = index
         elif kind is gives:
@@ -58,13 +58,13 @@ def _check_order(run: Unrolled, rank: int) -> None:
                 raise run.error(
                     rank,
                     position,
-                    f"{stage}{gives.value}{others[0]} comes before it, whose gradient is for update "
+                    f"{stage}{gives.value}{others[0]} comes before it, but its gradient is for update "
                     f"{program.updates.update_of(stage, others[0])}",
                 )
 
 
 def _check_versions(run: Unrolled, stage: int) -> None:
-    """Checks what a weight rule says of a stage's microbatches."""
+    """Checks the versions that a weight rule assigns to a stage's microbatches."""
     program, rule = run.program, run.program.weights
     newest = [0] * program.placement.replicas[stage]  # each replica drops versions by itself
     for k in range(run.total):
@@ -75,8 +75,8 @@ def _check_versions(run: Unrolled, stage: int) -> None:
             raise run.error(
                 rank,
                 position,
-                f"weight rule {rule.name!r} reads version {version}, and version {newest[replica]} for one before; "
-                "what is behind may have been dropped",
+                f"weight rule {rule.name!r} reads version {version}, but version {newest[replica]} for an earlier "
+                "microbatch; older versions may have been dropped",
             )
         newest[replica] = version
         again = rule.backward_version(stage, k)
@@ -84,6 +84,6 @@ def _check_versions(run: Unrolled, stage: int) -> None:
             raise run.error(
                 rank,
                 position,
-                f"weight rule {rule.name!r} reads version {version} here and version {again} in its backward, which is "
-                "to give the gradient at the weights of its forward",
+                f"weight rule {rule.name!r} reads version {version} here and version {again} in the backward, which "
+                "must use the weights of its forward",
             )

@@ -1,7 +1,7 @@
-"""Verify, then run: every rule checked on finite runs that stand for all.
+"""Verify, then run: every rule is checked on finite runs that represent all.
 
-The runs are one minibatch; and the warm-up, as many microbatches as the deepest ring and the oldest version that is
-read reach back, two periods, and a drain that begins at each residue of the period.
+One run is a single minibatch. The others have the warm-up, as many microbatches as the deepest ring and the oldest
+version in use reach back, two periods, and a drain that begins at each residue of the period.
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ class Proof:
     """What was proved of a program.
 
     Attributes:
-        schedule, config: of which program.
+        schedule, config: the program's method and plan.
         microbatches: m, of a minibatch.
         totals: microbatches of the runs that were checked.
-        residues: at how many residues of the period a drain may begin; more than were checked where
-            replica counts have a large common multiple.
-        stage_replicas: the (stage, replica) pairs of each rank.
-        peak_in_flight: of each rank, microbatches forwarded and not yet backwarded; 0 without backwards. What a forward
-            away from home has read is counted there until the next fetch of its stage, and at home during its backward.
-        peak_versions: of each rank, distinct sets of weights alive at once, the newest included, and fetched ones, from
-            their fetch to the last forward that reads them.
-        seat_in_flight, seat_versions: the same of each of a rank's seats by itself. Where they are several, what the
-            rank holds at its worst moment may be less than their sum, for they are not at their most together.
-        staleness: of each stage, the most updates that a gradient is late.
-        mean_staleness: of each stage, how many they are on the mean (`WeightRule.mean_staleness`).
-        remote_forwards: of each rank, the stages whose forwards it runs on fetched weights; they count in its peaks.
+        residues: the number of residues of the period at which a drain may begin; more than were checked if replica
+            counts have a large common multiple.
+        stage_replicas: what lives on each rank.
+        peak_in_flight: for each rank, the most microbatches between forward and backward; 0 without backwards.
+        peak_versions: for each rank, the most sets of weights alive at once, including the newest.
+        stage_in_flight, stage_versions: the same for each of a rank's stages. A rank with several stages may hold less
+            than their sum, because they do not peak at the same time.
+        staleness: for each stage, the most updates by which a gradient is late.
+        mean_staleness: for each stage, the mean (`WeightRule.mean_staleness`).
+        remote_forwards: for each rank, the stages whose forwards it runs on weights from elsewhere; they count in its
+            peaks (`verifier.dispatch`).
     """
 
     schedule: str
@@ -53,8 +52,8 @@ class Proof:
     stage_replicas: tuple[tuple[tuple[int, int], ...], ...]
     peak_in_flight: tuple[int, ...]
     peak_versions: tuple[int, ...]
-    seat_in_flight: tuple[tuple[int, ...], ...]
-    seat_versions: tuple[tuple[int, ...], ...]
+    stage_in_flight: tuple[tuple[int, ...], ...]
+    stage_versions: tuple[tuple[int, ...], ...]
     staleness: tuple[int, ...]
     mean_staleness: tuple[float, ...]
     remote_forwards: tuple[tuple[int, ...], ...] = ()
@@ -78,7 +77,7 @@ class Proof:
             held = self.peak_in_flight[rank], self.peak_versions[rank]
             rows.append(self._row(rank, ",".join(names), *held, max(late), "" if several else means[0]))
             if several:
-                each = zip(self.seat_in_flight[rank], self.seat_versions[rank], late, strict=True)
+                each = zip(self.stage_in_flight[rank], self.stage_versions[rank], late, strict=True)
                 lines = zip(names, each, means, strict=True)
                 rows += [self._row("", f". {name}", *counts, mean) for name, counts, mean in lines]
             if self.remote_forwards and self.remote_forwards[rank]:
@@ -94,14 +93,13 @@ class Proof:
 
 
 def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = None) -> Proof:
-    """Proves that a program keeps the rules and cannot stand still.
+    """Proves that a program keeps the rules and cannot deadlock.
 
-    Checked are: every op once; `requires` kept on each rank and, by messages, across ranks; what the runtime takes for
-    granted of each seat (`check_assumptions`); no cycle in the graph of waits (`check_waits`); no more versions alive than
-    the weight rule allows.
+    It checks: every op once; `requires` kept on each rank and, by messages, across ranks; what the runtime assumes of
+    each stage (`check_assumptions`); no cycle in the graph of waits (`check_waits`); no more versions alive than the
+    weight rule allows.
 
     Args:
-        program: a lowered schedule.
         lanes: from a channel to what it shares with others in issue order, such as an NCCL communicator;
             None gives each channel its own.
 
@@ -130,8 +128,8 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
         stage_replicas=tuple(program.placement.stage_replicas(rank) for rank in range(program.placement.workers)),
         peak_in_flight=tuple(rank[0][0] for rank in most),
         peak_versions=tuple(rank[0][1] for rank in most),
-        seat_in_flight=tuple(tuple(held for held, _ in rank[1:]) for rank in most),
-        seat_versions=tuple(tuple(count for _, count in rank[1:]) for rank in most),
+        stage_in_flight=tuple(tuple(held for held, _ in rank[1:]) for rank in most),
+        stage_versions=tuple(tuple(count for _, count in rank[1:]) for rank in most),
         staleness=tuple(_staleness(program, stage, totals[-1]) for stage in range(program.placement.stages)),
         mean_staleness=tuple(_mean_staleness(program, stage) for stage in range(program.placement.stages)),
         remote_forwards=tuple(tuple(stage for stage, _ in program.placement.remote_forwards(rank)) for rank in ranks),
@@ -139,14 +137,14 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
 
 
 def _totals(program: Program) -> tuple[tuple[int, ...], int]:
-    """Returns the runs to check, and how many residues there are."""
+    """Returns the runs to check, and the number of residues."""
     cycle, m = program.cycle, program.microbatches
     replicas = program.placement.replicas
     warmup = 1 + max(
         [item.index for rank in program.ranks for item in rank.warmup if item.kind is Kind.FORWARD], default=-1
     )
     reach = max([c.depth * lcm(replicas[c.source], replicas[c.target]) for c in program.channels], default=0)
-    # The first version that is read late is made behind the warm-up, and dropped as long behind its last reader.
+    # The first version that is read late is made after the warm-up, and dropped equally long after its last reader.
     settled = (ceil((2 * warmup + reach) / cycle) + 2) * cycle
     late = max(_staleness(program, stage, settled) * count for stage, count in enumerate(program.updates.per_update))
     settled = (ceil((warmup + max(warmup, late) + reach) / cycle) + 2) * cycle
@@ -159,27 +157,27 @@ def _totals(program: Program) -> tuple[tuple[int, ...], int]:
 
 
 def _check_reach(program: Program, total: int) -> None:
-    """Checks that no instruction of the text is of so late a microbatch that no run would show it.
+    """Checks that the longest run contains every instruction of the text.
 
     Raises:
-        ScheduleError: one is; names it.
+        ScheduleError: it does not; names the instruction.
     """
     exists = program.exists(total)
     for rank, mine in enumerate(program.ranks):
         for item in (*mine.warmup, *mine.period):
             if not exists(item):
                 raise ScheduleError(
-                    f"program {program.name!r}: {item} stands in the text of rank {rank}, which does not come to "
-                    f"it within {total} microbatches; mend the schedule's order or its lowering"
+                    f"program {program.name!r}: rank {rank} has the instruction {item}, but does not reach it within "
+                    f"{total} microbatches; fix the schedule's order or its lowering"
                 )
 
 
 def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
-    """Returns the peaks of microbatches in flight and of versions alive, of a rank and then of each of its seats.
+    """Returns the peaks of microbatches in flight and of versions alive, for a rank and then for each of its stages.
 
     A version lives from its update to its last reader (`WeightRule.held_until`), and at least until the next update;
-    an update reuses the storage of the version before it where nobody reads that any more. A kept view is a set of its
-    own.
+    an update reuses the storage of the previous version if nothing reads it any more. A kept prediction is a set of
+    weights of its own.
 
     Raises:
         ScheduleError: more versions alive at a stage than its weight rule allows.
@@ -223,13 +221,13 @@ def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
 
 
 def _begins(run: Unrolled, stage: int, replica: int, k: int) -> int:
-    """Returns where a microbatch begins at a seat: with its forward, or with its backward if that alone is there."""
+    """Returns where a microbatch begins on a rank: at its forward, or at its backward if only that runs here."""
     kind = Kind.BACKWARD if run.program.placement.is_remote(stage) else Kind.FORWARD
     return run.ops[Op(kind, stage, k, replica)][1]
 
 
 def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]:
-    """Returns from where to where in the rank's stream each version of a seat is alive, and each view that is kept."""
+    """Returns where each version of a stage begins and ends in its rank's stream, and each kept prediction."""
     program, ops = run.program, run.ops
     made = [-1] + [
         ops[Op(Kind.UPDATE, stage, n, replica)][1] for n in range(1, program.updates.updates(stage, run.total) + 1)
@@ -244,7 +242,7 @@ def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]
         begin, end = _begins(run, stage, replica, k), ops[Op(last, stage, k, replica)][1]
         if until is None:
             dies[first] = max(dies[first], end if program.weights.held_until is Kind.BACKWARD else begin)
-        else:  # the version is read once, by the first forward; a set of its own keeps the view
+        else:  # the version is read once, by the first forward; the prediction is kept in a set of its own
             made_at, _ = predictions.get(first, (begin, begin))
             predictions[first] = made_at, begin + 1 if until is Kind.FORWARD else end
             dies[first] = max(dies[first], made_at)

@@ -1,8 +1,7 @@
-"""A program unrolled for one number of microbatches, and the rules of order that each rank keeps by itself.
+"""A program unrolled for one number of microbatches, and the rules that do not depend on how ranks interleave.
 
-A program is a text without end; what is proved is proved of finite runs of it. Here stand the rules that
-need no clock: each op once and on its rank, nothing before what it needs, each message sent once and
-received once and in one order, each sum joined by all replicas.
+A program is endless; proofs are about finite runs of it. The rules: each op once and on its rank, nothing before what
+it needs, each message sent once and received once and in one order, each sum joined by all replicas.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ class Unrolled:
     """One finite run of a program, indexed.
 
     Attributes:
-        program: what is run.
         total: microbatches in the run.
-        streams: the instructions of each rank, drain included.
-        ops: where each op stands.
-        sent, received: positions of each message at its sender and at its receiver.
-        sequences: the messages of each channel in the order in which they are sent.
-        synced: where each rank joins the sum of (rank, stage, update).
+        streams: the instructions of each rank, including the drain.
+        ops: the place of each op.
+        sent, received: position of each message at its sender and at its receiver.
+        sequences: the microbatches of each channel in the order in which they are sent.
+        synced: (rank, stage, update) -> position at which the rank joins the sum.
     """
 
     program: Program
@@ -56,11 +54,11 @@ class Unrolled:
         return {(c.sender, c.receiver, c.carries, c.source, c.target): number for number, c in channels}
 
     def error(self, rank: int, position: int, reason: str) -> ScheduleError:
-        """Returns the error that an instruction deserves."""
+        """Returns an error about an instruction."""
         program = self.program
         return ScheduleError(
             f"program {program.name!r}, plan {program.plan.config}, a run of {self.total} microbatches: rank "
-            f"{rank}, instruction {position}, {self.streams[rank][position]}: {reason}; nothing was run, mend the "
+            f"{rank}, instruction {position}, {self.streams[rank][position]}: {reason}; nothing was run, fix the "
             "schedule's order or its lowering"
         )
 
@@ -84,7 +82,7 @@ class Unrolled:
 
 
 def unroll(program: Program, total: int) -> Unrolled:
-    """Unrolls a program and checks all that does not depend on how its ranks interleave.
+    """Unrolls a program and checks everything that does not depend on how its ranks interleave.
 
     Raises:
         ScheduleError: a rule is broken; names the rank, the instruction and the rule.
@@ -96,7 +94,7 @@ def unroll(program: Program, total: int) -> Unrolled:
         _check_lacks_nothing(program, rank, total, run.ops)
     _check_messages(run)
     last = program.placement.stages - 1
-    # The targets go from the input stage to the last one, whether the program has a channel for them or not.
+    # The targets must go from the input stage to the last one, whether or not the program has a channel for them.
     inputs = {(c.source, c.target) for c in program.channels if c.carries == "input"} | ({(0, last)} if last else set())
     for op, (rank, position) in run.ops.items():
         _check_needs(run, op, rank, position)
@@ -123,7 +121,7 @@ def _stream(program: Program, rank: int, total: int) -> tuple[Instruction, ...]:
 
 
 def _check_lacks_nothing(program: Program, rank: int, total: int, found: Collection[Instruction]) -> None:
-    """Checks that all ops of a rank are among those that were found."""
+    """Checks that all expected ops of a rank were found."""
     work = (op for row in program.expected_ops(rank, total) for op in row.ops())
     lacking = [op for op in (*dispatch.fetches(program, rank, total), *work) if op not in found]
     if lacking:
@@ -212,7 +210,7 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
         joined = run.synced.get((rank, op.stage, op.index))
         if joined is None or joined > position:
             raise run.error(rank, position, f"no sum over the replicas, ={op.stage}:{op.index}, comes before it")
-        limit = joined  # its own gradients must be in the sum; the others' are checked at their own update
+        limit = joined  # the rank's own gradients must be in the sum; the others' are checked at their own update
     if op.kind is Kind.UPDATE and program.couples_updates:
         _check_whole_rank(run, op, rank, position)
     for need in program.requires(op, run.total):
@@ -227,20 +225,20 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
 
 
 def _carries(op: Op, need: Op) -> str:
-    """Returns what brings the result of a pass to another."""
+    """Returns what a channel from one pass to another carries."""
     if op.kind is Kind.FORWARD:
         return "activation"
     return "kept" if need.kind is Kind.FORWARD else "gradient"
 
 
 def _check_whole_rank(run: Unrolled, op: Op, rank: int, position: int) -> None:
-    """Checks that a rank whose updates wait for all stages has the gradients of all its own before it makes one."""
+    """Checks that a rank whose updates wait for all stages has the gradients of all its stages before an update."""
     program = run.program
     for stage, replica in program.placement.stage_replicas(rank):
         for need in program.requires(Op(Kind.UPDATE, stage, op.index, replica), run.total):
             place = run.ops.get(need)
             if need.kind is not Kind.UPDATE and place is not None and place[0] == rank and place[1] > position:
-                raise run.error(rank, position, f"waits for all stages, but {need} of this rank comes later")
+                raise run.error(rank, position, f"waits for all stages, but {need} on this rank comes later")
 
 
 def check_arrival(run: Unrolled, op: Op, need: Op, sender: int, carries: str) -> None:

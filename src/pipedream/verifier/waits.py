@@ -1,9 +1,8 @@
 """No deadlock: the graph of waits has no cycle.
 
-A program of fixed order with bounded rings is a marked graph: whether its ranks come to stand still does
-not depend on how fast anything is. So it is enough to let every rank go on as far as it can, once: what
-gets through is a topological order of the waits, and where it stops, following who waits for whom runs
-into the cycle. The waits are
+A program of fixed order with bounded rings is a marked graph: whether its ranks deadlock does not depend on how fast
+anything is. So it is enough to advance every rank as far as possible, once: if all finish, their order is a
+topological order of the waits; if not, following who waits for whom leads into the cycle. The waits are
 
 - program order on each rank; a receive instruction waits for its message to be delivered;
 - a message is delivered when it is sent and its receive is posted; the receive of message i of a channel is
@@ -11,8 +10,8 @@ into the cycle. The waits are
 - on a lane (what a transport runs in order, such as an NCCL communicator) a rank's transfers complete in
   the order in which they were issued: a send when its message is sent, a receive when it is posted. Receives
   from one sender are posted on a lane in that sender's order;
-- a sum waits for all replicas; where updates are coupled, an update waits until all ranks have come to the same one,
-  or to the one that is `norm_delay` before.
+- a sum waits for all replicas; a coupled update waits until all ranks have reached the same update, or the one
+  `norm_delay` before.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ _Meeting = tuple[str, int, int]  # ('sum' or 'update', stage or -1, update)
 
 
 def check_waits(run: Unrolled, lanes: Callable[[Channel], Hashable] | None = None) -> None:
-    """Lets every rank of a run go on as far as it can.
+    """Advances every rank of a run as far as possible.
 
     Args:
-        run: what `unroll` accepted.
+        run: accepted by `unroll`.
         lanes: from a channel to the lane that it shares; None gives each channel its own.
 
     Raises:
@@ -51,7 +50,7 @@ def check_waits(run: Unrolled, lanes: Callable[[Channel], Hashable] | None = Non
 class _Waits:
     """The state of a run: where each rank is, what is sent, posted and delivered.
 
-    Life: `go` moves the ranks until none can; `explain` then follows the waits from a rank that is stuck.
+    Life: `go` advances the ranks until none can move; `explain` then follows the waits from a stuck rank.
     """
 
     def __init__(self, run: Unrolled, lanes: Callable[[Channel], Hashable] | None) -> None:
@@ -74,7 +73,7 @@ class _Waits:
         run = self.run
         # What is still to be posted, in the sender's order: one queue a (receiver, lane, sender).
         self.to_post: dict[int, dict[tuple[Hashable, int], deque[Message]]] = defaultdict(lambda: defaultdict(deque))
-        self.frees: dict[Message, Message] = {}  # a message -> the one that had its place in the ring before
+        self.frees: dict[Message, Message] = {}  # a message -> the earlier one with the same place in the ring
         for message in sorted(run.sent, key=run.sent.__getitem__):
             ends = self.channels[message[0]]
             self.to_post[ends.receiver][self.lane[message[0]], ends.sender].append(message)
@@ -94,7 +93,7 @@ class _Waits:
                     self.members["update", -1, op.index].add(rank)
 
     def go(self) -> None:
-        """Moves every rank on until none can move."""
+        """Advances every rank until none can move."""
         for rank in range(len(self.run.streams)):
             self._post(rank)
         while self.ready:
@@ -104,7 +103,7 @@ class _Waits:
                 self.position[rank] += 1
 
     def _step(self, rank: int, instruction: Instruction) -> bool:
-        """Does an instruction, or returns False where it has to wait."""
+        """Does an instruction, or returns False if it has to wait."""
         if isinstance(instruction, Transfer):
             number, index = instruction.channel, instruction.index
             if instruction.kind is Move.SYNC:
@@ -116,7 +115,7 @@ class _Waits:
             self._issue(rank, message)
             return True
         if instruction.kind is Kind.UPDATE and self.run.program.couples_updates:
-            # A rank that comes to its first one has the gradients of all its stages (`unrolled`).
+            # A rank that reaches its first one has the gradients of all its stages (`unrolled`).
             self._meet(rank, ("update", -1, instruction.index))
             norm_of = ("update", -1, instruction.index - self.run.program.norm_delay)
             if self.met[norm_of] != self.members[norm_of]:
@@ -152,7 +151,7 @@ class _Waits:
         self._deliver(mine, lane)
 
     def _deliver(self, mine: deque[Message], lane: Hashable) -> None:
-        """Delivers what stands first at both its ends."""
+        """Delivers each message that is first at both of its ends."""
         changed = [mine]
         while changed:
             queue = changed.pop()
@@ -169,7 +168,7 @@ class _Waits:
                 changed += [there, here]
 
     def explain(self, rank: int) -> str:
-        """Returns the cycle of waits that a stuck rank runs into, one line a wait."""
+        """Returns the cycle of waits that a stuck rank leads to, one line per wait."""
         node: int | Message = rank
         lines: list[str] = []
         seen: dict[int | Message, int] = {}
@@ -201,7 +200,7 @@ class _Waits:
         if isinstance(instruction, Transfer):
             meeting = ("sum", instruction.channel, instruction.index)
         other = min(self.members[meeting] - self.met[meeting])
-        return f"{head}rank {other} to come to the same {meeting[0]}", other
+        return f"{head}rank {other} to reach the same {meeting[0]}", other
 
     def _message_waits(self, message: Message) -> tuple[str, int | Message]:
         number, k = message

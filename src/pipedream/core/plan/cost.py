@@ -25,9 +25,10 @@ __all__ = [
     "visible_sum_s",
 ]
 
-# A sum over replicas goes bucket by bucket. As in torch's DistributedDataParallel a small first one starts the network
-# early in the backward. The last one is never hidden, so they should be small (benchmarks/reduction_overlap); a message
-# has a price. 4 MiB take 34 ms at 1 Gbit/s, 4 ms at 10 Gbit/s, some tenths of a millisecond between GPUs.
+# A sum over replicas runs bucket by bucket. As in torch's DistributedDataParallel, a small first bucket starts the
+# network early in the backward. The last one is never hidden, so buckets should be small (benchmarks/reduction_overlap),
+# but each message has a cost. 4 MiB take 34 ms at 1 Gbit/s, 4 ms at 10 Gbit/s, some tenths of a millisecond between
+# GPUs.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
 
@@ -76,11 +77,11 @@ def sum_buckets(
     *,
     how: str = "ring",
 ) -> tuple[tuple[Numbers, Numbers], ...]:
-    """Returns the buckets of a sum: a first one of 1 MiB, further ones of 4 MiB, and what is left.
+    """Returns the buckets of a sum: a first one of 1 MiB, further ones of 4 MiB, and the rest.
 
-    Of each the share of the gradients that lies in it and in those before it, and the seconds that it and those
-    behind it take. Between the first and the last of the 4 MiB buckets both numbers change evenly, so that those
-    between them never decide, and are left out.
+    For each: the share of the gradients in it and in earlier buckets, and the seconds that it and all later buckets
+    take. Between the first and the last of the 4 MiB buckets both numbers change linearly, so that those in between
+    never decide, and are left out.
     """
     if np.ndim(workers) == 0 and workers == 1:
         return ()
@@ -93,16 +94,16 @@ def sum_buckets(
     left = size - first
     whole = np.floor(left / BUCKET_BYTES)
     rest = left - whole * BUCKET_BYTES
-    behind_s = np.where(rest > 0, seconds(rest), 0.0)
+    later_s = np.where(rest > 0, seconds(rest), 0.0)
     bucket_s = seconds(BUCKET_BYTES)
     below = np.maximum(size, 1.0)
-    start = np.where(size > 0, first / below, 1.0), seconds(first) + whole * bucket_s + behind_s
+    start = np.where(size > 0, first / below, 1.0), seconds(first) + whole * bucket_s + later_s
     found = [start]
     for count in (whole, np.minimum(whole, 1.0)):
         ready = (FIRST_BUCKET_BYTES + (whole - count + 1) * BUCKET_BYTES) / below
-        tail_s = count * bucket_s + behind_s
+        tail_s = count * bucket_s + later_s
         found.append((np.where(whole > 0, ready, start[0]), np.where(whole > 0, tail_s, start[1])))
-    return (*found, (1.0, behind_s))
+    return (*found, (1.0, later_s))
 
 
 def visible_sum_s(
@@ -116,9 +117,9 @@ def visible_sum_s(
 ) -> Numbers:
     """Returns the seconds of a sum that its last backward does not hide.
 
-    Gradients get ready evenly over the backward, counted in bytes; the all-reduce of a bucket begins when it is ready
-    and the one before it is done. With q_k the share of the bytes in buckets up to k, T_k the seconds of bucket k
-    and all behind it, and D those of the backward, max_k (T_k - (1 - q_k) D) are left behind the backward's end.
+    Gradients become ready evenly over the backward, counted in bytes; the all-reduce of a bucket begins when it is
+    ready and the one before it is done. With q_k the share of the bytes in buckets up to k, T_k the seconds of bucket k
+    and all later ones, and D those of the backward, max_k (T_k - (1 - q_k) D) are left after the backward's end.
     """
     tails = sum_buckets(size_bytes, workers, bandwidth_bytes_per_s, latency_s, how=how)
     visible: Numbers = 0.0

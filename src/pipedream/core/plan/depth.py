@@ -8,20 +8,19 @@ T + 2c(p - 1)/p, however asynchronous the sends are.
 ``full`` is the smallest depth at which messages and replica barriers are hidden (docs/exact_rules.md, Depth):
 W_{p-1} = 0; W_s = ceil((W_u r_u + r_s + 2 r_u - 2 gcd(r_s, r_u) + ceil((c_fwd + c_bwd)/T)) / r_s), u = s + 1.
 
-``auto`` is the deepest between the two that fits a memory (`fitting`).
+``auto`` is the deepest between the two that fits the memory (`fitting`).
 
-A depth is legal where no stage waits for what is never sent: W_u r_u >= X(u, s) for each u upstream of s,
+A depth is legal if no stage waits for what is never sent: W_u r_u >= X(u, s) for each u upstream of s,
 
-    X(u, s) = W_s r_s                                   neither lags
-              (W_s + 1) r_s - gcd(r_u, r_s)             s lags
-              W_s r_s - r_u + 1                         u lags
-              (W_s + 1) r_s - r_u                       both update delay
+    X(u, s) = W_s r_s                                   neither has an update delay
+              (W_s + 1) r_s - gcd(r_u, r_s)             s has one
+              W_s r_s - r_u + 1                         u has one
+              (W_s + 1) r_s - r_u                       both have one
 
-Why: minibatch k's backward at s comes behind the forward of minibatch k + W_s r_s there, or, where s lags,
-behind all forwards of its round's W_s-th successor, for the update before it waits for those of all
-replicas. At u the forward of minibatch j comes behind all backwards up to W_u rounds before its own; where
-u lags, behind the one W_u + 1 rounds before it. The two together may not ask for the backward of k or of a
-later one.
+Why: minibatch k's backward at s follows the forward of minibatch k + W_s r_s there, or, if s has an update delay, all
+forwards of its round's W_s-th successor, because the update before it waits for those of all replicas. At u the
+forward of minibatch j follows all backwards up to W_u rounds before its own; if u has an update delay, the one W_u + 1
+rounds before it. Together they must not require the backward of k or of a later minibatch.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _MOST_IN_FLIGHT = 10_000  # no memory holds more, and a proof of it would take a
 
 
 def noam(replicas: Counts, update_delay: Counts = ()) -> Counts:
-    """Returns the in-flight count of each stage at the paper's depth, raised where an update delay asks for it.
+    """Returns the in-flight count of each stage at the paper's depth, raised where an update delay needs it.
 
     >>> noam((1, 1, 1, 1))
     (4, 3, 2, 1)
@@ -56,7 +55,7 @@ def full(replicas: Counts, round_trip_slots: tuple[float, ...], update_delay: Co
         replicas: workers of each stage.
         round_trip_slots: for each boundary, (c_fwd + c_bwd) / T: seconds of an activation message and of
             a gradient message over the period per minibatch.
-        update_delay: of each stage; where one asks for more depth upstream, there is more.
+        update_delay: of each stage; one may need more depth upstream.
 
     >>> full((1, 1, 1), (0.0, 0.0))
     (3, 2, 1)
@@ -74,7 +73,7 @@ def full(replicas: Counts, round_trip_slots: tuple[float, ...], update_delay: Co
 
 
 def legal(in_flight: Counts, replicas: Counts, update_delay: Counts = ()) -> Counts:
-    """Returns the smallest legal counts that are nowhere below the given ones.
+    """Returns the smallest legal counts, none of them below the given ones.
 
     >>> legal((1, 1, 3), (2, 1, 1))
     (2, 3, 3)
@@ -88,14 +87,13 @@ def legal(in_flight: Counts, replicas: Counts, update_delay: Counts = ()) -> Cou
 
 
 def fitting(low: Counts, high: Counts, most: Counts, replicas: Counts) -> Counts:
-    """Returns the deepest counts between two depths, none above what its stage may hold.
+    """Returns the deepest counts between two depths, none above what its stage's memory can hold.
 
-    A stage is as much deeper than `low` as it may be, but holds no more of the added minibatches than the stage
-    in front of it: what a stage far down holds longer comes out of what those upstream have admitted, and would
-    only be missing there. `low` being legal, so is the answer.
+    A stage holds no more of the added minibatches than the stage before it: what a later stage holds longer is taken
+    from what earlier stages have admitted, and would be missing there. If `low` is legal, so is the result.
 
     Args:
-        low, high: in-flight counts, usually `noam` and `full`; nowhere is `high` below `low`.
+        low, high: in-flight counts, usually `noam` and `full`; `high` is nowhere below `low`.
         most: in-flight counts that each stage's memory has room for; at least `low`.
         replicas: workers of each stage.
 
@@ -113,15 +111,15 @@ def fitting(low: Counts, high: Counts, most: Counts, replicas: Counts) -> Counts
 
 
 def check_in_flight(in_flight: Counts, replicas: Counts, update_delay: Counts = ()) -> None:
-    """Checks a depth written by hand: legal as this module's first lines have it.
+    """Checks a depth written by hand: it must be legal, as defined at the top of this module.
 
     Raises:
         PlanError: wrong length, a count under 1, or a stage that waits for more than is admitted.
     """
     if len(in_flight) != len(replicas):
         raise PlanError(
-            f"in-flight counts {in_flight} name {len(in_flight)} stages, the plan has {len(replicas)}; give one "
-            "count a stage, or noam, or full"
+            f"in-flight counts {in_flight} are for {len(in_flight)} stages, the plan has {len(replicas)}; give one "
+            "count per stage, or noam, or full"
         )
     if not 1 <= min(in_flight) <= max(in_flight) <= _MOST_IN_FLIGHT:
         raise PlanError(f"in-flight counts must be between 1 and {_MOST_IN_FLIGHT}, found {in_flight}")
@@ -149,6 +147,6 @@ def _wanted(u: int, s: int, warmup: int, replicas: Counts, update_delay: Counts)
 
 
 def _least(u: int, warmup: list[int], replicas: Counts, update_delay: Counts) -> int:
-    """Returns the least W_u for the stages behind it; `warmup` begins at stage u."""
-    behind = range(u + 1, len(replicas))
-    return max((-(-_wanted(u, s, warmup[s - u], replicas, update_delay) // replicas[u]) for s in behind), default=0)
+    """Returns the least W_u for all later stages; `warmup` begins at stage u."""
+    later = range(u + 1, len(replicas))
+    return max((-(-_wanted(u, s, warmup[s - u], replicas, update_delay) // replicas[u]) for s in later), default=0)

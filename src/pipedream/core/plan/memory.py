@@ -4,17 +4,17 @@ Under 1F1B stage s holds W_s + 1 minibatches in flight, and as many versions of 
 stashing (PipeDream, section 3.3), two under double buffering (PipeDream-2BW, section 3.1), one under a
 flush. The newest version is the optimizer's own copy, so it is not counted again.
 
-A worker needs most at one of three moments, and what it needs is not the sum of the most of each kind:
+A worker needs most at one of three moments; what it needs is not the sum of the maxima of each kind:
 
-    backward    all in flight, one of them being worked on. Gradients come as activations go; where they are added to
-                the sums of microbatches before, those are all there already, and the largest gradient is there twice.
-    forward     all in flight, the newest being made; sums of gradients where an update is still to come.
-    update      all gradients, what the optimizer needs beside them, and one microbatch less in flight.
+    backward    all in flight, one of them in its backward. Gradients appear as activations go; if they are added to
+                the sums of earlier microbatches, all sums exist already, and the largest gradient exists twice.
+    forward     all in flight, the newest in its forward; sums of gradients if an update is still to come.
+    update      all gradients, what the optimizer needs besides them, and one microbatch fewer in flight.
 
-Where the backward is split, the one that needs most is a weight gradient's. A microbatch that waits for it holds what
-that needs of its activations, and the gradients that came to the layers: `DEFERRED_SHARE` times its activations are
-counted, for a profile does not tell. (Measured: 0.1 of a fused recurrent layer, 0.7 to 1.2 of transformers, 1.6 of
-linear layers with ReLU, 1.8 of convolutions with norms.)
+With a split backward, the weight gradient needs most. A microbatch that waits for it holds the part of its activations
+that it needs, and the gradients of the layers' outputs. A profile does not contain these, so `DEFERRED_SHARE` times the
+activations are counted. (Measured: 0.1 for a fused recurrent layer, 0.7 to 1.2 for transformers, 1.6 for linear layers
+with ReLU, 1.8 for convolutions with norms.)
 
 All figures are of one replica, and are numbers or numpy arrays of them.
 """
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 DEFERRED_SHARE = 2
-"""What a microbatch keeps at most between the halves of its backward, by its activations."""
+"""Upper bound of what a microbatch keeps between the halves of its backward, relative to its activations."""
 
 
 @dataclass(frozen=True)
@@ -53,32 +53,32 @@ class Peers:
     """The workers that one replica of a stage exchanges messages with.
 
     Attributes:
-        before, behind: how many.
-        waiting: gradients sent to those before that may not have been taken.
+        before, after: how many in the previous and in the next stage.
+        waiting: gradients sent to the previous stage that may not have been received.
         posted: receives posted ahead on each channel.
-        sums: gradients are added up over replicas, in buckets.
+        sums: gradients are summed over replicas, in buckets.
     """
 
     before: int = 1
-    behind: int = 1
+    after: int = 1
     waiting: int = 0
     posted: int = 2
     sums: bool = False
 
 
 def peers_of(replicas: Sequence[int], in_flight: Sequence[int]) -> tuple[Peers, ...]:
-    """Returns whom a replica of each stage of a plan talks to, minibatches going to replicas in round robin.
+    """Returns the peers of one replica of each stage; minibatches go to replicas in round robin.
 
     Args:
         replicas: of each stage.
-        in_flight: microbatches that a replica of each stage holds. As many gradients, and one, may be unread on their
-            way to it: it ends all backwards but those of what it holds before it begins a forward.
+        in_flight: microbatches that a replica of each stage holds. That many gradients plus one may be on their way to
+            it unread: before it begins a forward it has ended all backwards except those of what it holds.
     """
     found = []
     for s, count in enumerate(replicas):
         before = lcm(replicas[s - 1], count) // count if s else 0
-        behind = lcm(replicas[s + 1], count) // count if s + 1 < len(replicas) else 0
-        found.append(Peers(before, behind, before * (in_flight[s - 1] + 1) if s else 0, sums=count > 1))
+        after = lcm(replicas[s + 1], count) // count if s + 1 < len(replicas) else 0
+        found.append(Peers(before, after, before * (in_flight[s - 1] + 1) if s else 0, sums=count > 1))
     return tuple(found)
 
 
@@ -92,13 +92,13 @@ class StageSizes:
         activation_bytes: kept for the backward of one microbatch.
         input_bytes: of what enters for one microbatch.
         received_bytes, sent_bytes: of its messages to and from both sides for one microbatch; 0 at the model's ends.
-        loaded_bytes: of minibatches that the loader has given and nobody works on, at the model's input.
-        working_bytes: that a pass needs at most beside what it keeps.
-        relief_bytes: less than activations, gradients and working bytes together that a backward needs which
-            makes all gradients itself: activations go before the last gradient comes. Of a microbatch at least its
-            part of a minibatch's, for gradients are as large.
+        loaded_bytes: of loaded minibatches that are not processed yet, at the model's input.
+        working_bytes: that a pass needs at most besides what it keeps.
+        relief_bytes: how much less than activations, gradients and working bytes together a backward needs that makes
+            all gradients itself: activations go before the last gradient comes. For a microbatch at least its share of
+            a minibatch's, because gradients are as large.
         largest_parameter_bytes: of its largest parameter.
-        update_working_bytes: that an optimizer step needs beside weights, state and gradients.
+        update_working_bytes: that an optimizer step needs besides weights, state and gradients.
     """
 
     parameter_bytes: Numbers
@@ -121,9 +121,9 @@ class StageMemory:
     Attributes:
         weight_bytes: of the newest version, which the optimizer steps.
         stash_bytes: of older versions.
-        optimizer_bytes: of the optimizer's state, and of what compensations of delay keep.
-        gradient_bytes: of the gradients that are there.
-        activation_bytes: kept for backwards; of a stage that recomputes the inputs, and one microbatch's activations.
+        optimizer_bytes: of the optimizer's state, and of what compensations keep.
+        gradient_bytes: of the gradients that exist.
+        activation_bytes: kept for backwards; if the stage recomputes: inputs, and one microbatch's activations.
         message_bytes: of receives posted ahead and of messages that may still have to leave.
         working_bytes: of temporaries.
     """
@@ -160,15 +160,15 @@ def moments(
 
     Args:
         sizes: of its layers, for one microbatch.
-        versions: distinct sets of weights alive at once, the newest included.
-        in_flight: microbatches forwarded and not yet backwarded, at most.
+        versions: distinct sets of weights alive at once, including the newest.
+        in_flight: the most microbatches between forward and backward.
         per_update: microbatches of the replica in one update.
         flushes: nothing is in flight at an update.
-        update_delay: 1 where a forward comes between the last backward of an update and the update.
-        recompute: of a microbatch in flight only the input is kept.
-        peers: whom it talks to; None: one worker before and one behind, which holds one microbatch more.
-        kept_tensors: for each weight, that compensations of delay keep; an update needs one more for a while.
-        deferred: of those in flight, how many wait for their weight gradients; 0 where the backward is not split.
+        update_delay: 1 if a forward comes between the last backward of an update and the update.
+        recompute: only the input of a microbatch in flight is kept.
+        peers: None: one worker in the previous stage, which holds one microbatch more, and one in the next.
+        kept_tensors: tensors that compensations keep for each weight; an update temporarily needs one more.
+        deferred: microbatches in flight that wait for their weight gradients; 0 unless the backward is split.
     """
     own, whole = sizes.activation_bytes, sizes.parameter_bytes
     waiting = sizes.input_bytes if recompute else own
@@ -188,9 +188,9 @@ def moments(
 
     working = sizes.working_bytes + bucket_bytes(sizes, peers)
     relief = 0 if deferred else sizes.relief_bytes
-    late = np.minimum(relief, whole)  # gradients that are not there yet when the most is
+    late = np.minimum(relief, whole)  # gradients that do not exist yet at the peak
     found = [at(whole - late, most(in_flight), working - (relief - late))]
-    # A backward, or a forward, while there are sums of others; a flush ends before there are new ones.
+    # A backward, or a forward, while there are sums of other microbatches; a flush ends before there are new ones.
     further = min(in_flight, per_update - 1) if flushes else in_flight
     if per_update > 1:
         found.append(at(whole, most(further), working + sizes.largest_parameter_bytes))
@@ -215,26 +215,26 @@ def stage_bytes(sizes: StageSizes, **how: Any) -> Any:
 
 
 def part_bytes(whole_bytes: Numbers, parts: int, samples: int = 1) -> Numbers:
-    """Returns the bytes of the largest of so many parts of a minibatch: that of ceil(samples / parts) samples.
+    """Returns the bytes of the largest of `parts` parts of a minibatch: that of ceil(samples / parts) samples.
 
-    Of a minibatch of fewer samples than parts nothing is known (a plan without a model): its parts are equal.
+    With fewer samples than parts (a plan without a model) the parts are equal.
     """
     largest, all_ = (-(-samples // parts), samples) if samples >= parts else (1, parts)
     return -(-whole_bytes * largest // all_)
 
 
 def bucket_bytes(sizes: StageSizes, peers: Peers | None) -> Numbers:
-    """Returns the bytes of the gradients that wait in a bucket of a sum over replicas."""
+    """Returns the bytes of the gradients in one bucket of a sum over replicas."""
     return np.minimum(FIRST_BUCKET_BYTES, sizes.parameter_bytes) if peers is not None and peers.sums else 0
 
 
 def message_bytes(sizes: StageSizes, in_flight: int, recompute: bool = False, peers: Peers | None = None) -> Numbers:
-    """Returns the bytes of receives posted ahead, messages sent that may not have been taken, minibatches loaded.
+    """Returns the bytes of receives posted ahead, of messages that may not have been received, of loaded minibatches.
 
-    What was sent is kept until the stage before is known to have taken it: as many messages as it has in flight, and
-    one more. Outputs are kept for their backwards anyway, but for the last one, where the stage does not recompute.
+    What was sent is kept until the other stage is known to have received it: as many messages as that has in flight,
+    plus one. Without recomputation outputs are kept for their backwards anyway, except the last one.
     """
     joined = peers or Peers(waiting=in_flight + 2)
     received = joined.before * joined.posted + joined.waiting
-    sent = joined.behind * (joined.posted + 1) + (in_flight if recompute else 0)
+    sent = joined.after * (joined.posted + 1) + (in_flight if recompute else 0)
     return received * sizes.received_bytes + sent * sizes.sent_bytes + sizes.loaded_bytes

@@ -1,6 +1,6 @@
 """Where a (stage, replica) lives, and which replica takes a microbatch.
 
-Replicated stages, chunks on a rank, the V shape and two mirrored pipelines are all one table
+Replicated stages, several chunks per rank, the V shape and two mirrored pipelines are all one table
 ``ranks[stage][replica]`` and one rule, round robin: microbatch k of stage s runs on replica k mod r_s
 (PipeDream, SOSP 2019, section 3.2: 1F1B-RR).
 

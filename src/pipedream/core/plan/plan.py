@@ -1,7 +1,7 @@
 """The Plan: which layers form a stage, how many workers share it, how deep the pipeline is filled.
 
-A plan carries the predicted seconds and bytes of its stages, so that it can be simulated without the
-profile it came from, printed with its reasons, edited by hand and checked.
+A plan carries the predicted seconds and bytes of its stages, so that it can be simulated without its profile, printed
+with its reasons, edited by hand and checked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipedream.core.units import format_bytes, format_excess, format_seconds
 
 __all__ = ["Plan", "Stage"]
 
-_SAME = 2e-6  # relative: a gap that is none
+_SAME = 2e-6  # a relative gap up to this counts as none
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,17 @@ class Plan(Artifact):
         cluster: the workers and links that it was planned for.
         model: class of the model; '' for plans without one.
         batch: samples in the minibatch that the seconds and bytes are for.
-        unit: what the stages' seconds and bytes are for: 'minibatch', or 'microbatch' for plans that were
-            made by hand and not from a profile.
+        unit: what the stages' seconds and bytes are for: 'minibatch', or 'microbatch' for plans not made from a profile.
         depth_mode: how in_flight was chosen: 'noam', 'full', 'auto' or 'hand'.
         note: what the planner promises about it.
-        order: the cluster's workers in the order in which the stages take them, a worker for each replica; () as
-            they stand. One that is named again runs several stages (chunks).
-        bound_s: no plan of the space that the note names is faster, in seconds per unit; 0 where nothing is proved.
+        order: the cluster's workers in the order in which the stages take them, one for each replica; () for their own
+            order. A worker that is listed again runs several stages (chunks).
+        bound_s: no plan of the space that the note names is faster, in seconds per unit; 0 if nothing is proved.
         schedule: the method that it was planned for; '' if none.
         microbatches: parts of a minibatch that it was planned for.
 
     Raises:
-        ValueError: stages with a gap, vectors of the wrong length, or an order of workers that there are not.
+        ValueError: stages with a gap, vectors of the wrong length, or an order with unknown workers.
     """
 
     FORMAT = 1
@@ -140,7 +139,7 @@ class Plan(Artifact):
 
     @property
     def placement(self) -> Placement:
-        """One rank a worker: stage by stage, or, where there is an order, in the order of the cluster's workers."""
+        """One rank per worker: stage by stage or, if there is an order, in the order of the cluster's workers."""
         if not self.order:
             return Placement.replicated(self.replicas)
         ranks = {worker: rank for rank, worker in enumerate(sorted(set(self.order)))}
@@ -164,7 +163,7 @@ class Plan(Artifact):
 
     @property
     def worker_bytes(self) -> dict[int, int]:
-        """Peak bytes of each of the cluster's workers that is used: at most those of all its stages."""
+        """Peak bytes of each of the cluster's workers in use: the sum over its stages, which is an upper bound."""
         return {w: sum(self.stages[s].peak_bytes for s in stages) for w, stages in self._stages_of.items()}
 
     @property
@@ -177,28 +176,28 @@ class Plan(Artifact):
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """Where each stage lives: what its workers and their ports allow."""
+        """The site of each stage: its workers and their ports."""
         taken = [self.workers_of(stage) for stage in range(len(self.stages))]
         before = [None, *(workers[-1] for workers in taken[:-1])]
-        behind = [*(workers[0] for workers in taken[1:]), None]
-        return tuple(Site.of(self.cluster, *row) for row in zip(taken, before, behind, strict=True))
+        after = [*(workers[0] for workers in taken[1:]), None]
+        return tuple(Site.of(self.cluster, *row) for row in zip(taken, before, after, strict=True))
 
     @property
     def transfers_s(self) -> tuple[float, ...]:
-        """One-way seconds of a message across each boundary, over the outermost level that one crosses."""
+        """One-way seconds of a message across each boundary, over the outermost level that any message crosses."""
         taken = [self.workers_of(stage) for stage in range(len(self.stages))]
         return tuple(
-            float(transfer_s(stage.output_bytes, *self.cluster.link(self.cluster.reach(*here, *behind))))
-            for stage, here, behind in zip(self.stages, taken, taken[1:], strict=False)
+            float(transfer_s(stage.output_bytes, *self.cluster.link(self.cluster.reach(*here, *there))))
+            for stage, here, there in zip(self.stages, taken, taken[1:], strict=False)
         )
 
     @property
     def round_trips_s(self) -> tuple[float, ...]:
-        """Seconds, for each boundary, of an activation and of its gradient on their ways, queues at ports included.
+        """Seconds, for each boundary, of sending an activation and its gradient, including queues at ports.
 
-        A worker receives from both sides through one port, so that a gradient may have to wait for the activations
-        of a round that come from the stage in front, and an activation for the gradients of the stage behind. The
-        messages of all replicas in a machine or a rack follow each other through its port.
+        A worker receives from both sides through one port, so a gradient may have to wait for the activations of a
+        round from the previous stage, and an activation for the gradients of the next stage. The messages of all
+        replicas in a machine or a rack follow each other through its port.
         """
         counts, transfers_s, cluster = self.replicas, self.transfers_s, self.cluster
         inside = [
@@ -217,14 +216,14 @@ class Plan(Artifact):
                 ),
                 default=0.0,
             )
-            # Of the replicas that one worker talks to, all may do so at once, and share its port.
+            # All replicas that exchange messages with one worker may do so at once, and share its port.
             beside = max(-(-counts[s] // counts[s + 1]), -(-counts[s + 1] // counts[s]))
             found.append(2 * seconds * beside + queue_s)
         return tuple(found)
 
     @property
     def sync_s(self) -> tuple[float, ...]:
-        """Seconds of each stage's all-reduce, for one round of its replicas, the hidden part included."""
+        """Seconds of each stage's all-reduce, for one round of its replicas, including the hidden part."""
         return tuple(
             float(
                 all_reduce_s(
@@ -241,26 +240,26 @@ class Plan(Artifact):
         return tuple(
             float(
                 site.period_s(
-                    stage.forward_s, stage.redone_s, stage.update_s, stage.parameter_bytes, before_bytes, behind_bytes
+                    stage.forward_s, stage.redone_s, stage.update_s, stage.parameter_bytes, before_bytes, after_bytes
                 )
             )
-            for stage, site, before_bytes, behind_bytes in zip(
+            for stage, site, before_bytes, after_bytes in zip(
                 self.stages, self.sites, edges[:-1], edges[1:], strict=True
             )
         )
 
     @property
     def slowest_stage_s(self) -> float:
-        """Predicted seconds per unit of the full pipeline, whose messages depth hides: those of its slowest stage."""
+        """Predicted seconds per unit of the slowest stage, in a pipeline deep enough to hide messages."""
         return max(self.periods_s)
 
     @property
     def period_s(self) -> float:
         """Predicted seconds per unit of the full pipeline: of its slowest stage's compute, or of its busiest port.
 
-        `slowest_stage_s` is what the planner minimises, stage by stage; where stages share the port of a machine or
-        a rack, this is longer. Where a worker has several stages it is what the busiest worker's come to, each with
-        the longer of its compute and its messages.
+        The planner minimises `slowest_stage_s`, stage by stage; if stages share the port of a machine or a rack, this
+        is longer. If a worker has several stages, it is the sum over the busiest worker's stages, each with the longer
+        of its compute and its messages.
         """
         if self.is_shared:
             seconds = self.periods_s
@@ -276,7 +275,7 @@ class Plan(Artifact):
         return max(*compute_s, *ports_s(self.cluster, taken, sent, summed).values())
 
     def on(self, cluster: Cluster) -> Self:
-        """Returns the same stages on the workers of another cluster; what was proved about the plan is not of it.
+        """Returns the same stages on the workers of another cluster, without what was proved about the plan.
 
         Raises:
             PlanError: it has too few workers.
@@ -284,11 +283,13 @@ class Plan(Artifact):
         try:
             return replace(self, cluster=cluster, bound_s=0.0, note="")
         except ValueError as error:
-            raise PlanError(f"the plan was put on another cluster, but {error}; plan again for that one") from None
+            raise PlanError(
+                f"the plan was moved to another cluster, but {error}; plan again for that cluster"
+            ) from None
 
     @property
     def overfull(self) -> int | None:
-        """The first stage whose worker has less memory than it and its other stages need; None where all fit."""
+        """The first stage whose worker has too little memory for all of its stages; None if all fit."""
         if self.is_shared:
             needs, memories = self.worker_bytes, self.cluster.memories
             full = {w for w, need in needs.items() if (limit := memories[w]) is not None and need > limit}
@@ -300,24 +301,24 @@ class Plan(Artifact):
 
     @property
     def gap(self) -> float | None:
-        """By what share the period may be above that of the best plan; None where nothing is proved.
+        """How far the period may be above that of the best plan, as a share; None if nothing is proved.
 
-        A bound that the plan is faster than is of another plan (one that was edited since), and proves nothing.
+        A plan faster than its bound was edited after planning; then the bound proves nothing.
         """
         found = self.slowest_stage_s / self.bound_s - 1 if self.bound_s > 0 else -1.0
         return None if found < -_SAME else max(found, 0.0)
 
     def method(self, schedule: str | None = None, microbatches: int | None = None) -> tuple[str, int | None]:
-        """Returns the method to use and its split: what is said, else what the plan was made for, else PipeDream.
+        """Returns the method to use and its microbatches: as given, else those of the plan, else PipeDream.
 
-        The plan's split goes with the plan's own method alone; None leaves it to the method.
+        The plan's microbatches are for the plan's own method only; None leaves the number to the method.
         """
         if self.schedule and schedule in (None, self.schedule):
             return self.schedule, microbatches or self.microbatches
         return schedule or "pipedream", microbatches
 
     def with_depth(self, wanted: str | tuple[int, ...]) -> Self:
-        """Returns the plan with another depth: 'noam', 'full', or in-flight counts by hand.
+        """Returns the plan with another depth: 'noam', 'full', or in-flight counts.
 
         Raises:
             PlanError: an unknown word, or counts that are not legal (`depth.check_in_flight`).
@@ -330,16 +331,16 @@ class Plan(Artifact):
             return replace(self, in_flight=depth.full(self.replicas, slots, self.update_delay), depth_mode="full")
         if wanted == "auto":
             raise PlanError(
-                "depth auto was asked for a plan that is made already: it is chosen against the memory of a worker, "
-                "which takes the profile; plan again with it, or write noam, full or counts"
+                "depth auto was asked for an existing plan: it depends on the memory of a worker and needs the "
+                "profile; plan again with in_flight='auto', or give noam, full or counts"
             )
         if isinstance(wanted, str):
-            raise PlanError(f"depth {wanted!r} is not known; write noam, full, auto or counts as in 3,2,1")
+            raise PlanError(f"depth {wanted!r} is not known; give noam, full, auto or counts such as 3,2,1")
         depth.check_in_flight(tuple(wanted), self.replicas, self.update_delay)
         return replace(self, in_flight=tuple(wanted), depth_mode="hand")
 
     def check_layers(self, layers: int) -> None:
-        """Checks that the plan covers a model of so many layers.
+        """Checks that the plan covers a model with this many layers.
 
         Raises:
             PlanError: it covers fewer or more.
@@ -365,7 +366,7 @@ class Plan(Artifact):
             ("in flight", 9, lambda s, stage: str(self.in_flight[s])),
             ("peak", 9, lambda s, stage: format_bytes(stage.peak_bytes) if stage.peak_bytes else "-"),
         ]
-        if self.microbatches == 1:  # whoever splits a minibatch updates once for all of it, at one rate
+        if self.microbatches == 1:  # a method that splits minibatches updates once per minibatch, at one rate
             columns.insert(-1, ("rate", 5, lambda s, stage: f"{self.rate_factors[s]:.3g}"))
         if self.cluster.kinds:
             taken = [

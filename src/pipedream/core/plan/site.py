@@ -1,4 +1,4 @@
-"""The Site: the workers that a stage takes, and how long it takes there. THE cost model of planner and plan.
+"""The Site: the workers of a stage, and how long the stage takes there. The cost model of planner and plan.
 
 A full pipeline is as fast as its slowest stage, and a stage as slow as the slowest of its parts (docs/cost_models.md):
 
@@ -27,27 +27,27 @@ __all__ = ["PortLoad", "Site", "busiest_ports", "ports_s"]
 
 @dataclass(frozen=True)
 class PortLoad:
-    """A port that a stage's messages cross: its seconds for each byte of a minibatch.
+    """A port that a stage's messages cross: its seconds per byte.
 
     Attributes:
-        before, behind: of the stage's input, whose gradient goes back, and of its output, whose gradient comes.
-        weights: of its parameters, summed over the replicas once a round.
+        before, after: per byte of the stage's input (and its gradient), and of its output.
+        weights: per byte of its parameters, which are summed over the replicas once a round.
     """
 
     before: float
-    behind: float
+    after: float
     weights: float
 
 
 def busiest_ports(ports: Iterable[PortLoad]) -> tuple[PortLoad, ...]:
     """Returns the ports that may be the busiest, in a fixed order.
 
-    None that is idle, and none of which another carries at least as much of all three kinds.
+    Idle ports are left out, and ports that another one dominates in all three kinds.
     """
     kept: list[PortLoad] = []
-    for port in sorted(set(ports), key=lambda port: (port.before, port.behind, port.weights), reverse=True):
-        mine = (port.before, port.behind, port.weights)
-        others = ((other.before, other.behind, other.weights) for other in kept)
+    for port in sorted(set(ports), key=lambda port: (port.before, port.after, port.weights), reverse=True):
+        mine = (port.before, port.after, port.weights)
+        others = ((other.before, other.after, other.weights) for other in kept)
         if any(mine) and not any(all(a <= b for a, b in zip(mine, other, strict=True)) for other in others):
             kept.append(port)
     return tuple(kept)
@@ -58,12 +58,11 @@ class Site:
     """What the workers of a stage and their ports allow.
 
     Attributes:
-        replicas: how many workers.
-        speed: of the slowest of them, relative to the profile's device.
-        memory_bytes: of the smallest of them; None: not limited.
+        speed: of the slowest worker, relative to the profile's device.
+        memory_bytes: of the smallest worker; None: unlimited.
         sum_bytes_per_s, sum_latency_s: of the links that their sums cross.
         sums: 'ring' or 'tree'.
-        ports: that their messages cross; those that may be the busiest (`busiest_ports`).
+        ports: that their messages cross, reduced to the `busiest_ports`.
     """
 
     replicas: int
@@ -75,24 +74,23 @@ class Site:
     ports: tuple[PortLoad, ...] = ()
 
     @classmethod
-    def of(cls, cluster: Cluster, workers: Sequence[int], before: int | None = None, behind: int | None = None) -> Site:
+    def of(cls, cluster: Cluster, workers: Sequence[int], before: int | None = None, after: int | None = None) -> Site:
         """Returns the site of a stage on some workers of a cluster.
 
         Args:
-            cluster: whose.
             workers: of the stage, in the order of its replicas.
-            before: last worker of the stage before it; None at the input.
-            behind: first worker of the stage behind it; None at the output.
+            before: last worker of the previous stage; None at the input.
+            after: first worker of the next stage; None at the output.
 
-        A boundary counts at the port of a component where that neighbour is in another component. Of what other stages
-        send through the same port nothing is known here (`ports_s` does).
+        A boundary counts at a component's port if that neighbour is in another component. What other stages send
+        through the same port is unknown here (`ports_s` counts it).
         """
         count = len(workers)
         summed = float(all_reduce_bytes(1, count, how=cluster.sums)) / count  # once in as many minibatches
         ports: dict[PortLoad, None] = {}
         for number, level in enumerate(cluster.levels):
             inside = Counter(cluster.component(number, worker) for worker in workers)
-            sides = [None if side is None else cluster.component(number, side) for side in (before, behind)]
+            sides = [None if side is None else cluster.component(number, side) for side in (before, after)]
             rate = level.link_bytes_per_s
             for component, held in inside.items():
                 share = held / count  # of the minibatches
@@ -130,17 +128,16 @@ class Site:
         passes_s = (forward_s + backward_s + update_s) / self.speed
         return (passes_s + self.sum_s(parameter_bytes, backward_s)) / self.replicas
 
-    def port_s(self, parameter_bytes: Numbers, before_bytes: Numbers, behind_bytes: Numbers) -> Numbers:
+    def port_s(self, parameter_bytes: Numbers, before_bytes: Numbers, after_bytes: Numbers) -> Numbers:
         """Returns the seconds per minibatch of the stage's busiest port.
 
         Args:
-            parameter_bytes: of its weights.
-            before_bytes: that come from the stage before; 0 at the input.
-            behind_bytes: that go to the stage behind; 0 at the output.
+            before_bytes: from the previous stage; 0 at the input.
+            after_bytes: to the next stage; 0 at the output.
         """
         busiest: Numbers = 0.0
         for port in self.ports:
-            seconds = port.before * before_bytes + port.behind * behind_bytes + port.weights * parameter_bytes
+            seconds = port.before * before_bytes + port.after * after_bytes + port.weights * parameter_bytes
             busiest = np.maximum(busiest, seconds)
         return busiest
 
@@ -151,11 +148,11 @@ class Site:
         update_s: Numbers,
         parameter_bytes: Numbers,
         before_bytes: Numbers = 0,
-        behind_bytes: Numbers = 0,
+        after_bytes: Numbers = 0,
     ) -> Numbers:
-        """Returns the seconds per minibatch of a stage: of the slowest of its parts (module docstring)."""
+        """Returns the seconds per minibatch of the slowest part of a stage (see the module's docstring)."""
         compute_s = self.compute_s(forward_s, backward_s, update_s, parameter_bytes)
-        return np.maximum(compute_s, self.port_s(parameter_bytes, before_bytes, behind_bytes))
+        return np.maximum(compute_s, self.port_s(parameter_bytes, before_bytes, after_bytes))
 
 
 def ports_s(
@@ -164,15 +161,17 @@ def ports_s(
     output_bytes: Sequence[float],
     parameter_bytes: Sequence[float],
 ) -> dict[tuple[int, int], float]:
-    """Returns the seconds per minibatch of each port that has something to carry: (level, component) -> seconds.
+    """Returns the seconds per minibatch of each port that carries something, over all stages of a plan.
+
+    A machine or a rack may have workers of several stages, whose messages and sums all cross its port; here they are
+    added up, wherever these workers are. The keys are (level, component).
 
     Minibatch k goes from replica k mod r of a stage to replica k mod r' of the next, so that each pair of replicas
     with the same remainder by gcd(r, r') exchanges one in lcm(r, r') minibatches: an activation, and a gradient as
     large back. So a port sends what it receives, and its slower direction decides.
 
     Args:
-        cluster: whose.
-        taken: of each stage the workers, in the order of its replicas.
+        taken: the workers of each stage, in the order of its replicas.
         output_bytes, parameter_bytes: of each stage, for one minibatch.
     """
     found: defaultdict[tuple[int, int], float] = defaultdict(float)
@@ -184,10 +183,10 @@ def ports_s(
     for number, level in enumerate(cluster.levels[1:], 1):
         inside = [[cluster.component(number, worker) for worker in workers] for workers in taken]
         rate = level.link_bytes_per_s
-        for here, behind, size in zip(inside, inside[1:], output_bytes, strict=False):
-            step, every = gcd(len(here), len(behind)), lcm(len(here), len(behind))
+        for here, there, size in zip(inside, inside[1:], output_bytes, strict=False):
+            step, every = gcd(len(here), len(there)), lcm(len(here), len(there))
             for remainder in range(step):
-                senders, receivers = Counter(here[remainder::step]), Counter(behind[remainder::step])
+                senders, receivers = Counter(here[remainder::step]), Counter(there[remainder::step])
                 for sender, sent in senders.items():
                     for receiver, received in receivers.items():
                         if sender != receiver:

@@ -16,20 +16,19 @@ class Stage:
 
     Attributes:
         first, last: the layers first <= i < last of the model's graph.
-        replicas: workers that share the stage.
         forward_s, backward_s: of one minibatch (or microbatch, see `Plan.unit`) on one worker.
-        update_s: of one update of the stage: of the optimizer's step, and `copy_s`.
-        copy_s: of copying the weights before it, where a version of them is still to be read.
+        update_s: of one update of the stage: the optimizer's step and `copy_s`.
+        copy_s: of copying the weights before the step, if a version of them is still to be read.
         output_bytes: of the value it sends on, for the same unit.
         activation_bytes: kept between its forward and its backward, for the same unit.
-        working_bytes: that a pass needs beside what it keeps, at most, for the same unit.
+        working_bytes: that a pass needs besides what it keeps, at most, for the same unit.
         parameter_bytes, optimizer_bytes: of its weights and of their optimizer state.
         peak_bytes: predicted peak of one worker under the schedule that was planned for; 0 if unknown.
-        names: the layers' names, for people.
-        forward_fixed_s, backward_fixed_s: of these seconds, what each microbatch of a split minibatch takes whole.
-        recompute: only its input is kept between forward and backward, which does the forward again.
+        names: the layers' names, for display.
+        forward_fixed_s, backward_fixed_s: the part of the seconds that each microbatch takes, however small it is.
+        recompute: only its input is kept between forward and backward, which repeats the forward.
         relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a whole minibatch.
-        memory: what its peak is made of.
+        memory: the parts of its peak.
     """
 
     first: int
@@ -65,12 +64,12 @@ class Stage:
                 raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
 
     def sizes(self, parts: int = 1, received_bytes: int = 0, *, samples: int = 1, is_last: bool = False) -> StageSizes:
-        """Returns what its layers need for the largest of so many parts of a unit.
+        """Returns what its layers need for the largest part of a unit.
 
         Args:
             parts: microbatches in a unit.
-            received_bytes: of what comes from the stage before, for a unit.
-            samples: of a unit.
+            received_bytes: from the previous stage, for a unit.
+            samples: in a unit.
             is_last: it sends nothing on.
         """
 
@@ -91,7 +90,7 @@ class Stage:
         )
 
     def split_s(self, microbatches: int) -> tuple[float, float]:
-        """Returns the seconds of forward and backward of one of so many equal parts: fixed + (all - fixed) / m."""
+        """Returns the seconds of forward and backward of one of m equal parts: fixed + (all - fixed) / m."""
         return (
             self.forward_fixed_s + (self.forward_s - self.forward_fixed_s) / microbatches,
             self.backward_fixed_s + (self.backward_s - self.backward_fixed_s) / microbatches,
@@ -99,7 +98,7 @@ class Stage:
 
     @property
     def redone_s(self) -> float:
-        """Seconds of the backward, the forward that it does again included."""
+        """Seconds of the backward, including the forward that it may repeat."""
         return self.backward_s + (self.forward_s if self.recompute else 0.0)
 
     @property

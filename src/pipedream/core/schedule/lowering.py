@@ -1,17 +1,17 @@
-"""Lowering: from a Schedule, which says only what is computed, to a Program, which also says what is sent.
+"""Lowering: from a Schedule, the order of the computation, to a Program, which has the messages too.
 
-1. Around each op stand its messages: what it reads is received just before it, what it makes is sent just
-   after it, targets go straight from the input stage to the output stage, and the update of a replicated
-   stage begins with a sum over its replicas. Weights that are fetched leave their home as soon as they are made.
+1. Each op gets its messages: what it reads is received just before it, what it makes is sent just after it, targets go
+   straight from the input stage to the output stage, and the update of a replicated stage begins with a sum over its
+   replicas.
 2. Each direction across each boundary of stages between two ranks is a channel of its own, in the order in which its
-   sender sends. One channel for both directions deadlocks at two stages: each side's next message waits behind its
-   own. Stages of one rank hand over without a message.
+   sender sends. One channel for both directions deadlocks with two stages: each side's next message queues after its
+   own. Stages on one rank exchange values without messages.
 3. The endless order of each rank is folded into a warm-up and a period, and the fold is checked.
 
-Receives are posted ahead: a channel's depth is how many. It is what may lie between sender and receiver
-beside the one that is being read, so that a send finds its receive posted: the difference of what the two
-stages hold in flight, shared out over the channels between them, and one. It is bounded, so memory for
-receiving does not grow with the run.
+Receives are posted ahead; a channel's depth is how many. It covers what may lie between sender and receiver besides the
+message that is being read, so that a send finds its receive posted: the difference of what the two stages hold in
+flight, divided among the channels between them, plus one. It is bounded, so memory for receiving does not grow with
+the run.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def lower(schedule: Schedule) -> Program:
     """Returns the program of a schedule.
 
     Raises:
-        ScheduleError: an order that does not settle into a period, or only into one too long to be proved.
+        ScheduleError: an order does not settle into a period, or its period is too long to be proved.
     """
     if schedule.placement.workers > _MOST_PROVED or schedule.placement.cycle > _MOST_PROVED:
         raise ScheduleError(
             f"a program for {schedule.placement.workers} workers with replica counts {schedule.placement.replicas} was "
-            f"asked for: it repeats itself after {schedule.placement.cycle} microbatches (their common multiple); "
+            f"asked for: it repeats after {schedule.placement.cycle} microbatches (their common multiple); "
             f"up to {_MOST_PROVED} can be proved; choose fewer workers, or counts that divide each other"
         )
     channels = _channels(schedule.placement, schedule.plan.in_flight)
@@ -65,10 +65,10 @@ def lower(schedule: Schedule) -> Program:
 
 
 def with_common_channels(programs: Sequence[Program]) -> tuple[Program, ...]:
-    """Returns programs that can take turns over one set of channels: each of the largest depth that one of them has.
+    """Returns programs that can take turns over one set of channels, each with the largest depth that any of them needs.
 
     Raises:
-        ScheduleError: their stages live on other ranks, or their messages go other ways.
+        ScheduleError: their placements or their channels differ.
     """
     first = programs[0]
     for other in programs[1:]:
@@ -158,14 +158,14 @@ def _departures(op: Op, rules: Rules) -> Iterator[Cargo]:
 
 
 def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankProgram:
-    """Finds the shortest warm-up after which a rank's instructions repeat, moved on by one cycle."""
+    """Finds the shortest warm-up after which a rank's instructions repeat, advanced by one cycle."""
     cycle = schedule.cycle
     deepest = max(schedule.plan.in_flight) * max(schedule.placement.replicas)
     settled = (deepest // cycle + 2) * cycle  # no warm-up reaches beyond this microbatch
     placement = schedule.placement
     forwards = placement.passes(rank, forward=True)
     if not forwards and len(schedule.kinds) == 1:
-        return RankProgram(tuple(stream), ())  # it lends weights, and has nothing to do itself
+        return RankProgram(tuple(stream), ())  # it only sends weights to remote forwards
     anchor = Kind.FORWARD if forwards else Kind.BACKWARD  # a rank may have backwards alone
     window: list[Instruction] = []
     first = second = None
@@ -195,7 +195,7 @@ def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankP
     start = first
     while start and repeats(start - 1):
         start -= 1
-    # A turn must also do all that a cycle of microbatches needs, or what repeats is only a run of like ops.
+    # A turn must also do all that a cycle of microbatches needs, otherwise only a run of equal ops repeats.
     wanted = schedule.op_count(rank, cycle)
     found = sum(isinstance(item, Op) and item.kind.is_work for item in window[first:second])
     if found != wanted or not all(repeats(i) for i in range(start, len(window) - length)):

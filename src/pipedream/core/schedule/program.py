@@ -1,13 +1,12 @@
 """The Program: a schedule with its messages, finite, to be verified once and run for a million microbatches.
 
 Lowering adds to each rank's ops the messages that carry activations, gradients and model inputs, and the
-sums over the replicas of a stage. What is left is a warm-up and a period: repetition t of the period is
-the same instructions with each index moved on by t strides. The drain needs no text of its own: it is the
-same stream with the instructions of microbatches that do not exist left out.
+sums over the replicas of a stage. The result is a warm-up and a period: repetition t of the period is
+the same instructions with each index advanced by t strides. The drain needs no text of its own: it is the
+same stream without the instructions of microbatches that do not exist.
 
-Text form, one token an instruction: ``2F5`` an op; ``>3:5`` send microbatch 5 on channel 3; ``<3:5``
-receive it; ``=0:2`` sum the gradients of update 2 over the replicas of stage 0. Weights that are fetched from home
-(``2H8``) are the message of the first microbatch that they are for.
+Text form, one token per instruction: ``2F5`` an op; ``>3:5`` send microbatch 5 on channel 3; ``<3:5``
+receive it; ``=0:2`` sum the gradients of update 2 over the replicas of stage 0.
 """
 
 from __future__ import annotations
@@ -55,9 +54,8 @@ class Transfer(NamedTuple):
     """A message sent or received, or a sum over the replicas of a stage.
 
     Attributes:
-        kind: which of the three.
-        channel: index in `Program.channels`; for a sum, the stage whose replicas it joins.
-        index: number of the microbatch; for a sum, of the update.
+        channel: index in `Program.channels`; for a sum, the stage.
+        index: the microbatch; for a sum, the update.
     """
 
     kind: Move
@@ -161,13 +159,13 @@ class Program(Rules, Artifact):
         least = self.shortest_cycle
         if least < 1 or self.cycle < 1 or self.cycle % least:
             raise ValueError(
-                f"a cycle is a whole number of rounds ({self.placement.cycle} microbatches), minibatches "
+                f"a cycle must be a whole number of rounds ({self.placement.cycle} microbatches), minibatches "
                 f"({self.microbatches}) and updates {self.updates.per_update}, found {self.cycle}"
             )
 
     @property
     def round_minibatches(self) -> int:
-        """Minibatches of which a drain waits for a multiple, so that no round of a stage's replicas is torn."""
+        """A drain waits for a multiple of this many minibatches, so that each round of replicas is complete."""
         return self.placement.cycle if self.updates.mean_of_rounds else 1
 
     def stream(self, rank: int) -> Iterator[Instruction]:
@@ -184,13 +182,12 @@ class Program(Rules, Artifact):
         """Yields the instructions of a rank for a run of `total` microbatches, drain included.
 
         Args:
-            rank: whose.
             total: the number, or a function that returns it as soon as it is known: a worker learns from
-                the data, or from the worker before it, where the stream ends. It is asked before each
-                instruction; what was yielded before must exist, but for the op that found the end.
+                the data, or from an earlier worker, where the stream ends. It is called before each
+                instruction; all earlier instructions must exist, except for the op that found the end.
 
         Raises:
-            ScheduleError: the program goes on without yielding what is still missing.
+            ScheduleError: the program never yields an op that is still missing.
         """
         known = total if isinstance(total, int) else None
         missing = self.op_count(rank, known) if known is not None else 0
@@ -206,7 +203,7 @@ class Program(Rules, Artifact):
                     made -= _is_work(last)
                 missing = self.op_count(rank, known) - made
             if exists is not None:
-                # The sends behind the last op still belong to it.
+                # The sends after the last op still belong to it.
                 if not missing and not (isinstance(instruction, Transfer) and instruction.kind is Move.SEND):
                     return
                 if not exists(instruction):
@@ -223,7 +220,7 @@ class Program(Rules, Artifact):
             raise ScheduleError(f"program {self.name!r}: rank {rank} lacks {missing} ops of {known} microbatches")
 
     def exists(self, total: int) -> Callable[[Instruction], bool]:
-        """Returns the test whether an instruction belongs to a run of `total` microbatches."""
+        """Returns a function that tests whether an instruction belongs to a run of `total` microbatches."""
         per_update = self.updates.per_update
 
         def test(instruction: Instruction) -> bool:
@@ -343,7 +340,7 @@ def advanced(instruction: Instruction, microbatches: int, updates: UpdateRule) -
 
 
 def format_instructions(instructions: tuple[Instruction, ...]) -> str:
-    """Writes instructions as tokens (see the module's first words)."""
+    """Writes instructions as tokens (see the module's docstring)."""
     return " ".join(map(str, instructions))
 
 

@@ -18,28 +18,28 @@ from pipedream.core.schedule.rules import Rules
 __all__ = ["Claims", "Order", "Schedule"]
 
 Order = Callable[[int], Iterator[Op]]
-"""From a rank to its ops, in order, without end."""
+"""From a rank to its ops, in order, endless."""
 
 _PATIENCE = 1_000_000
 
 
 @dataclass(frozen=True)
 class Claims:
-    """What the paper promises, as functions; None where it promises nothing.
+    """The paper's closed forms, as functions; None where it has none.
 
-    Legend: p workers, m microbatches per minibatch (or in the run, for orders without a flush), s worker: each has one
-    stage, or several, of which what is held is added up. A split backward holds a microbatch until its weight gradient.
+    Legend: p workers, m microbatches per minibatch (or in the run, for orders without a flush), s worker: for one with
+    several stages, what they hold is added up. A split backward holds a microbatch until its weight gradient.
 
     Attributes:
         assumption: under which the forms hold.
         least: p -> fewest microbatches of a minibatch for which bubble, makespan and counts in flight hold.
         bubble: (p, m) -> share of the time that workers wait, over one minibatch of a flushing order.
-        ratio: of a backward's seconds to a forward's for which the bubble holds; None for any.
+        ratio: seconds of a backward over those of a forward for which the bubble holds; None for any.
         in_flight: (p, m, s) -> most microbatches in flight.
-        staleness: (p, m, s) -> updates a gradient is late.
+        staleness: (p, m, s) -> updates by which a gradient is late.
         versions: (p, m, s) -> most versions of the weights.
-        makespan_s: (p, m, n, f, i, w) -> seconds of n minibatches, one behind the other, where a microbatch's forward,
-            input gradient and weight gradient take f, i and w seconds at each stage.
+        makespan_s: (p, m, n, f, i, w) -> seconds of n successive minibatches, if a microbatch's forward, input gradient
+            and weight gradient take f, i and w seconds at each stage.
     """
 
     assumption: str = "straight pipeline, paper's depth, equal stages, messages cost nothing"
@@ -61,9 +61,9 @@ class Schedule(Rules):
         claims: the paper's closed forms.
 
     Raises:
-        ScheduleError: the updates compensate delay in a way that makes no sense here (`compensation.check`), the
-            backward rule does not fit what the plan's stages recompute, a stage is late although the method
-            flushes, or rounds are averaged that updates do not hold.
+        ScheduleError: the compensation does not fit (`compensation.check`), the backward rule does not fit what the
+            plan's stages recompute, a stage is late although the method flushes, or rounds are averaged that updates
+            do not hold.
     """
 
     order: Order = field(repr=False)
@@ -75,13 +75,14 @@ class Schedule(Rules):
         late = [self.weights.staleness(stage) for stage in range(len(self.plan.stages))] if self.flushes else []
         if any(late):
             raise ScheduleError(
-                f"schedule {self.name!r} says that it flushes, but its weight rule {self.weights.name} makes the "
-                f"gradients of its stages {late} updates late; leave flushes=True out, or take the rule Flush"
+                f"schedule {self.name!r} has flushes=True, but its weight rule {self.weights.name} makes the "
+                f"gradients of its stages {late} updates late; leave flushes=True out, or use the rule Flush"
             )
         if self.updates.mean_of_rounds and self.updates.per_update != self.placement.replicas:
             raise ScheduleError(
-                f"schedule {self.name!r} averages rounds, a minibatch of each replica, but its updates hold "
-                f"{self.updates.per_update} of {self.placement.replicas} replicas; leave mean_of_rounds=True out"
+                f"schedule {self.name!r} averages rounds of one minibatch per replica, but its updates hold "
+                f"{self.updates.per_update} microbatches for {self.placement.replicas} replicas; leave "
+                "mean_of_rounds=True out"
             )
         again = [stage.recompute for stage in self.plan.stages]
         rule = self.weights.backward_rule
@@ -93,12 +94,12 @@ class Schedule(Rules):
             )
         if rule == "recompute" and not all(again):
             raise ScheduleError(
-                f"schedule {self.name!r}: its backward rule 'recompute' does the forward again, but stage "
-                f"{again.index(False)} of its plan does not recompute; mark all stages so"
+                f"schedule {self.name!r}: its backward rule 'recompute' repeats the forward, but stage "
+                f"{again.index(False)} of its plan does not recompute; set recompute=True on all stages"
             )
 
     def compensated(self, asked: Any) -> Schedule:
-        """Returns the schedule with other compensations in the place of its own.
+        """Returns the schedule with other compensations instead of its own.
 
         Args:
             asked: one or several of `core.schedule.compensation`, or their texts, as in ``spike`` or ``t1:500``; ()
@@ -111,7 +112,7 @@ class Schedule(Rules):
 
     @property
     def _reads_one(self) -> bool:
-        """All microbatches of an update read one version; looked up behind the warm-up, for a whole cycle."""
+        """All microbatches of an update read one version; checked after the warm-up, for a whole cycle."""
         for stage, count in enumerate(self.updates.per_update):
             settled = self.weights.staleness(stage) + self.cycle // count
             for update in range(1, settled + self.cycle // count + 1):
@@ -122,7 +123,7 @@ class Schedule(Rules):
 
     @property
     def cycle(self) -> int:
-        """Microbatches after which the orders of all ranks repeat themselves."""
+        """Microbatches after which the orders of all ranks repeat."""
         return self.shortest_cycle
 
     def ops(self, rank: int, total: int) -> Iterator[Op]:
@@ -152,7 +153,7 @@ class Schedule(Rules):
     def coupled(self) -> Schedule:
         """Returns the schedule with the updates of all stages waiting for each other (clipping by the global norm).
 
-        A rank that has several stages makes their updates together, behind the last of their gradients.
+        A rank that has several stages makes their updates together, after the last of their gradients.
         """
 
         def order(rank: int) -> Iterator[Op]:
