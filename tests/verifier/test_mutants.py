@@ -289,7 +289,9 @@ def test_a_backward_at_other_weights_than_its_rule_says() -> None:
         program = made("pipedream", 1)
         rule = program.weights
         wrong = Newer(**{field.name: getattr(rule, field.name) for field in fields(rule)})
-        with pytest.raises(ScheduleError, match=r"0F7: weight rule 'newer' reads version 5 here and version 6 in the backward"):
+        with pytest.raises(
+            ScheduleError, match=r"0F7: weight rule 'newer' reads version 5 here and version 6 in the backward"
+        ):
             verify(replace(program, weights=wrong))
     finally:
         del WeightRule.rules["newer"]
