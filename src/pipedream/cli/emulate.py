@@ -26,7 +26,7 @@ def emulate(
         typer.Option(
             metavar="noam|full|N,N,...",
             show_default="the plan's",
-            help="Minibatches in flight at each stage, e.g. 3,2,1.",
+            help="Depth, the microbatches in flight at each stage, e.g. 3,2,1.",
         ),
     ] = None,
     dilation: Annotated[float, typer.Option(metavar="FACTOR", help="Factor on all times.")] = 1.0,

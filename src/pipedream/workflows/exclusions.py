@@ -26,7 +26,7 @@ class Exclusion:
         applies: the values of it that rule others out.
         others: the options ruled out, each with the values that are.
         reason: why, as a clause.
-        advice: what to do, as an imperative.
+        advice: what to do, as an imperative; OTHERS is replaced by those that were found.
     """
 
     option: str
@@ -57,7 +57,7 @@ def check_options(
         if found:
             asked, others = spell(row.option, options[row.option]), [spell(name, options[name]) for name in found]
             listed = " and ".join([", ".join(others[:-1]), others[-1]] if len(others) > 1 else others)
-            raise error(f"{asked} was given with {listed}, but {row.reason}; {row.advice}")
+            raise error(f"{asked} was given with {listed}, but {row.reason}; {row.advice.replace('OTHERS', listed)}")
 
 
 def as_keyword(name: str, value: Any) -> str:
@@ -66,7 +66,7 @@ def as_keyword(name: str, value: Any) -> str:
 
 
 def as_flag(name: str, value: Any) -> str:
-    """Writes an option as it stands on the command line; a name in capitals is an argument."""
+    """Writes an option as on the command line; a name in capitals is an argument."""
     if name == "shape":
         return f"--{value}" if value in ("straight", "data-parallel") else f"--config {value}"
     flag = name if name.isupper() else "--as" if name == "as_device" else f"--{name.replace('_', '-')}"
@@ -109,7 +109,7 @@ def _has_replicas(shape: str | tuple[int, ...]) -> bool:
     return shape == "data-parallel" or any(str(count).isdecimal() and int(count) > 1 for count in counts)
 
 
-_LEAVE_OUT = "leave it out"
+_LEAVE_OUT = "leave out OTHERS"
 
 EXCLUSIONS = (
     Exclusion(
@@ -137,7 +137,7 @@ EXCLUSIONS = (
             **_given("cuts", "update_delay", "microbatches", "recompute", "strategy", "chunks", "batch"),
         },
         "the planner of the original PipeDream has no such option",
-        "leave it out, or use the cost model pipedream",
+        f"{_LEAVE_OUT}, or use the cost model pipedream",
     ),
     Exclusion(
         "strategy",
@@ -158,7 +158,7 @@ EXCLUSIONS = (
         _is("auto"),
         _given("cuts", "chunks"),
         "the search for the fastest method chooses the stages",
-        "leave it out, or name the method",
+        f"{_LEAVE_OUT}, or name the method",
     ),
     Exclusion(
         "explain",
@@ -193,7 +193,7 @@ EXCLUSIONS = (
         schedules.is_torch_csv,
         {"shape": _has_replicas, **_given("update_delay")},
         "a schedule in PyTorch's notation has no replicas",
-        "leave it out; the file determines the shape",
+        f"{_LEAVE_OUT}; the file determines the shape",
     ),
     Exclusion(
         "batch",
@@ -207,7 +207,7 @@ EXCLUSIONS = (
         _is_given,
         _given("workers", "bandwidth", "latency", "memory"),
         "the cluster determines these",
-        "leave them out, or the cluster",
+        f"{_LEAVE_OUT}, or the cluster",
     ),
     Exclusion(
         "plan",
@@ -221,7 +221,7 @@ EXCLUSIONS = (
         _is_given,
         _given("uniform", "chunks", "forward_s", "backward_s", "transfer_s"),
         "a plan has its own stages and times, and these describe equal stages",
-        "leave it out, or give --uniform in place of the plan",
+        "give one of the two",
     ),
     Exclusion(
         "uniform",
@@ -235,7 +235,7 @@ EXCLUSIONS = (
         _is_not("meta"),
         _given("as_device", "dtype"),
         "only on the device meta are the times predicted and not measured",
-        "leave it out, or profile on the device meta",
+        f"{_LEAVE_OUT}, or profile on the device meta",
     ),
 )
 """The table. The first row that applies is reported."""

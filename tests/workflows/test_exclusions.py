@@ -1,0 +1,96 @@
+"""Options that exclude each other: Python and the command read one table and use one wording."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipedream as pd
+from pipedream import cli
+from pipedream.core.errors import PlanError
+from pipedream.core.model.profile import LayerProfile
+from pipedream.workflows.exclusions import EXCLUSIONS, as_flag, as_keyword, check_options
+
+LAYER = LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=100)
+PROFILE = pd.Profile.of_chain((LAYER,) * 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "python", "command"),
+    [
+        (
+            {"cost_model": "classic", "cuts": (2,), "update_delay": 1},
+            ["--cost-model", "classic", "--cuts", "2", "--update-delay", "1"],
+            "cost_model='classic' was given with cuts=(2,) and update_delay=1, but ",
+            "--cost-model classic was given with --cuts 2 and --update-delay 1, but ",
+        ),
+        (
+            {"strategy": "2bw", "shape": "straight"},
+            ["--strategy", "2bw", "--straight"],
+            "strategy='2bw' was given with shape='straight', but ",
+            "--strategy 2bw was given with --straight, but ",
+        ),
+        (
+            {"schedule": "interleaved_1f1b", "shape": "1-1"},
+            ["--schedule", "interleaved_1f1b", "--config", "1-1"],
+            "schedule='interleaved_1f1b' was given with shape='1-1', but ",
+            "--schedule interleaved_1f1b was given with --config 1-1, but ",
+        ),
+        (
+            {"schedule": "1f1b", "chunks": 2},
+            ["--schedule", "1f1b", "--chunks", "2"],
+            "schedule='1f1b' was given with chunks=2, but ",
+            "--schedule 1f1b was given with --chunks 2, but ",
+        ),
+        (
+            {"schedule": "auto", "cuts": (1, "layer2")},
+            ["--schedule", "auto", "--cuts", "1,layer2"],
+            "schedule='auto' was given with cuts=(1, 'layer2'), but ",
+            "--schedule auto was given with --cuts 1,layer2, but ",
+        ),
+        (
+            {"cuts": (2,), "shape": "data-parallel"},
+            ["--cuts", "2", "--data-parallel"],
+            "cuts=(2,) was given with shape='data-parallel', but ",
+            "--cuts 2 was given with --data-parallel, but ",
+        ),
+    ],
+)
+def test_python_and_the_command_refuse_alike(
+    options: dict[str, Any],
+    flags: list[str],
+    python: str,
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(PlanError) as refused:
+        pd.plan(PROFILE, pd.Cluster.flat(2), **options)
+    assert str(refused.value).startswith(python)
+    file = PROFILE.save(tmp_path / "profile.json")
+    assert cli.main(["plan", str(file), "--workers", "2", *flags]) == 2
+    found = capsys.readouterr().err
+    assert found.startswith(f"pipedream: {command}")
+    assert str(refused.value).split(", but ")[1].split(";")[0] in found, "the same reason"
+
+
+def test_a_refusal_has_a_reason_and_says_what_to_do() -> None:
+    for row in EXCLUSIONS:
+        assert row.others, row.option
+        assert not row.reason.endswith("."), row.reason
+        assert row.advice.split()[0] in ("give", "leave"), row.advice
+
+
+def test_defaults_exclude_nothing() -> None:
+    check_options({"cost_model": "classic", "shape": "any", "cuts": None, "update_delay": 0, "recompute": "never"})
+    check_options({"cluster": Path("here"), "workers": [], "bandwidth": [], "latency": 0.0, "memory": None})
+    check_options({"strategy": "2bw", "schedule": "pipedream", "in_flight": "noam"})
+
+
+def test_spellings() -> None:
+    assert as_keyword("shape", "2-1") == "shape='2-1'"
+    assert [as_flag("shape", shape) for shape in ("straight", "2-1")] == ["--straight", "--config 2-1"]
+    assert [as_flag("as_device", "H100"), as_flag("explain", True)] == ["--as H100", "--explain"]
+    assert [as_flag("PLAN", "plan.json"), as_flag("workers", ["4", "2"])] == ["PLAN plan.json", "--workers 4,2"]
