@@ -101,8 +101,8 @@ def _fixed_seeds() -> None:
 
 
 @pytest.fixture
-def told(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Returns the command: its exit status, and what it printed."""
+def run_command(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Returns the command as a function: arguments -> exit status, standard output, standard error."""
     from pipedream import cli  # here: most tests need it not
 
     def ask(*arguments: object) -> tuple[int, str, str]:

@@ -1,4 +1,4 @@
-"""How the command line says a cluster: a file, a paper's name, workers of unequal machines."""
+"""Clusters on the command line: a file, a paper's name, workers of unequal machines."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan, Stage
 
 
-def said(*workers: str, bandwidth: tuple[str, ...] = ()) -> Cluster:
+def cluster(*workers: str, bandwidth: tuple[str, ...] = ()) -> Cluster:
     return cluster_of(None, list(workers), list(bandwidth), 0.0, None)
 
 
 def test_unequal_machines_are_joined_by_plus() -> None:
-    found = said("4+4+2", "3", bandwidth=("12e9", "10Gbit/s"))
+    found = cluster("4+4+2", "3", bandwidth=("12e9", "10Gbit/s"))
     assert found.levels == (Level(4, 12e9, sizes=(4, 4, 2)), Level(3, 1.25e9))
     assert (found.workers, found.starts(1)) == (10, (0, 4, 8, 10))
-    assert said("2,2", bandwidth=("2,1",)).levels == (Level(2, 2.0), Level(2, 1.0))
-    assert said("1+2,1+1,2", bandwidth=("3", "2", "1")).workers == 3
+    assert cluster("2,2", bandwidth=("2,1",)).levels == (Level(2, 2.0), Level(2, 1.0))
+    assert cluster("1+2,1+1,2", bandwidth=("3", "2", "1")).workers == 3
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_unequal_machines_are_joined_by_plus() -> None:
 )
 def test_what_makes_no_sense_is_refused(workers: tuple[str, ...], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        said(*workers, bandwidth=("1",) * len(workers))
+        cluster(*workers, bandwidth=("1",) * len(workers))
 
 
 def test_a_name_is_a_papers_cluster_unless_it_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

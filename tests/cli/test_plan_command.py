@@ -88,7 +88,7 @@ def test_depth_auto(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (
             ["--straight", "--config", "2-1"],
@@ -102,8 +102,8 @@ def test_depth_auto(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
         (["--update-delay", "2"], "Invalid value"),
     ],
 )
-def test_refusals(profile: str, capfd: pytest.CaptureFixture[str], options: list[str], says: str) -> None:
-    assert says in refused(capfd, "plan", profile, "--workers", "3", *options)
+def test_refusals(profile: str, capfd: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    assert message in refused(capfd, "plan", profile, "--workers", "3", *options)
 
 
 def test_train_takes_a_plan_or_a_shape(profile: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_train_takes_a_plan_or_a_shape(profile: str, capfd: pytest.CaptureFixtur
 
 
 def test_versions_of_methods_count_a_lag() -> None:
-    """Under stashing W_s + 1, and one more where the update comes behind the next forward."""
+    """Under stashing W_s + 1, and one more if the update comes after the next forward."""
     assert [versions_of("pipedream")(held, update_delay) for held in (1, 4) for update_delay in (0, 1)] == [1, 2, 4, 5]
     assert [versions_of("pipedream_2bw")(held, update_delay) for held in (1, 4) for update_delay in (0, 1)] == [
         2,
@@ -198,7 +198,7 @@ def test_levels_of_the_network(
     assert found["speedup_over_one_worker"] == pytest.approx(0.005 / answer.slowest_stage_s)
     assert found["speedup_over_data_parallel"] == pytest.approx(answer.data_parallel_s / answer.slowest_stage_s)
     assert [row["layers"] for row in found["stages"]] == [["node2"], ["node3"]]
-    assert set(asked(capfd, *network, profile)) == set(found)  # the file may stand behind the values
+    assert set(asked(capfd, *network, profile)) == set(found)  # the file may follow the values
 
 
 def test_a_straight_pipeline_by_the_classic_model(graph: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -217,7 +217,7 @@ def test_a_graph_of_the_original(graph: str, capfd: pytest.CaptureFixture[str], 
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (["--workers", "4", "4", "--bandwidth", "1e9"], "--workers gives 2 levels of the network and --bandwidth 1"),
         (["--workers", "4", "--bandwidth", "1e9", "2e9"], "--workers gives 1 levels of the network and --bandwidth 2"),
@@ -233,13 +233,13 @@ def test_a_graph_of_the_original(graph: str, capfd: pytest.CaptureFixture[str], 
     ],
 )
 def test_refusals_of_the_classic_model(
-    graph: str, capfd: pytest.CaptureFixture[str], options: list[str], says: str
+    graph: str, capfd: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
-    assert says in refused(capfd, "plan", graph, "--cost-model", "classic", *options)
+    assert message in refused(capfd, "plan", graph, "--cost-model", "classic", *options)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (["--plot", "a.svg"], "No such option: --plot"),
         (["--sweep"], "--sweep is a command of its own now; write pipedream sweep PROFILE"),
@@ -251,9 +251,9 @@ def test_refusals_of_the_classic_model(
     ],
 )
 def test_options_that_would_do_nothing_are_refused(
-    graph: str, capfd: pytest.CaptureFixture[str], options: list[str], says: str
+    graph: str, capfd: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
-    assert says in refused(capfd, "plan", graph, "--workers", "2", *options)
+    assert message in refused(capfd, "plan", graph, "--workers", "2", *options)
 
 
 def test_the_methods_own_seconds_are_told(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -272,18 +272,18 @@ def test_a_damaged_graph(graph: str, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_refusals_of_clusters_and_memory(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Each is one message that says what was asked, what was found and what to do."""
-    said = refused(capfd, "plan", profile, "--workers", "3", "--memory", "1000")
-    assert "none of the plans" in said
-    assert "on its fullest worker, for layer" in said
-    assert "a worker has 1.00 kB; give more memory or workers" in said
-    said = refused(capfd, "plan", profile, "--workers", "9", "--config", "1-1-1-1-1-1-1")
-    assert "6 layers can be cut at 5 places; ask for at most 6 stages" in said
-    said = refused(capfd, "plan", profile, "--workers", "2", "--config", "2-1")
-    assert "it takes 3 workers, the cluster has 2" in said
+    """Each is one message: what was asked, what was found, what to do."""
+    found = refused(capfd, "plan", profile, "--workers", "3", "--memory", "1000")
+    assert "none of the plans" in found
+    assert "on its fullest worker, for layer" in found
+    assert "a worker has 1.00 kB; give more memory or workers" in found
+    found = refused(capfd, "plan", profile, "--workers", "9", "--config", "1-1-1-1-1-1-1")
+    assert "6 layers can be cut at 5 places; ask for at most 6 stages" in found
+    found = refused(capfd, "plan", profile, "--workers", "2", "--config", "2-1")
+    assert "it takes 3 workers, the cluster has 2" in found
     assert "bandwidth" in refused(capfd, "plan", profile, "--workers", "2", "--bandwidth", "0")
-    said = refused(capfd, "plan", profile, "--workers", "2", "--recompute", "often")
-    assert "unknown recompute 'often'; give never, auto, always" in said
+    found = refused(capfd, "plan", profile, "--workers", "2", "--recompute", "often")
+    assert "unknown recompute 'often'; give never, auto, always" in found
 
 
 def test_levels_recomputation_and_the_bound(profile: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ def test_the_order_of_the_lines_does_not_matter(tmp_path: Path, capfd: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
+    ("old", "new", "message"),
     [
         ("\tsum -- head", "\tsum -- head\n\thead -- stem", "net.txt, line 11: the edges run in a circle through"),
         ("\tsum -- head", "\tsum -- he", "net.txt, line 10: the edge names 'he', which no line before it defines"),
@@ -100,12 +100,12 @@ def test_the_order_of_the_lines_does_not_matter(tmp_path: Path, capfd: pytest.Ca
     ],
 )
 def test_damaged_files_are_refused(
-    graph: Path, capfd: pytest.CaptureFixture[str], old: str, new: str, says: str
+    graph: Path, capfd: pytest.CaptureFixture[str], old: str, new: str, message: str
 ) -> None:
     graph.write_text(graph.read_text().replace(old, new, 1))
     assert cli.main(["plan", str(graph), "--workers", "2"]) == 2
     captured = capfd.readouterr()
-    assert says in " ".join(captured.err.split())
+    assert message in " ".join(captured.err.split())
     assert captured.out == ""
     assert "Traceback" not in captured.err
 

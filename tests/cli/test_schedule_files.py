@@ -16,7 +16,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.schedules import build, to_torch_csv, uniform
 from pipedream.workflows.methods import plan_of_file
 
-Told = Callable[..., tuple[int, str, str]]
+RunCommand = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -27,55 +27,55 @@ def looped(tmp_path: Path) -> Path:
     return path
 
 
-def test_show_writes_and_reads(told: Told, tmp_path: Path) -> None:
+def test_show_writes_and_reads(run_command: RunCommand, tmp_path: Path) -> None:
     file, svg = tmp_path / "mine.csv", tmp_path / "mine.svg"
-    status, drawn, _ = told("show", "1f1b", "--stages", 3, "--microbatches", 4, "--csv", file)
+    status, drawn, _ = run_command("show", "1f1b", "--stages", 3, "--microbatches", 4, "--csv", file)
     assert status == 0
     assert file.read_text().splitlines()[0] == "0F0,0F1,0F2,,,0B0,0F3,0B1,,0B2,,0B3"
-    status, again, _ = told("show", file, "--verify", "--svg", svg)
+    status, again, _ = run_command("show", file, "--verify", "--svg", svg)
     assert status == 0
     assert again.startswith(drawn.rstrip("\n"))
     assert f"Proof of {file}, plan 1-1-1" in again
     assert "3 stages" in svg.read_text()
-    rows = json.loads(told("show", file, "--json", "--minibatches", 2)[1])
+    rows = json.loads(run_command("show", file, "--json", "--minibatches", 2)[1])
     assert rows["proof"]["peak_in_flight"] == [3, 2, 1]
     assert "F7" in rows["grid"][1], "a second minibatch"
-    status, _, error = told("show", "pipedream", "--csv", file)
+    status, _, error = run_command("show", "pipedream", "--csv", file)
     assert (status, "updates without a flush" in error) == (2, True)
-    assert told("show", file, "--stages", 2)[0] == 2
-    status, _, error = told("show", file, "--chunks", 2)
+    assert run_command("show", file, "--stages", 2)[0] == 2
+    status, _, error = run_command("show", file, "--chunks", 2)
     assert (status, "the file itself says which stages a worker has" in error) == (2, True)
     file.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
-    status, _, error = told("show", file)
+    status, _, error = run_command("show", file)
     assert (status, "wait for each other for ever" in error) == (2, True)
 
 
-def test_simulate(told: Told, looped: Path, tmp_path: Path) -> None:
+def test_simulate(run_command: RunCommand, looped: Path, tmp_path: Path) -> None:
     by_name = json.loads(
-        told("simulate", "--uniform", 2, "--schedule", "interleaved_1f1b", "--microbatches", 4, "--json")[1]
+        run_command("simulate", "--uniform", 2, "--schedule", "interleaved_1f1b", "--microbatches", 4, "--json")[1]
     )
-    assert json.loads(told("simulate", "--uniform", 2, "--schedule", looped, "--json")[1]) == by_name
-    twice = json.loads(told("simulate", "--uniform", 2, "--schedule", looped, "--minibatches", 2, "--json")[1])
-    status, _, error = told("simulate", "--uniform", 2, "--schedule", looped, "--microbatches", 8)
+    assert json.loads(run_command("simulate", "--uniform", 2, "--schedule", looped, "--json")[1]) == by_name
+    twice = json.loads(run_command("simulate", "--uniform", 2, "--schedule", looped, "--minibatches", 2, "--json")[1])
+    status, _, error = run_command("simulate", "--uniform", 2, "--schedule", looped, "--microbatches", 8)
     assert (status, "the file has 4" in error) == (2, True)
     assert twice["makespan_s"] == 2 * by_name["makespan_s"]
     plan = uniform("interleaved_1f1b", 2).save(tmp_path / "plan.json")
-    assert json.loads(told("simulate", plan, "--schedule", looped, "--json")[1]) == by_name
+    assert json.loads(run_command("simulate", plan, "--schedule", looped, "--json")[1]) == by_name
     straight = Plan.uniform(4).save(tmp_path / "straight.json")
-    status, _, error = told("simulate", straight, "--schedule", looped)
+    status, _, error = run_command("simulate", straight, "--schedule", looped)
     assert (status, "4 stages on ranks 0, 1, 0, 1, the plan 1-1-1-1 on 0, 1, 2, 3" in error) == (2, True)
 
 
-def test_plan(told: Told, looped: Path, tmp_path: Path) -> None:
+def test_plan(run_command: RunCommand, looped: Path, tmp_path: Path) -> None:
     saved, out = alike_layers(8).save(tmp_path / "profile.json"), tmp_path / "plan.json"
-    assert told("plan", saved, "--workers", 2, "--schedule", looped, "-o", out)[0] == 0
+    assert run_command("plan", saved, "--workers", 2, "--schedule", looped, "-o", out)[0] == 0
     plan = Plan.load(out)
     assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert (plan.order, plan.schedule, plan.microbatches) == ((0, 1, 0, 1), str(looped), 4)
-    assert told("check", out)[0] == 0
-    assert told("simulate", out)[0] == 0
+    assert run_command("check", out)[0] == 0
+    assert run_command("simulate", out)[0] == 0
     for wrong in (("--workers", 3), ("--workers", 2, "--microbatches", 3), ("--workers", 2, "--data-parallel")):
-        assert told("plan", saved, *wrong, "--schedule", looped, "-o", tmp_path / "none.json")[0] == 2
+        assert run_command("plan", saved, *wrong, "--schedule", looped, "-o", tmp_path / "none.json")[0] == 2
 
 
 def test_plans_of_files(looped: Path, tmp_path: Path) -> None:

@@ -9,29 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from pipedream import cli
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.schedules import METHODS, build, run_of, uniform
 
-Told = Callable[..., tuple[int, str, str]]
+RunCommand = Callable[..., tuple[int, str, str]]
 GALLERY = Path(__file__).parents[2] / "docs" / "gallery.md"
 
 
-@pytest.fixture
-def told(capfd: pytest.CaptureFixture[str]) -> Told:
-    def tell(*arguments: object) -> tuple[int, str, str]:
-        capfd.readouterr()
-        status = cli.main([str(argument) for argument in arguments])
-        return (status, *capfd.readouterr())
-
-    return tell
-
-
-def test_microbatches_are_those_of_a_minibatch(told: Told) -> None:
+def test_microbatches_are_those_of_a_minibatch(run_command: RunCommand) -> None:
     for name in METHODS:
         splits = not build(name, uniform(name, 4)).updates.mean_of_rounds
-        found = json.loads(told("show", name, "--microbatches" if splits else "--minibatches", 8, "--json")[1])
+        found = json.loads(run_command("show", name, "--microbatches" if splits else "--minibatches", 8, "--json")[1])
         m = found["proof"]["microbatches"]
         assert m == (8 if splits else 1), name
         numbers = {int(number) for number in re.findall(r"F(\d+)", "\n".join(found["grid"]))}
@@ -40,40 +29,42 @@ def test_microbatches_are_those_of_a_minibatch(told: Told) -> None:
             assert numbers == set(range(8))
         else:
             assert len(numbers) > max(found["proof"]["peak_in_flight"]), "a steady state"
-        more = json.loads(told("show", name, "--microbatches", m, "--minibatches", 3, "--json")[1])
+        more = json.loads(run_command("show", name, "--microbatches", m, "--minibatches", 3, "--json")[1])
         assert {int(number) for number in re.findall(r"F(\d+)", "\n".join(more["grid"]))} == set(range(3 * m))
 
 
-def test_a_number_that_training_refuses_is_refused(told: Told) -> None:
+def test_a_number_that_training_refuses_is_refused(run_command: RunCommand) -> None:
     for command in (("show", "pipedream_2bw"), ("simulate", "--uniform", 4, "--schedule", "one_step_ef")):
-        status, _, error = told(*command, "--microbatches", 2)
+        status, _, error = run_command(*command, "--microbatches", 2)
         assert (status, "needs at least 3" in error) == (2, True)
         for length in ((), ("--minibatches", 4)):
-            status, _, error = told(*command[:-1], "pipedream", "--microbatches", 2, *length)
+            status, _, error = run_command(*command[:-1], "pipedream", "--microbatches", 2, *length)
             assert (status, "does not split a minibatch" in error, "--minibatches 2" in error) == (2, True, True)
 
 
-def test_the_proof_tells_m_and_both_delays(told: Told) -> None:
-    drawn = told("show", "paci", "--stages", 4, "--microbatches", 2, "--verify")[1]
+def test_the_proof_has_m_and_both_delays(run_command: RunCommand) -> None:
+    drawn = run_command("show", "paci", "--stages", 4, "--microbatches", 2, "--verify")[1]
     grid, proof = drawn.split("\n\n")
     assert grid.splitlines()[-1] == "a run of 4 minibatches of m = 2 microbatches"
     assert "Proof of paci, plan 1-1-1-1, m = 2: each op once" in proof
     rows = [line.split() for line in proof.splitlines()[2:]]
     assert rows[0][-2:] == ["staleness", "mean"]
     assert [row[-2:] for row in rows[1:]] == [["2", "1.5"], ["1", "1"], ["1", "0.5"], ["0", "0"]]
-    assert "mean" not in told("show", "pipedream", "--verify")[1]
-    assert told("show", "1f1b", "--microbatches", 4)[1].splitlines()[-1].startswith("rank 3"), "what was asked"
-    assert "a run of 1 minibatch of m = 8 microbatches" in told("show", "1f1b")[1]
+    assert "mean" not in run_command("show", "pipedream", "--verify")[1]
+    assert run_command("show", "1f1b", "--microbatches", 4)[1].splitlines()[-1].startswith("rank 3"), "what was asked"
+    assert "a run of 1 minibatch of m = 8 microbatches" in run_command("show", "1f1b")[1]
 
 
-def test_simulate_means_the_same(told: Told) -> None:
+def test_simulate_means_the_same(run_command: RunCommand) -> None:
     run = ("simulate", "--uniform", 4, "--schedule", "paci")
-    told_it = told(*run, "--microbatches", 6)[1]
-    assert "a run of 3 minibatches of m = 6 microbatches" in told_it
-    assert told_it.startswith(told(*run, "--microbatches", 6, "--minibatches", 3)[1]), "it is as long as was asked"
+    printed = run_command(*run, "--microbatches", 6)[1]
+    assert "a run of 3 minibatches of m = 6 microbatches" in printed
+    assert printed.startswith(run_command(*run, "--microbatches", 6, "--minibatches", 3)[1]), (
+        "it is as long as was asked"
+    )
     # m + p - 1 slots of 3 s, of which the second minibatch and the third have no warm-up.
-    assert json.loads(told(*run, "--microbatches", 6, "--json")[1])["makespan_s"] == (18 + 3) * 3
-    assert "a run" not in told("simulate", "--uniform", 4, "--minibatches", 7)[1]
+    assert json.loads(run_command(*run, "--microbatches", 6, "--json")[1])["makespan_s"] == (18 + 3) * 3
+    assert "a run" not in run_command("simulate", "--uniform", 4, "--minibatches", 7)[1]
 
 
 def test_the_length_of_a_run() -> None:
@@ -98,33 +89,33 @@ def test_the_length_of_a_run() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "pipedream", "chimera"])
-def test_stages_a_worker_without_a_choice_are_refused(told: Told, name: str) -> None:
+def test_chunks_are_refused_where_there_is_no_choice(run_command: RunCommand, name: str) -> None:
     for command in (("show", name), ("simulate", "--uniform", 4, "--schedule", name)):
-        status, _, error = told(*command, "--chunks", 3)
+        status, _, error = run_command(*command, "--chunks", 3)
         assert (status, f"schedule '{name}' with 3 chunks per worker" in error) == (2, True)
 
 
 @pytest.mark.parametrize("option", ["--chunks", "--forward-s", "--backward-s", "--transfer-s"])
-def test_what_is_of_equal_stages_is_not_for_a_plan(told: Told, tmp_path: Path, option: str) -> None:
+def test_options_of_equal_stages_are_refused_with_a_plan(run_command: RunCommand, tmp_path: Path, option: str) -> None:
     plan = Plan.uniform(2).save(tmp_path / "plan.json")
-    status, _, error = told("simulate", plan, option, 2)
+    status, _, error = run_command("simulate", plan, option, 2)
     assert (status, f"{option} 2.0 was given" in error or f"with {option} 2" in error) == (2, True)
 
 
 @pytest.mark.parametrize("option", ["--csv", "--svg"])
-def test_a_folder_that_is_missing_is_not_made(told: Told, tmp_path: Path, option: str) -> None:
-    status, drawn, error = told("show", "1f1b", option, tmp_path / "no" / "such" / "file")
+def test_a_folder_that_is_missing_is_not_made(run_command: RunCommand, tmp_path: Path, option: str) -> None:
+    status, drawn, error = run_command("show", "1f1b", option, tmp_path / "no" / "such" / "file")
     assert (status, drawn, f"there is no folder {tmp_path / 'no' / 'such'}; make it first" in error) == (2, "", True)
     assert not (tmp_path / "no").exists()
 
 
-def test_the_list_and_the_gallery_have_the_same_numbers(told: Told) -> None:
-    """Staleness, weight sets and microbatches in flight, at the m that both tell."""
+def test_the_list_and_the_gallery_have_the_same_numbers(run_command: RunCommand) -> None:
+    """Staleness, weight sets and microbatches in flight, at the m that both give."""
     gallery = {}
     for row in re.findall(r"^\| \[(\w+)\]\(#\w+\) \| (.+) \|$", GALLERY.read_text(encoding="utf-8"), re.M):
         gallery.setdefault(row[0], row[1].split(" | "))
-    listed = json.loads(told("schedules", "--json")[1])
-    assert list(gallery) == list(listed) == [line.split()[0] for line in told("schedules")[1].splitlines()[2:]]
+    listed = json.loads(run_command("schedules", "--json")[1])
+    assert list(gallery) == list(listed) == [line.split()[0] for line in run_command("schedules")[1].splitlines()[2:]]
     for name, claims in listed.items():
         cells = gallery[name]
         m, late, versions = cells[1:] if name not in GRID else (cells[0], *cells[2:4])

@@ -53,7 +53,7 @@ def test_nonsense_is_refused(capfd: pytest.CaptureFixture[str], text: str, messa
 
 
 def test_seconds_of_a_weight_gradient(capfd: pytest.CaptureFixture[str]) -> None:
-    """m (f + i + w) + (p - 1)(f + i - w): half of the backward each, unless it is said."""
+    """m (f + i + w) + (p - 1)(f + i - w): by default each is half of the backward."""
     run = ("--uniform", "4", "--schedule", "zb_h1", "--microbatches", "8", "--backward-s", "2")
     assert asked(capfd, *run)["makespan_s"] == pytest.approx(8 * 3 + 3 * 1)
     assert asked(capfd, *run, "--weight-s", "0.5")["makespan_s"] == pytest.approx(8 * 3 + 3 * 2)

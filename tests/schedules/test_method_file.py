@@ -31,7 +31,7 @@ def mine(plan, microbatches=None):
 METHODS = (Method(mine, layout=looped), Method(method_of("gpipe").build, name="other"))
 """
 
-Told = Callable[..., tuple[int, str, str]]
+RunCommand = Callable[..., tuple[int, str, str]]
 HEAD = "from pipedream.schedules import Method\n"
 
 
@@ -52,7 +52,7 @@ def test_it_trains_as_plain_pytorch(stages: int) -> None:
     check(case, outcome)
 
 
-def test_one_of_several_is_named(tmp_path: Path, told: Told) -> None:
+def test_one_of_several_is_named(tmp_path: Path, run_command: RunCommand) -> None:
     file = tmp_path / "several.py"
     file.write_text(SHARED)
     mine, other = f"{file}:mine", f"{file}:other"
@@ -64,7 +64,7 @@ def test_one_of_several_is_named(tmp_path: Path, told: Told) -> None:
         method_of(str(file))
     with pytest.raises(ScheduleError, match="declares mine, other"):
         method_of(f"{file}:third")
-    status, out, _ = told("show", mine, "--stages", 2, "--chunks", 3, "--json")
+    status, out, _ = run_command("show", mine, "--stages", 2, "--chunks", 3, "--json")
     assert (status, len(json.loads(out)["grid"])) == (0, 3)  # a line for the time, one a worker
 
 
@@ -95,16 +95,16 @@ def test_a_file_is_read_again_where_it_has_changed(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_method_is_refused(tmp_path: Path, text: str, message: str, told: Told) -> None:
+def test_what_is_no_method_is_refused(tmp_path: Path, text: str, message: str, run_command: RunCommand) -> None:
     file = tmp_path / "wrong.py"
     file.write_text(text)
     with pytest.raises(ScheduleError, match=message):
         build(str(file), Plan.uniform(2))
-    status, _, error = told("show", file)
+    status, _, error = run_command("show", file)
     assert (status, "Traceback" in error) == (2, False)
 
 
-def test_names(told: Told) -> None:
+def test_names(run_command: RunCommand) -> None:
     with pytest.raises(ScheduleError, match="cannot be read"):
         build("nowhere.py", Plan.uniform(2))
     with pytest.raises(ScheduleError, match=r"is not known; choose one of .*, or give a file"):
@@ -112,7 +112,7 @@ def test_names(told: Told) -> None:
     assert len({method.name for method in METHODS.values()}) == len(METHODS)
     aliases = [alias for method in METHODS.values() for alias in method.aliases]
     assert len(aliases) == len({*aliases, *METHODS}) - len(METHODS)
-    status, out, _ = told("simulate", "--uniform", 3, "--schedule", EXAMPLE, "--json")
+    status, out, _ = run_command("simulate", "--uniform", 3, "--schedule", EXAMPLE, "--json")
     assert (status, json.loads(out)["bubble"] > 0) == (0, True)
 
 

@@ -35,7 +35,7 @@ from pipedream.schedules.options import options_of
 from pipedream.workflows.methods import asked_of
 
 ROOT = Path(__file__).parents[2]
-Told = Callable[..., tuple[int, str, str]]
+RunCommand = Callable[..., tuple[int, str, str]]
 
 MINE = """
 from pipedream.schedules import Method, build
@@ -170,7 +170,7 @@ def test_what_is_no_option_is_refused(name: str, message: str) -> None:
         assert message in str(refused.value)
 
 
-def test_options_of_a_file(tmp_path: Path, told: Told) -> None:
+def test_options_of_a_file(tmp_path: Path, run_command: RunCommand) -> None:
     folder = tmp_path / "runs[1]"
     folder.mkdir()
     file = folder / "mine.py"
@@ -193,7 +193,7 @@ def test_options_of_a_file(tmp_path: Path, told: Told) -> None:
     ):
         with pytest.raises(ScheduleError, match=message):
             build(f"{file}:mine[{text}]", Plan.uniform(2))
-    status, out, _ = told("show", f"{file}:mine[twice=true]", "--verify")
+    status, out, _ = run_command("show", f"{file}:mine[twice=true]", "--verify")
     assert (status, f"Proof of {file}:mine[twice=true], plan" in out) == (0, True)
 
 
@@ -242,31 +242,31 @@ METHODS = (Method(mine),)
 """
 
 
-def test_the_commands(told: Told, tmp_path: Path) -> None:
+def test_the_commands(run_command: RunCommand, tmp_path: Path) -> None:
     saved, out = alike_layers(8).save(tmp_path / "profile.json"), tmp_path / "plan.json"
     name = "paci[backward_rule=recompute]"
-    assert told("plan", saved, "--workers", 2, "--microbatches", 4, "--schedule", name, "-o", out)[0] == 0
+    assert run_command("plan", saved, "--workers", 2, "--microbatches", 4, "--schedule", name, "-o", out)[0] == 0
     plan = Plan.load(out)
     assert (plan.schedule, plan.microbatches) == (name, 4)
-    status, text, _ = told("check", out)
+    status, text, _ = run_command("check", out)
     assert (status, f"valid: {name} with 4 microbatches" in text) == (0, True)
-    assert told("simulate", out)[0] == 0
-    again = json.loads(told("simulate", out, "--schedule", "paci[backward_rule = recompute]", "--json")[1])
-    assert again == json.loads(told("simulate", out, "--json")[1])
-    assert told("plan", saved, "--workers", 2, "--schedule", "roundpipe[forwards=2]", "-o", out)[0] == 0
+    assert run_command("simulate", out)[0] == 0
+    again = json.loads(run_command("simulate", out, "--schedule", "paci[backward_rule = recompute]", "--json")[1])
+    assert again == json.loads(run_command("simulate", out, "--json")[1])
+    assert run_command("plan", saved, "--workers", 2, "--schedule", "roundpipe[forwards=2]", "-o", out)[0] == 0
     assert (Plan.load(out).schedule, layout_of("roundpipe[forwards=2]")) == (
         "roundpipe[forwards=2]",
         layout_of("roundpipe"),
     )
-    status, _, error = told("show", "paci[rule=graph]")
+    status, _, error = run_command("show", "paci[rule=graph]")
     assert (status, "has no option 'rule'" in error) == (2, True)
     # Of two stages, and no other number: for a plan that is there.
-    assert told("plan", saved, "--workers", 2, "--schedule", "pipemare", "--straight", "-o", out)[0] == 0
-    assert told("check", out, "--schedule", "pipemare[horizons=1/0]")[0] == 0
+    assert run_command("plan", saved, "--workers", 2, "--schedule", "pipemare", "--straight", "-o", out)[0] == 0
+    assert run_command("check", out, "--schedule", "pipemare[horizons=1/0]")[0] == 0
     file = tmp_path / "mine.py"
     file.write_text(TWO)
-    assert told("plan", saved, "--workers", 2, "--schedule", file, "--straight", "-o", out)[0] == 0
-    status, text, _ = told("sweep", saved, "--workers", 2, "--schedule", f"1f1b,{name}", "--json")
+    assert run_command("plan", saved, "--workers", 2, "--schedule", file, "--straight", "-o", out)[0] == 0
+    status, text, _ = run_command("sweep", saved, "--workers", 2, "--schedule", f"1f1b,{name}", "--json")
     assert status == 0
     assert {row["schedule"] for row in json.loads(text)["rows"]} == {"data parallel", "1f1b", name}
 

@@ -1,4 +1,4 @@
-"""Plans that a person edited: what holds is predicted, what does not is said in one message."""
+"""Plans that a person edited: a valid one is predicted, an invalid one is refused with one message."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def put(value: Any, *path: Any) -> Edit:
     st.sampled_from(["4", "1-2-1", "2-1", "1-1-1-1"]),
     st.booleans(),
 )
-def test_what_the_planner_makes_holds_as_it_is(schedule: str, shape: str, deep: bool) -> None:
+def test_what_the_planner_makes_is_valid(schedule: str, shape: str, deep: bool) -> None:
     plan = pd.plan(
         CHAIN,
         pd.Cluster.flat(4),
@@ -123,7 +123,7 @@ def test_a_layer_that_was_moved_is_found_with_the_profile(edited: Callable[..., 
 
 
 @pytest.mark.parametrize(
-    ("edit", "options", "says"),
+    ("edit", "options", "message"),
     [
         (put(1, "stages", 0, "last"), (), "a stage ends before layer 1, the next begins at"),
         (put([1, 3, 1], "in_flight"), (), "(5, 3, 1) would do"),
@@ -145,12 +145,12 @@ def test_a_layer_that_was_moved_is_found_with_the_profile(edited: Callable[..., 
         (put(-1.0, "stages", 0, "forward_s"), (), "forward_s cannot be negative"),
     ],
 )
-def test_what_does_not_hold_is_said(
-    edited: Callable[..., tuple[int, str]], edit: Edit, options: tuple[str, ...], says: str
+def test_an_invalid_plan_is_refused(
+    edited: Callable[..., tuple[int, str]], edit: Edit, options: tuple[str, ...], message: str
 ) -> None:
     status, err = edited(edit, *options)
     assert status == 2
-    assert says in " ".join(err.split())
+    assert message in " ".join(err.split())
     assert err.startswith("pipedream: ")
 
 

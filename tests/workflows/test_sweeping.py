@@ -1,4 +1,4 @@
-"""A sweep: rows are what plan and simulate say, crossovers where the lead changes, and the picture holds it all."""
+"""Sweeps: rows agree with plan and simulate, crossovers are where the lead changes, the picture has every point."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def swept() -> Sweep:
     )
 
 
-def test_rows_are_what_plan_and_simulate_say(swept: Sweep) -> None:
+def test_rows_agree_with_plan_and_simulate(swept: Sweep) -> None:
     assert len(swept.points) == 2 * 3 * 3
     for one in swept.points:
         cluster = pd.Cluster.flat(one.workers, one.bandwidth_bytes_per_s)
@@ -70,7 +70,7 @@ def test_a_split_is_for_the_methods_that_split() -> None:
     assert all(one.samples_per_s for one in found.points)
 
 
-def test_no_crossover_is_told_of_a_method_without_a_plan() -> None:
+def test_a_method_without_a_plan_has_no_crossover() -> None:
     small = pd.Cluster.flat(1, memory_bytes=CHAIN.parameter_bytes)
     found = sweep(CHAIN, small, workers=(2,), bandwidths=(3e6,), schedules=("pipedream",))
     assert [one.samples_per_s for one in found.points] == [None, None]
@@ -117,7 +117,7 @@ def test_a_crossover_by_hand() -> None:
     assert str(crossing).startswith("2 workers: pipedream is faster than data parallelism below ")
 
 
-def test_what_cannot_be_is_a_row_that_says_so() -> None:
+def test_a_point_without_a_plan_is_a_row_with_the_reason() -> None:
     found = sweep(
         CHAIN,
         pd.Cluster.flat(1, memory_bytes=45_000),
