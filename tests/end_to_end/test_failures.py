@@ -192,7 +192,7 @@ def test_workers_are_started_again_and_then_fewer(tmp_path: Path) -> None:
     reasons = [line for line in ended.err.splitlines() if "pipedream: " in line]
     assert len(reasons) == 2, ended.err
     assert reasons[0].startswith("pipedream: restart 1 of 1 after: rank 1 was ended by SIGKILL; it was last in ")
-    assert reasons[1].startswith("pipedream: going on with one worker fewer, 1, after: rank 1 was ended by SIGKILL")
+    assert reasons[1].startswith("pipedream: continuing with one worker fewer, 1, after: rank 1 was ended by SIGKILL")
     (run,) = (tmp_path / "runs").iterdir()
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert (summary["workers"], summary["minibatches"]) == (1, 40)

@@ -15,7 +15,7 @@ import pytest
 
 from pipedream.runtime.failure import notes
 from pipedream.runtime.failure.heartbeat import Heartbeat
-from pipedream.runtime.failure.peers import RankProcess, is_running
+from pipedream.runtime.failure.process import RankProcess, is_running
 from pipedream.runtime.failure.verdict import Verdict
 
 

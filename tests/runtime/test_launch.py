@@ -36,7 +36,7 @@ from pipedream.runtime.failure.launch import _Failure, launch
             [(2, 0), (2, 1), (1, 2)],
             [
                 "pipedream: restart 1 of 1 after: a",
-                "pipedream: going on with one worker fewer, 1, after: b",
+                "pipedream: continuing with one worker fewer, 1, after: b",
                 "pipedream: c",
             ],
         ),

@@ -110,7 +110,7 @@ def test_with_fewer_workers_it_plans_again_and_goes_on(tmp_path: Path) -> None:
     assert summary["workers"] == 2
     assert summary["resumed_from"] >= 10
     assert summary["minibatches"] == 40
-    assert "going on with one worker fewer, 2, after: rank 2 was ended by SIGKILL" in ended.err
+    assert "continuing with one worker fewer, 2, after: rank 2 was ended by SIGKILL" in ended.err
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
-"""What a rank does now: written by its main thread, read by the guard's threads.
+"""What a rank is doing: written by its main thread, read by the guard's threads.
 
-Only what is announced as a task can be stuck: loading a minibatch, a forward, a backward, an optimizer's step.
-Waiting for a message, the caller's own loop, a save are never judged, however long they take.
+Only a task can be stuck: loading a minibatch, a forward, a backward, an optimizer's step. Waiting for a message, the
+caller's own loop and saving are never judged, however long they take.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class TaskDurations:
     """How long tasks of one kind take on this rank.
 
     Attributes:
-        done: how many have been finished.
-        longest_s: seconds of the longest of them.
+        done: finished tasks.
+        longest_s: duration of the longest one.
     """
 
     def __init__(self) -> None:
@@ -27,15 +27,16 @@ class TaskDurations:
 
 
 class Activity:
-    """What a rank does now.
+    """What a rank is doing.
 
-    Life: `describe_op` is set when there is a worker; `begin` and `end` around each task, `at` around what is no op.
+    Life: `describe_op` is set once there is a worker; `begin` and `end` enclose each task, `at` encloses anything
+    that is not an op.
 
     Attributes:
-        place: in words, where no op says it ("the training loop"); None while the program runs.
-        task: (kind, number) of what is computed now; None while the rank waits or its caller has the turn.
-        durations: kind -> its pace.
-        describe_op: tells the op in words.
+        place: description of what is done outside of the program ("the training loop"); None while the program runs.
+        task: (kind, number) of the running task; None while the rank waits or its caller runs.
+        durations: by kind of task.
+        describe_op: returns a description of the current op.
     """
 
     def __init__(self) -> None:
@@ -47,13 +48,13 @@ class Activity:
         self._start_s = 0.0
 
     def begin(self, kind: str) -> None:
-        """Announces a task; it takes the place of one that was not ended."""
+        """Begins a task; it replaces one that was not ended."""
         self._number += 1
         self._start_s = time.monotonic()
         self.task = (kind, self._number)
 
     def end(self) -> None:
-        """Ends the task, if there is one, and notes how long it took."""
+        """Ends the task, if there is one, and records its duration."""
         if self.task is None:
             return
         took_s = time.monotonic() - self._start_s
@@ -63,12 +64,12 @@ class Activity:
         durations.longest_s = max(durations.longest_s, took_s)
 
     def stop(self) -> None:
-        """Forgets the task: it failed."""
+        """Forgets the task, which failed."""
         self.task = None
 
     @contextmanager
     def running(self, kind: str) -> Iterator[None]:
-        """Announces a task for as long as the context lasts."""
+        """Context of a task."""
         self.begin(kind)
         try:
             yield
@@ -77,7 +78,7 @@ class Activity:
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Says in words what is done meanwhile."""
+        """Context of anything that is not an op, with its description."""
         before, self.place = self.place, place
         try:
             yield
@@ -86,7 +87,7 @@ class Activity:
 
     @property
     def where(self) -> str:
-        """What the rank does now, in words."""
+        """Description of what the rank is doing."""
         task = self.task
         if self.place is not None and task is None:
             return self.place

@@ -1,10 +1,10 @@
-"""When one worker fails, all end: the guard.
+"""The guard: when one worker fails, all workers end.
 
-Each rank's heartbeat goes through the process group's store, with the first failure that any rank has told. A
-thread judges what comes back (`detector.py`). The main thread usually wakes by itself when a worker dies, because
-that worker's connections close; one that waits for a stopped or a healthy third worker would wait on, and a
-blocking wait of gloo cannot be called off from Python, so after a grace the thread ends the process. A worker
-of the same machine that gives no sign of life is ended too: it may be stopped, and would stay for ever.
+Each rank exchanges its status and the first reported failure through the process group's store (`heartbeat.py`), and a
+thread judges what the others send (`verdict.py`). The main thread usually wakes up by itself when a worker dies,
+because that worker's connections close. If it waits for a stopped or for a healthy third worker, it would wait
+forever, and a blocking wait of gloo cannot be cancelled from Python; so after a grace period the thread ends the
+process. An unresponsive worker of the same machine is killed too: it may be stopped, and would never end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipedream.core.errors import PeerError, WorkerError
 from pipedream.runtime.failure import notes
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.heartbeat import Heartbeat
-from pipedream.runtime.failure.peers import RankProcess
+from pipedream.runtime.failure.process import RankProcess
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S, FailureDetector, Verdict
 
 __all__ = ["Guard"]
@@ -35,15 +35,11 @@ _GRACE_S = 3.0
 
 
 class Guard:
-    """Watches for a failure of any rank of a run.
-
-    Life: watches from its making until `end`.
+    """Watches for a failure of any rank of a run, from its creation until `end`. Every rank creates one.
 
     Args:
-        store: of the process group; the guard takes clients of its own from it.
-        rank: of this worker.
-        ranks: how many there are. All of them make their guards.
-        activity: what this rank does.
+        store: of the process group; the guard uses its own clients of it.
+        ranks: their count.
         stuck_after_s: see `FailureDetector`.
     """
 
@@ -63,12 +59,12 @@ class Guard:
         atexit.register(self.end)
 
     def report(self, error: WorkerError) -> PeerError | None:
-        """Tells all ranks that this one failed; returns the failure that another rank told first, if one did."""
+        """Reports this rank's failure to all; returns the failure that another rank reported before, if any."""
         first = self._heartbeat.report_failure(Verdict(error.rank, error.where, error.cause, error.advice))
         return None if first is None or first[0] == self._rank else _peer_error(first[1])
 
     def failure(self, wait_s: float = 3.0) -> PeerError | None:
-        """Returns the failure of another rank that has been told, waiting for it a little."""
+        """Returns the failure that another rank has reported, waiting up to `wait_s` for it."""
         end = time.monotonic() + wait_s
         while True:
             found = self._heartbeat.newest_failure(max(0.1, min(wait_s, 1.0)))
@@ -79,7 +75,7 @@ class Guard:
             time.sleep(_LOOK_S / 2)
 
     def end(self) -> None:
-        """Stops watching, and leaves in order."""
+        """Stops watching, and marks this rank as ended in order."""
         atexit.unregister(self.end)
         if not self._stopped.is_set():
             self._stopped.set()
@@ -106,12 +102,12 @@ class Guard:
                 return
 
     def _announce(self, verdict: Verdict) -> None:
-        """Tells everybody of this rank's own verdict, and ends."""
+        """Reports this rank's own verdict to all, and ends."""
         if self._stopped.is_set():
             return
         reports = True
         if verdict.store_lost:
-            # The others of this machine see the same: one of them says it.
+            # The other ranks of this machine see the same: one of them prints it.
             reports = self._rank == min(self._ranks_here())
             if self._store_is_rank_0s and self._rank and (server := self._detector.process_of(0)):
                 verdict = self._blame_rank_0(verdict, server)
@@ -121,7 +117,7 @@ class Guard:
                 reports, verdict = first[0] == self._rank, first[1]
         if reports:
             _print_verdict(verdict)
-        if verdict.rank == self._rank:  # its main thread is stuck, or has nobody to talk to
+        if verdict.rank == self._rank:  # its main thread is stuck, or cannot reach anyone
             _exit_now()
         self._end_process(verdict)
 
@@ -132,12 +128,12 @@ class Guard:
         return Verdict(0, where, verdict.cause.replace("this rank cannot", "the others cannot"), unresponsive=True)
 
     def _ranks_here(self) -> list[int]:
-        """Returns the ranks of this machine that can speak."""
+        """Returns the running ranks of this machine."""
         here = [rank for rank, status in self._detector.others.items() if status.process.is_local and not status.ended]
         return [self._rank, *(rank for rank in here if rank or not self._store_is_rank_0s)]
 
     def _end_process(self, verdict: Verdict) -> None:
-        """Ends what gives no sign of life, gives this rank's main thread a grace, and ends it."""
+        """Kills an unresponsive process; ends this process unless the main thread does so within the grace period."""
         if verdict.unresponsive and verdict.rank != self._rank:
             process = self._detector.process_of(verdict.rank)
             if process is not None:
@@ -147,8 +143,8 @@ class Guard:
 
 
 def _own_client(store: Any, rank: int) -> Any:
-    """Returns a client of the store that nobody else uses, under keys of this run alone."""
-    # Runs of one process group follow one another, and restarts may share a store: a failure of an earlier one is over.
+    """Returns a client of the store for the guard alone, whose keys belong to this run alone."""
+    # A process group may have several runs, and restarts may share a store: failures of earlier runs do not count.
     number = store.add(f"pipedream/runs/{rank}", 1)
     key = f"pipedream/run/{number}"
     if rank == 0:
@@ -161,7 +157,7 @@ def _peer_error(verdict: Verdict) -> PeerError:
 
 
 def _print_verdict(verdict: Verdict) -> None:
-    """Says the verdict once for the run: through the launcher if it is ours and there, else here."""
+    """Prints the verdict once for the run: through our own launcher if it is running, otherwise here."""
     text = f"pipedream: {_peer_error(verdict)}"
     left = notes.write_error(text, verdict=True)
     if not (left and notes.is_launched_here()):
@@ -169,7 +165,7 @@ def _print_verdict(verdict: Verdict) -> None:
 
 
 def _exit_now() -> None:
-    """Ends this process now, and the processes of its loaders."""
+    """Ends this process and the processes of its loaders at once."""
     with suppress(Exception):
         for child in multiprocessing.active_children():
             child.kill()

@@ -1,7 +1,7 @@
-"""The heartbeat: each rank's sign of life, and the first failure, exchanged through the process group's store.
+"""The heartbeat: the status of each rank and the first failure, exchanged through the process group's store.
 
-It has a thread and a store client of its own, because a call to a store whose server is stopped returns late, by
-its timeout: neither the main thread nor the one that judges may be caught in it.
+It has its own thread and store client, because a call to a store whose server is stopped returns only after its
+timeout, which must not hold up the main thread or the one that judges.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from pipedream.runtime.failure.peers import RankProcess
+from pipedream.runtime.failure.process import RankProcess
 from pipedream.runtime.failure.verdict import RankStatus, Verdict
 
 __all__ = ["PERIOD_S", "Heartbeat"]
@@ -26,20 +26,17 @@ _REPORT = "failure"
 
 
 class Heartbeat:
-    """Writes this rank's beats and reads the others'.
-
-    Life: started; beats until `end`. `wake` asks for an exchange at once.
+    """Writes this rank's status and reads those of the others, from its creation until `end`.
 
     Args:
-        store: a client that nobody else uses, under keys that no other run has.
-        rank: of this worker.
-        ranks: how many there are.
-        where: tells what this rank does.
+        store: a client that nobody else uses, with keys that no other run has.
+        ranks: their count.
+        where: returns a description of what this rank is doing.
 
     Attributes:
-        exchanges: how many got through.
-        statuses: rank -> newest beat of the others.
-        report: the first failure that any rank has told, and who told it; None while all is well.
+        exchanges: successful ones so far.
+        statuses: rank -> newest status of the others.
+        report: (reporting rank, failure) of the first failure; None while all is well.
     """
 
     def __init__(self, store: Any, rank: int, ranks: int, where: Callable[[], str]) -> None:
@@ -62,7 +59,7 @@ class Heartbeat:
         self._thread.start()
 
     def report_failure(self, verdict: Verdict, wait_s: float = 1.0) -> tuple[int, Verdict] | None:
-        """Tells all ranks of a failure. Returns the first one told, which may be another rank's; None where the
+        """Reports a failure to all ranks. Returns the first reported one, which may be another rank's; None if the
         store does not answer."""
         self._own_failure = verdict
         end_s = time.monotonic() + wait_s
@@ -71,7 +68,7 @@ class Heartbeat:
         return self.report
 
     def newest_failure(self, wait_s: float) -> tuple[int, Verdict] | None:
-        """Returns the first failure told, asking the store now; waits so long at most."""
+        """Returns the first reported failure, asking the store again; waits up to `wait_s`."""
         end_s, enough = time.monotonic() + wait_s, self.exchanges + 2  # the first may have been under way before
         while self.report is None and self.exchanges < enough and time.monotonic() < end_s:
             self._exchange_now(end_s)
@@ -83,7 +80,7 @@ class Heartbeat:
         self._exchanged.wait(max(0.0, end_s - time.monotonic()))
 
     def end(self) -> None:
-        """Says that this rank leaves in order, if the store hears it soon, and stops."""
+        """Marks this rank as ended in order, if the store answers in time, and stops."""
         self._ending = True
         self._wake.set()
         self._thread.join(timeout=1.0)
@@ -95,8 +92,8 @@ class Heartbeat:
             try:
                 self._exchange(ending)
             except (RuntimeError, ValueError):
-                # The store does not answer; whoever judges sees that no exchange gets through. An answer that comes
-                # after its timeout may be taken for that of the next call, so the next one is on a new connection.
+                # The store does not answer; the detector sees that no exchange succeeds. A late answer could be taken
+                # for that of the next call, so the next call uses a new connection.
                 self._reconnect()
             else:
                 self._exchanged.set()

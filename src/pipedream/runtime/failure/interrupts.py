@@ -1,4 +1,4 @@
-"""Ctrl-C, in order: the data stops, the pipeline drains, then the caller hears of it."""
+"""Ctrl-C in order: the data stops, the pipeline drains, then the caller gets a KeyboardInterrupt."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ __all__ = ["Interrupts"]
 
 
 class Interrupts:
-    """Notes SIGINT instead of raising it.
+    """Records SIGINT instead of raising it.
 
     Args:
-        patient: also a second one is only noted: a launcher passes on to its workers what the terminal has sent
-            them already. Otherwise the second one raises KeyboardInterrupt at once.
+        patient: a second one is only recorded too, because a launcher passes on to its workers what the terminal has
+            sent them already. Otherwise the second one raises KeyboardInterrupt at once.
+
+    Attributes:
+        heard: an interrupt came.
     """
 
     def __init__(self, patient: bool) -> None:
@@ -23,12 +26,12 @@ class Interrupts:
         self.heard = False
 
     def start(self) -> None:
-        """Begins to listen, in the main thread; elsewhere signals are not this thread's business."""
+        """Begins to listen; does nothing outside of the main thread, which alone receives signals."""
         if self._before is None and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGINT, self._hear)
 
     def stop(self) -> None:
-        """Gives the signal back to whoever had it."""
+        """Restores the signal handler from before."""
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
             self._before = None

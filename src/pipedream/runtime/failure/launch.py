@@ -1,10 +1,15 @@
-"""Starting the workers of a local run: torch's elastic launcher, with one message when it fails."""
+"""Starting the workers of a local run: torch's elastic launcher, with one message when it fails.
+
+The workers meet at a store of the launcher that listens on 127.0.0.1 only. The one that torch's own rendezvous makes
+listens on all interfaces of the machine and asks nobody for a password.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import uuid
@@ -13,18 +18,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it privately
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pipedream.core.errors import BAD_CALL
-from pipedream.runtime.failure import loopback, notes
+from pipedream.runtime.failure import notes
 
 __all__ = ["launch", "set_threads"]
 
+_ADDRESS = "127.0.0.1"
+_BACKEND = "pipedream-loopback"
+
 
 def set_threads(processes: int) -> None:
-    """Gives each of several local processes its share of the cores; leaves a lone process as it is."""
+    """Gives each of several local processes its share of the cores; does nothing for a single process."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     if local > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
@@ -32,7 +49,7 @@ def set_threads(processes: int) -> None:
 
 @dataclass(frozen=True)
 class _Failure:
-    """How an attempt failed: what to say, and with which exit status to end."""
+    """How an attempt failed: the message to print, and the exit status."""
 
     text: str
     status: int
@@ -46,22 +63,21 @@ def launch(
     max_restarts: int = 0,
     fewest: int | None = None,
 ) -> int:
-    """Runs ``python ARGUMENTS`` in so many local processes under torch's elastic agent.
+    """Runs ``python ARGUMENTS`` in `workers` local processes under torch's elastic agent.
 
     Args:
-        workers: processes.
-        arguments: of each; after a failure with fewer workers, ``--workers N`` is added to them.
+        arguments: of each process; when the number of workers is reduced, ``--workers N`` is added to them.
         silent: drop the workers' standard output.
-        max_restarts: after so many failures all are started again (TORCHELASTIC_RESTART_COUNT tells them how often);
-            not after a wrong call or bad input (exit status 2), which would only fail again.
-        fewest: when restarts are used up, start with one worker fewer, down to so many; None does not.
+        max_restarts: how often all workers are restarted after a failure (TORCHELASTIC_RESTART_COUNT is the number of
+            the attempt); not after a wrong call or bad input (exit status 2), which would only fail again.
+        fewest: when the restarts are used up, start with one worker fewer, down to this number; None does not.
 
     Returns the exit status: 0; 130 after Ctrl-C; otherwise that of the worker that failed first. Its message is
-    printed on standard error, once; so is each restart.
+    printed once on standard error, and so is each restart.
     """
     _quiet_torch()
-    loopback.register()
-    loopback.restrict_gloo_to_loopback()
+    rendezvous_handler_registry.register(_BACKEND, _loopback_rendezvous)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo too listens on loopback only, or as the user has chosen
     restarts = attempt = 0
     extra: list[str] = []
     while True:
@@ -78,7 +94,7 @@ def launch(
         elif fewest is not None and workers > fewest:
             workers -= 1
             extra = ["--workers", str(workers)]
-            print(f"pipedream: going on with one worker fewer, {workers}, {after}", file=sys.stderr, flush=True)
+            print(f"pipedream: continuing with one worker fewer, {workers}, {after}", file=sys.stderr, flush=True)
         else:
             print(ended.text, file=sys.stderr, flush=True)
             return ended.status
@@ -86,22 +102,22 @@ def launch(
 
 
 def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool) -> int | _Failure:
-    """Runs the workers once; returns the exit status where they succeeded or a signal ended them."""
+    """Runs the workers once; returns the exit status if they succeeded or a signal ended them."""
     with tempfile.TemporaryDirectory(prefix="pipedream-") as folder:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=workers,
             run_id=f"{notes.RUN_ID_PREFIX}{uuid.uuid4().hex}",
-            rdzv_backend=loopback.BACKEND,
-            rdzv_endpoint=f"{loopback.ADDRESS}:0",
-            local_addr=loopback.ADDRESS,
-            max_restarts=0,  # one launch an attempt: the agent would start a wrong call again too
+            rdzv_backend=_BACKEND,
+            rdzv_endpoint=f"{_ADDRESS}:0",
+            local_addr=_ADDRESS,
+            max_restarts=0,  # each attempt is one launch: the agent would restart a wrong call too
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.OUT if silent else Std.NONE),
         )
         threads = os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // workers))
-        # What the agent sets for its workers wins over this process's variables, so env sets the count after it.
+        # The agent overrides this process's variables for its workers; `env` sets the count after it.
         variables = (f"OMP_NUM_THREADS={threads}", f"TORCHELASTIC_RESTART_COUNT={attempt}")
         try:
             elastic_launch(config, "env")(*variables, sys.executable, *arguments)
@@ -117,17 +133,35 @@ def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool)
 
 
 def _quiet_torch() -> None:
-    """What goes wrong is said here, once: torch's own loggers and the warnings of its stores are silent."""
+    """Silences torch's own loggers and the warnings of its stores: errors are printed here, once."""
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _silent_end(rank: int, exitcode: int, place: str | None) -> str:
-    """Returns what there is to say of a worker that left no word."""
+    """Returns the message for a worker that wrote none."""
     last = "it had not built its pipeline" if place is None else f"it was last in {place}"
     if exitcode >= 0:
         return f"pipedream: rank {rank} ended with exit status {exitcode} and left no message; {last}"
     number = signal.Signals(-exitcode)
-    advice = "\nno worker did that: often it is the system, for want of memory (dmesg tells)"
+    advice = "\nnot by another worker: often the system does so when it is out of memory (see dmesg)"
     return f"pipedream: rank {rank} was ended by {number.name}; {last}{advice if number is signal.SIGKILL else ''}"
+
+
+class _LoopbackRendezvous(StaticTCPRendezvous):
+    """One agent with all workers, and the store for them."""
+
+    def get_backend(self) -> str:
+        return _BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        listening = socket.create_server((_ADDRESS, 0), backlog=4096)
+        port = listening.getsockname()[1]
+        # The store takes over the socket; torch itself can only ask for a port of all interfaces.
+        store = TCPStore(_ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_ADDRESS, port))
+
+
+def _loopback_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
+    return _LoopbackRendezvous(_ADDRESS, 0, 0, 1, parameters.run_id, 60)

@@ -1,6 +1,6 @@
-"""Notes that a worker leaves for its launcher: why it failed, and what it was doing, should it be killed.
+"""Files in which a worker informs its launcher why it failed, and what it was doing in case it is killed.
 
-They lie beside the file that torch's elastic agent gives each worker for its error (TORCHELASTIC_ERROR_FILE).
+They are in the folder of the error file that torch's elastic agent gives each worker (TORCHELASTIC_ERROR_FILE).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from pipedream.runtime.failure.peers import is_running
+from pipedream.runtime.failure.process import is_running
 
 __all__ = [
     "RUN_ID_PREFIX",
@@ -25,21 +25,22 @@ __all__ = [
 ]
 
 RUN_ID_PREFIX = "pipedream-"
-"""Runs of our own launcher have an id that begins so."""
+"""Of the runs of our own launcher."""
 
 _PLACE = "place.txt"
 
 
 def is_launched_here() -> bool:
-    """Tells whether our own launcher started this worker and is there to print what is left for it."""
+    """Returns whether our own launcher started this worker and still runs, to print its message."""
     own = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID_PREFIX)
     return own and "TORCHELASTIC_ERROR_FILE" in os.environ and is_running(os.getppid())
 
 
 def write_error(message: str, *, verdict: bool = False) -> bool:
-    """Leaves a failing worker's message where its elastic agent looks for it; tells whether there is one.
+    """Writes a failing worker's message to where its elastic agent looks for it; returns whether there is an agent.
 
-    A `verdict` is one on another rank, or on a rank that could not speak for itself; it counts for the run.
+    Args:
+        verdict: the message is about another rank, or one that could not report itself; it counts for the run.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -53,28 +54,28 @@ def write_error(message: str, *, verdict: bool = False) -> bool:
 
 
 def write_place(where: str) -> None:
-    """Leaves what this worker does now."""
+    """Writes what this worker is doing."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):
-            # As a whole: a worker may be killed while it writes.
+            # Atomically: a worker may be killed while it writes.
             written = Path(path).with_name(f"{_PLACE}.new")
             written.write_text(where, encoding="utf-8")
             written.replace(Path(path).with_name(_PLACE))
 
 
 def read_error(error_file: str) -> str | None:
-    """Returns the message that a worker left, if it did."""
-    return next((word for word, _ in _errors(Path(error_file))), None)
+    """Returns the message that a worker wrote, if it did."""
+    return next((message for message, _ in _errors(Path(error_file))), None)
 
 
 def read_verdict(folder: Path) -> str | None:
-    """Returns the verdict that a worker of a run left, if one did."""
+    """Returns the verdict that a worker of a run wrote, if one did."""
     files = sorted(folder.rglob("error.json"))
-    return next((word for file in files for word, verdict in _errors(file) if verdict), None)
+    return next((message for file in files for message, verdict in _errors(file) if verdict), None)
 
 
 def read_place(folder: Path, rank: int) -> str | None:
-    """Returns what a worker of a local run was doing when it was last seen; None before its pipeline was built."""
+    """Returns what a worker of a local run was last doing; None if it had not built its pipeline."""
     with suppress(OSError):
         for file in folder.rglob(_PLACE):
             if file.parent.name == str(rank):
@@ -83,6 +84,7 @@ def read_place(folder: Path, rank: int) -> str | None:
 
 
 def _errors(file: Path) -> Iterator[tuple[str, bool]]:
+    """Yields (message, is a verdict) if the file holds an error."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(file.read_text(encoding="utf-8"))
         yield str(found["message"]["message"]), bool(found.get("verdict"))

@@ -1,8 +1,8 @@
-"""The guard's judgement: heartbeats in, a verdict out. It touches no clock, no store and no process.
+"""The guard's decision: from the ranks' statuses to a verdict. It uses no clock, store or process itself.
 
-Time is counted in looks, and one look counts for a second at most. So a judge that did not run for a while
-(its process was stopped, its machine slept) blames nobody for what it did not see, and a store that did not
-answer for a while does not make all ranks look silent.
+Time is counted in checks, each for at most a second. A detector that did not run for a while (its process was stopped,
+its machine slept) therefore blames nobody for what it did not see, and a store that did not answer for a while does
+not make all ranks look silent.
 """
 
 from __future__ import annotations
@@ -11,31 +11,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipedream.runtime.failure.activity import Activity
-from pipedream.runtime.failure.peers import RankProcess
+from pipedream.runtime.failure.process import RankProcess
 
 __all__ = ["SILENT_S", "STUCK_AFTER_S", "FailureDetector", "RankStatus", "Verdict"]
 
 SILENT_S = 6.0
-"""A rank that is not heard of for so long is given up: twelve beats, and it leaves as long again within the 15 s
-in which a failed run is to be over."""
+"""A rank without a new status for this long has failed: twelve heartbeats. As much again remains of the 15 s in which a
+failed run must end."""
 
 STUCK_AFTER_S = 10.0
-"""A task may take so long, if nothing else is said: ops take milliseconds to seconds."""
+"""Default for how long a task may take: ops take milliseconds to seconds."""
 
 _MOST_COUNTED_S = 1.0
-_FIRST_TASKS = 3  # of a kind: they may compile, allocate, start the loader's processes
+_FIRST_TASKS = 3  # of a kind, which may compile, allocate or start the loader's processes
 _TIMES_LONGEST = 20.0
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One heartbeat of a rank.
+    """What a rank sends with each heartbeat.
 
     Attributes:
-        count: of the beats so far; that it moves on is what matters.
-        where: what the rank did.
-        process: that beats.
-        ended: the rank left in order, nothing more will come.
+        count: of its heartbeats so far; it must keep growing.
+        where: description of what the rank was doing.
+        ended: the rank ended in order and sends nothing more.
     """
 
     count: int
@@ -49,11 +48,11 @@ class Verdict:
     """What is wrong with a rank.
 
     Attributes:
-        rank: that is blamed.
-        where: what it did last.
+        rank: the one that failed.
+        where: description of what it did last.
         cause, advice: as in WorkerError.
-        unresponsive: it gives no sign of life; a process that still exists may be ended.
-        store_lost: the store does not answer, so the others cannot be told.
+        unresponsive: it sends nothing; if its process still exists, it may be killed.
+        store_lost: the store does not answer, so the others cannot be informed.
     """
 
     rank: int
@@ -68,10 +67,9 @@ class FailureDetector:
     """Judges the other ranks, the store, and this rank's own main thread.
 
     Args:
-        rank: of this worker.
-        activity: of this worker.
-        stuck_after_s: a task may always take so long; 0 does not judge tasks.
-        store_owner: who serves the store, in words.
+        rank, activity: of this worker.
+        stuck_after_s: how long a task may always take; 0 sets no limit.
+        store_owner: description of the process that serves the store.
     """
 
     def __init__(self, rank: int, activity: Activity, *, stuck_after_s: float, store_owner: str) -> None:
@@ -88,7 +86,7 @@ class FailureDetector:
         self._task_s = 0.0
 
     def receive(self, now_s: float, statuses: Mapping[int, RankStatus]) -> None:
-        """Takes in the others' newest beats, of an exchange with the store that began and got through just now."""
+        """Takes the others' newest statuses from an exchange with the store that has just succeeded."""
         since_s = 0.0 if self._exchanged_at_s is None else now_s - self._exchanged_at_s
         self._exchanged_at_s = now_s
         self._unanswered_s = 0.0
@@ -107,12 +105,12 @@ class FailureDetector:
         return self._stuck(since_s) or self._silence() or self._store(since_s)
 
     def process_of(self, rank: int) -> RankProcess | None:
-        """Returns the process of another rank, where it was heard of."""
+        """Returns the process of another rank, if its status is known."""
         return self._statuses[rank].process if rank in self._statuses else None
 
     @property
     def others(self) -> Mapping[int, RankStatus]:
-        """The last beat of each other rank that was heard of."""
+        """The last known status of each other rank."""
         return self._statuses
 
     def _silence(self) -> Verdict | None:
@@ -154,7 +152,7 @@ class FailureDetector:
         return Verdict(
             self._rank,
             self._activity.where,
-            f"no progress in {task[0]} for {self._task_s:.1f} s; before, it took {durations.longest_s:.2g} s at the longest",
-            f"if so long a time is expected, raise stuck_after_s (--stuck-after), now {self._stuck_after_s:g} s; "
-            "0 turns this off",
+            f"no progress in {task[0]} for {self._task_s:.1f} s; the longest one before took {durations.longest_s:.2g} s",
+            f"if it may take this long, raise stuck_after_s (--stuck-after), now {self._stuck_after_s:g} s; "
+            "0 turns this check off",
         )

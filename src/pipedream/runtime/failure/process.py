@@ -1,4 +1,4 @@
-"""Which process a rank is, so that one that gives no sign of life can be ended, and no stranger in its place."""
+"""Identity of a rank's process, so that an unresponsive one can be killed, and no other process in its place."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["RankProcess", "is_running"]
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A process of some machine.
+    """A process on some machine.
 
     Attributes:
-        host: names this start of the machine and the space of its process ids.
-        pid: id there.
-        started: when it started, in the kernel's ticks; ids are used again, this is not.
+        host: boot id of the machine and namespace of its process ids.
+        pid: id in that namespace.
+        started: start time in kernel ticks; unlike an id it is not used again.
     """
 
     host: str
@@ -33,15 +33,15 @@ class RankProcess:
 
     @property
     def is_local(self) -> bool:
-        """It is a process of this machine, and its id means here what it means to itself."""
+        """Whether it is a process of this machine and of this namespace of ids."""
         return bool(self.host) and self.host == _this_host()
 
     def kill(self) -> bool:
-        """Ends it by SIGKILL, if it runs on this machine and is still the same process; tells whether it did."""
+        """Kills it, if it runs on this machine and is still the same process; returns whether it did."""
         if not self.is_local or not self.started:
             return False
         with suppress(OSError):
-            file = os.pidfd_open(self.pid)  # from here on the id cannot be given to another process unnoticed
+            file = os.pidfd_open(self.pid)  # from here on another process with this id would be noticed
             try:
                 if _started(self.pid) == self.started:
                     signal.pidfd_send_signal(file, signal.SIGKILL)
@@ -52,7 +52,7 @@ class RankProcess:
 
 
 def is_running(pid: int) -> bool:
-    """Tells whether a process exists and is neither stopped nor dead."""
+    """Returns whether a process exists and is neither stopped nor dead."""
     fields = _stat(pid)
     return bool(fields) and fields[0] not in "TtZX"
 
@@ -61,7 +61,7 @@ def _this_host() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # no /proc here: then nobody is ended
+    except OSError:  # no /proc here: then no process is killed
         return ""
 
 
@@ -71,7 +71,7 @@ def _started(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat behind the command's name, which may hold anything; none without it."""
+    """Returns the fields of /proc/PID/stat after the command's name, which may hold anything; [] without it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
