@@ -872,7 +872,7 @@ def test_a_constant_scale_that_leaves_out_all_updates_is_told() -> None:
         model, plan, schedule="1f1b", microbatches=2, loss=steep, optimizer=OPTIMIZERS["sgd"], autocast=torch.float16,
         grad_scaler=2.0**24,
     )  # fmt: skip
-    with pipeline, pytest.warns(UserWarning, match=r"8 updates in a row.*scale 1.67772e\+07; take a smaller one"):
+    with pipeline, pytest.warns(UserWarning, match=r"8 updates in a row.*scale 1.67772e\+07; use a smaller one"):
         for _ in pipeline.train(Fresh(batches)):
             pass
     assert pipeline.skipped_updates() == (9, 9)

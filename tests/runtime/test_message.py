@@ -91,9 +91,9 @@ def test_tensors_of_one_message_enter_a_graph_apart_from_each_other() -> None:
 
 
 def test_what_does_not_fit_into_a_header_is_refused() -> None:
-    with pytest.raises(ValueError, match="cut the model where less crosses"):
+    with pytest.raises(ValueError, match="cut the model where fewer tensors cross"):
         encode_header(Message(0, tensors=(torch.ones(1),) * 400), 0)
-    with pytest.raises(ValueError, match="cut the model where less crosses"):
+    with pytest.raises(ValueError, match="cut the model where fewer tensors cross"):
         encode_header(Message(0, tensors=(torch.ones((1,) * 9),)), 0)
     with pytest.raises(ValueError, match="at most 64 numbers"):
         encode_header(Message(0, numbers=(0.0,) * 65), 0)

@@ -48,8 +48,8 @@ def test_what_cannot_travel_is_refused() -> None:
     point = namedtuple("point", "x y")
     for value, words in [
         (point(1, 2), "named tuple"),
-        ({1: torch.ones(1)}, "texts as keys"),
-        ([object()], "a object cannot travel"),
+        ({1: torch.ones(1)}, "strings as keys"),
+        ([object()], "a object cannot be sent"),
     ]:
         with pytest.raises(TypeError, match=words):
             flatten(value)

@@ -430,7 +430,7 @@ def test_a_phase_whose_end_lies_behind_is_told() -> None:
             for _ in pipeline.train(Fresh(animal.batches), epochs=2):
                 pass
         assert pipeline.trained == {0: (0, 7), 2: (7, 10)}
-        with pytest.raises(PipelineError, match="phase 7 was asked for; the run has 3"):
+        with pytest.raises(PipelineError, match="phase 7 was requested, but the run has phases 0 to 2"):
             pipeline.timeline(7)
 
 

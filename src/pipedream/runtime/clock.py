@@ -1,7 +1,7 @@
 """The two clocks that a worker can run on (the idea is SimPy's: one program, two environments).
 
-`run_in_process` runs all workers in one thread and turns to the next one that can go on; deterministic, good
-for tests, notebooks and debuggers. `run_distributed` runs this process's one worker and really waits.
+`run_in_process` runs all workers in one thread and switches to the next one that can continue; it is deterministic, good
+for tests, notebooks and debuggers. `run_distributed` runs this process's only worker and really waits.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ __all__ = ["run_distributed", "run_in_process"]
 
 
 def run_in_process(workers: Sequence[Generator[Any, None, None]], input_ranks: Sequence[int]) -> Iterator[Any]:
-    """Runs workers by turns; yields what the lead worker yields beside what it waits for.
+    """Runs workers by turns; yields the results of the lead worker.
 
     Args:
         workers: all of them.
-        input_ranks: those of the input stage, the lead first. None of them goes on after a result before the lead
-            has given the same one: what the loop then asks for (a drain) meets all of them at the same place, as
-            it does where each is a process with a loop of its own.
+        input_ranks: of the input stage, the lead first. None of them continues after a result before the lead has
+            yielded the same one. What the training loop then requests (a drain) reaches all of them at the same point,
+            as if each were a process with its own loop.
 
     Raises:
-        DeadlockError: no worker can go on. (The verifier excludes it.)
+        DeadlockError: no worker can continue. (The verifier excludes this.)
     """
     waiting: dict[int, Pending[Any] | None] = dict.fromkeys(range(len(workers)))
     lead, given = input_ranks[0], dict.fromkeys(input_ranks, 0)
@@ -55,7 +55,7 @@ def run_in_process(workers: Sequence[Generator[Any, None, None]], input_ranks: S
 
 
 def run_distributed(worker: Generator[Any, None, None]) -> Iterator[Any]:
-    """Runs one worker; it waits inside each `Pending.result`. Yields the rest of what it yields."""
+    """Runs one worker, which waits inside each `Pending.result`; yields its results."""
     for event in worker:
         if not isinstance(event, Pending):
             yield event

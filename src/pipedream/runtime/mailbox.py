@@ -1,7 +1,7 @@
-"""The mail of one rank: what has come for its ops, what they made, and where a stream ends.
+"""The mailbox of one rank: messages for its ops, messages from them, and the end of a stream.
 
-A message comes over a channel, or from another stage of the same rank, which hands it over in place. The end of a
-stream travels behind the last message of each channel that carries forwards.
+A message arrives over a channel, or directly from another stage of the same rank. The end of a stream follows the last
+message on each channel that serves forwards.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from pipedream.runtime.comm.message import Content, Ending, Message, copy_as_rec
 __all__ = ["Mailbox"]
 
 _FORWARD = ("activation", "input", "weights", "kept")
-"""What comes before anything that goes back: with it the end of a stream is told."""
+"""Channels that serve forwards: they carry the end of a stream."""
 _NEVER = 2**62  # more microbatches than a stream has
 
 
 class Mailbox:
-    """Messages of one rank. Life: `begin` a stream; receive, take, hand on and send; `end`; `finish`.
+    """Messages of one rank. Life: `begin` a stream; `receive`, `take`, `put` and `send`; `end`.
 
     Args:
-        rank: whose.
-        placement: of the stages.
         channels: of the program, by number.
-        senders, receivers: channel number -> its end here.
+        senders, receivers: channel number -> its end at this rank.
     """
 
     def __init__(
@@ -49,10 +47,10 @@ class Mailbox:
         self.begin()
 
     def begin(self, per_fetch: int = 0) -> None:
-        """Forgets the stream before.
+        """Begins a stream; drops what is left of the one before.
 
         Args:
-            per_fetch: microbatches that weights are fetched for; 0: of forwards alone, for which they are fetched once.
+            per_fetch: microbatches that weights are fetched for; 0 in a stream of forwards alone, which fetches once.
         """
         self._per_fetch = per_fetch
         self._inbox: dict[tuple[str, int, int], Message] = {}
@@ -62,9 +60,9 @@ class Mailbox:
         self._last: tuple[int, Ending] | None = None
 
     def receive(self, number: int, index: int) -> Generator[Any, None, tuple[int, Ending] | None]:
-        """Takes the next message of a channel in; yields where it would wait.
+        """Receives the next message of a channel; yields where it would wait.
 
-        Returns: how many microbatches there are and why the stream ends, where that came instead; else None.
+        Returns: the count of microbatches and why the stream ends, if the end arrived instead; else None.
         """
         channel = self._channels[number]
         pending = self._receivers[number].receive()
@@ -74,31 +72,31 @@ class Mailbox:
         if message.content is Content.END:
             self._ended.add(number)
             return message.microbatch, Ending(message.flags)
-        # Weights leave their home when they are made, for a minibatch that may turn out not to exist.
+        # Weights are sent as soon as they are made, for a minibatch that may turn out not to exist.
         if message.microbatch != index:
-            raise AssertionError(f"microbatch {message.microbatch} came on the {channel.carries} channel for {index}")
+            raise AssertionError(f"microbatch {message.microbatch} arrived on channel {channel.carries} for {index}")
         self._inbox[channel.carries, channel.target, index] = message
         return None
 
     def take(self, carries: str, op: Op) -> Message:
-        """Takes what an op reads."""
+        """Returns the message that an op reads, and removes it."""
         return self._inbox.pop((carries, op.stage, op.index))
 
     def drop(self, carries: str, op: Op) -> None:
-        """Drops what an op did not read, if it has come."""
+        """Drops a message that an op did not read, if it has arrived."""
         self._inbox.pop((carries, op.stage, op.index), None)
 
     def put(self, carries: str, target: int, message: Message) -> None:
-        """Gives what an op made to its send, or to a stage of this rank."""
+        """Takes an op's result, to be sent or read by another stage of this rank."""
         if self._placement.ends(carries, target, target, message.microbatch)[1] == self._rank:
-            # A copy, as a wire makes it: the stage may write into what it got.
+            # A copy, as over a network: the receiving stage may write into it.
             tensors = tuple(None if t is None else copy_as_received(t) for t in message.tensors)
             self._inbox[carries, target, message.microbatch] = replace(message, tensors=tensors)
         else:
             self._outbox[carries, target, message.microbatch] = message
 
     def send(self, number: int, index: int) -> None:
-        """Sends what was made for a channel of a microbatch."""
+        """Sends a channel's message of a microbatch."""
         channel = self._channels[number]
         self._senders[number].send(self._outbox.pop((channel.carries, channel.target, index)))
         self._sent[number] = index
@@ -106,13 +104,13 @@ class Mailbox:
             self._end_channel(number)
 
     def end(self, total: int, ending: Ending) -> None:
-        """Tells the stages behind that the stream ends at `total` microbatches."""
+        """Informs the following stages that the stream ends at `total` microbatches."""
         self._last = (total, ending)
         for number in range(len(self._channels)):
             self._end_channel(number)
 
     def unread(self, channels: tuple[Channel, ...]) -> list[int]:
-        """Returns the channels of a program on which the end of the stream is still to come here."""
+        """Returns the channels on which this rank has not received the end of the stream yet."""
         return [
             number
             for number, channel in enumerate(channels)
@@ -120,7 +118,7 @@ class Mailbox:
         ]
 
     def _end_channel(self, number: int) -> None:
-        """Tells the other side of the end, behind the last message; another stage of this rank may be behind."""
+        """Sends the end after the last message; another stage of this rank may still have messages to send."""
         channel, placement = self._channels[number], self._placement
         if channel.sender != self._rank or channel.carries not in _FORWARD:
             return
@@ -128,9 +126,9 @@ class Mailbox:
         total, ending = self._last
         begin = self._sent.get(number, -1) + 1
         step = (self._per_fetch or _NEVER) if channel.carries == "weights" else 1
-        coming = range(-(-begin // step) * step, total, step)[: placement.cycle]
+        upcoming = range(-(-begin // step) * step, total, step)[: placement.cycle]
         if channel.carries == "kept" and not self._per_fetch:
-            coming = range(0)
-        ways = (placement.ends(channel.carries, channel.source, channel.target, k) for k in coming)
-        if (channel.sender, channel.receiver) not in ways:
+            upcoming = range(0)
+        routes = (placement.ends(channel.carries, channel.source, channel.target, k) for k in upcoming)
+        if (channel.sender, channel.receiver) not in routes:
             self._senders[number].send(Message(total, Content.END, flags=int(ending)))

@@ -1,4 +1,4 @@
-"""What was measured in a run: the workers' spans, tags and peaks as one Timeline."""
+"""What was measured in a run: the spans, tags and peaks of all workers as one Timeline."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def timeline(
 
     Args:
         programs: of all phases.
-        phase: its number.
         workers: of this process.
-        group: gloo group of all ranks; None in a lone process.
-        device: of the workers.
+        group: gloo group of all ranks; None in a single process.
         batch: samples in a minibatch.
 
     Raises:
-        PipelineError: no such phase.
+        PipelineError: the run has no such phase.
     """
     if not 0 <= phase < len(programs):
-        raise PipelineError(f"the timeline of phase {phase} was asked for; the run has {len(programs)}, from 0 on")
+        raise PipelineError(
+            f"the timeline of phase {phase} was requested, but the run has phases 0 to {len(programs) - 1}"
+        )
     program = programs[phase]
     rows: list[Any] = []
     for worker in workers:
@@ -81,12 +81,11 @@ def timeline(
 def status(
     workers: Sequence[Worker], count: int, device: torch.device, distributed: bool
 ) -> dict[int, dict[str, float]]:
-    """Returns rank -> busy share since the last call and peak bytes; of other processes, their last word, at rank 0.
+    """Returns rank -> busy share since the last call and peak bytes; for other processes their last ones, at rank 0.
 
     Args:
         workers: of this process.
         count: of all workers.
-        device: of the workers.
         distributed: there are other processes.
     """
     mine = {w.rank: {"busy_share": w.recorder.busy_share(), "peak_bytes": float(peak_bytes(device))} for w in workers}

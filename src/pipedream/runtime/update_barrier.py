@@ -1,10 +1,10 @@
-"""What is decided over an update before it is made: whether its gradients are finite, and how far they are clipped.
+"""Decisions before an update: whether its gradients are finite, and how much they are clipped.
 
-A stage decides by its own gradients, or by those of all stages. The norm of all is that of the whole model's gradient,
-as `torch.nn.utils.clip_grad_norm_` takes it in one process; it is not finite if any gradient is not. A rank gives one
-number for all its stages, and one sum for all of them that hold a weight together; so its first update of a round waits
-for the gradients of all of them, and the schedule has its updates together for this (`Schedule.coupled`). Without a
-flush it is the norm of an earlier update that clips (`core.schedule.coupling`).
+A stage decides by its own gradients or by those of all stages. The norm over all stages is that of the whole model's
+gradient, as `torch.nn.utils.clip_grad_norm_` computes it in one process; it is not finite if any gradient is not. A rank
+contributes one number for all its stages, and one sum for all of them that hold tied weights. Its first update of a
+round therefore waits for the gradients of all its stages, and the schedule places their updates together for this
+(`Schedule.coupled`). Without a flush, the norm of an earlier update clips (`core.schedule.coupling`).
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ __all__ = ["UpdateBarrier"]
 
 
 class UpdateBarrier:
-    """What decides over the updates of one rank's stages.
+    """Decides about the updates of one rank's stages.
 
     Args:
-        policy: what was chosen of the run's couplings.
-        group: adds a number up over all ranks.
-        stage_states: stage -> what lives here.
-        tied: sums over the stages that hold weights together.
+        policy: how the run couples its stages.
+        group: of all ranks.
+        stage_states: stage -> its state on this rank.
+        tied: sums over the stages that hold tied weights.
 
     Attributes:
-        norm_square: square of the newest global norm that is known and finite; 0 before there is one.
+        norm_square: square of the newest known finite global norm; 0 before the first.
     """
 
     def __init__(
         self, policy: Policy, group: Group, stage_states: Mapping[int, StageState], tied: Sequence[TiedGradientSum] = ()
     ) -> None:
-        self._limit, self._skips = policy.clip_grad_norm, policy.skips
+        self._limit = policy.clip_grad_norm
+        self._skips = policy.skips
         self._locally = policy.clip == "local"
         self._group = group
         self._stage_states = stage_states
@@ -53,13 +54,13 @@ class UpdateBarrier:
         self.norm_square = 0.0
 
     def switch_to(self, program: Program) -> None:
-        """Takes up another program, at a drain."""
+        """Switches to another program, at a drain."""
         wanted = self._skips or (self._limit is not None and not self._locally)
         self._is_global = wanted and program.couples_updates
         self._delay = program.norm_delay
 
     def prepare(self, stage: int, stop_request: float) -> Generator[Any, None, tuple[float, bool]]:
-        """Prepares the update of a stage as `Optimizer.prepare`, and decides over it; yields where it would wait."""
+        """Prepares the update of a stage as `Optimizer.prepare`, and decides about it; yields where it would wait."""
         if not self._is_global and not self._tied:
             stage_state = self._stage_states[stage]
             prepared = yield from stage_state.optimizer.prepare(stage_state.gradients, stop_request)
@@ -82,7 +83,7 @@ class UpdateBarrier:
         return self._prepared.pop(stage)
 
     def finish(self) -> Generator[Any, None, None]:
-        """Hears of all norms that are on their way, at a drain; yields where it would wait."""
+        """Receives all norms that are still under way, at a drain; yields where it would wait."""
         while self._norms:
             yield from self._next_norm()
 
@@ -93,7 +94,7 @@ class UpdateBarrier:
 
     def _decide_globally(self) -> Generator[Any, None, None]:
         squares = {stage: stage_state.optimizer.norm_square for stage, stage_state in self._stage_states.items()}
-        # Replicas hold the same gradients after their sum: each gives its share of the stage's square.
+        # Replicas have the same gradients after their sum: each contributes its share of the stage's square.
         mine = sum(squares[stage] / stage_state.optimizer.replicas for stage, stage_state in self._stage_states.items())
         self._norms.append(self._group.all_reduce(torch.tensor([mine], dtype=torch.float64)))
         heard = 0.0
@@ -104,7 +105,7 @@ class UpdateBarrier:
             if not self._delay:
                 self._decide(stage_state, heard, own if self._locally else heard)
             else:
-                # The global norm of this very update is no less than the stage's own, whatever the older one was.
+                # This update's global norm is at least the stage's own, whatever the older global norm was.
                 self._decide(stage_state, own, max(own, self.norm_square))
 
     def _next_norm(self) -> Generator[Any, None, float]:
@@ -120,7 +121,7 @@ class UpdateBarrier:
         """Skips an update, or clips its gradients in place.
 
         Args:
-            whole: sum of the squares of all that is skipped together.
+            whole: square of the norm of all gradients that are skipped together.
             bound: square of the norm that clips.
         """
         stage_state.optimizer.finite = isfinite(whole) or not self._skips

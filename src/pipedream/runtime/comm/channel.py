@@ -1,7 +1,7 @@
-"""The edge: a channel carries messages one way between two workers, first in, first out.
+"""Channels: messages one way between two workers, first in, first out.
 
-A worker never blocks in a channel's method. `receive` gives a `Pending`, which a clock waits for in its own
-way: the in-process clock lets another worker run, the wire clock blocks. `Group` is the same for sums.
+A worker never blocks in a channel's method. `receive` returns a `Pending`, and the clock decides how to wait for it: in
+one process another worker runs, on several processes it blocks. `Group` is the same for sums.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Result = TypeVar("Result")
 
 
 class Pending(ABC, Generic[Result]):
-    """Abstract: something that will be there."""
+    """Abstract: a result that may not be there yet."""
 
     @abstractmethod
     def ready(self) -> bool:
-        """Tells, without waiting, whether `result` would return at once; may say no too often."""
+        """Returns, without waiting, whether `result` would return at once; False may also mean unknown."""
 
     @abstractmethod
     def result(self) -> Result:
-        """Returns it; waits for it where waiting is possible."""
+        """Returns the result; waits for it if the implementation can."""
 
 
 class Sender(ABC):
@@ -38,20 +38,20 @@ class Sender(ABC):
 
     @abstractmethod
     def send(self, message: Message) -> None:
-        """Sends without waiting; the message's tensors must not be written afterwards."""
+        """Sends without waiting; the message's tensors must not be written to afterwards."""
 
     def close_begin(self) -> None:
-        """Says that nothing more comes, so that the receiver can end; does not wait."""
+        """Announces that nothing more follows, so that the receiver can end; does not wait."""
         return
 
     def close(self) -> None:
-        """Waits until everything has left."""
+        """Waits until everything has been sent."""
         return
 
     @property
     @abstractmethod
     def sent_bytes(self) -> int:
-        """Bytes of all payloads sent."""
+        """Bytes of all payloads so far."""
 
 
 class Receiver(ABC):
@@ -59,15 +59,15 @@ class Receiver(ABC):
 
     @abstractmethod
     def receive(self) -> Pending[Message]:
-        """Returns the next message, which may still be on its way. The tensors belong to the caller."""
+        """Returns the next message, which may still be under way. Its tensors belong to the caller."""
 
     def close(self) -> None:
-        """Completes what was posted ahead; the sender has begun to close."""
+        """Completes the receives that were posted ahead; the sender has begun to close."""
         return
 
 
 def close_all(ends: Sequence[Sender | Receiver]) -> None:
-    """Ends channels, of which the other ends do the same."""
+    """Closes ends of channels; the other ends are closed in the same way."""
     for end in ends:
         if isinstance(end, Sender):
             end.close_begin()
@@ -80,14 +80,14 @@ def close_all(ends: Sequence[Sender | Receiver]) -> None:
 
 
 class Group(ABC):
-    """Abstract: workers that add up tensors."""
+    """Abstract: workers that sum tensors."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
-        """Starts to add a tensor up over all members of the group, in place; does not wait.
+        """Starts to sum a tensor over all members of the group, in place; does not wait.
 
-        Every member calls it in the same order, with as many numbers of the same type. Nobody may read or write
-        the tensor before the result is there.
+        Every member calls it in the same order, with the same size and type. Nobody may read or write the tensor
+        before the result is ready.
         """
 
 
@@ -95,14 +95,14 @@ class LocalChannel(Sender, Receiver):
     """Both ends of a channel between two workers of one process."""
 
     def close(self) -> None:
-        """Has nothing to end."""
+        """Does nothing: there is nothing to close."""
 
     def __init__(self) -> None:
         self._queue: deque[Message] = deque()
         self._sent_bytes = 0
 
     def send(self, message: Message) -> None:
-        # A copy, as a wire makes it: the receiver may write into what it got.
+        # A copy, as over a network: the receiver may write into it.
         tensors = tuple(None if t is None else copy_as_received(t) for t in message.tensors)
         self._sent_bytes += sum(t.numel() * t.element_size() for t in tensors if t is not None)
         self._queue.append(replace(message, tensors=tensors))
@@ -127,18 +127,18 @@ class _QueueHead(Pending[Message]):
 
 
 class LocalGroup:
-    """The sums of workers of one process; `member` gives each its own end."""
+    """Sums between workers of one process; `member` returns the `Group` of each."""
 
     def __init__(self, members: int) -> None:
         self._members = members
         self._contributed: dict[int, dict[int, torch.Tensor]] = {}
 
     def member(self, index: int) -> Group:
-        """Returns the end of one member."""
+        """Returns the group as one member sees it."""
         return _LocalMember(self, index)
 
     def contribute(self, turn: int, index: int, tensor: torch.Tensor) -> None:
-        """Puts in one member's tensor; the last one adds all up, in the order of the members."""
+        """Takes one member's tensor; the last one triggers the sum, in the order of the members."""
         contributed = self._contributed.setdefault(turn, {})
         contributed[index] = tensor
         if len(contributed) == self._members:
@@ -150,7 +150,7 @@ class LocalGroup:
                 other.copy_(total)
 
     def is_complete(self, turn: int) -> bool:
-        """Tells whether all members have given; asked by a member that has."""
+        """Returns whether all members have contributed; called by a member that has."""
         return turn not in self._contributed
 
 

@@ -1,20 +1,19 @@
-"""The same edge on torch.distributed: gloo between CPUs, NCCL between GPUs.
+"""Channels and groups on torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-Headers always travel by gloo, from and to the CPU, so that no worker has to wait for its GPU to read one;
-payloads travel on the data backend. On gloo channels are told apart by tags; on NCCL each channel has a
-process group of its own, because a communicator runs its messages in one order.
+Headers always use gloo, from and to the CPU, so that no worker has to wait for its GPU to read one; payloads use the
+data backend. On gloo, channels differ by their tags; on NCCL each channel has its own process group, because a
+communicator runs its messages in one order.
 
-Receives are posted ahead without any talk about sizes. Message i finds a posted receive of
-``capacity(i)`` bytes, the largest payload among the messages up to i - depth, which both ends know. A
-payload is padded to it; what is longer follows in a late part that is posted when the header has been read,
-by gloo under a tag of its own, because receives for later messages are posted already. Between CPUs a small
-posted payload travels behind its header as one message, because each message has a price. So equal shapes, the
-common case, are always posted ahead, the first `depth` messages and growth cost one message time, and no
-byte is ever cut off.
+Receives are posted ahead without negotiating sizes. Message i finds a posted receive of ``capacity(i)`` bytes, the
+largest payload among the messages up to i - depth, which both ends know. A smaller payload is padded. The rest of a
+larger one follows in another message, whose receive is posted when the header has been read: by gloo with its own tag,
+because receives for later messages are posted already. Between CPUs a small posted payload is joined to its header as
+one message, because each message has a fixed cost. So equal shapes, the common case, are always posted ahead, the first
+`depth` messages and growing ones cost one more message, and no byte is ever cut off.
 
-A send is never waited for on the critical path. The tensors are kept until the message has left; a worker
-waits for the oldest message only when more are out than its schedule can have unread. That bound is as small as the
-schedule allows, for gloo does not tell that a message has left but by waiting, and what is kept takes memory.
+Nothing waits for a send on the critical path. The tensors are kept until the message has been sent; a worker waits for
+the oldest message only when more are under way than its schedule can have unread. That bound is as small as the schedule
+allows, because gloo reports that a message has been sent only to those who wait, and what is kept takes memory.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from pipedream.runtime.comm.message import (
 __all__ = ["ChannelEndpoint", "DistributedGroup", "DistributedReceiver", "DistributedSender"]
 
 _HEADER_BYTES = 8 * HEADER_WORDS
-_MOST_JOINED_BYTES = 1 << 17  # copying so many costs less than the 50 us of a second message of gloo
-_CLOSED = 1 << 30  # `flags` of the messages that complete the receives which are posted when a channel closes
+_MOST_JOINED_BYTES = 1 << 17  # copying these costs less than the 50 us of a second message of gloo
+_CLOSED = 1 << 30  # `flags` of the messages that complete the posted receives when a channel closes
 
 
 class ChannelEndpoint:
-    """What two ends of a channel must agree on.
+    """One end of a channel.
 
     Attributes:
         peer: rank at the other end.
@@ -51,7 +50,7 @@ class ChannelEndpoint:
         depth: receives posted ahead.
         headers: gloo process group of all ranks.
         payloads: process group of the payloads; `headers` itself on gloo.
-        device: where payloads live.
+        device: of the payloads.
     """
 
     def __init__(
@@ -65,14 +64,14 @@ class ChannelEndpoint:
     ) -> None:
         self.peer = peer
         self.number = number
-        self._tag = 3 * number + 3  # the first three are left to what is sent without one, parameters say
+        self._tag = 3 * number + 3  # the first three tags are left to messages without a tag, such as parameters
         self.depth = depth
         self.headers = headers
         self.payloads = payloads
         self.device = device
 
     def send_rest(self, payload: torch.Tensor) -> dist.Work:
-        """Starts to send what did not fit into the posted receive; from the CPU."""
+        """Starts to send what did not fit into the posted receive, from the CPU."""
         return _started(dist.isend(payload, self.peer, self.headers, tag=self._tag + 2))
 
     def receive_rest(self, payload: torch.Tensor) -> None:
@@ -80,11 +79,11 @@ class ChannelEndpoint:
         _started(dist.irecv(payload, self.peer, self.headers, tag=self._tag + 2)).wait()
 
     def joins_header(self, capacity: int) -> bool:
-        """Tells whether a payload of so many posted bytes travels behind its header, as one message."""
+        """Returns whether a payload with a posted receive of `capacity` bytes is joined to its header."""
         return self.device.type == "cpu" and capacity <= _MOST_JOINED_BYTES
 
     def send_header(self, header: torch.Tensor) -> dist.Work:
-        """Starts to send a header, uint8[n], alone or with its payload behind it."""
+        """Starts to send a header, uint8[n], alone or joined with its payload."""
         return _started(dist.isend(header, self.peer, self.headers, tag=self._tag))
 
     def send_payload(self, payload: torch.Tensor) -> dist.Work:
@@ -92,7 +91,7 @@ class ChannelEndpoint:
         return _started(dist.isend(payload, self.peer, self.payloads, tag=self._tag + 1))
 
     def receive_header(self, header: torch.Tensor) -> dist.Work:
-        """Posts the receive of a header, uint8[n], alone or with its payload behind it."""
+        """Posts the receive of a header, uint8[n], alone or joined with its payload."""
         return _started(dist.irecv(header, self.peer, self.headers, tag=self._tag))
 
     def receive_payload(self, payload: torch.Tensor) -> dist.Work:
@@ -106,7 +105,7 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 
 class _Capacity:
-    """The bytes that a receive posted `depth` messages ahead can hold; the same at both ends."""
+    """The size in bytes of receives that are posted `depth` messages ahead; the same at both ends."""
 
     def __init__(self, depth: int) -> None:
         self._recent: deque[int] = deque(maxlen=depth)
@@ -114,7 +113,7 @@ class _Capacity:
         self.size_bytes = 0
 
     def of_next(self, payload_bytes: int) -> int:
-        """Returns the capacity that message i was posted with, and notes its size."""
+        """Returns the capacity of the receive for the next message, and records the message's size."""
         if len(self._recent) == self._depth:
             self.size_bytes = max(self.size_bytes, self._recent[0])
         self._recent.append(payload_bytes)
@@ -125,8 +124,7 @@ class DistributedSender(Sender):
     """The sending end.
 
     Args:
-        endpoint: the channel.
-        max_unread: messages that are kept; one that is older than these has been taken at the other end.
+        max_unread: messages that are kept; any older one has been received at the other end.
     """
 
     def __init__(self, endpoint: ChannelEndpoint, max_unread: int) -> None:
@@ -165,7 +163,7 @@ class DistributedSender(Sender):
 
     def _reap(self) -> None:
         if self._endpoint.device.type == "cuda":
-            # Work.wait would make the compute stream wait for the message; only look.
+            # Only a look: Work.wait would make the compute stream wait for the message.
             while self._out and all(work.is_completed() for work in self._out[0][0]):
                 self._out.popleft()
             return
@@ -230,12 +228,12 @@ class DistributedReceiver(Receiver):
             self._endpoint.receive_rest(rest)
             whole[have:].copy_(rest)
             payload = whole
-        # The receive posted now is for the message `depth` later: it may count on the sizes up to this one.
+        # The receive posted now is for the message `depth` later: it may rely on the sizes up to this one.
         self._size_bytes = max(self._size_bytes, size)
         if repost:
             self._post()
         if payload is None:
-            payload = torch.empty(0, dtype=torch.uint8)  # a message may carry nothing but gradients that do not exist
+            payload = torch.empty(0, dtype=torch.uint8)  # all gradients of the message may be None
         return split_payload(message, specs, payload[:size])
 
     def close(self) -> None:
@@ -249,7 +247,7 @@ class _Arrival(Pending[Message]):
         self._receiver = receiver
 
     def ready(self) -> bool:
-        return False  # gloo tells only by waiting
+        return False  # gloo reports it only to those who wait
 
     def result(self) -> Message:
         return self._receiver.take()
@@ -271,7 +269,7 @@ class _Sum(Pending[torch.Tensor]):
         self._tensor = tensor
 
     def ready(self) -> bool:
-        return False  # gloo tells only by waiting
+        return False  # gloo reports it only to those who wait
 
     def result(self) -> torch.Tensor:
         self._work.wait()

@@ -1,10 +1,9 @@
 """A message and its header.
 
-Every message has a header of fixed size, so that its receive can be posted before anything is known about
-it. The header names the minibatch and the microbatch, the version tag, the loss weight, what the message is
-(data, an empty microbatch, the end of a stream) and the type and shape of each tensor. A shape is thus
-never guessed and never taken from an earlier batch: a smaller last minibatch or a longer sequence needs no
-word between the workers.
+Every message has a header of fixed size, so that its receive can be posted before anything is known about it. The
+header holds the minibatch and the microbatch, the version of the weights, the loss weight, the kind of message (data,
+an empty microbatch, the end of a stream), and the type and shape of each tensor. A shape is therefore never guessed or
+taken from an earlier batch: a smaller last minibatch or a longer sequence needs no negotiation.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ _DTYPE_CODE = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class Content(IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     DATA = 0
-    EMPTY = 1  # a microbatch without a sample: the minibatch had fewer samples than microbatches
-    END = 2  # no further microbatch; `microbatch` is the count of those that were
+    EMPTY = 1  # a microbatch without samples: the minibatch has fewer samples than microbatches
+    END = 2  # no further microbatch; `microbatch` is their count
 
 
 class Ending(IntEnum):
@@ -64,11 +63,10 @@ class Ending(IntEnum):
 
 
 class TensorSpec(NamedTuple):
-    """How a tensor lies in a payload.
+    """The layout of a tensor in a payload.
 
     Attributes:
-        dtype, shape: of the tensor.
-        order: its dimensions in the order of memory (`dimension_order`).
+        order: dimensions in the order of memory (`dimension_order`).
     """
 
     dtype: torch.dtype
@@ -83,16 +81,16 @@ class Message:
     Attributes:
         microbatch: number since the last drain.
         content: data, empty, or the end of the stream.
-        tensors: what it carries; None where a gradient does not exist.
-        structure: how the tensors form a value (`batches.flatten`).
-        gradients: for each tensor, whether a gradient is to come back.
+        tensors: None for a gradient that does not exist.
+        structure: how the tensors form a value (`values.flatten`).
+        gradients: for each tensor, whether its gradient is sent back.
         minibatch: number since the start of training.
-        epoch: of the minibatch; its lowest bit of `flags` tells whether it ends it.
+        epoch: of the minibatch.
         samples: in the microbatch.
-        version: tag of the weights that its forward reads, of the sending stage.
-        flags: small numbers whose meaning sender and receiver share.
+        version: of the sending stage's weights that the forward read.
+        flags: `ENDS_EPOCH` with data, an `Ending` with the end of a stream.
         weight: loss weight of the microbatch.
-        share: of the minibatch's samples that are in it.
+        share: of the minibatch's samples that are in the microbatch.
         numbers: further floating point numbers (losses, metrics).
     """
 
@@ -117,7 +115,7 @@ class Message:
         gradients: tuple[bool, ...] | None = None,
         version: int = 0,
     ) -> Message:
-        """Returns the message with other tensors; no gradient comes back unless said."""
+        """Returns the message with other tensors; by default no gradients are sent back."""
         wants = (False,) * len(tensors) if gradients is None else gradients
         return replace(self, tensors=tensors, structure=structure, gradients=wants, version=version)
 
@@ -130,7 +128,7 @@ def encode_header(message: Message, payload_bytes: int) -> torch.Tensor:
     """Writes a header: int64[HEADER_WORDS] on the CPU.
 
     Raises:
-        ValueError: more tensors, dimensions or numbers than a header can name.
+        ValueError: more tensors, dimensions or numbers than a header can hold.
     """
     if len(message.numbers) > _MOST_NUMBERS:
         raise ValueError(f"a message carries at most {_MOST_NUMBERS} numbers, found {len(message.numbers)}")
@@ -141,7 +139,7 @@ def encode_header(message: Message, payload_bytes: int) -> torch.Tensor:
         if len(shape) > _MOST_DIMENSIONS or len(words) + 2 + len(shape) > room:
             raise ValueError(
                 f"the value has too many tensors or dimensions for a header: {len(message.tensors)} tensors, tensor "
-                f"{i} has shape {shape}; cut the model where less crosses"
+                f"{i} has shape {shape}; cut the model where fewer tensors cross"
             )
         code = -1 if tensor is None else _DTYPE_CODE[tensor.dtype]
         wants = bool(message.gradients) and message.gradients[i]
@@ -172,10 +170,10 @@ def decode_header(
     for _ in range(count):
         code, want = divmod(named[place], 2)
         order = _unpacked(named[place + 1])
-        behind = place + 2 + len(order)
-        specs.append(None if code == 0 else TensorSpec(_DTYPES[code - 1], tuple(named[place + 2 : behind]), order))
+        end = place + 2 + len(order)
+        specs.append(None if code == 0 else TensorSpec(_DTYPES[code - 1], tuple(named[place + 2 : end]), order))
         wants.append(bool(want))
-        place = behind
+        place = end
     message = Message(
         microbatch=microbatch,
         content=Content(content),
@@ -193,7 +191,7 @@ def decode_header(
 
 
 def join_payload(message: Message, device: torch.device) -> torch.Tensor:
-    """Returns the tensors of a message, and its structure, as uint8[n]; a single tensor is not copied."""
+    """Returns the tensors and the structure of a message as uint8[n]; a single tensor is not copied."""
     tensors = [tensor.detach() for tensor in message.tensors if tensor is not None]
     if len(tensors) == 1 and not message.structure:
         return _as_bytes(tensors[0])
@@ -219,7 +217,7 @@ def split_payload(message: Message, specs: list[TensorSpec | None], payload: tor
             tensors.append(None)
             continue
         size = prod(spec.shape) * spec.dtype.itemsize
-        # Not views for autograd: where one tensor of a message enters the graph, its neighbours would be rewritten.
+        # `.data`: as views for autograd, a tensor's neighbours would be rewritten when it enters the graph.
         tensors.append(_restored(payload[place : place + size].view(spec.dtype), spec.shape, spec.order).data)
         place += _aligned(size) if place + _aligned(size) <= payload.numel() else size
     structure = bytes(payload[place:].cpu().numpy()).decode() if place < payload.numel() else ""
@@ -227,9 +225,9 @@ def split_payload(message: Message, specs: list[TensorSpec | None], payload: tor
 
 
 def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the dimensions from the widest stride to the narrowest.
+    """Returns the dimensions from the largest stride to the smallest.
 
-    A tensor keeps this order on its way: a dropout mask is drawn in the order of memory, so the transposed output
+    A tensor keeps this order when it is sent: a dropout mask is drawn in the order of memory, so the transposed output
     of a batch-first LSTM, or a channels-last one, must not arrive in another layout.
     """
     plain = tuple(range(tensor.ndim))
@@ -240,7 +238,7 @@ def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def copy_as_received(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what arrives of a tensor: a copy without gaps, its dimensions in the same order of memory."""
+    """Returns a tensor as it would be received: a dense copy, its dimensions in the same order of memory."""
     order = dimension_order(tensor)
     numbers = tensor.detach().permute(order).clone(memory_format=torch.contiguous_format).view(-1)
     return _restored(numbers, tuple(tensor.shape), order).data

@@ -1,4 +1,4 @@
-"""Joining the process group, and short texts between ranks: plans, timelines, agreement."""
+"""Joining the process group, and exchanging short texts between ranks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = [
 
 
 def is_distributed() -> bool:
-    """Tells whether this process is one of several: a process group exists, or a launcher started it."""
+    """Returns whether this process is one of several: a process group exists, or a launcher started it."""
     return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def join_group(device: str | torch.device) -> tuple[int, int]:
-    """Joins the process group, making it where nobody has. Returns (rank, workers); (0, 1) for a lone process.
+    """Joins the process group, initializing it if needed. Returns (rank, workers); (0, 1) for a single process.
 
     Raises:
         PlanError: a launcher's variables are incomplete.
@@ -42,13 +42,13 @@ def join_group(device: str | torch.device) -> tuple[int, int]:
     if not dist.is_initialized():
         missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
         if missing:
-            raise PlanError(f"WORLD_SIZE is set but {', '.join(missing)} not; start the workers with torchrun")
+            raise PlanError(f"WORLD_SIZE is set, but {', '.join(missing)} is not; start the workers with torchrun")
         backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if attempt == "0":
             dist.init_process_group(backend)
         else:
-            # torchrun's store outlives a restart, and with it the addresses of the attempt before.
+            # torchrun's store outlives a restart, with the addresses of the previous attempt in it.
             store, rank, processes = next(rendezvous("env://"))
             own = dist.distributed_c10d.PrefixStore(f"pipedream/attempt/{attempt}", store)
             dist.init_process_group(backend, store=own, rank=rank, world_size=processes)
@@ -56,7 +56,7 @@ def join_group(device: str | torch.device) -> tuple[int, int]:
 
 
 def world_group() -> dist.ProcessGroup | None:
-    """Returns the group of all ranks for small CPU tensors; None in a lone process."""
+    """Returns the group of all ranks for small CPU tensors; None in a single process."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
@@ -75,7 +75,7 @@ def broadcast_text(text: str, group: dist.ProcessGroup | None) -> str:
 
 
 def run_on_rank_0(make: Callable[[], str], device: str) -> str:
-    """Returns what is made here, or on several processes what rank 0 makes (`from_rank_0`)."""
+    """Returns the result of `make`, which on several processes only rank 0 calls (`from_rank_0`)."""
     if not is_distributed():
         return make()
     rank, _ = join_group(device)
@@ -83,10 +83,10 @@ def run_on_rank_0(make: Callable[[], str], device: str) -> str:
 
 
 def from_rank_0(make: Callable[[], str], rank: int) -> str:
-    """Returns what rank 0 makes on every rank; where it fails, all ranks raise.
+    """Returns the result of `make`, called at rank 0, on every rank; if it fails, all ranks raise.
 
     Raises:
-        PlanError: on the other ranks, with rank 0's words.
+        PlanError: on the other ranks, with rank 0's error message.
     """
     text, failure = "", None
     if rank == 0:
@@ -104,7 +104,7 @@ def from_rank_0(make: Callable[[], str], rank: int) -> str:
 
 
 def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """Returns all ranks' texts, on every rank, in their order."""
+    """Returns the texts of all ranks in their order, on every rank."""
     if group is None:
         return [text]
     data = text.encode()
@@ -127,20 +127,23 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 
 def leave_group(group: dist.ProcessGroup | None = None) -> None:
-    """Ends a group of `group_of`, or the one that `join_group` made; each of its ranks calls it.
+    """Destroys a group from `group_of`, or the one of `join_group`; each of its ranks calls it.
 
-    A process whose last act is a collective should: a thread of gloo may still let go of its tensors while the
-    interpreter ends, and the process then dies by SIGABRT.
+    Needed where a process ends after a collective: a thread of gloo may still free its tensors while the interpreter
+    shuts down, and the process then dies by SIGABRT.
     """
     if dist.is_initialized():
         dist.destroy_process_group(group)
 
 
 def check_same_on_all_ranks(what: str, text: str, group: dist.ProcessGroup | None) -> None:
-    """Checks that all ranks say the same.
+    """Checks that all ranks have the same text.
+
+    Args:
+        what: description of the text, for the error.
 
     Raises:
-        PlanError: they do not; names the ranks that differ from rank 0.
+        PlanError: they differ; names the ranks that differ from rank 0.
     """
     texts = gather_texts(text, group)
     differ = [rank for rank, other in enumerate(texts) if other != texts[0]]
@@ -152,10 +155,10 @@ def check_same_on_all_ranks(what: str, text: str, group: dist.ProcessGroup | Non
 
 
 def process_device(name: str) -> torch.device:
-    """Returns the device of this process: plain 'cuda' is the one of LOCAL_RANK.
+    """Returns the device of this process; 'cuda' without a number is the GPU number LOCAL_RANK.
 
     Raises:
-        PlanError: no such device here.
+        PlanError: this machine has no such device.
     """
     if name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -165,6 +168,6 @@ def process_device(name: str) -> torch.device:
         raise PlanError(f"device {name!r} is not known: {error}; choose cpu or cuda") from None
     if device.type == "cuda":
         if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            raise PlanError(f"device {name!r} was asked for, found {torch.cuda.device_count()} GPUs; take cpu")
+            raise PlanError(f"device {name!r} was requested, but {torch.cuda.device_count()} GPUs were found; use cpu")
         torch.cuda.set_device(device)
     return device

@@ -1,8 +1,8 @@
-"""Values that travel: a minibatch, its microbatches, and what crosses between two stages.
+"""Values that are sent: a minibatch, its microbatches, and what crosses between two stages.
 
-A value is a tensor, or tensors in tuples, lists and dicts, with plain numbers and texts among them. It
-travels as a flat tuple of tensors and a structure, a JSON text that says how to put them together again;
-nothing is pickled. The structure of a single tensor is the empty text.
+A value is a tensor, or tensors in tuples, lists and dicts, possibly with plain numbers and strings. It is sent as a flat
+tuple of tensors and a structure, a JSON text that describes how to reassemble them; nothing is pickled. The structure
+of a single tensor is the empty text.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["count_samples", "flatten", "split_batch", "to_device", "unflatten"]
 
 
 def flatten(value: Any) -> tuple[str, tuple[torch.Tensor, ...]]:
-    """Takes a value apart into its structure and its tensors, in a fixed order.
+    """Returns the structure of a value and its tensors, in a fixed order.
 
     Raises:
-        TypeError: it holds something that is neither a tensor, a container, a number nor a text.
+        TypeError: it holds something other than tensors, containers, numbers and strings.
     """
     if isinstance(value, torch.Tensor):
         return "", (value,)
@@ -32,17 +32,17 @@ def flatten(value: Any) -> tuple[str, tuple[torch.Tensor, ...]]:
             tensors.append(item)
             return {"t": len(tensors) - 1}
         if isinstance(item, tuple) and hasattr(item, "_fields"):
-            raise TypeError(f"a named tuple ({type(item).__name__}) cannot travel; return a plain tuple or a dict")
+            raise TypeError(f"a named tuple ({type(item).__name__}) cannot be sent; return a plain tuple or a dict")
         if isinstance(item, (tuple, list)):
             return {"u" if isinstance(item, tuple) else "l": [walk(part) for part in item]}
         if isinstance(item, dict):
             if not all(isinstance(key, str) for key in item):
-                raise TypeError("a dict that travels needs texts as keys")
+                raise TypeError("a dict that is sent between stages needs strings as keys")
             return {"d": {key: walk(part) for key, part in item.items()}}
         if item is None or isinstance(item, (bool, int, float, str)):
             return {"v": item}
         raise TypeError(
-            f"a {type(item).__name__} cannot travel between stages; use tensors, tuples, lists, dicts, numbers, texts"
+            f"a {type(item).__name__} cannot be sent between stages; use tensors, tuples, lists, dicts, numbers, strings"
         )
 
     shape = walk(value)
@@ -50,7 +50,7 @@ def flatten(value: Any) -> tuple[str, tuple[torch.Tensor, ...]]:
 
 
 def unflatten(structure: str, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """Puts a value together again."""
+    """Returns the value that `flatten` took apart."""
     if not structure:
         return tensors[0]
 
@@ -72,7 +72,7 @@ def count_samples(value: Any) -> int:
     """Returns the number of samples: the first dimension of the first tensor (1 for a scalar).
 
     Raises:
-        WorkerError: there is no tensor in it.
+        WorkerError: the value holds no tensor.
     """
     _, tensors = flatten(value)
     if not tensors:
@@ -83,8 +83,8 @@ def count_samples(value: Any) -> int:
 def split_batch(value: Any, count: int, parts: int) -> list[Any]:
     """Splits a minibatch of `count` samples into microbatches as equal as possible, larger ones first.
 
-    A tensor is split if its first dimension is the number of samples; all else goes to each microbatch.
-    With fewer samples than parts, the last microbatches have no sample.
+    A tensor is split if its first dimension is the number of samples; everything else goes to each microbatch.
+    With fewer samples than parts, the last microbatches are empty.
     """
     if parts == 1:
         return [value]

@@ -1,4 +1,4 @@
-"""Loggers: where a run's numbers go. One method; CSV and TensorBoard ship with the library."""
+"""Loggers of a run's results: CSV, TensorBoard, or any object with the same method."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["CSVLogger", "Logger", "TensorBoardLogger", "loggers_of"]
 
 
 class Logger(Protocol):
-    """Anything with this method; it is called on rank 0 for every minibatch."""
+    """Protocol of a logger; it is called on rank 0 for every minibatch."""
 
     def log(self, done: Done) -> None:
-        """Takes note of one minibatch."""
+        """Logs one minibatch."""
 
 
 class CSVLogger:
-    """Writes one row a minibatch: number, epoch, loss, weight, samples, rate, metrics.
+    """Writes one row per minibatch: number, epoch, loss, weight, samples, rate, metrics.
 
     Args:
-        path: of the file; its folder is made.
+        path: of the file; its folder is created.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -83,7 +83,7 @@ class TensorBoardLogger:
 
 
 def loggers_of(names: Sequence[str], folder: Path) -> list[CSVLogger | TensorBoardLogger]:
-    """Returns loggers by their names, 'csv' and 'tensorboard', that write into a run folder.
+    """Returns the loggers named 'csv' and 'tensorboard', writing into a run folder.
 
     Raises:
         RecipeError: an unknown name.

@@ -1,10 +1,10 @@
-"""Losses and metrics, weighted truly.
+"""Losses and metrics with their exact weights.
 
-A minibatch's loss is a mean over something: samples, tokens that count, elements. A pipeline sees it in
-pieces, and the mean of the pieces' means is not the mean of the whole. So each microbatch says its *weight*,
-the amount that its mean is over; gradients and losses are added up as weight x mean and divided once by the
-summed weight. PyTorch's own losses are recognised; any other states its weight by returning (sum, weight),
-by ``weight=fn(batch)``, or is taken as a mean over samples.
+A minibatch's loss is a mean over something: samples, tokens that count, elements. A pipeline sees it in parts, and the
+mean of the parts' means is not the mean of the whole. So each microbatch has a *weight*, the amount that its mean is
+over; gradients and losses are summed as weight x mean and divided once by the summed weight. The weights of PyTorch's
+own losses are known. Any other loss returns (sum, weight), is accompanied by ``weight=fn(batch)``, or counts as a mean
+over samples.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ELEMENT_MODULES = (
 
 
 def is_torch_loss(loss: Any) -> bool:
-    """Tells whether a loss is one of PyTorch's own, which are called with (output, targets)."""
+    """Returns whether a loss is one of PyTorch's own, which are called with (output, targets)."""
     function, _ = _unwrapped(loss)
     if isinstance(function, nn.Module):
         return type(function).__module__ == "torch.nn.modules.loss"
@@ -43,11 +43,11 @@ def is_torch_loss(loss: Any) -> bool:
 
 
 class Loss:
-    """A user's loss, made to give (mean or sum, weight) for each microbatch.
+    """A user's loss, with its weight for each microbatch.
 
     Args:
-        loss: ``loss(output, batch)`` -> scalar tensor or (sum, weight); one of torch's own losses; or None, where
-            the model's own output carries ``.loss``.
+        loss: ``loss(output, batch)`` -> scalar tensor or (sum, weight); one of torch's own losses; or None if the
+            model's output has a ``.loss``.
         weight: ``weight(batch)`` -> the amount that the loss is a mean over.
     """
 
@@ -60,13 +60,12 @@ class Loss:
         """Returns (value, weight, is_sum): the value is a mean over `weight`, or a sum to be divided by it.
 
         Args:
-            output: of the model.
-            batch: what the loss gets: the targets for torch's own losses.
+            batch: the second argument of the loss: the targets for torch's own losses.
             samples: in the microbatch.
             share: of the minibatch's samples that are in the microbatch.
 
         Raises:
-            TypeError: the loss gave neither a scalar tensor nor a pair.
+            TypeError: the loss returned neither a scalar tensor nor a pair.
         """
         found = self._evaluated(output, batch)
         if isinstance(found, tuple):
@@ -77,16 +76,16 @@ class Loss:
             return found, float(self._weight(batch)), False
         reduction = self._option("reduction", "mean")
         if reduction == "sum" and is_torch_loss(self._loss):
-            # The minibatch's loss is the sum of the pieces: weights that add up to one.
+            # The minibatch's loss is the sum of its parts: their weights sum to one.
             return found, share, True
         weight = self._torch_weight(output, batch, reduction)
         return found, float(samples if weight is None else weight), False
 
     def weight_from_shapes(self, output: Any, batch: Any, samples: int, share: float) -> float:
-        """Returns the weight as far as shapes tell it: in proportion to the samples, whatever the targets hold.
+        """Returns the weight that follows from shapes alone: proportional to the samples, whatever the targets hold.
 
         Args:
-            output, batch, samples, share: as of a call.
+            output, batch, samples, share: as for a call.
         """
         if self._weight is not None or not is_torch_loss(self._loss):
             return float(samples)
@@ -97,10 +96,10 @@ class Loss:
         return float(count if count and count % samples == 0 else samples)
 
     def value(self, output: Any, batch: Any) -> torch.Tensor:
-        """Returns the mean or the sum without its weight, which takes reading the targets.
+        """Returns the mean or the sum without its weight, for which the targets would have to be read.
 
         Raises:
-            TypeError: the loss gave neither a scalar tensor nor a pair.
+            TypeError: the loss returned neither a scalar tensor nor a pair.
         """
         found = self._evaluated(output, batch)
         return found[0] if isinstance(found, tuple) else self._scalar(found)
@@ -114,7 +113,7 @@ class Loss:
             what = (
                 f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
             )
-            raise TypeError(f"the loss gave {what}; let it return a scalar tensor, or (sum, weight)")
+            raise TypeError(f"the loss returned {what}; let it return a scalar tensor, or (sum, weight)")
         return found.reshape(())
 
     def _torch_weight(self, output: Any, targets: Any, reduction: str) -> float | None:
@@ -178,7 +177,7 @@ def _loss_of_output(output: Any) -> torch.Tensor:
         found = output
     if found is None:
         raise TypeError(
-            f"loss=None needs a model whose output carries .loss, found {type(output).__name__}; give a loss"
+            f"loss=None needs a model whose output has .loss, but the output is a {type(output).__name__}; give a loss"
         )
     assert isinstance(found, torch.Tensor)
     return found

@@ -1,4 +1,4 @@
-"""What a worker did, and when: spans, gradients' tags, how busy it was of late."""
+"""What a worker did and when: spans, the versions of gradients, its busy share."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from pipedream.runtime.results.stopwatch import OpTimer
 __all__ = ["Recorder", "peak_bytes"]
 
 _MOST_KEPT = 200_000
-"""Spans and tags; the oldest are forgotten first, so that a long run needs no more memory than a short one."""
+"""Spans and tags; the oldest are dropped first, so that a long run needs no more memory than a short one."""
 
 
 class Recorder:
-    """Notes one worker's spans and tags.
+    """Records one worker's spans and tags.
 
     Args:
-        rank: of the worker.
-        device: whose clock is read.
+        device: provides the clock.
 
     Attributes:
-        phase: of the run, to which what is noted belongs; microbatches are counted by its method.
-        peaks: phase -> (versions, bytes): the most of weights that a seat held, and `peak_bytes`.
+        phase: current phase of the run; microbatches are counted by its method.
+        peaks: phase -> (most versions that a stage held, `peak_bytes`).
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -34,40 +33,40 @@ class Recorder:
         self._device = device
         self._watch = OpTimer(device)
         self._spans: deque[tuple[int, str, int, int, Any, Any]] = deque(maxlen=_MOST_KEPT)
-        self._looked: Any = None
+        self._busy_since: Any = None
         self._tags: deque[tuple[int, GradientVersions]] = deque(maxlen=_MOST_KEPT)
         self.phase = 0
         self.peaks: dict[int, tuple[int, int]] = {}
 
     def switch_to(self, phase: int) -> None:
-        """Takes up another phase, at a drain."""
+        """Switches to another phase, at a drain."""
         if phase != self.phase and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self.phase = phase
 
     def note_peak(self, versions: int) -> None:
-        """Notes, at the end of a stream, the most versions that a seat has held in this phase."""
+        """Records, at the end of a stream, the most versions that a stage has held in this phase."""
         self.peaks[self.phase] = versions, peak_bytes(self._device)
 
     def mark(self) -> Any:
-        """Returns this moment."""
+        """Returns the present moment."""
         return self._watch.mark()
 
     def note(self, kind: str, stage: int, index: int, start: Any) -> None:
-        """Notes a span that began at `start` and ends now."""
+        """Records a span that began at `start` and ends now."""
         self._spans.append((self.phase, kind, stage, index, start, self._watch.mark()))
 
     def tag(self, tag: GradientVersions) -> None:
-        """Notes what a gradient carried."""
+        """Records the versions of a gradient."""
         self._tags.append((self.phase, tag))
 
     @property
     def began_s(self) -> float | None:
-        """When the first span of all phases began, in seconds of this machine's clock; None where there is none."""
+        """When the first span of all phases began, in seconds of this machine's clock; None without spans."""
         return self._watch.resolve()(self._spans[0][4]) if self._spans else None
 
     def spans(self, phase: int) -> list[Span]:
-        """Returns the spans of a phase so far, in seconds of this machine's clock; on a GPU, waits for it."""
+        """Returns the spans of a phase so far, in seconds of this machine's clock; waits for a GPU."""
         resolve = self._watch.resolve()
         return [Span(self._rank, k, s, i, resolve(a), resolve(b)) for p, k, s, i, a, b in self._spans if p == phase]
 
@@ -77,11 +76,11 @@ class Recorder:
 
     def busy_share(self) -> float:
         """Returns the share of the time since the last call in which the worker computed."""
-        since, self._looked = self._looked, self._watch.mark()
+        since, self._busy_since = self._busy_since, self._watch.mark()
         if since is None:
             return 0.0
         resolve = self._watch.resolve()
-        begin, end = resolve(since), resolve(self._looked)
+        begin, end = resolve(since), resolve(self._busy_since)
         busy = 0.0
         for _, kind, _, _, start, stop in reversed(self._spans):
             if resolve(stop) < begin:
@@ -92,7 +91,7 @@ class Recorder:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Returns the peak memory of this process: of the GPU since the phase began, or resident since the process did."""
+    """Returns the peak memory: on the GPU since the phase began, else resident since the process began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

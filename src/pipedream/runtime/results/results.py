@@ -1,8 +1,8 @@
-"""Losses, metrics and outputs: from the workers of the last stage to everyone.
+"""Losses, metrics and outputs: from the workers of the last stage to all ranks.
 
-Each worker of the last stage adds up what it sees of a minibatch and sends the sums to every rank, over
-gloo and off the compute path. A rank takes them when its own weights hold the minibatch; they have long been
-sent by then, because its gradient came back from the same place.
+Each worker of the last stage sums up what it sees of a minibatch and sends the sums to every rank, over gloo and off the
+compute path. A rank receives them when its own weights contain the minibatch; they have been sent long before, because
+the gradient came from the same worker.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Done:
     """One minibatch whose gradients are in the weights; equal on every rank.
 
     Attributes:
-        number: of the minibatch, from 0 since the start of training.
-        epoch: of the minibatch, from 0.
+        number: from 0 at the start of training.
+        epoch: from 0.
         ends_epoch: it was the epoch's last one.
         loss: mean over `weight`.
         weight: what the loss is a mean over (samples, tokens, ...).
         samples: in the minibatch.
-        rate: learning rate, before the stages' factors.
-        metrics: means.
+        rate: learning rate before the stages' factors.
+        metrics: name -> mean.
     """
 
     number: int
@@ -68,14 +68,13 @@ class MinibatchSums:
 
 
 class Results:
-    """One rank's part in the results.
+    """One rank's part in exchanging the results.
 
     Args:
-        rank: this one.
         owners: ranks of the last stage's replicas.
         senders: other rank -> channel, at the last stage.
-        receivers: worker of the last stage -> channel.
-        metrics: their names.
+        receivers: rank of the last stage -> channel.
+        metrics: names.
     """
 
     def __init__(
@@ -94,23 +93,23 @@ class Results:
         self.begin()
 
     def begin(self) -> None:
-        """Forgets what an earlier stream left."""
+        """Begins a stream; drops what is left of an earlier one."""
         self._open: dict[int, MinibatchSums] = {}
         self._own: dict[int, MinibatchSums] = {}
         self._outputs: dict[int, Message] = {}
 
     @property
     def zeros(self) -> list[float]:
-        """The sums over no microbatch."""
+        """The sums of a microbatch without samples."""
         return [0.0] * (2 + 2 * len(self._metrics))
 
     def add(self, key: int, message: Message, numbers: Sequence[float]) -> None:
-        """Adds a microbatch's sums to those of its minibatch, which is called `key` in this stream."""
+        """Adds a microbatch's sums to those of minibatch `key` of this stream."""
         sums = self._open.setdefault(key, MinibatchSums(message.minibatch, message.epoch, message.flags & ENDS_EPOCH))
         sums.add(numbers, message.samples)
 
     def send_sums(self, key: int) -> None:
-        """Sends the sums of a minibatch to all ranks; nothing is added to them afterwards."""
+        """Sends the complete sums of a minibatch to all ranks."""
         sums = self._open.pop(key, None) or MinibatchSums()
         sums.numbers = sums.numbers or self.zeros
         self._own[key] = sums
@@ -126,12 +125,12 @@ class Results:
             sender.send(message)
 
     def replicas_of(self, key: int, microbatches: int) -> list[int]:
-        """Returns the replicas of the last stage that have a part of a minibatch of so many microbatches."""
+        """Returns the replicas of the last stage that have a part of a minibatch."""
         count = len(self._owners)
         return sorted({k % count for k in range(key * microbatches, (key + 1) * microbatches)})
 
     def collect(self, key: int, replicas: Iterable[int], rate: float) -> Generator[Any, None, Done]:
-        """Puts a minibatch's sums together, in the order of the replicas that saw some of it."""
+        """Receives and combines a minibatch's sums, in the order of the replicas that saw some of it."""
         total: MinibatchSums | None = None
         for replica in replicas:
             owner = self._owners[replica]
@@ -170,7 +169,7 @@ class Results:
             self.senders[0].send(message)
 
     def receive_output(self, index: int, owner: int) -> Generator[Any, None, Output]:
-        """Returns output `index`, at rank 0."""
+        """Receives output `index`, at rank 0."""
         message = self._outputs.pop(index) if owner == self._rank else (yield from self._received(owner))
         return Output(message.minibatch, unflatten(message.structure, message.tensors))  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""The end of the model: output and targets become a loss, its weight, and the metrics."""
+"""The end of the model: from output and targets to loss, weight and metrics."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Scorer"]
 
 
 class Scorer:
-    """Scores microbatches at the last stage, and notes the sums.
+    """Computes losses and metrics of microbatches at the last stage.
 
     Args:
-        loss, metrics: of the user.
-        results: where the sums go.
-        on_nan: 'error' at a loss that is not a number; 'continue' and 'skip' go on.
+        loss, metrics: the user's.
+        results: receives the sums.
+        on_nan: 'error' raises for a loss that is not a number; 'continue' and 'skip' do not.
     """
 
     def __init__(self, loss: Loss, metrics: Mapping[str, Metric], results: Results, on_nan: str) -> None:
@@ -32,34 +32,33 @@ class Scorer:
         self._metrics = metrics
         self._results = results
         self._on_nan = on_nan
-        self._mean_of_rounds = self._has_units = False
+        self._mean_of_rounds = False
+        self._has_units = False
 
     def switch_to(self, program: Program) -> None:
-        """Takes up another program, at a drain."""
+        """Switches to another program, at a drain."""
         updates = program.updates
         self._mean_of_rounds = updates.mean_of_rounds
-        # Gradients of one update have one unit; it is the minibatch's.
+        # All gradients of one update have the same unit, that of the minibatch.
         self._has_units = all(program.microbatches % count == 0 for count in updates.per_update)
 
     def score(
         self, key: int, message: Message, output: Any, targets: Any, rank: int, where: str, again: bool = False
     ) -> tuple[torch.Tensor, float, float]:
-        """Returns the loss to go back from, its weight, and the scale of its gradient, in the minibatch's unit.
+        """Returns the loss to differentiate, its weight, and the scale of its gradient, in the minibatch's unit.
 
-        The sum over an update's microbatches is divided by their weights at the update alone. So that the gradients
-        until then are no larger than those of the mean, which low precision can hold, the unit is a power of two near
-        the minibatch's weight; the division by it costs no bit.
+        The sum over an update's microbatches is divided by their weights only at the update. To keep the gradients
+        before that no larger than those of the mean, which low precision can represent, the unit is a power of two near
+        the minibatch's weight; dividing by it is exact.
 
         Args:
             key: of the minibatch in this stream.
             message: of the microbatch.
-            output: of the model.
-            targets: what the loss gets.
             rank, where: for the error.
-            again: it was scored before; nothing is noted.
+            again: this is a recomputation; nothing is recorded.
 
         Raises:
-            WorkerError: the loss is not a number, and this is not to be passed over.
+            WorkerError: the loss is not a number and `on_nan` is 'error'.
         """
         value, weight, is_sum = self._loss(output, targets, message.samples, message.share)
         loss = float(value.detach())
@@ -68,14 +67,14 @@ class Scorer:
                 rank,
                 where,
                 f"the loss of minibatch {message.minibatch} is nan",
-                "lower the learning rate, clip the gradients (clip_grad_norm=...), look at that minibatch's data, or "
-                "go on regardless with on_nan='continue'",
+                "lower the learning rate, clip the gradients (clip_grad_norm=...), check that minibatch's data, or "
+                "continue regardless with on_nan='continue'",
             )
         if not weight:
-            # Nothing counts in this microbatch (all its tokens are padding, say), and 0/0 is not a number.
+            # Nothing counts in this microbatch (e.g. all its tokens are padding), and 0/0 is not a number.
             value = torch.stack([t.sum() for t in flatten(output)[1] if t.requires_grad]).sum() * 0.0
         if not again:
-            self._note(key, message, _detached(output), targets, loss, weight, is_sum)
+            self._record(key, message, _detached(output), targets, loss, weight, is_sum)
         if self._mean_of_rounds:  # a round takes the gradient of each minibatch's mean
             return value, weight, 1.0 / weight if is_sum and weight else 1.0
         unit = self._weight_unit(message, output, targets)
@@ -85,15 +84,15 @@ class Scorer:
         if not self._has_units:
             return 1.0
         weight = self._loss.weight_from_shapes(output, targets, message.samples, message.share)
-        # Whole before it is rounded: each microbatch finds the same, on whatever replica.
+        # For the whole minibatch, so that each microbatch on each replica computes the same unit.
         return 2.0 ** round(log2(max(round(weight / message.share), 1)))
 
     def score_evaluation(self, message: Message, output: Any, targets: Any) -> None:
-        """Notes loss and metrics of a batch of an evaluation, whose sums are all under one key, 0."""
+        """Records loss and metrics of a batch of an evaluation; all sums have the key 0."""
         value, weight, is_sum = self._loss(output, targets, message.samples, message.share)
-        self._note(0, message, output, targets, float(value), weight, is_sum)
+        self._record(0, message, output, targets, float(value), weight, is_sum)
 
-    def _note(
+    def _record(
         self, key: int, message: Message, output: Any, targets: Any, loss: float, weight: float, is_sum: bool
     ) -> None:
         numbers = [(loss if is_sum else loss * weight) if weight else 0.0, weight]

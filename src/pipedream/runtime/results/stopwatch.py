@@ -1,4 +1,4 @@
-"""When an op began and ended: the clock of the CPU, or events of the GPU's stream."""
+"""When an op began and ended: by the CPU's clock, or by events in the GPU's stream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OpTimer:
         self._origin_s = 0.0
 
     def mark(self) -> Any:
-        """Returns this moment."""
+        """Returns the present moment."""
         if not self._cuda:
             return time.perf_counter()
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,16 +1,16 @@
-"""Sums of gradients over the replicas of a stage: in buckets, started while the backward still runs.
+"""All-reduce of gradients over the replicas of a stage: in buckets, started while the backward still runs.
 
-Autograd makes gradients from the output's end, so handles are laid into buckets in reverse order. A bucket's
-all-reduce starts as soon as the last backward of the update has accumulated all its gradients, in the fixed
-order of the buckets, the same on every replica: a bucket that is ready before its turn waits for it. What no
-backward has brought (a handle without a gradient, a replica that is absent from the last round, an empty
-microbatch) joins as zeros, when the last backward is over or at the update.
+Autograd computes gradients from the output's end, so buckets are filled with handles in reverse order. A bucket's
+all-reduce starts as soon as the last backward of the update has accumulated all its gradients. All replicas use the same
+fixed order of buckets: a bucket that is complete before its turn waits. Missing gradients (a handle without one, a
+replica that is absent from the last round, an empty microbatch) are added as zeros, when the last backward has ended or
+at the update.
 
-The program says which backward is the last before an update (`Program.ends_update`); time decides nothing.
+Which backward is the last before an update follows from the program (`Program.ends_update`), not from timing.
 
-Between GPUs the gradients come on a thread of autograd. It works on the stream of the forward, which is the one
-that the worker works on; an all-reduce that starts there waits for what that stream has done so far, and waiting for
-it makes the worker's stream wait, so that a bucket is given back to the allocator on the stream that it came from.
+On GPUs a thread of autograd delivers the gradients. It uses the stream of the forward, which is the worker's stream; an
+all-reduce that starts there waits for what that stream has done so far, and waiting for it makes the worker's stream
+wait, so that a bucket is returned to the allocator on the stream that it came from.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = ["GradientAllReduce", "all_reduce_many", "buckets_of"]
 def buckets_of(
     handles: Sequence[torch.Tensor], first_bytes: int = FIRST_BUCKET_BYTES, bucket_bytes: int = BUCKET_BYTES
 ) -> list[list[int]]:
-    """Returns the handles of each bucket, in the order in which the buckets are added up.
+    """Returns the indices of the handles in each bucket, in the order in which the buckets are reduced.
+
+    A bucket holds one dtype. Buckets are ordered by when the backward reaches their last handles.
 
     Args:
         handles: in the order of the forward.
-        first_bytes: after which the first bucket is full.
-        bucket_bytes: after which a further one is full.
-
-    A bucket holds one type of number. The order is that in which the last handles of the buckets come.
+        first_bytes: size at which the first bucket is full.
+        bucket_bytes: size at which any other bucket is full.
     """
     full: list[list[int]] = []
     filling: dict[torch.dtype, list[int]] = {}
@@ -53,11 +53,12 @@ def buckets_of(
 
 @dataclass
 class _Bucket:
-    """Gradients that are added up in one message.
+    """Gradients that are reduced together.
 
     Attributes:
-        parts: handle -> its gradient; a handle that is not there yet has no entry, one without a gradient None.
-        flat: all of them end to end, from the start of the all-reduce on.
+        members: indices of the handles.
+        parts: handle -> gradient; no entry while it is missing, None if it has no gradient.
+        flat: the concatenated gradients, once the all-reduce has started.
     """
 
     members: list[int]
@@ -66,7 +67,7 @@ class _Bucket:
 
 
 class GradientAllReduce:
-    """The sums of one seat's gradients over the replicas of its stage.
+    """The all-reduce of one stage's gradients over its replicas.
 
     Args:
         handles: the stage's parameters, in order.
@@ -95,23 +96,23 @@ class GradientAllReduce:
 
     @property
     def started(self) -> int:
-        """Buckets whose all-reduce has been started for the update that is coming."""
+        """Buckets whose all-reduce has been started for the coming update."""
         return len(self._running)
 
     @property
     def closed(self) -> bool:
-        """All that this replica has for the coming update has been given."""
+        """This replica has contributed all its gradients to the coming update."""
         return self._amounts is not None
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Takes the complete sum of a handle, of the handle's type, and starts all buckets whose turn has come.
+        """Takes the complete sum of a handle, of the handle's dtype, and starts all buckets whose turn it is.
 
         Args:
             index: of the handle.
-            gradient: None where it has none; belongs to this object from now on.
+            gradient: None if it has none; owned by this object from now on.
         """
         bucket = self._buckets[self._bucket_of[index]]
-        assert index not in bucket.parts, f"handle {index} has got its gradient twice for one update"
+        assert index not in bucket.parts, f"handle {index} received its gradient twice for one update"
         bucket.parts[index] = gradient
         if len(bucket.parts) < len(bucket.members):
             return
@@ -128,28 +129,28 @@ class GradientAllReduce:
             self._running.append(self._group.all_reduce(due.flat))
 
     def close(self, sums: Sequence[torch.Tensor | None], weight: float, count: int, stop_request: float) -> None:
-        """Gives all that is left of this replica's part in the coming update.
+        """Contributes everything that is left of this replica's part in the coming update.
 
         Args:
-            sums: of the handles; what has been put before is not looked at.
+            sums: of the handles; ignored for handles that were `put` before.
             weight, count: loss weight and number of the microbatches.
-            stop_request: not 0 where this replica was asked to stop; all replicas hear of it.
+            stop_request: not 0 if this replica was asked to stop; all replicas receive it.
         """
-        assert not self.closed, "a second backward is the last one of an update"
+        assert not self.closed, "two backwards claim to be the last one of an update"
         for bucket in self._buckets:
             for index in bucket.members:
                 if index not in bucket.parts:
                     self.put(index, sums[index])
         there = [self._buckets[self._bucket_of[i]].parts[i] is not None for i in range(len(self._handles))]
-        # Small numbers, behind the buckets: whether there is a gradient decides whether the optimizer sees one.
+        # Small numbers, after the buckets; `there`: a handle without a gradient anywhere must keep none.
         amounts = torch.tensor([weight, count, stop_request, *there], dtype=torch.float64)
         device = self._handles[0].device if self._handles else amounts.device
         self._amounts = self._group.all_reduce(amounts.to(device))
 
     def take(self) -> Generator[Pending[Any], None, tuple[list[torch.Tensor | None], float, int, float]]:
-        """Returns the sums, weight, count and wish over all replicas, and gets ready for the next update.
+        """Returns the sums, weight, count and stop request over all replicas, and gets ready for the next update.
 
-        A handle that no replica has a gradient for has none, as in one process.
+        A handle for which no replica has a gradient gets None, as in one process.
         """
         assert self._amounts is not None
         for pending in (*self._running, self._amounts):
@@ -168,11 +169,11 @@ class GradientAllReduce:
 
 
 _REDUCED = torch.empty(0)
-"""In the place of a gradient that has gone into its bucket: its memory is free."""
+"""Replaces a gradient that was copied into its bucket, to free its memory."""
 
 
 def all_reduce_many(group: Group, tensors: Sequence[torch.Tensor]) -> Generator[Pending[Any], None, list[torch.Tensor]]:
-    """Returns the sums of tensors over a group, with one message for each type of number."""
+    """Returns the sums of tensors over a group, with one message per dtype."""
     sums = list(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         members = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]

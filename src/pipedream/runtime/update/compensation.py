@@ -1,10 +1,10 @@
-"""Compensations of delay on tensors: what one stage does around a step of the user's own optimizer.
+"""Compensations of delay: what one stage does around a step of the user's own optimizer.
 
-Within an update, after the gradients have been normalised, added up over the replicas and clipped:
+Within an update, after the gradients have been normalised, summed over the replicas and clipped:
 
-1. the gap-aware penalty on the gradients, while the weights that they were taken at are still there;
+1. the gap-aware penalty on the gradients, while the weights at which they were computed still exist;
 2. T1 on the learning rate (`Optimizer.rate_factor`);
-3. the optimizer's own step, and the weights moved further.
+3. the optimizer's own step, followed by a further move of the weights.
 
 The weights that are stored, read by forwards, evaluated and averaged are the compensated ones, y of
 `core.schedule.compensation`; `unpredicted` computes the others.
@@ -33,15 +33,15 @@ _COUPLED = (
     torch.optim.RAdam,
     torch.optim.RMSprop,
 )
-"""Optimizers that add the weight decay to the gradient, unless a group says ``decoupled_weight_decay``."""
+"""Optimizers that add the weight decay to the gradient, except in groups with ``decoupled_weight_decay``."""
 
 
 class Compensator:
-    """What makes up for the late gradients of one stage.
+    """Compensates for the late gradients of one stage.
 
     Args:
         chosen: compensations, checked (`core.schedule.compensation.check`).
-        staleness: of the stage, D.
+        staleness: D of the stage.
         optimizer: the user's, on the stage's handles.
         handles: name -> parameter.
 
@@ -76,15 +76,15 @@ class Compensator:
 
     @property
     def needs_read_weights(self) -> bool:
-        """An update needs the weights that its gradients were taken at (`penalise`)."""
+        """Whether an update needs the weights at which its gradients were computed (`penalise`)."""
         return self._gap is not None
 
     def penalise(self, newest: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
         """Divides the handles' gradients by 1 + gap / usual step, element by element.
 
         Args:
-            newest: name -> weights that the update starts from.
-            read: name -> weights that the gradients were taken at.
+            newest: name -> weights from which the update starts.
+            read: name -> weights at which the gradients were computed.
         """
         if self._gap is None:
             return
@@ -94,7 +94,7 @@ class Compensator:
             for handle in group["params"]:
                 name = self._names.get(id(handle))
                 steps = 0 if name is None else int(self.state[name]["steps"])
-                # Before the first step nothing has moved, and no gap needs a measure.
+                # Before the first step no weight has moved, so that there is no gap.
                 if handle.grad is None or name is None or not steps:
                     continue
                 held = self.state[name]
@@ -103,13 +103,13 @@ class Compensator:
                 gap = (newest[name].detach() - read[name].detach()).abs_().to(usual.dtype)
                 penalty = gap.div_(usual).add_(1.0)
                 if decay:
-                    # The optimizer adds decay * w; what it then has in all is divided.
+                    # The optimizer adds decay * w; the whole of it is divided.
                     handle.grad.add_(handle.detach(), alpha=decay).div_(penalty).sub_(handle.detach(), alpha=decay)
                 else:
                     handle.grad.div_(penalty)
 
     def step(self) -> None:
-        """Steps the optimizer at the learning rates of its groups, and moves the weights further."""
+        """Steps the optimizer at the learning rates of its groups, and moves the weights further if asked to."""
         if self._velocity is not None:
             self._step_along_velocity(self._velocity)
         elif self._strength or self._gap is not None:
@@ -118,12 +118,12 @@ class Compensator:
             self._optimizer.step()
 
     def unpredicted(self, factor: float) -> dict[str, torch.Tensor]:
-        """Returns the weights w = y + p of which the stored ones are the prediction, under their names.
+        """Returns name -> weights w = y + p, from which the stored ones are predicted.
 
-        p is lr T v, at the learning rate and momentum that the groups have now, or lambda u_{t-1}.
+        p is lr T v, at the present learning rate and momentum of the groups, or lambda u_{t-1}.
 
         Args:
-            factor: on the rates of the groups.
+            factor: on the learning rates of the groups.
         """
         found = {name: handle.detach() for name, handle in self._handles.items()}
         if self._strength:
@@ -139,15 +139,15 @@ class Compensator:
         return found
 
     def load(self, name: str, saved: Mapping[str, torch.Tensor]) -> None:
-        """Takes up a parameter's state from a checkpoint; what that does not hold begins anew."""
+        """Loads a parameter's state from a checkpoint; entries that it lacks begin anew."""
         for key, tensor in self.state[name].items():
             if key in saved:
                 tensor.copy_(saved[key])
 
     def _step_along_velocity(self, kind: OfVelocity) -> None:
-        """The optimizer's own step at rate 0 renews its velocity alone; then y moves by lr (a v + b g).
+        """Lets the optimizer step at rate 0, which only updates its velocity, then moves y by lr (a v + b g).
 
-        So a = 1, b = 0 gives plain momentum SGD, and b = 1 torch's Nesterov, to the bit.
+        a = 1, b = 0 is plain momentum SGD, and b = 1 torch's Nesterov, to the bit.
         """
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
@@ -175,7 +175,7 @@ class Compensator:
             self._track_usual_step(moved, velocities, float(rate))
 
     def _step_and_track(self) -> None:
-        """The optimizer's own step; what it did is used by error feedback, and to know the usual step."""
+        """Lets the optimizer step, and uses the difference for error feedback and for the usual step."""
         handles = list(self._handles.values())
         if not handles:
             self._optimizer.step()
@@ -202,7 +202,7 @@ class Compensator:
     def _track_usual_step(
         self, handles: Sequence[torch.nn.Parameter], steps: Sequence[torch.Tensor], rate: float
     ) -> None:
-        """Takes steps, for a rate of 1, into the usual one."""
+        """Updates the usual step with these, which are for a learning rate of 1."""
         if self._gap is None or not rate:
             return
         for handle, step in zip(handles, steps, strict=True):
@@ -216,7 +216,7 @@ def check_compensations(chosen: Sequence[Compensation], optimizer: torch.optim.O
     """Checks that compensations are defined for an optimizer.
 
     Raises:
-        ScheduleError: one is not.
+        ScheduleError: one of them is not.
     """
     for one in chosen:
         if isinstance(one, OfVelocity):
@@ -228,7 +228,7 @@ def _couples_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
 
 
 def _check_velocity(kind: OfVelocity, optimizer: torch.optim.Optimizer) -> None:
-    """Checks that an optimizer is momentum SGD as the family takes it.
+    """Checks that an optimizer is plain momentum SGD.
 
     Raises:
         ScheduleError: it is not.

@@ -1,9 +1,9 @@
-"""The scale of the loss: small gradients of low precision are kept from vanishing by a factor on the loss.
+"""Loss scaling: a factor on the loss keeps small low-precision gradients from vanishing.
 
-The rule is that of `torch.amp.GradScaler`: an update whose gradients are not all finite is left out and the scale is
-multiplied by the backoff factor; after so many good updates in a row it is multiplied by the growth factor. Every stage
-keeps a scale of its own and hears of the same updates, so that all have the same one: the last stage scales by it, each
-stage divides by it at its update. The user's scaler says how they begin, and stays as it was.
+The rule is that of `torch.amp.GradScaler`: an update whose gradients are not all finite is skipped and the scale is
+multiplied by the backoff factor; after a number of good updates in a row it is multiplied by the growth factor. Every
+stage keeps its own scale and sees the same updates, so that all scales are equal: the last stage multiplies by it, each
+stage divides by it at its update. The user's scaler provides the initial state and is not changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipedream.core.errors import ScheduleError
 __all__ = ["LossScale", "LossScaleOptions"]
 
 _SKIPPED_IN_A_ROW = 8
-"""Updates left out one after the other, at which a scale that does not change is warned of."""
+"""Consecutive skipped updates after which a constant scale causes a warning."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class LossScaleOptions:
     """How a loss is scaled.
 
     Attributes:
-        scale: at the start.
+        scale: initial value.
         growth, backoff: factors; 1 for a constant scale.
         interval: good updates in a row before the scale grows.
-        good: of them, at the start.
+        good: initial count of these.
     """
 
     scale: float
@@ -47,10 +47,10 @@ class LossScaleOptions:
 
     @classmethod
     def of(cls, given: Any) -> LossScaleOptions | None:
-        """Returns what a number (a constant scale), a torch.amp.GradScaler or None asks for.
+        """Returns the options for a number (a constant scale), a torch.amp.GradScaler or None.
 
         Raises:
-            ScheduleError: it is none of these.
+            ScheduleError: `given` is something else.
         """
         if given is None or (isinstance(given, torch.amp.GradScaler) and not given.is_enabled()):
             return None
@@ -60,17 +60,17 @@ class LossScaleOptions:
             return cls(given.get_scale(), *factors, given.get_growth_interval(), good)
         if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given < inf:
             return cls(float(given))
-        raise ScheduleError(f"grad_scaler={given!r} was asked for; give a torch.amp.GradScaler or a positive number")
+        raise ScheduleError(f"grad_scaler={given!r} is not supported; give a torch.amp.GradScaler or a positive number")
 
 
 class LossScale:
-    """The scale of one stage.
+    """The loss scale of one stage.
+
+    Warns if many consecutive updates were skipped at a constant scale: nothing will make their gradients finite.
 
     Attributes:
-        value: now.
-        good: updates in a row that were made.
-
-    Warns of a constant scale by which many updates in a row have been left out: nothing will make them finite.
+        value: present scale.
+        good: consecutive updates that were made.
     """
 
     def __init__(self, scaling: LossScaleOptions) -> None:
@@ -81,18 +81,18 @@ class LossScale:
 
     @property
     def changes(self) -> bool:
-        """It is a dynamic scale."""
+        """Whether the scale is dynamic."""
         return self._scaling.kind == "dynamic"
 
     def update(self, finite: bool) -> None:
-        """Takes in whether the gradients of an update were finite."""
+        """Adjusts the scale after an update, whose gradients were finite or not."""
         self.good = self.good + 1 if finite else 0
         self._bad = 0 if finite else self._bad + 1
         if self._bad == _SKIPPED_IN_A_ROW and not self.changes:
             warnings.warn(
-                f"{self._bad} updates in a row were skipped, for their gradients are not finite at the constant loss "
-                f"scale {self.value:g}; take a smaller one (grad_scaler=...), a torch.amp.GradScaler with a method "
-                "that flushes (1f1b, gpipe), or a lower learning rate where it is not the scale that makes them so",
+                f"{self._bad} updates in a row were skipped because their gradients are not finite at the constant loss "
+                f"scale {self.value:g}; use a smaller one (grad_scaler=...), a torch.amp.GradScaler with a method "
+                "that flushes (1f1b, gpipe), or a lower learning rate if the scale is not the cause",
                 stacklevel=2,
             )
         if not finite:

@@ -1,9 +1,9 @@
-"""What happens inside an update, in this order: normalise, reduce over replicas, clip, step, schedule, EMA.
+"""An update: sum over the replicas, normalise, clip, step, learning-rate schedule, average of the weights.
 
-Compensations of delay (`compensation.Compensator`) act on the clipped gradients, on the rate and on the step.
+Compensations of delay (`compensation.Compensator`) act on the clipped gradients, on the learning rate and on the step.
 
-The optimizer is the user's own, made once a stage from that stage's named parameters. Its schedulers run on
-one clock for all stages: the rounds of the input stage.
+The optimizer is the user's own, created once per stage from that stage's named parameters. The schedulers of all stages
+run on one clock, the rounds of the input stage.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["Gradients", "Optimizer", "ReducedGradients"]
 
 
 class Gradients:
-    """The gradients of the update that is coming, in the order of the handles.
+    """The gradients of the coming update, in the order of the handles.
 
-    Autograd itself adds a further microbatch's gradients to the sums, in place and tensor by tensor while they
-    are in the cache: `accumulators` are the tensors for it to add to. To add them up afterwards cost 2 to 4 ms of a
-    35 ms backward.
+    Autograd itself adds a further microbatch's gradients to the sums, in place and tensor by tensor while they are in
+    the cache: `accumulators` are the tensors that it adds to. Adding them up afterwards took 2 to 4 ms of a 35 ms
+    backward.
     """
 
     def __init__(self, dtypes: list[torch.dtype]) -> None:
@@ -43,15 +43,15 @@ class Gradients:
 
     @property
     def accumulators(self) -> list[torch.Tensor | None]:
-        """The sums so far; None where there is none."""
+        """The sums so far; None for a handle without one."""
         return list(self._sums)
 
     def add(self, gradients: list[torch.Tensor | None], weight: float) -> None:
-        """Takes in one microbatch's gradients (of weight x mean loss, or of the mean, see `UpdateRule`).
+        """Adds one microbatch's gradients (of weight x mean loss, or of the mean, see `UpdateRule`).
 
         Args:
-            gradients: tensors that belong to this object from now on; one that was lent has been added to.
-            weight: loss weight of the microbatch; in one unit for all of an update.
+            gradients: owned by this object from now on; an accumulator among them has been added to.
+            weight: loss weight of the microbatch, in the same unit throughout an update.
         """
         self.weight += weight
         self.count += 1
@@ -65,11 +65,11 @@ class Gradients:
                 held += gradient.to(self._dtypes[i])
 
     def complete(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the whole sum of one handle, which the last microbatch's gradient completes, and lets go of it.
+        """Returns the sum of one handle, completed by the last microbatch's gradient, and no longer keeps it.
 
         Args:
             index: of the handle.
-            gradient: belongs to the sum from now on; one that was lent has been added to.
+            gradient: becomes part of the sum; if it is the accumulator, it has been added to.
         """
         held, self._sums[index] = self._sums[index], None
         if held is None or gradient is held:
@@ -77,7 +77,7 @@ class Gradients:
         return held.add_(gradient.to(self._dtypes[index]))
 
     def take(self) -> tuple[list[torch.Tensor | None], float, int]:
-        """Returns the sums, the summed weight and the number of microbatches, and starts again from nothing."""
+        """Returns the sums, the summed weight and the number of microbatches, and starts again from zero."""
         taken = (self._sums, self.weight, self.count)
         self._sums = [None] * len(self._dtypes)
         self.weight, self.count = 0.0, 0
@@ -85,13 +85,13 @@ class Gradients:
 
 
 class ReducedGradients(NamedTuple):
-    """An update's gradients over all replicas, not yet divided.
+    """An update's gradients summed over all replicas, not yet divided.
 
     Attributes:
-        sums: in the order of the handles; None where there is none.
+        sums: in the order of the handles; None for a handle without a gradient.
         weight: loss weight of the microbatches.
-        microbatches: how many these are.
-        stop_request: not 0 where a replica was asked to stop.
+        microbatches: their count.
+        stop_request: not 0 if a replica was asked to stop.
     """
 
     sums: list[torch.Tensor | None]
@@ -101,27 +101,29 @@ class ReducedGradients(NamedTuple):
 
 
 class Optimizer:
-    """The user's optimizer on one stage's handles, and what belongs to its step.
+    """The user's optimizer on one stage's handles, and everything that belongs to its step.
+
+    `switch_to` sets what depends on the method.
 
     Args:
         handles: name -> parameter.
         optimizer: factory: list of (name, parameter) -> torch optimizer.
         scheduler: factory: torch optimizer -> scheduler with ``step()``; None for a constant rate.
-        replicas: r_s.
-        replica_group: adds up gradients over the stage's replicas; None where there is one.
+        replicas: of the stage, r_s.
+        replica_group: sums gradients over the stage's replicas; None for a single one.
         ema: decay of the exponential moving average of the weights; None keeps none.
-        counted_elsewhere: numbers of the handles that another stage, which holds them too, speaks for.
-        loss_scale: of the loss that the gradients are of; None where it is not scaled.
+        counted_elsewhere: indices of handles that another stage holds too and counts in the norm.
+        loss_scale: of the loss; None if it is not scaled.
 
     Attributes:
-        counted_elsewhere: as given.
-        finite: the gradients of the coming update are, or it is made whatever they are; otherwise it is skipped.
-        skipped: updates that were left out.
+        finite: make the coming update; False skips it.
+        skipped: updates that were skipped.
+        updates: made or skipped since `switch_to`.
+        scheduled: steps of the learning-rate schedule since `switch_to`.
+        rounds_before: rounds of the input stage before `switch_to`.
 
     Raises:
-        ScheduleError: the optimizer wants to compute the loss itself.
-
-    What belongs to the method comes, and changes, with `switch_to`.
+        ScheduleError: the optimizer computes the loss itself.
     """
 
     def __init__(
@@ -139,13 +141,13 @@ class Optimizer:
         self.named = dict(handles)
         self._handles = list(handles.values())
         self._names = list(handles)
-        # A stage may have no weights at all (an activation alone); it still has the common clock and rate.
+        # A stage may have no weights (e.g. an activation alone); it still has the common clock and rate.
         named = list(handles.items()) or [("nothing", torch.nn.Parameter(torch.zeros(())))]
         self.optimizer = optimizer(named)
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise ScheduleError(
-                "the optimizer LBFGS computes the loss several times an update, which a pipeline does once; take one "
-                "that steps by gradients, as SGD, AdamW or Muon"
+                "the optimizer LBFGS computes the loss several times per update, but a pipeline does so once; use one "
+                "that steps by gradients, such as SGD, AdamW or Muon"
             )
         self.compensator = Compensator((), 0, self.optimizer, handles)
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
@@ -169,16 +171,15 @@ class Optimizer:
     def switch_to(
         self, updates: UpdateRule, stage: int, staleness: int, clock: int, *, mean_staleness: float | None = None
     ) -> None:
-        """Takes up another method's updates at a drain, and counts them anew from the common clock.
+        """Switches to another method's updates at a drain, and counts them anew from the common clock.
 
-        What a compensation keeps goes on where the method before kept it too, and begins anew otherwise.
+        The state of a compensation continues if the previous method kept it too, and begins anew otherwise.
 
         Args:
-            updates: of the method.
-            stage: whose optimizer this is.
+            stage: of this optimizer.
             staleness: of its gradients, at most.
-            clock: updates that the input stage has made by the method before.
-            mean_staleness: of its gradients; None where all are as late.
+            clock: updates that the input stage has made with the previous method.
+            mean_staleness: of its gradients; None if all are equally late.
 
         Raises:
             ScheduleError: a compensation is not defined for the optimizer.
@@ -201,20 +202,20 @@ class Optimizer:
 
     @property
     def rate(self) -> float:
-        """The user's learning rate of the first parameter group, before the stage's factor."""
+        """The learning rate of the first parameter group, before the stage's factor."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     @property
     def rate_factor(self) -> float:
-        """The factor on the user's learning rate of the coming update: the stage's, and T1's."""
+        """The factor on the learning rate at the coming update: the stage's times T1's."""
         return self._rate_factor(self.rounds)
 
     def close(self, gradients: Gradients, stop_request: float = 0.0) -> None:
-        """Starts what is left of the sums over the replicas; does nothing where that was done before.
+        """Starts the remaining sums over the replicas; does nothing if all are started.
 
         Args:
             gradients: the update's sums; emptied.
-            stop_request: not 0 where this replica was asked to stop; all replicas hear of it with the sums.
+            stop_request: not 0 if this replica was asked to stop; all replicas receive it with the sums.
         """
         if self.all_reduce is not None and not self.all_reduce.closed:
             self.all_reduce.close(*gradients.take(), stop_request)
@@ -229,7 +230,7 @@ class Optimizer:
     def gather(
         self, gradients: Gradients, stop_request: float = 0.0
     ) -> Generator[Pending[Any], None, ReducedGradients]:
-        """Returns the update's gradients, added up over the replicas; yields where it would wait.
+        """Returns the update's gradients, summed over the replicas; yields where it would wait.
 
         Args:
             gradients, stop_request: see `close`.
@@ -240,10 +241,10 @@ class Optimizer:
         return ReducedGradients(*(yield from self.all_reduce.take()))
 
     def normalise(self, gathered: ReducedGradients) -> tuple[float, bool]:
-        """Divides what was gathered, and puts it into the handles' ``.grad``.
+        """Divides the summed gradients, and puts them into the handles' ``.grad``.
 
-        Returns the share of the round's replicas that are present, which scales the learning rate, and
-        whether a replica wishes to stop.
+        Returns the share of the round's replicas that are present, which scales the learning rate, and whether a
+        replica was asked to stop.
         """
         sums, weight, count, stop_request = gathered
         divisor = (float(count) if self._mean_of_rounds else weight) * self.scale
@@ -257,23 +258,23 @@ class Optimizer:
 
     @property
     def norm_square(self) -> float:
-        """The sum of the squares of the gradients in the handles, but for weights that another stage speaks for."""
+        """The square of the norm of the handles' gradients, without weights that are counted at another stage."""
         found = [h.grad for i, h in enumerate(self._handles) if h.grad is not None and i not in self.counted_elsewhere]
-        # In double precision the squares of all finite float32 are finite; a device is waited for once.
+        # In double precision the squares of all finite float32 are finite. Waits for the device once.
         norms = torch._foreach_norm(found, 2, torch.float64) if found else ()
         return float(torch.stack(list(norms)).square().sum()) if found else 0.0
 
     def clip(self, limit: float, norm: float) -> None:
-        """Scales the gradients in the handles so that a norm does not exceed a limit, if it does."""
+        """Scales the handles' gradients so that `norm` does not exceed `limit`."""
         scale = limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         gradients = [handle.grad for handle in self._handles if handle.grad is not None]
         if scale < 1.0 and gradients:
             torch._foreach_mul_(gradients, scale)
 
     def step(self, present_share: float = 1.0) -> None:
-        """Makes the update from the handles' ``.grad``: step, schedule, EMA.
+        """Makes the update from the handles' ``.grad``: learning-rate schedule, step, average.
 
-        One that is skipped leaves out the step and the average; the schedule's clock counts it.
+        A skipped update omits the step and the average, but counts for the schedule.
         """
         self.step_scheduler(self.scheduler_steps_due)
         if self.finite:
@@ -303,27 +304,27 @@ class Optimizer:
 
     @property
     def rounds(self) -> int:
-        """Rounds of the input stage before the coming update; those under the plans before this one are in it."""
+        """Rounds of the input stage before the coming update, including those before `switch_to`."""
         return self.rounds_before + int(self.updates * self._clock_rate)
 
     @property
     def scheduler_steps_due(self) -> int:
         """Steps of the learning-rate schedule that are due before the next update.
 
-        One clock for all stages: update n of this stage belongs to round (n - 1) r_s / r_0 of the input's.
+        All stages share one clock: update n of this stage belongs to round (n - 1) r_s / r_0 of the input stage.
         """
         return int(self.updates * self._clock_rate) - self.scheduled
 
     def unpredicted(self) -> dict[str, torch.Tensor]:
-        """Returns the weights of which the stored ones are the prediction (`Compensator.unpredicted`)."""
+        """Returns the weights from which the stored ones are predicted (`Compensator.unpredicted`)."""
         return self.compensator.unpredicted(self.rate_factor)
 
     def step_scheduler(self, steps: int) -> None:
-        """Makes steps of the learning-rate schedule."""
+        """Steps the learning-rate schedule."""
         if self.scheduler is None or steps <= 0:
             return
         with nullcontext() if self._has_stepped else warnings.catch_warnings():
-            if not self._has_stepped:  # the clock also counts updates that were skipped, or made before a checkpoint
+            if not self._has_stepped:  # skipped updates, and those before a checkpoint, count too
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             for _ in range(steps):
                 self.scheduler.step()

@@ -1,8 +1,8 @@
-"""Weights that several stages hold, as an embedding and an output layer that share a matrix.
+"""Tied weights: weights that several stages hold, e.g. an embedding and an output layer that share a matrix.
 
-Each holder keeps its own copy and its own optimizer state. At an update the holders add up their gradients, so that
-each makes the same step, and the copies stay equal to the bit. That takes a flush: without one the holders make their
-updates at different times, from gradients of different versions, and no moment has one gradient for the one weight.
+Each holder keeps its own copy and its own optimizer state. At an update the holders sum their gradients, so that each
+makes the same step and the copies stay equal to the bit. This needs a flush: without one the holders make their updates
+at different times, from gradients of different versions, and there is never one gradient for the one weight.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class TiedWeights:
     """Weights that the same stages hold.
 
     Attributes:
-        names: of the parameters, as `nn.Module.named_parameters` gives them.
-        stages: the holders, in order; the first one speaks for them.
+        names: of the parameters, as in `nn.Module.named_parameters`.
+        stages: the holders, in order; the first one counts them in the norm.
     """
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
 
     def among(self, stages: Collection[int]) -> TiedWeights:
-        """Returns the same weights with the holders that are among some stages."""
+        """Returns the same weights with only those holders that are in `stages`."""
         return TiedWeights(self.names, tuple(stage for stage in self.stages if stage in stages))
 
     def ranks(self, placement: Placement) -> tuple[int, ...]:
@@ -50,21 +50,20 @@ def find_tied_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -
     """Returns the trained weights that more than one stage holds.
 
     Args:
-        model: the user's.
         stages: layers of each.
 
     Raises:
-        PlanError: stages share a view of a weight, or a module with state that moves.
+        PlanError: stages share a view of a weight, or a module whose state changes.
     """
     holders: dict[int, set[int]] = defaultdict(set)
-    predictions: dict[int, set[int]] = defaultdict(set)
+    storages: dict[int, set[int]] = defaultdict(set)
     moving: dict[int, set[int]] = defaultdict(set)
     for stage, layers in enumerate(stages):
         for layer in layers:
             for parameter in layer.parameters():
                 if parameter.requires_grad:
                     holders[id(parameter)].add(stage)
-                    predictions[parameter.untyped_storage()._cdata].add(id(parameter))
+                    storages[parameter.untyped_storage()._cdata].add(id(parameter))
             for module in layer.modules():
                 if any(buffer is not None for buffer in module._buffers.values()):
                     moving[id(module)].add(stage)
@@ -73,16 +72,16 @@ def find_tied_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -
                         if statistics is not None:
                             moving[statistics.untyped_storage()._cdata].add(stage)
     named = dict(model.named_parameters())
-    for parts in predictions.values():
+    for parts in storages.values():
         if len(parts) > 1 and len(set.union(*(holders[part] for part in parts))) > 1:
             names = ", ".join(name for name, parameter in named.items() if id(parameter) in parts)
             raise PlanError(
-                f"stages share one storage under different parameters ({names}), whose gradients cannot be added up; "
+                f"stages share one storage under different parameters ({names}), whose gradients cannot be summed; "
                 "keep these layers in one stage, or share the parameter itself"
             )
     if any(len(found) > 1 for found in moving.values()):
         raise PlanError(
-            "stages share a module that has buffers, or running statistics, which each would move by itself; keep "
+            "stages share a module with buffers or running statistics, which each stage would change by itself; keep "
             "these layers in one stage"
         )
     groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
@@ -95,11 +94,10 @@ def find_tied_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -
 def copies_of_tied(
     handles: Mapping[str, nn.Parameter], stage: int, shared: Sequence[TiedWeights]
 ) -> dict[str, nn.Parameter]:
-    """Returns a stage's handles for a process with several stages: copies of what one of these before it holds too.
+    """Returns a stage's handles for a process with several stages, with copies of weights that an earlier one holds.
 
     Args:
         handles: of the user's model.
-        stage: whose.
         shared: with the holders in this process.
     """
     foreign = {name for one in shared if stage in one.stages[1:] for name in one.names}
@@ -115,7 +113,7 @@ def broadcast_tied(
     placement: Placement,
     rank: int,
 ) -> None:
-    """Gives all holders the first one's values; every holder calls it.
+    """Broadcasts the first holder's values to all holders; every holder calls it.
 
     Args:
         groups: of the holders of each of the shared weights.
@@ -128,12 +126,11 @@ def broadcast_tied(
 
 
 class TiedGradientSum:
-    """One rank's part in the sums over all holders of the same weights.
+    """One rank's part in the gradient sums over all holders of the same weights.
 
     Args:
-        shared: the weights.
         handles: holder on this rank -> its weights by name, in order.
-        replicas: of each stage; those of a holder hold the same sums, of which each gives its share.
+        replicas: of each stage; the replicas of a holder have the same sums, and each contributes its share.
         group: of all ranks with a holder.
     """
 
@@ -151,9 +148,9 @@ class TiedGradientSum:
         self._group = group
 
     def all_reduce(self, sums: Mapping[int, list[torch.Tensor | None]]) -> Generator[Pending[Any], None, None]:
-        """Puts the sums over all holders in the place of those of this rank's; yields where it would wait.
+        """Replaces this rank's sums with those over all holders; yields where it would wait.
 
-        A weight that no holder has a gradient for has none, as in one process.
+        A weight for which no holder has a gradient gets None, as in one process.
 
         Args:
             sums: stage -> its gradients, for the stages of this rank.
@@ -169,4 +166,4 @@ class TiedGradientSum:
         *whole, counts = yield from all_reduce_many(self._group, [*mine, there.to(mine[0].device)])
         for stage, places in self._places.items():
             for place, total, count in zip(places, whole, counts.tolist(), strict=True):
-                sums[stage][place] = total.clone() if count else None  # each is divided and clipped in its place
+                sums[stage][place] = total.clone() if count else None  # each is divided and clipped in place
