@@ -440,7 +440,7 @@ def test_state_that_two_stages_would_move_is_refused_where_it_is_planned(shares:
         pd.plan(profile, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
     free = replace(profile, graph=replace(graph, ties=(), whole=()))  # made without the model
     plan = pd.plan(free, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
-    with pytest.raises(PlanError, match="running statistics, which each would move by itself"):
+    with pytest.raises(PlanError, match="running statistics, which each stage would change by itself"):
         pd.Pipeline(model, plan, schedule="1f1b", loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"])
 
 

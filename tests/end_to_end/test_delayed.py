@@ -320,12 +320,12 @@ def _train(schedule: str | Schedule, optimizer: Any, animal: str = "mlp", **more
 @pytest.mark.parametrize(
     ("optimizer", "reason"),
     [
-        (partial(torch.optim.SGD, lr=0.1), "takes momentum="),
+        (partial(torch.optim.SGD, lr=0.1), "needs momentum="),
         (partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True), "nesterov=False"),
         (partial(torch.optim.Adam, amsgrad=True), "amsgrad=False"),
         (partial(torch.optim.AdamW, maximize=True), "maximize=False"),
-        (torch.optim.RMSprop, "RMSprop: it is known of SGD with momentum, Adam and AdamW"),
-        (torch.optim.NAdam, r"NAdam: it is known .*pb_lwp\[by=difference\]\), which any optimizer has"),
+        (torch.optim.RMSprop, "RMSprop: it is known for SGD with momentum, Adam, AdamW"),
+        (torch.optim.NAdam, r"NAdam: it is known .*pb_lwp\[by=difference\]\), which works with any optimizer"),
     ],
 )
 @pytest.mark.parametrize("name", ["pb_lwp", "spectrain_v2"])

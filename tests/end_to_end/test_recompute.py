@@ -114,7 +114,7 @@ def test_buffers_that_are_read_inputs_that_are_written_and_a_loss_that_draws(sch
 
 
 def test_a_buffer_that_begins_to_move_later_is_an_error() -> None:
-    with pytest.raises(WorkerError, match="buffer 'seen', which its first microbatch left alone"):
+    with pytest.raises(WorkerError, match="buffer 'seen', which its first microbatch did not"):
         trained(True, [Wandering(start=3), nn.Tanh()])
 
 

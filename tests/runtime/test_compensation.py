@@ -324,8 +324,8 @@ def test_state_is_taken_up_again(start: Tensor) -> None:
 
 
 REFUSED = [
-    (Nesterov(), torch.optim.AdamW, r"'?nesterov'? works on the velocity of torch.optim.SGD, found AdamW; take error"),
-    (SpikeCompensation(), torch.optim.SGD, r"spike was asked for with an SGD without momentum"),
+    (Nesterov(), torch.optim.AdamW, r"'?nesterov'? works on the velocity of torch.optim.SGD, found AdamW; use error"),
+    (SpikeCompensation(), torch.optim.SGD, r"spike works on the velocity, which SGD without momentum"),
     (SpikeCompensation(), partial(torch.optim.SGD, momentum=0.9, dampening=0.5), r"SGD with dampening=0\.5"),
     (Generalised(0.5), partial(torch.optim.SGD, momentum=0.9, nesterov=True), r"generalised:0\.5 .*nesterov=True"),
     (VelocityPrediction(), partial(torch.optim.SGD, momentum=0.9, maximize=True), r"SGD with maximize=True"),

@@ -114,9 +114,9 @@ def test_a_weight_can_be_said_and_an_output_can_carry_its_loss() -> None:
 def test_what_is_no_loss_is_refused() -> None:
     with pytest.raises(TypeError, match=r"a tensor of shape \(3,\)"):
         Loss(lambda output, batch: output)(torch.ones(3), None, 3, 1.0)
-    with pytest.raises(TypeError, match="gave float"):
+    with pytest.raises(TypeError, match="returned float"):
         Loss(lambda output, batch: 1.0)(torch.ones(3), None, 3, 1.0)
-    with pytest.raises(TypeError, match=r"carries \.loss"):
+    with pytest.raises(TypeError, match=r"output has \.loss"):
         Loss(None)(torch.ones(3), None, 3, 1.0)
 
 

@@ -379,5 +379,5 @@ class Otherwise(nn.Module):
 @pytest.mark.parametrize("led", [False, True])
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "offloaded"])
 def test_what_is_saved_in_a_way_of_its_own_is_refused(way: str, led: bool) -> None:
-    with pytest.raises(ScheduleError, match=r"Backward0? makes what it has saved again, or takes it from elsewhere"):
+    with pytest.raises(ScheduleError, match=r"Backward0? recomputes what it has saved, or takes it from elsewhere"):
         _graph_rule(Otherwise(way), torch.randn(5, 8), 1.5, led=led)

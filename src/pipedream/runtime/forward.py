@@ -1,4 +1,4 @@
-"""The forwards of one rank: from what arrived at a stage to what goes on, or to the loss."""
+"""The forwards of one rank: from the received message to the next one, or to the loss."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = ["DataStream", "ForwardRunner"]
 
 @dataclass(frozen=True)
 class DataStream:
-    """What one stream of a rank is.
+    """A stream: the minibatches between two drains.
 
     Attributes:
         split: microbatches of a minibatch.
-        base: minibatches since the start of training before it.
+        base: minibatches since the start of training before this stream.
         trains: backwards follow.
-        predicts: outputs are given, not scored.
+        predicts: outputs are returned, not scored.
         ema: forwards without backwards read the average of the weights.
     """
 
@@ -43,7 +43,7 @@ class DataStream:
     ema: bool = False
 
     def minibatch(self, index: int) -> int:
-        """Returns the minibatch of a microbatch, both counted from the beginning of the stream."""
+        """Returns the minibatch of a microbatch, both counted from the start of the stream."""
         return index // self.split
 
     def number(self, index: int) -> int:
@@ -52,15 +52,11 @@ class DataStream:
 
 
 class ForwardRunner:
-    """Forwards of a rank. Life: `begin` a stream; then one call for each microbatch at a stage.
+    """Runs the forwards of a rank. Life: `begin` a stream; then one call for each microbatch at a stage.
 
     Args:
-        rank: whose.
-        mailbox: of the rank.
-        scorer: of the last stage's outputs.
-        results: where outputs go.
-        device: where it computes.
-        where: tells in words what the rank does, for errors.
+        results: receives the outputs of predictions.
+        where: returns a description of what the rank is doing, for errors.
     """
 
     def __init__(
@@ -80,15 +76,15 @@ class ForwardRunner:
         self._where = where
 
     def begin(self, program: Program, stream: DataStream) -> None:
-        """Gets ready for a stream."""
+        """Begins a stream."""
         self._program, self._stream = program, stream
         self._last = program.placement.stages - 1
 
     def for_training(
         self, op: Op, stage_state: StageState | RemoteForward, message: Message
     ) -> tuple[SavedForward, ForwardFunction]:
-        """Returns what is kept of a microbatch for its backward, and its forward, which fills that in."""
-        # The tags tell what was read, so that they can be compared with what is asked for here.
+        """Returns what is kept of a microbatch for its backward, and the forward that fills it in."""
+        # The version that was read is recorded, to be compared with the requested one.
         weights, version = stage_state.read(self._program.weights.forward_version(op.stage, op.index))
         held = SavedForward(weights, (), (), message.gradients, op.index, version)
         targets = self._mailbox.take("input", op) if op.stage == self._last else None
@@ -116,7 +112,7 @@ class ForwardRunner:
         return held, run
 
     def recompute(self, op: Op, stage_state: StageState, message: Message) -> SavedForward:
-        """Returns what a forward elsewhere has left of a microbatch: its input, on which the backward does it again."""
+        """Returns what a forward on another rank has kept: the input, from which the backward recomputes the forward."""
         stage_state.next_forward = op.index + 1
         if message.content is Content.EMPTY:
             return SavedForward(None, (), (), (), op.index)
@@ -125,13 +121,13 @@ class ForwardRunner:
         return held
 
     def without_backward(self, op: Op, stage_state: StageState | RemoteForward, message: Message) -> Message:
-        """Runs a forward that has no backward."""
-        there: AbstractContextManager[None] = nullcontext()
+        """Runs a forward without a backward."""
+        context: AbstractContextManager[None] = nullcontext()
         if isinstance(stage_state, RemoteForward):
-            leaves, there = stage_state.leaves, stage_state.evaluating()
+            leaves, context = stage_state.leaves, stage_state.evaluating()
         else:
             leaves = self._leaves_of(stage_state)
-        with torch.no_grad(), there:
+        with torch.no_grad(), context:
             output = stage_state.module.forward(
                 self._value_of(message), leaves, self._stream.number(op.index), op.stage == 0
             )
@@ -145,7 +141,7 @@ class ForwardRunner:
         return message
 
     def pack_weights(self, stage: int, index: int, stage_state: StageState, weight_packet: WeightPacket) -> Message:
-        """Returns the weights of a seat for the forwards from a microbatch on, which are elsewhere."""
+        """Returns a stage's weights for the forwards on another rank, from microbatch `index` on."""
         version = self._program.weights.forward_version(stage, index) if self._stream.trains else 0
         leaves = stage_state.versions.peek(version).leaves if self._stream.trains else self._leaves_of(stage_state)
         return Message(index, tensors=(weight_packet.pack(leaves),), version=version)

@@ -1,4 +1,4 @@
-"""What lives on one seat of a rank."""
+"""The state of a stage on one rank."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = ["StageState", "evaluating"]
 
 @dataclass
 class StageState:
-    """What lives on one seat of a rank: a stage replica with its weights and its optimizer.
+    """A stage replica on its rank: layers, weights and optimizer.
 
     Attributes:
-        recomputation: of the forward in the backward; None where its graph is kept.
-        predictions: weights that are computed; None where passes read versions.
-        saved: what the run's first forward saves; None where no phase has the rule 'graph'.
-        next_forward: microbatch of its next forward.
+        recomputation: of the forward in the backward; None if its graph is kept.
+        predictions: weight predictions; None if passes read versions.
+        saved: hooks for what forwards save; None if no phase has the rule 'graph'.
+        next_forward: microbatch of the next forward.
         tags: (microbatch, forward version, backward version) of the gradients of the coming update.
     """
 
@@ -55,10 +55,10 @@ class StageState:
     _backward_weights: Callable[[WeightSet], WeightSet] = field(init=False)
 
     def check(self, programs: Iterable[Program], stage: int) -> None:
-        """Checks, before a run, what the methods of its phases ask of this seat's optimizer.
+        """Checks, before a run, that the methods of its phases work with this stage's optimizer.
 
         Raises:
-            ScheduleError: one of them goes by a velocity that the optimizer does not have.
+            ScheduleError: one of them needs a velocity that the optimizer does not have.
         """
         for program in programs:
             check_compensations(program.updates.compensation, self.optimizer.optimizer)
@@ -66,14 +66,14 @@ class StageState:
                 check_velocity(self.optimizer.optimizer)
 
     def switch_to(self, program: Program, stage: int, clock: int) -> None:
-        """Takes up another program at a drain, where one version of the weights is left.
+        """Switches to another program at a drain, when one version of the weights is left.
 
-        What views are made of goes on where the method before made it too, and begins anew otherwise.
+        The state of predictions continues if the previous method kept it too, and begins anew otherwise.
 
         Args:
             program: verified.
-            stage: of this seat.
-            clock: updates that the input stage has made by the program before.
+            stage: of this state.
+            clock: updates that the input stage has made with the previous program.
         """
         rule = self._rule = program.weights
         late, mean = rule.staleness(stage), rule.mean_staleness(stage)
@@ -91,7 +91,7 @@ class StageState:
             self.predictions.restore(before)
 
     def begin(self) -> None:
-        """Gets ready for a stream."""
+        """Begins a stream."""
         self.next_forward = 0
         if self.predictions is not None:
             self.predictions.begin()
@@ -103,7 +103,7 @@ class StageState:
         self.versions.rewind()
 
     def average_statistics(self) -> Generator[Pending[Any], None, None]:
-        """Averages BatchNorm's running statistics over the replicas at a drain, and adds up their counts."""
+        """Averages BatchNorm's running statistics over the replicas at a drain, and sums their counts."""
         group = self.optimizer.replica_group
         norms = self._norms()
         if group is None or not norms:
@@ -124,9 +124,9 @@ class StageState:
         return [m for m in found.values() if m.track_running_stats]
 
     def read(self, version: int) -> tuple[WeightSet, int]:
-        """Returns the weights that a forward reads, and which version they are, or are a view of.
+        """Returns the weights that a forward reads, and the version that they are or are predicted from.
 
-        Its backward releases them, where they are held for it.
+        If they are kept for its backward, that releases them.
         """
         if self.predictions is not None and self._rule.held_until is not Kind.FORWARD:
             return self.predictions.read(version)
@@ -134,7 +134,7 @@ class StageState:
         return found, found.version
 
     def read_again(self, held: SavedForward) -> WeightSet:
-        """Returns the weights that a forward reads when its backward does it again."""
+        """Returns the weights that a forward reads when it is recomputed for its backward."""
         assert held.weights is not None
         if self._rule.backward_rule == "stash":
             return held.weights
@@ -142,12 +142,12 @@ class StageState:
         return held.recomputed_weights
 
     def _newer(self, held: SavedForward) -> WeightSet:
-        """Returns the weights of a backward that does not read those of its forward."""
+        """Returns the weights for a backward that does not read those of its forward."""
         assert held.weights is not None
         return self._backward_weights(held.weights)
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Returns the context of a forward that has read a version, or a view of it."""
+        """Returns the context of a forward that has called `read`."""
         return nullcontext() if self.predictions is None else self.predictions.forward()
 
     def backward_context(self, held: SavedForward) -> AbstractContextManager[None]:
@@ -162,13 +162,13 @@ class StageState:
         return layers() if self.saved is None else self.saved.run(layers, value, read)
 
     def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
-        """Takes a handle's gradient from the last backward before an update, while that still runs."""
+        """Takes a handle's gradient from the last backward before an update, while this backward still runs."""
         assert self.optimizer.all_reduce is not None
         self.optimizer.all_reduce.put(index, self.gradients.complete(index, gradient))
 
-    def add(self, held: SavedForward, found: list[torch.Tensor | None]) -> None:
-        """Takes in a microbatch's gradients of the weights, with which the seat is done with it."""
-        self.gradients.add(found, held.weight)
+    def add_gradients(self, held: SavedForward, gradients: list[torch.Tensor | None]) -> None:
+        """Adds a microbatch's gradients of the weights, which completes the microbatch at this stage."""
+        self.gradients.add(gradients, held.weight)
         if held.weights is not None:
             stashes = self._rule.backward_rule == "stash"
             read = held.weights.version if stashes else self.versions.newest
@@ -179,25 +179,24 @@ class StageState:
     def update(
         self, program: Program, op: Op, present_share: float, total: int | None
     ) -> list[tuple[int, int, int, int]]:
-        """Makes an update from the gradients in the handles; returns the tags of those gradients.
+        """Makes an update from the gradients in the handles.
 
         Args:
-            program: that is run.
             op: the update.
-            present_share: of the round's replicas, on the learning rate.
-            total: microbatches of the stream; None while nobody knows.
+            present_share: of the round's replicas; a factor on the learning rate.
+            total: microbatches of the stream; None if not known yet.
 
-        A tag is (microbatch, forward version, backward version, version that the update started from).
+        Returns: for each gradient (microbatch, forward version, backward version, version before the update).
         """
         stage, updates, compensator = op.stage, program.updates, self.optimizer.compensator
         newest = self.versions.newest
-        behind, step = self.next_forward, program.placement.replicas[stage]
+        first, step = self.next_forward, program.placement.replicas[stage]
         if compensator.needs_read_weights:
-            # Also where this replica has no part in the next update, it needs the weights that the others read for it.
-            behind, step = updates.members(stage, op.index + 1).start, 1
+            # Even without a part in the next update, this replica needs the weights that the others read for it.
+            first, step = updates.members(stage, op.index + 1).start, 1
             read = program.weights.forward_version(stage, updates.members(stage, op.index).start)
             compensator.penalise(self.versions.peek().leaves, self.versions.peek(read).leaves)
-        coming = program.weights.readable(stage, behind, newest, step=step, total=total)
+        coming = program.weights.readable(stage, first, newest, step=step, total=total)
         self.versions.begin_update(coming)
         if self.predictions is not None:
             self.predictions.begin_update()
@@ -212,7 +211,7 @@ class StageState:
 
 @contextmanager
 def evaluating(stage_states: Iterable[StageState]) -> Iterator[None]:
-    """Sets the modules to evaluation, and back to the mode that each had."""
+    """Context in which the modules are in evaluation mode; restores the mode of each."""
     flags = [flag for stage_state in stage_states for flag in stage_state.module.train(False)]
     try:
         yield

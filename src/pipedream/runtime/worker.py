@@ -1,9 +1,8 @@
-"""The worker: the loop of one rank. It reads a program and does what it says, one instruction after the other.
+"""The worker: the loop of one rank, which executes a program instruction by instruction.
 
-A worker is a generator. It yields a `Pending` where it would wait and a `Done` for each minibatch that its
-own weights have taken in; what waiting means is a clock's business (`clock.py`), so the same worker runs in
-one process with all the others, or alone over a network. It decides nothing: order, messages and versions
-stand in the program, which was verified before.
+A worker is a generator. It yields a `Pending` where it would wait, and a `Done` for each minibatch whose gradients are
+in its own weights. The clock (`clock.py`) decides how to wait, so the same worker runs in one process with all others, or
+in its own process. It decides nothing: order, messages and versions are in the program, which was verified before.
 """
 
 from __future__ import annotations
@@ -44,21 +43,20 @@ class Worker:
     """One rank.
 
     Args:
-        rank: of this worker.
-        program: of the training, or of its first phase, verified.
+        program: of the training or of its first phase, verified.
         evaluation: the program of forwards alone.
-        stage_states: stage -> what lives here.
-        remote_forwards: stage -> what runs here on weights that live elsewhere.
-        weight_packets: stage -> how the weights of a seat travel to where they are fetched.
-        senders, receivers: channel number -> its end, for the channels of the programs.
+        stage_states: stage -> its state on this rank.
+        remote_forwards: stage -> its forwards here, on weights of another rank.
+        weight_packets: stage -> format of its weights for ranks that fetch them.
+        senders, receivers: channel number -> its end at this rank.
         results: this rank's part in losses and metrics.
         scorer: of the last stage's outputs.
-        device: where it computes.
-        coupling: decides over the updates of this rank's stages.
+        coupling: decides about the updates of this rank's stages.
 
     Attributes:
-        clock: updates of the input stage since this program was taken up.
-        trained: phase -> (begin, end): minibatches done at its first stream here and behind its last, if it had any.
+        clock: updates of the input stage with this program.
+        trained: phase -> (begin, end): minibatches done before its first stream here and after its last.
+        stop_requested: returns whether an interrupt came.
     """
 
     def __init__(
@@ -78,7 +76,9 @@ class Worker:
         coupling: UpdateBarrier,
     ) -> None:
         self.rank = rank
-        self.stage_states, self.remote_forwards, self._weight_packets = stage_states, remote_forwards, weight_packets
+        self.stage_states = stage_states
+        self.remote_forwards = remote_forwards
+        self._weight_packets = weight_packets
         self._evaluation = evaluation
         self.senders = senders
         self.receivers = receivers
@@ -101,7 +101,7 @@ class Worker:
         self._begin(DataStream(), None)
 
     def switch_to(self, program: Program, phase: int) -> None:
-        """Takes up a verified program over the same channels, at a drain; `phase` is its number in the run."""
+        """Switches to a verified program over the same channels, at a drain; `phase` is its number in the run."""
         self.program = program
         self._ends_update = program.ends_update(self.rank)
         self.recorder.switch_to(phase)
@@ -114,7 +114,7 @@ class Worker:
     # -- the three things a worker does -------------------------------------------------------------
 
     def train(self, data: Microbatches | None, until: int | None) -> Generator[Pending[Any] | Done, None, None]:
-        """Trains until the stream ends, and drains. `ending` says then why it ended.
+        """Trains until the stream ends, and drains; sets `ending` to the reason.
 
         Args:
             data: at the workers of the input stage; None elsewhere.
@@ -140,7 +140,7 @@ class Worker:
         self.recorder.note_peak(max(stage_state.versions.peak for stage_state in self.stage_states.values()))
 
     def evaluate(self, data: Microbatches | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
-        """Runs forwards alone, and ends with one `Done` that holds the means over all minibatches."""
+        """Runs forwards alone, and yields one `Done` at the end with the means over all minibatches."""
         self._begin(DataStream(ema=ema), data)
         with evaluating(self.stage_states.values()):
             yield from (event for event in self._run(self._evaluation) if not isinstance(event, Op))
@@ -150,7 +150,7 @@ class Worker:
         yield (yield from self.results.collect(0, range(len(owners)), self.rate))
 
     def predict(self, data: Microbatches | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
-        """Runs forwards alone, and yields the outputs in order, at rank 0 only."""
+        """Runs forwards alone; yields the outputs in order, at rank 0 only."""
         self._begin(DataStream(predicts=True, ema=ema), data)
         ahead, given = self.program.plan.in_flight[0], 0
         with evaluating(self.stage_states.values()):
@@ -158,7 +158,7 @@ class Worker:
                 if not isinstance(event, Op):
                     yield event
                 elif self.rank == 0 and self._total is None and event.index - given >= ahead:
-                    # Outputs are taken as they come, so that no worker has to keep many.
+                    # Outputs are received as they come, so that no worker has to keep many.
                     yield (yield from self._output(given))
                     given += 1
             while self.rank == 0 and given < (self._total or 0):
@@ -167,12 +167,12 @@ class Worker:
 
     @property
     def where(self) -> str:
-        """What the worker does now, in words."""
+        """Description of what the worker is doing."""
         return "the start" if self._at is None else self._at[0].describe(self._at[1])
 
     @property
     def rate(self) -> float:
-        """The learning rate now, before the stages' factors."""
+        """The present learning rate, before the stages' factors."""
         return self.stage_states[min(self.stage_states)].optimizer.rate
 
     def _output(self, index: int) -> Generator[Any, None, Output]:
@@ -181,7 +181,7 @@ class Worker:
     # -- the loop -----------------------------------------------------------------------------------
 
     def _run(self, program: Program) -> Generator[Any, None, None]:
-        """Does the instructions of a program; yields what it would wait for, what is done, and each op."""
+        """Executes the instructions of a program; yields what it would wait for, each `Done`, and each op."""
         for instruction in program.instructions(self.rank, lambda: self._total):
             self._at = (program, instruction)
             try:
@@ -206,7 +206,7 @@ class Worker:
             except Exception as error:
                 text = f"{type(error).__name__}: {str(error).strip() or repr(error)}"
                 raise WorkerError(self.rank, self.where, text) from error
-        # The end of a stream comes once on each channel that carries forwards; read those still unread.
+        # The end of a stream arrives once on each channel that serves forwards; receive those still unread.
         while unread := self._mailbox.unread(program.channels):
             yield from self._receive(program, unread[0], self._total or 0)
 
@@ -254,7 +254,7 @@ class Worker:
             self.results.send_sums(self._stream.minibatch(op.index))
 
     def _admit(self, op: Op) -> Message | None:
-        """Takes the next microbatch from the data; ends the stream where there is none."""
+        """Takes the next microbatch from the data; ends the stream if there is none."""
         if self._stream.trains and self.program.placement.replicas[0] == 1 and self.stop_requested():
             self._stop_feed(Ending.INTERRUPT)
         assert self._data is not None
@@ -270,44 +270,40 @@ class Worker:
     # -- backward and update ------------------------------------------------------------------------
 
     def _backward_op(self, op: Op) -> None:
-        """Does a backward, or a half of it: the gradients of what arrived, or later those of the weights."""
+        """Runs a backward, or a half of it: the gradients of the received tensors, or later those of the weights."""
         stage_state = self.stage_states[op.stage]
         if self.program.placement.is_remote(op.stage):
             self._saved_forwards[op.stage, op.index] = self._forwards.recompute(
                 op, stage_state, self._mailbox.take("kept", op)
             )
         held = self._saved_forwards[op.stage, op.index]
-        makes_inputs, makes_weights = op.kind is not Kind.WEIGHT_GRADIENT, op.kind is not Kind.INPUT_GRADIENT
-        last = makes_weights and stage_state.optimizer.all_reduce is not None and self._ends_update(op) is not None
-        message = self._mailbox.take("gradient", op) if makes_inputs and op.stage < self._last else None
+        with_inputs = op.kind is not Kind.WEIGHT_GRADIENT
+        with_weights = op.kind is not Kind.INPUT_GRADIENT
+        last = with_weights and stage_state.optimizer.all_reduce is not None and self._ends_update(op) is not None
+        message = self._mailbox.take("gradient", op) if with_inputs and op.stage < self._last else None
         start = self.recorder.mark()
-        back: list[torch.Tensor | None] = []
-        found: list[torch.Tensor | None] = []
+        input_gradients: list[torch.Tensor | None] = []
+        weight_gradients: list[torch.Tensor | None] = []
         if held.weights is not None:
-            scale = stage_state.optimizer.scale
+            module, scale, sums = stage_state.module, stage_state.optimizer.scale, stage_state.gradients
+            ready = stage_state.gradient_ready if last else None
             with stage_state.backward_context(held):
-                accumulators, ready = (
-                    (stage_state.gradients.accumulators, stage_state.gradient_ready if last else None)
-                    if makes_weights
-                    else ([], None)
-                )
-                if not makes_inputs:
-                    found = stage_state.module.backward_weights(held, accumulators, ready)
-                elif makes_weights:
-                    found, back = stage_state.module.backward(
-                        held, held.output_gradients(message, scale), accumulators, ready
-                    )
+                if not with_weights:
+                    input_gradients = module.backward_inputs(held, held.output_gradients(message, scale))
+                elif not with_inputs:
+                    weight_gradients = module.backward_weights(held, sums.accumulators, ready)
                 else:
-                    back = stage_state.module.backward_inputs(held, held.output_gradients(message, scale))
-        if makes_weights:
-            stage_state.add(self._saved_forwards.pop((op.stage, op.index)), found)
+                    weight_gradients, input_gradients = module.backward(
+                        held, held.output_gradients(message, scale), sums.accumulators, ready
+                    )
+        if with_weights:
+            stage_state.add_gradients(self._saved_forwards.pop((op.stage, op.index)), weight_gradients)
         if last:
             stage_state.optimizer.close(stage_state.gradients, float(self.stop_requested()))
-        if makes_inputs and op.stage:
+        if with_inputs and op.stage:
             content = Content.EMPTY if held.weights is None else Content.DATA
-            self._mailbox.put(
-                "gradient", op.stage - 1, Message(op.index, content, tensors=tuple(back), weight=held.weight)
-            )
+            gradients = Message(op.index, content, tensors=tuple(input_gradients), weight=held.weight)
+            self._mailbox.put("gradient", op.stage - 1, gradients)
         self.recorder.note(op.kind.value, op.stage, self._stream.number(op.index), start)
 
     def _update_op(self, op: Op) -> Generator[Any, None, None]:
@@ -332,7 +328,7 @@ class Worker:
             m = self.program.microbatches
             members = self.program.updates.members(op.stage, op.index, self._total)
             if self.program.updates.mean_of_rounds and self._total is None:
-                # A round may be the last one and not full before this worker has heard of the end.
+                # A round may be the last one, and incomplete, before this worker has received the end.
                 members = members[: round(share * self.program.placement.replicas[op.stage])]
             for minibatch in range(members.start // m, -(-members.stop // m)):
                 yield (yield from self.results.collect(minibatch, self.results.replicas_of(minibatch, m), self.rate))
@@ -357,7 +353,7 @@ class Worker:
         self.recorder.note("send", channel.source, self._stream.number(index), start)
 
     def _end(self, total: int, ending: Ending) -> None:
-        """Ends the stream at `total` microbatches and tells the stages behind."""
+        """Ends the stream at `total` microbatches, and informs the following stages."""
         self._total = total
         self.ending = ending
         self._mailbox.end(total, ending)
@@ -365,7 +361,7 @@ class Worker:
     # -- small things -------------------------------------------------------------------------------
 
     def _begin(self, stream: DataStream, data: Microbatches | None, cycle: int = 1, until: int | None = None) -> None:
-        """Forgets the stream before, and gets ready for the next."""
+        """Begins a stream; drops what is left of the one before."""
         self._data = data
         if data is not None:
             replica = dict(self.program.placement.stage_replicas(self.rank)).get(0, 0)

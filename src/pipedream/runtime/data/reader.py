@@ -136,7 +136,7 @@ class LoaderReader(MinibatchReader):
         before = [known for known in self._epoch_states if known <= epoch]
         if not before:
             raise PipelineError(
-                f"the data's state was asked for at epoch {epoch}, minibatch {batches}, but the loader is being read "
+                f"the data's state was requested at epoch {epoch}, minibatch {batches}, but the loader is being read "
                 f"at epoch {max(self._epoch_states)}; ask for the position at a drain"
             )
         return dict(self._epoch_states[max(before)])
@@ -152,7 +152,7 @@ class IterableReader(LoaderReader):
     """Reads any iterable, one minibatch ahead within an epoch to know which one ends it.
 
     A position is found again by iterating and throwing away, which loads what is thrown away. A loader with
-    ``state_dict`` and ``load_state_dict`` is asked for its state before each read instead, so that its state after
+    ``state_dict`` and ``load_state_dict`` is queried for its state before each read instead, so that its state after
     any count of yielded minibatches is known although one was read ahead.
     """
 

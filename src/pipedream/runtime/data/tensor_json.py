@@ -1,4 +1,4 @@
-"""Values with tensors in them as JSON, for the state of a loader; nothing is pickled."""
+"""Values that may contain tensors as JSON, for the state of a loader; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _TENSOR, _TUPLE, _BYTES = "__tensor__", "__tuple__", "__bytes__"
 
 
 def to_json(value: Any, where: str = "the loader's state_dict()") -> Any:
-    """Returns a value as JSON has it: tensors, tuples and bytes become marked dicts.
+    """Returns a value that JSON can hold: tensors, tuples and bytes become marked dicts.
 
     Raises:
-        PipelineError: it holds something else, or a dict whose keys are not texts; names the place.
+        PipelineError: it holds something else, or a dict whose keys are not strings; names the place.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -37,8 +37,8 @@ def to_json(value: Any, where: str = "the loader's state_dict()") -> Any:
         return {key: to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
     raise PipelineError(
         f"{where} is a {type(value).__name__}"
-        + (" with keys that are not texts" if isinstance(value, Mapping) else "")
-        + ", which JSON cannot hold; keep numbers, texts, tensors, bytes, lists, tuples and dicts keyed by texts in it"
+        + (" with keys that are not strings" if isinstance(value, Mapping) else "")
+        + ", which JSON cannot hold; use numbers, strings, tensors, bytes, lists, tuples and dicts with string keys"
     )
 
 

@@ -1,8 +1,8 @@
-"""Emulated stages: layers that wait for the planned seconds in place of computing, run by the runtime as any other.
+"""Emulated stages: layers that wait for the planned time instead of computing, run by the runtime like any others.
 
-Messages, weights, gradients and their sums have the planned sizes, versions are kept and copied, so that a plan with
-more workers than there are cores can be timed. All tensors are zeros whose memory the system hands out when it is
-first written: what nobody writes costs nothing.
+Messages, weights, gradients and their sums have the planned sizes, and versions are kept and copied, so that a plan with
+more workers than there are cores can be timed. All tensors are zeros; the system allocates their memory only when it is
+first written, so that unwritten memory costs nothing.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MOST_PIECES = 32
 
 
 def emulated_model(stages: Sequence[Stage], microbatches: int, *, splits_backward: bool = False) -> nn.Sequential:
-    """Returns a model of one layer a stage, named ``stage0``, ``stage1``, ...
+    """Returns a model with one layer per stage, named ``stage0``, ``stage1``, ...
 
     Args:
         stages: with the seconds and bytes of one minibatch.
         microbatches: parts of a minibatch; each part is one row of the tensors.
-        splits_backward: half of a backward's seconds are the weight gradients', as in `simulator.costs`.
+        splits_backward: weight gradients take half of a backward's time, as in `simulator.costs`.
     """
     last = len(stages) - 1
     model = nn.Sequential()
@@ -50,27 +50,29 @@ def emulated_batch(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def emulated_optimizer(stages: Sequence[Stage]) -> Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
-    """Returns the factory of the optimizers of `emulated_model`, whose steps wait for the planned seconds."""
+    """Returns the factory of optimizers for `emulated_model`, whose steps wait for the planned time."""
 
     def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         numbers = {int(name.split(".")[0].removeprefix("stage")) for name, _ in named}
-        seconds = sum(stages[number].update_s - stages[number].copy_s for number in numbers)  # copies are made
+        seconds = sum(
+            stages[number].update_s - stages[number].copy_s for number in numbers
+        )  # the runtime really copies
         return EmulatedOptimizer([parameter for _, parameter in named], seconds)
 
     return make
 
 
 class EmulatedStage(nn.Module):
-    """One stage: waits, and makes tensors of the planned sizes.
+    """One stage: waits, and returns tensors of the planned sizes.
 
-    The weights of a replicated stage are in pieces, whose gradients come one after the other over the backward, as
-    the planner takes them to (`core.plan.cost.visible_sum_s`).
+    The weights of a replicated stage are in pieces whose gradients come one after another over the backward, as the
+    planner assumes (`core.plan.cost.visible_sum_s`).
 
     Args:
         stage: with the seconds and bytes of one minibatch.
         microbatches: parts of a minibatch.
         sends: its output is a message; otherwise it is the loss.
-        splits_backward: the gradients of the weights leave the path to what arrived, and take half of the seconds.
+        splits_backward: the weight gradients are computed off the path to the stage's input, in half of the time.
     """
 
     def __init__(self, stage: Stage, microbatches: int, *, sends: bool, splits_backward: bool = False) -> None:
@@ -88,18 +90,19 @@ class EmulatedStage(nn.Module):
         self._piece_s = stage.backward_s / microbatches / pieces
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Waits for the seconds of a forward; returns rows of the planned size."""
+        """Waits for the time of a forward; returns rows of the planned size."""
         made = _EmulatedForward.apply(value, self._forward_s, self._columns, self._activation_bytes)  # type: ignore[no-untyped-call]
-        nowhere, halves = torch.empty(0, dtype=torch.long), (self._piece_s / 2,) * 2
+        no_index = torch.empty(0, dtype=torch.long)
+        halves = (self._piece_s / 2, self._piece_s / 2)
         if not value.requires_grad:
-            halves = 0.0, self._piece_s  # nothing goes back: all is done for the weights
+            halves = 0.0, self._piece_s  # no gradient is sent back: all time is for the weights
         for weights in self.weights:
             if self._splits:
                 if halves[0]:
                     made = _EmulatedInputGradient.apply(made, halves[0])  # type: ignore[no-untyped-call]
-                # Adds no rows, which costs nothing: a node of autograd's own, where the halves of a backward part.
-                apart = _EmulatedWeightGradient.apply(weights, self._columns, halves[1])  # type: ignore[no-untyped-call]
-                made = made.index_add_(0, nowhere, apart)
+                # Adds no rows, at no cost: a node of autograd's own at which the halves of a backward separate.
+                weight_gradient = _EmulatedWeightGradient.apply(weights, self._columns, halves[1])  # type: ignore[no-untyped-call]
+                made = made.index_add_(0, no_index, weight_gradient)
             else:
                 made = _EmulatedBackward.apply(made, weights, self._piece_s)  # type: ignore[no-untyped-call]
         return torch.as_tensor(made)
@@ -118,15 +121,15 @@ class EmulatedOptimizer(torch.optim.Optimizer):
         self._seconds = seconds
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Waits for the seconds of an update."""
+        """Waits for the time of an update."""
         _wait(time.perf_counter(), self._seconds)
 
     def velocity(self, parameter: nn.Parameter) -> None:
-        """Tells those who predict weights that its step has no direction."""
+        """Returns None, for methods that predict weights: its step has no direction."""
 
 
 class _EmulatedForward(torch.autograd.Function):
-    """Waits; the gradient of what came in is as large as that."""
+    """Waits; the gradient of the input has the input's size."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, seconds: float, columns: int, activation_bytes: int) -> torch.Tensor:
@@ -143,7 +146,7 @@ class _EmulatedForward(torch.autograd.Function):
 
 
 class _EmulatedBackward(torch.autograd.Function):
-    """A piece of a stage's weights: passes the value through, and waits in the backward for its gradient."""
+    """Passes the value through, and waits in the backward for the gradient of a piece of the weights."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, weights: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -157,7 +160,7 @@ class _EmulatedBackward(torch.autograd.Function):
 
 
 class _EmulatedInputGradient(torch.autograd.Function):
-    """Waits in the backward, as for the gradient of what came in."""
+    """Waits in the backward for the gradient of the input."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -172,7 +175,7 @@ class _EmulatedInputGradient(torch.autograd.Function):
 
 
 class _EmulatedWeightGradient(torch.autograd.Function):
-    """A piece of a stage's weights that gives no rows, and waits in the backward for its gradient."""
+    """Returns no rows, and waits in the backward for the gradient of a piece of the weights."""
 
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, columns: int, seconds: float) -> torch.Tensor:
@@ -186,7 +189,7 @@ class _EmulatedWeightGradient(torch.autograd.Function):
 
 
 def _zeros(*shape: int) -> torch.Tensor:
-    # numpy asks the system for pages of zeros, which it gives when they are written; torch would write them here.
+    # numpy asks the system for zero pages, which are allocated when written; torch would write them here.
     return torch.from_numpy(np.zeros(shape, dtype=np.float32))
 
 

@@ -1,11 +1,11 @@
-"""Weights computed at one stage: predictions and corrections, as tensors (see `core.schedule.prediction`).
+"""Weight predictions of one stage, as tensors (see `core.schedule.prediction`).
 
-A view of a stage that has one set of weights is written into its storage for a pass, and what stood there is put back
-to the bit: graphs go on seeing the weights, because nothing but the storage's content changes. Where the backward shall
-read what its forward read, or several forwards shall, the view is kept.
+At a stage with one set of weights, a prediction is written into its storage for one pass, and the weights are restored
+to the bit afterwards. Graphs keep seeing the weights, because only the content of the storage changes. If the backward
+must read what its forward read, or several forwards must read the same, the prediction is kept.
 
-What views are made of lives between updates: the optimizer's own state, and here the last update or an average of
-updates. A checkpoint holds it.
+Predictions are computed from the optimizer's own state, or from the last update or an average of updates, which are kept
+here. A checkpoint contains them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ __all__ = ["WeightPredictions"]
 
 
 class WeightPredictions:
-    """The computed weights of one seat.
+    """The weight predictions of one stage.
 
     Args:
         rule: of the program.
-        stage: whose.
-        versions: of the seat.
-        optimizer: of the seat.
+        versions, optimizer: of the stage.
 
     Raises:
-        ScheduleError: a view by velocity, of an optimizer whose velocity is not known.
+        ScheduleError: a prediction by velocity, with an optimizer whose velocity is not known.
     """
 
     def __init__(self, rule: WeightRule, stage: int, versions: Versions, optimizer: Optimizer) -> None:
@@ -63,11 +61,11 @@ class WeightPredictions:
         self._shared_version = 0
 
     def begin(self) -> None:
-        """Gets ready for a stream, whose versions are counted anew."""
+        """Begins a stream, whose versions are counted anew."""
         self._shared_asked = None
 
     def read(self, version: int) -> tuple[WeightSet, int]:
-        """Returns what a forward reads of a version (see `Versions.read`), and the version that this is a view of."""
+        """Returns what a forward reads for a version (see `Versions.read`), and the version it is predicted from."""
         if self._until is Kind.BACKWARD:
             found = self._versions.read_prediction(version, self._fill)
             return found, found.version
@@ -84,7 +82,7 @@ class WeightPredictions:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Lets the view that was read stand in the storage of the weights, for a forward."""
+        """Context of a forward: the prediction that was read is in the storage of the weights."""
         if self._forward is None or self._until is Kind.BACKWARD:
             yield
         else:
@@ -93,7 +91,7 @@ class WeightPredictions:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Lets the view stand in the storage of the weights, for a backward."""
+        """Context of a backward: its prediction is in the storage of the weights."""
         if self._backward is None:
             yield
         else:
@@ -101,14 +99,14 @@ class WeightPredictions:
                 yield
 
     def begin_update(self) -> None:
-        """Notes the weights before the optimizer's step."""
+        """Copies the weights before the optimizer's step."""
         if DIFFERENCE in self._added:
             _copy(self._added[DIFFERENCE], self._weights)
         if AVERAGE in self._added:
             self._save_weights()
 
     def end_update(self) -> None:
-        """Takes in what the update has added."""
+        """Records what the update has added to the weights."""
         if DIFFERENCE in self._added and self._handles:
             last = self._added[DIFFERENCE]
             torch._foreach_neg_(last)
@@ -118,19 +116,19 @@ class WeightPredictions:
             torch._foreach_lerp_(self._added[AVERAGE], added, 1.0 - self._gamma)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns what a checkpoint must hold, as ``difference/NAME`` or ``average/NAME``."""
+        """Returns what a checkpoint must contain, as ``difference/NAME`` or ``average/NAME``."""
         names = list(self._versions.handles)
         return {f"{kind}/{n}": t for kind, row in self._added.items() for n, t in zip(names, row, strict=True)}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes up what `tensors` gave; what is missing, as in a checkpoint of another method, begins at 0."""
+        """Loads what `tensors` returned; missing ones, as in a checkpoint of another method, begin at 0."""
         for name, tensor in self.tensors().items():
             found = tensors.get(name)
             tensor.zero_() if found is None else tensor.copy_(found)
 
     @property
     def _weights(self) -> list[torch.Tensor]:
-        # Handles may be pointed elsewhere, so this is asked each time; .data: no version counter that graphs look at.
+        # Computed each time, because handles may be pointed elsewhere; .data, because graphs check version counters.
         return [handle.data for handle in self._handles]
 
     @contextmanager
@@ -158,19 +156,21 @@ class WeightPredictions:
         self._advance(self._forward, targets)
 
     def _advance(self, prediction: WeightPrediction, targets: list[torch.Tensor]) -> None:
-        """Moves tensors that hold the weights by the view's horizon."""
+        """Moves tensors that hold the weights by the prediction's horizon."""
         horizon = prediction.horizons[self._stage]
         if prediction.by != VELOCITY:
             for target, added in zip(targets, self._added[prediction.by], strict=True):
                 target.add_(added, alpha=horizon)
             return
-        self._optimizer.step_scheduler(self._optimizer.scheduler_steps_due)  # the rate of the coming update
+        self._optimizer.step_scheduler(
+            self._optimizer.scheduler_steps_due
+        )  # to use the learning rate of the coming update
         by_handle = dict(zip(self._handles, targets, strict=True))
         add_velocity(self._optimizer.optimizer, by_handle, horizon * self._optimizer.rate_factor)
 
 
 def _moving(prediction: WeightPrediction | None, stage: int) -> WeightPrediction | None:
-    """Returns a view, or None where it is the version itself."""
+    """Returns a prediction, or None if it is the version itself."""
     return prediction if prediction is not None and prediction.horizons[stage] else None
 
 

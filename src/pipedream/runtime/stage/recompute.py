@@ -1,17 +1,17 @@
-"""Recomputation: a stage keeps only its input between forward and backward, which does the forward again.
+"""Recomputation: a stage keeps only its input between forward and backward, and the backward repeats the forward.
 
-After Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), and GPipe (2019, section 2.3), whose unit is
-the stage. The second forward gives the first one's numbers to the bit:
+After Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), and GPipe (2019, section 2.3), which recomputes
+whole stages. The second forward gives the first one's numbers to the bit:
 
-- it reads the same version of the weights, which its reader holds until the backward (under the backward rule
-  'recompute' it reads newer ones, and its numbers are those of a forward at these);
-- its masks are the same, because each layer's generator is seeded by microbatch and layer, and the loss draws from
-  the generator as it stood before;
-- it reads the buffers as they were, and what it writes into them is dropped: statistics move once;
-- its input is the one that arrived: the first forward worked on a copy, because a layer may write into it.
+- it reads the same version of the weights, which is kept until the backward (under the backward rule 'recompute' it
+  reads newer ones, and its numbers are those of a forward with these);
+- its dropout masks are the same, because each layer's generator is seeded by microbatch and layer, and the loss draws
+  from the generator in its earlier state;
+- it reads the buffers in their earlier state, and what it writes into them is dropped: statistics change once;
+- its input is the one that arrived: the first forward used a copy, because a layer may write into it.
 
-The first forward runs with a graph that holds no tensor, so that it takes the same paths through the layers, and tells
-which outputs want a gradient.
+The first forward builds a graph that keeps no tensor, so that it takes the same paths through the layers and shows which
+outputs require a gradient.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ __all__ = ["ForwardFunction", "Recomputation", "without_graph"]
 
 
 class ForwardFunction(Protocol):
-    """From what arrived, and whether it did before, to what goes on; fills in what the backward starts from."""
+    """A stage's forward, from the received message to the next one; fills in the `SavedForward`."""
 
     def __call__(self, message: Message, again: bool = False) -> Message:
-        """Runs the forward."""
+        """Runs the forward; `again` if this is the recomputation."""
 
 
 @dataclass(frozen=True)
 class _BufferSlot:
-    """Where a buffer stands."""
+    """The place of a buffer in a module."""
 
     module: nn.Module
     name: str
@@ -49,39 +49,35 @@ class _BufferSlot:
     @property
     def tensor(self) -> torch.Tensor:
         found = self.module._buffers[self.name]
-        assert found is not None, f"buffer {self.name!r} was taken out"
+        assert found is not None, f"buffer {self.name!r} was removed"
         return found
 
     @property
     def mark(self) -> tuple[int, int]:
-        """Changes where the buffer is replaced, or written by an operation that autograd sees."""
+        """A value that changes if the buffer is replaced, or written by an operation that autograd sees."""
         return id(self.tensor), 0 if self.tensor.is_inference() else self.tensor._version
 
     @property
     def tracks(self) -> bool:
-        """Its statistics move without a word to autograd."""
+        """Whether its statistics change without autograd seeing it."""
         return isinstance(self.module, _NormBase) and self.module.track_running_stats
 
 
 class Recomputation:
-    """The two forwards of one stage that recomputes.
-
-    Args:
-        module: the stage.
-    """
+    """The two forwards of one stage that recomputes."""
 
     def __init__(self, module: StageModule) -> None:
         self._module = module
         owners = {id(m): m for _, layer in module.layers for m in layer.modules()}.values()
-        # All may move, until the first microbatch has told.
+        # Any of them may change, until the first microbatch has shown which do.
         self._moving = [_BufferSlot(m, name) for m in owners for name, b in m._buffers.items() if b is not None]
         self._constant: list[_BufferSlot] | None = None
 
     def forward(self, held: SavedForward, message: Message, run: ForwardFunction) -> Message:
-        """Runs a forward that keeps nothing but what it takes to do it again, in `held.recompute`.
+        """Runs a forward that keeps only what is needed to repeat it, in `held.recompute`.
 
         Raises:
-            RuntimeError: a buffer moves that did not move in the first microbatch.
+            RuntimeError: a buffer changes that did not change in the first microbatch.
         """
         state = self._module.save_generator()
         memo: dict[int, torch.Tensor] = {}
@@ -98,7 +94,7 @@ class Recomputation:
         for slot, mark in zip(self._constant, marks, strict=False):
             if slot.mark != mark:
                 raise RuntimeError(
-                    f"a stage that recomputes wrote into buffer {slot.name!r}, which its first microbatch left alone; "
+                    f"a stage that recomputes wrote into buffer {slot.name!r}, which its first microbatch did not; "
                     "let the layer write it in every forward, or train this stage without recomputation"
                 )
         held.graph_inputs, held.outputs = (), ()
@@ -116,7 +112,7 @@ class Recomputation:
 
     @contextmanager
     def _with_buffers(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Lets other tensors stand in the slots of the buffers that move."""
+        """Context in which other tensors replace the buffers that change."""
         own = [slot.tensor for slot in self._moving]
         for slot, tensor in zip(self._moving, others, strict=True):
             slot.module._buffers[slot.name] = tensor
@@ -128,7 +124,7 @@ class Recomputation:
 
 
 def without_graph(run: ForwardFunction, message: Message) -> Message:
-    """Runs a forward on a copy of what arrived, by the paths that it takes in training; keeps none of its tensors."""
+    """Runs a forward on a copy of the message, by the same paths as in training; keeps none of its tensors."""
     with torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
         result = run(_copied(message), False)
     return replace(result, tensors=tuple(None if t is None else t.detach() for t in result.tensors))
@@ -148,4 +144,4 @@ def _forget(_: torch.Tensor) -> None:
 
 
 def _forgotten(_: None) -> torch.Tensor:
-    raise RuntimeError("a graph that was not kept was gone back through; a layer runs a backward inside its forward")
+    raise RuntimeError("a backward ran through a graph that was not kept: a layer runs a backward inside its forward")

@@ -1,17 +1,16 @@
-"""What a forward saves of its weights, checked once and led elsewhere: the backward rule 'graph' rests on it.
+"""Hooks for the weights that autograd saves: checked once and redirected, for the backward rule 'graph'.
 
-An old graph sees new weights where autograd has saved the weights' own storage, which the optimizer writes. Where it
-has saved something that was computed from a weight alone (a cast under autocast, weight_norm, a mask on the weight, the
-buffer in which cuDNN flattens a recurrent layer's), the graph would go on with the old one, silently, and what a
-backward gives would be a mixture. So the first forward is watched, operation by operation: what comes of weights and
-constants alone, and is no view of a weight, must not be saved. What comes of activations is an activation, and stays
-as it was.
+An old graph sees new weights if autograd has saved the weights' own storage, which the optimizer writes. If it has saved
+something computed from a weight alone (a cast under autocast, weight_norm, a mask on the weight, the buffer in which
+cuDNN flattens the weights of a recurrent layer), the graph would silently use the old one, and the result of a backward
+would be a mixture. So the first forward is watched, operation by operation: values computed from weights and constants
+alone, unless they are views of a weight, must not be saved. Values computed from activations are activations, and are
+saved as usual.
 
-Where there are several versions, the storage that a graph has read is not the one of its backward. Then autograd keeps,
-of what it saves of a weight, the place alone: whose it is and where in it; and a backward finds what stands there in
-the set that it is led to. No old version is kept for a graph. What a function written in Python keeps on its context
-beside `save_for_backward` cannot be led, so it must not be a weight; nor computed from weights alone, wherever the
-backward is.
+With several versions, the storage that a graph has read is not the one of its backward. Then autograd keeps only a
+reference to a slice of a weight (parameter and position), and the backward looks it up in the set that it is redirected
+to. No old version is kept for a graph. What a function written in Python keeps on its context, other than by
+`save_for_backward`, cannot be redirected; it must not be a weight, or be computed from weights alone.
 """
 
 from __future__ import annotations
@@ -35,35 +34,41 @@ from pipedream.runtime.stage.versions import WeightSet
 __all__ = ["SavedTensorHooks"]
 
 _PACKING = {"aten::_cudnn_rnn": -1}
-"""Operations that copy their weights inside, by their name, and which output is the copy."""
+"""Operations that copy their weights internally: name -> index of the output that is the copy."""
 
 _RECOMPUTE = "the method's option backward_rule=recompute, as in paci[backward_rule=recompute]"
 
 _CHECKPOINT = CheckpointFunction._backward_cls
-"""A node that does its forward again in its backward."""
+"""A node that repeats its forward in its backward."""
 
 
 class SavedTensorHooks:
-    """What the forwards of one stage save. The first one through `watching` is checked, further ones are not.
+    """Hooks for the tensors that the forwards of one stage save. Only the first forward is checked.
 
     Attributes:
-        redirects: whether graphs keep places in the weights, for backwards that are led to another version (`redirected_to`).
+        redirects: graphs keep references to slices of weights, for backwards with another version (`redirected_to`).
     """
 
     def __init__(self) -> None:
-        self._checked = self._redirect_checked = self.redirects = False
+        self.redirects = False
+        self._checked = False
+        self._redirect_checked = False
         self._target: Mapping[str, torch.Tensor] = {}
 
     def switch_to(self, redirects: bool) -> None:
-        """Takes up another method's rule at a drain."""
+        """Switches to another method's rule, at a drain."""
         self.redirects = redirects
 
     def run(self, layers: Callable[[], Any], value: Any, read: WeightSet) -> Any:
-        """Returns what the layers make of a value at weights.
+        """Runs the layers with these hooks.
+
+        Args:
+            value: input of the layers.
+            read: weights that they read.
 
         Raises:
-            ScheduleError: as for `watching`; or a layer keeps what it saves in a way of its own (checkpointing,
-                offloading); or graphs are led, and a function keeps a weight that cannot be.
+            ScheduleError: as for `watching`; or a layer saves tensors in its own way (checkpointing, offloading); or a
+                function keeps a weight that cannot be redirected.
         """
         known = self._checked and (self._redirect_checked or not self.redirects)
         with self.watching(value, read) as tracker:
@@ -75,11 +80,11 @@ class SavedTensorHooks:
 
     @contextmanager
     def watching(self, value: Any, read: WeightSet) -> Iterator[_DataflowTracker | None]:
-        """Watches the layers run on a value at weights; gives what tells where tensors come from, the first time.
+        """Context in which the layers run; yields a tracker of where tensors come from, the first time only.
 
         Raises:
-            ScheduleError: autograd has saved what was computed from weights alone, or, where graphs are led, a part of
-                a weight that cannot be found again in another version; names the parameters.
+            ScheduleError: autograd has saved something computed from weights alone, or, with redirection, a part of a
+                weight that cannot be located in another version; names the parameters.
         """
         if self._checked and not self.redirects:
             yield None
@@ -98,15 +103,15 @@ class SavedTensorHooks:
         if tracker is not None and tracker.refused:
             names = "; ".join(f"{name!r} (by {operation})" for name, operation in sorted(tracker.refused.items()))
             raise ScheduleError(
-                "the backward rule 'graph' needs layers of which autograd saves the weights themselves; here it saves "
-                f"what was computed from {names}, and would go on with the old weights there. Take "
-                f"{_RECOMPUTE}, or a layer that uses the parameter as it is (no autocast of it, no "
-                "weight_norm, no mask)"
+                "the backward rule 'graph' needs layers for which autograd saves the weights themselves; here it saves "
+                f"what was computed from {names}, and the backward would use the old weights there. Take "
+                f"{_RECOMPUTE}, or a layer that uses the parameter unchanged (no autocast of it, no weight_norm, "
+                "no mask)"
             )
 
     @contextmanager
     def redirected_to(self, weights: WeightSet) -> Iterator[None]:
-        """Lets a backward find these weights where its graph has saved places."""
+        """Context of a backward that uses these weights where its graph has saved references."""
         self._target = weights.leaves
         try:
             yield
@@ -119,21 +124,21 @@ class SavedTensorHooks:
     def _check_graph(
         self, outputs: Iterable[torch.Tensor], locator: _WeightLocator, tracker: _DataflowTracker | None
     ) -> None:
-        """Checks that all that a graph needs is where the rule says.
+        """Checks that all tensors that a graph needs go through these hooks.
 
         Args:
-            locator: of the weights, where graphs are led.
-            tracker: of the forward, where it was watched.
+            locator: of the weights, with redirection.
+            tracker: of the forward, if it was watched.
 
         Raises:
-            ScheduleError: it is not; names the operation.
+            ScheduleError: one does not; names the operation.
         """
         for node in _nodes(outputs):
-            asked = "the backward rule 'graph' goes back through the activations of the forward and"
+            asked = "the backward rule 'graph' uses the activations of the forward and"
             if isinstance(node, _CHECKPOINT) or any(s.unpack_hook not in (None, self._unpack) for s in saved_by(node)):
                 raise ScheduleError(
-                    f"{asked} the newest weights, but {node.name()} makes what it has saved again, or takes it from "
-                    f"elsewhere (checkpoint, save_on_cpu); take {_RECOMPUTE}, or leave that out"
+                    f"{asked} the newest weights, but {node.name()} recomputes what it has saved, or takes it from "
+                    f"elsewhere (checkpoint, save_on_cpu); take {_RECOMPUTE}, or remove that"
                 )
             kept: list[Any] = tree_leaves(vars(node)) if isinstance(node, BackwardCFunction) else []
             for item in (item for item in kept if isinstance(item, torch.Tensor)):
@@ -143,21 +148,25 @@ class SavedTensorHooks:
                     names = names or "what was computed from " + _quoted(sorted(made.items()))
                     raise ScheduleError(
                         f"{asked} the newest weights, but {node.name()} keeps {names} on its context, where it cannot "
-                        f"be exchanged; let its forward save_for_backward the weight itself, or take {_RECOMPUTE}"
+                        f"be replaced; let its forward save_for_backward the weight itself, or take {_RECOMPUTE}"
                     )
 
 
 class _SavedActivation(NamedTuple):
-    """An activation, and how often it had been written when it was saved: behind hooks autograd does not look."""
+    """An activation, and its version counter when it was saved: autograd does not check tensors of hooks."""
 
     tensor: torch.Tensor
     version: int
 
     def unchanged(self) -> torch.Tensor:
-        """Returns the activation. Raises RuntimeError: it was written in place, as autograd does."""
+        """Returns the activation.
+
+        Raises:
+            RuntimeError: it was written in place meanwhile; autograd raises the same.
+        """
         if self.tensor._version != self.version:
             raise RuntimeError(
-                f"a tensor of shape {tuple(self.tensor.shape)} that the backward needs was written in place behind the "
+                f"a tensor of shape {tuple(self.tensor.shape)} that the backward needs was written in place after the "
                 f"operation that saved it, at version {self.version}, and is at version {self.tensor._version}; let "
                 "the layer write a copy"
             )
@@ -165,12 +174,12 @@ class _SavedActivation(NamedTuple):
 
 
 class _WeightSlice(NamedTuple):
-    """A part of a weight, of whatever version.
+    """A part of a weight, of any version.
 
     Attributes:
         name: of the parameter.
-        size, stride: of the part, as of any tensor.
-        offset: of its first element from the parameter's, in the storage.
+        size, stride: as of any tensor.
+        offset: from the parameter's first element, in the storage.
     """
 
     name: str
@@ -179,13 +188,13 @@ class _WeightSlice(NamedTuple):
     offset: int
 
     def look_up(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns what stands there in one version."""
+        """Returns this part of one version."""
         leaf = leaves[self.name].data
         return leaf.as_strided(self.size, self.stride, leaf.storage_offset() + self.offset)
 
 
 class _WeightLocator:
-    """Which part of the weights a tensor is.
+    """Finds the part of the weights that a tensor is.
 
     Args:
         leaves: of the version that a forward reads.
@@ -198,10 +207,10 @@ class _WeightLocator:
         self._owners.pop(0, None)
 
     def of(self, tensor: torch.Tensor) -> _WeightSlice | None:
-        """Returns which part of a weight a tensor is; None for what is none.
+        """Returns the part of a weight that a tensor is; None if it is not one.
 
         Raises:
-            ScheduleError: a part that another version does not have in the same place.
+            ScheduleError: another version does not have this part in the same position.
         """
         owners = self.owners(tensor)
         if not owners:
@@ -210,7 +219,7 @@ class _WeightLocator:
             offset = int(tensor.storage_offset() - leaf.storage_offset())
             inside = offset >= 0 and offset + _extent(tensor) <= _extent(leaf)
             alike = tensor.dtype == leaf.dtype and tensor.is_conj() == leaf.is_conj() and not tensor.is_neg()
-            # A weight with holes is packed in the other sets.
+            # A weight with holes is dense in the other sets.
             if inside and alike and _extent(leaf) == leaf.numel():
                 return _WeightSlice(name, tensor.size(), tensor.stride(), offset)
         raise ScheduleError(
@@ -220,7 +229,7 @@ class _WeightLocator:
         )
 
     def owners(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Returns the parameters in whose storage a tensor lies."""
+        """Returns the parameters that share their storage with a tensor."""
         return self._owners.get(_place(tensor), [])
 
 
@@ -230,28 +239,28 @@ def _quoted(owners: Iterable[tuple[str, Any]]) -> str:
 
 def _nodes(outputs: Iterable[torch.Tensor]) -> Iterator[Node]:
     """Yields the nodes of a graph, each once."""
-    coming = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen = set(coming)
-    while coming:
-        node = coming.pop()
+    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
         yield node
-        found = {behind for behind, _ in node.next_functions if behind is not None} - seen
+        found = {child for child, _ in node.next_functions if child is not None} - seen
         seen |= found
-        coming += found
+        waiting += found
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Returns how many elements of the storage lie from a tensor's first to its last one, both included."""
+    """Returns the number of elements of the storage from a tensor's first to its last one, inclusive."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 class _DataflowTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows through the operations what is a weight, an activation, or computed from weights and constants alone.
+    """Tracks through all operations what is a weight, an activation, or computed from weights and constants alone.
 
     Attributes:
-        refused: parameter -> operation that made of it what was saved.
+        refused: parameter -> operation that computed a saved tensor from it.
     """
 
     def __init__(self, leaves: Mapping[str, torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
@@ -260,7 +269,7 @@ class _DataflowTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, leaf in leaves.items():
             self._weights.setdefault(_place(leaf), []).append(name)
         self._activations = {_place(tensor) for tensor in inputs}
-        # A storage that is freed and taken again is told anew where it is written; what is nowhere is a constant.
+        # A reused storage is classified anew when it is written; a storage that is in no table is a constant.
         self._made: dict[int, dict[str, str]] = {}
         self.refused: dict[str, str] = {}
 
@@ -288,14 +297,14 @@ class _DataflowTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def note(self, tensor: torch.Tensor) -> None:
-        """Takes what autograd saves."""
+        """Checks a tensor that autograd saves."""
         self.refused |= self.computed_from(tensor)
 
     def computed_from(self, tensor: torch.Tensor) -> dict[str, str]:
-        """Returns, where a tensor was computed from weights alone: parameter -> operation."""
+        """Returns parameter -> operation, if a tensor was computed from weights alone."""
         return self._made.get(_place(tensor), {})
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Returns where a tensor's storage is; 0 where it has none."""
+    """Returns the address of a tensor's storage; 0 if it has none."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0

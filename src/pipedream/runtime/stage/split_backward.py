@@ -1,21 +1,22 @@
-"""A backward in two halves: the gradients of what arrived (I), and later those of the weights (W).
+"""A backward in two halves: the gradients of the received tensors (I), and later those of the weights (W).
 
-The *path* is what leads, in autograd's graph, from the outputs back to what arrived. I goes along it and asks each node
-for the gradients that stay on it, so that of a linear layer's two products one is made. Where gradients leave the path
-for weights, what came to the node is kept. W asks the node once more, for those that leave, and takes them on to the
-weights: in a run of autograd that begins behind the node and knows nothing of the path, so that nothing of it is done
-again. Together the halves do the work of one backward, and give its numbers.
+The *path* consists of the nodes of autograd's graph that lead from the outputs back to the received tensors. I follows
+it and requests from each node only the gradients that stay on it, so that a linear layer computes one of its two
+products. Where gradients leave the path for weights, the incoming gradients of the node are kept. W calls the node once
+more for the gradients that leave the path, and propagates them to the weights in a run of autograd that starts after the
+node and does not see the path, so that nothing on it is repeated. Together the halves do the work of one backward and
+give its numbers.
 
-What cannot be done twice is done in I, and its gradients wait for W as they are:
+Nodes that cannot be called twice run in I, and their gradients are kept for W:
 
-- functions written in Python (compiled modules are some): autograd does not tell them which gradients are wanted, and
-  they may write into what they saved;
-- nodes whose saved tensors are made again when they are asked for (checkpointing, offloading);
-- kernels that make all their gradients at once (`_WHOLE`);
-- what stands between a weight and several nodes of the path, such as a norm of the weight that is taken once.
+- functions written in Python (e.g. compiled modules): autograd does not pass them which gradients are needed, and they
+  may write into what they saved;
+- nodes whose saved tensors are recomputed when they are accessed (checkpointing, offloading);
+- kernels that compute all their gradients at once (`_WHOLE`);
+- nodes between a weight and several nodes of the path, such as a norm of the weight that is computed once.
 
-What W has no use for is let go after I: a node of the path keeps its saved tensors only if gradients are still to leave
-it, and W lets go of them node by node.
+What W does not need is freed after I: a node of the path keeps its saved tensors only if gradients leave the path there,
+and W frees them node by node.
 """
 
 from __future__ import annotations
@@ -34,22 +35,21 @@ __all__ = ["Deferred", "saved_by", "split_backward"]
 
 _WHOLE = frozenset({"CudnnRnnBackward0", "MiopenRnnBackward0", "MkldnnRnnLayerBackward0"})
 
-_Gradients = tuple[Any, ...]  # a gradient for each output of a node, None where none came
+_Gradients = tuple[torch.Tensor | None, ...]  # one for each output of a node
 
 
 class _Branch:
     """A node of the path where gradients leave it for weights.
 
     Args:
-        node: on the path.
-        leaves: weights behind it.
-        off: nodes off the path, by which the gradients leave.
+        leaves: weights that are reached from it.
+        off: the first nodes off the path.
     """
 
     def __init__(self, node: Node, leaves: Sequence[torch.Tensor], off: set[Node]) -> None:
         self.node = node
         self.leaves = list(leaves)
-        # Place among what the node gives, and where that goes: the node off the path, and which of its outputs.
+        # Index among the node's results, the node off the path that gets it, and which of that node's outputs.
         self._ways = [
             (i, to, number) for i, (to, number) in enumerate(node.next_functions) if to is not None and to in off
         ]
@@ -57,8 +57,8 @@ class _Branch:
     def run(self, arrived: _Gradients) -> None:
         """Adds the gradients that leave here to the ``.grad`` of the weights.
 
-        The run of autograd begins at the nodes off the path, with nothing, and in their hooks what the node gives takes
-        the place of nothing. The node is called inside of the run, for then it makes only what the run knows.
+        The run of autograd starts at the nodes off the path with zeros, which their hooks replace by the node's
+        results. The node is called inside of the run, so that it computes only what that run needs.
         """
         made: list[Any] = []
         nothing: dict[tuple[Node, int], torch.Tensor] = {}
@@ -90,10 +90,10 @@ class Deferred:
     """The gradients of weights that I has left for W.
 
     Args:
-        made: weights whose gradients are there already, with these.
-        apart: outputs that lead to weights without the path, with their gradients; and these weights.
+        made: (weight, gradient) where I has computed the gradient.
+        apart: outputs that do not lead to the path, their gradients, and the weights that they reach.
         branches: where gradients leave the path.
-        arrived: number of a branch -> what came to its node, in the order in which it came.
+        arrived: index of a branch -> incoming gradients of its node, in the order of their arrival.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Deferred:
         self._arrived = arrived
 
     def run(self) -> Iterator[torch.Tensor]:
-        """Adds the gradients to the ``.grad`` of the weights; yields each weight when that is done. Runs once."""
+        """Adds the gradients to the ``.grad`` of the weights; yields each weight when it is complete. Runs once."""
         edges, gradients, leaves = self._apart
         left = Counter(leaves)
         for number in self._arrived:
@@ -132,12 +132,12 @@ class Deferred:
 def split_backward(
     outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], entries: Sequence[GradientEdge]
 ) -> tuple[list[torch.Tensor | None], Deferred]:
-    """Returns the gradients of what arrived, and what is left to do for those of the weights.
+    """Returns the gradients of the received tensors, and the rest of the work for those of the weights.
 
     Args:
-        outputs: tensors that the forward made.
+        outputs: of the forward.
         gradients: of the outputs.
-        entries: where what arrived entered the graph.
+        entries: where the received tensors entered the graph.
     """
     roots = [get_gradient_edge(output) for output in outputs]
     graph = _Graph([edge.node for edge in roots], [edge.node for edge in entries])
@@ -161,14 +161,14 @@ def split_backward(
 
 
 class _Graph:
-    """What autograd would go back through.
+    """The nodes that a backward would run through.
 
     Args:
-        roots: nodes that made the outputs.
-        entries: nodes by which what arrived entered; what lies behind them is not looked at.
+        roots: nodes of the outputs.
+        entries: nodes of the received tensors; nodes beyond them are ignored.
 
     Attributes:
-        path: nodes from which an entry is reached, the entries left out.
+        path: nodes from which an entry is reached, without the entries.
         reached: the same with the entries.
     """
 
@@ -195,22 +195,24 @@ class _Graph:
         self.path = self.reached - ends
 
     def shared_out(self) -> tuple[list[torch.Tensor], list[_Branch], list[torch.Tensor]]:
-        """Returns the weights whose gradients are made in I, the branches of the path, and the weights apart from it.
+        """Returns the weights whose gradients I computes, the branches of the path, and the weights apart from it.
 
-        A node off the path runs in one of the halves, and once, with all the weights behind it.
+        A node off the path runs once, in one of the halves, with all the weights that it reaches.
         """
-        behind: dict[Node, list[Any]] = defaultdict(list)  # nodes off the path -> weights
-        readers: dict[Node, set[Node | None]] = {}  # nodes off the path -> from where gradients come; None: an output
+        weights_of: dict[Node, list[Any]] = defaultdict(list)  # nodes off the path -> weights that they reach
+        readers: dict[
+            Node, set[Node | None]
+        ] = {}  # nodes off the path -> nodes of the path before them; None: an output
         ways = {leaf: self._above([leaf], self.path) for leaf in self._leaves}
         for leaf, nodes in ways.items():
             for node in nodes:
-                behind[node].append(leaf)
-        for node in behind:
+                weights_of[node].append(leaf)
+        for node in weights_of:
             above = self._above([node], self.path)
             readers[node] = {parent for other in above for parent in self._parents[other] if parent in self.path}
             readers[node] |= {None} if above & self._roots else set()
         waiting = [leaf for leaf in self._leaves if any(map(_runs_once, readers[leaf]))]
-        for node, leaves in behind.items():
+        for node, leaves in weights_of.items():
             if node not in ways and len(readers[node]) > 1:
                 waiting += leaves
         early: dict[Any, None] = {}
@@ -218,8 +220,8 @@ class _Graph:
             leaf = waiting.pop()
             if leaf not in early:
                 early[leaf] = None
-                waiting += (other for node in ways[leaf] for other in behind[node])
-        off = {node for node, leaves in behind.items() if leaves[0] not in early}
+                waiting += (other for node in ways[leaf] for other in weights_of[node])
+        off = {node for node, leaves in weights_of.items() if leaves[0] not in early}
         late: dict[Node | None, list[torch.Tensor]] = defaultdict(list)
         for leaf in self._leaves:
             if leaf not in early:
@@ -229,7 +231,7 @@ class _Graph:
         return [leaf.variable for leaf in early], [_Branch(n, leaves, off) for n, leaves in late.items() if n], apart
 
     def _above(self, nodes: Sequence[Node], stop: Set[Node] = frozenset()) -> set[Node]:
-        """Returns nodes and all from which they are reached, up to those to stop at."""
+        """Returns nodes and all from which they are reached, without going beyond those in `stop`."""
         found = set(nodes)
         waiting = list(nodes)
         while waiting:
@@ -245,7 +247,7 @@ def _note(arrived: dict[int, _Gradients], number: int, gradients: _Gradients) ->
 
 
 def _done(leaves: Sequence[torch.Tensor], left: Counter[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Takes one from what is left to be added to each weight; yields those that are complete."""
+    """Decrements the additions that are left for each weight; yields the complete ones."""
     for leaf in leaves:
         left[leaf] -= 1
         if not left[leaf]:
@@ -259,7 +261,7 @@ def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tenso
 
 
 def _fitted(gradient: torch.Tensor | None, node: Node, number: int) -> torch.Tensor | None:
-    """Returns a gradient for an output of a node as autograd hands it on: what was broadcast is added up."""
+    """Returns a gradient in the shape and dtype of a node's output, as autograd passes it: summed if broadcast."""
     like = node._input_metadata[number]
     if gradient is None:
         return None
@@ -267,7 +269,7 @@ def _fitted(gradient: torch.Tensor | None, node: Node, number: int) -> torch.Ten
 
 
 def _nothing(node: Node, number: int) -> torch.Tensor:
-    """Returns zeros for the gradient of an output of a node, without memory of their own."""
+    """Returns zeros for the gradient of a node's output, expanded from a single number."""
     like = node._input_metadata[number]
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
 
@@ -281,7 +283,7 @@ def _runs_once(node: Node | None) -> bool:
 
 
 def _let_go(node: Node) -> None:
-    """Frees what a node has saved, by a hook that packs it into nothing."""
+    """Frees what a node has saved, by a hook that packs it into None."""
     for saved in saved_by(node):
         with suppress(RuntimeError):  # it is freed already, or not kept by the node at all
             saved.register_hooks(_forget, _forgotten)
@@ -307,4 +309,4 @@ def _forget(_: torch.Tensor) -> None:
 
 
 def _forgotten(_: None) -> torch.Tensor:
-    raise RuntimeError("a graph was gone back through again that the split of its backward has let go of")
+    raise RuntimeError("a backward ran again through a graph that a split backward has freed")

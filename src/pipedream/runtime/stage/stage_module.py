@@ -1,14 +1,14 @@
-"""A stage at work: the user's own layers, run forward and backward at a chosen version of their weights.
+"""A stage: the user's own layers, run forward and backward with a chosen version of their weights.
 
 Life of a microbatch at a stage:
 
-1. What arrives enters autograd as a non-leaf without a copy, so that a layer may work in place on it.
-2. The leaves of a version stand in the modules' parameter slots while the layers run; then the handles
-   stand there again.
-3. Before each layer the generator is seeded from (run seed, microbatch, layer name), after the last one the
-   user's generator goes on where it was.
-4. The backward takes the gradients of the leaves and of what arrived from autograd, which adds to the sums of
-   the update that is coming: in one go, or in two halves (`runtime.stage.split_backward`).
+1. The received tensors enter autograd as non-leaves without a copy, so that a layer may work on them in place.
+2. While the layers run, the leaves of a version are in the modules' parameter slots; afterwards the handles are there
+   again.
+3. Before each layer the generator is seeded from (run seed, microbatch, layer name); after the last one the user's
+   generator has its earlier state again.
+4. The backward computes the gradients of the leaves, which autograd adds to the sums of the coming update, and of the
+   received tensors: at once, or in two halves (`runtime.stage.split_backward`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CAST_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
 class _GraphInputFunction(torch.autograd.Function):
     """Gives a received tensor a place in the graph without copying it: neither a leaf nor a view.
 
-    The anchor makes autograd come here, although nothing else that it looks for lies behind.
+    The anchor, which requires a gradient, makes autograd call the backward.
     """
 
     @staticmethod
@@ -58,7 +58,7 @@ class GraphInput(NamedTuple):
     """Where a received tensor entered the graph.
 
     Attributes:
-        box: the list that its gradient is put into, where a backward reaches it.
+        box: receives its gradient, if a backward reaches it.
         edge: its place in the graph.
     """
 
@@ -72,16 +72,15 @@ class SavedForward:
 
     Attributes:
         weights: the set that the forward read; None for a microbatch without samples.
-        graph_inputs: of each input that wants a gradient.
-        outputs: tensors that went on, or the loss.
-        wants: for each tensor that arrived, whether its gradient goes back.
-        microbatch: whose.
-        version: that the forward read, or of which it read a view.
+        graph_inputs: of each input that requires a gradient.
+        outputs: tensors that were sent on, or the loss.
+        wants: for each received tensor, whether its gradient is sent back.
+        version: that the forward read, or from which it was predicted.
         weight: loss weight of the microbatch, in its minibatch's unit (`Scorer.score`).
-        scale: gradient of the update's objective by the loss, at the last stage.
-        recompute: does the forward again and fills in entries and outputs; None where its graph was kept.
-        recomputed_weights: the set that it read when it was done again; None where that is the set of the first time.
-        deferred: gradients of the weights that are still to be made, between the halves of a backward.
+        scale: gradient of the update's objective with respect to the loss, at the last stage.
+        recompute: repeats the forward and fills in graph_inputs and outputs; None if its graph was kept.
+        recomputed_weights: the set that the recomputation read, if it is not `weights`.
+        deferred: gradients of the weights that are still to be computed, between the halves of a backward.
     """
 
     weights: WeightSet | None
@@ -98,20 +97,20 @@ class SavedForward:
 
     @property
     def leaves(self) -> WeightSet:
-        """The set whose leaves the graph ends in."""
+        """The set of the leaves in the graph."""
         found = self.recomputed_weights or self.weights
         assert found is not None, "a microbatch without samples has no graph"
         return found
 
     def output_gradients(self, message: Message | None, loss_scale: float = 1.0) -> list[torch.Tensor | None]:
-        """Returns the gradients of the outputs, whose graph is there then, and notes the loss weight.
+        """Returns the gradients of the outputs and records the loss weight; recomputes the graph if it was not kept.
 
         Args:
-            message: that brought them; None at the last stage, which makes its own.
-            loss_scale: factor on those that it makes.
+            message: the gradients as received; None at the last stage, which creates its own.
+            loss_scale: factor on those that it creates.
         """
         if self.recompute is not None:
-            recompute, self.recompute = self.recompute, None  # it holds what arrived
+            recompute, self.recompute = self.recompute, None  # it holds the received message
             recompute()
             del recompute
         if message is None:
@@ -127,13 +126,9 @@ class StageModule:
 
     Args:
         layers: (name, module) in run order; the modules are the user's own.
-        handles: name -> parameter that is trained, each shared one once.
-        device: where it computes.
+        handles: name -> trained parameter; they are in the modules while nothing runs.
         seed: of the run.
-        autocast: low-precision type of the forward; None computes as the weights are.
-
-    Attributes:
-        handles: as given: they stand in the modules while nothing runs.
+        autocast: low-precision dtype of the forward; None keeps the dtype of the weights.
     """
 
     def __init__(
@@ -158,24 +153,24 @@ class StageModule:
             for slot, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in known
         ]
-        # Recurrent layers keep a second list of their weights.
+        # Recurrent layers have a second list of their weights.
         self._recurrent = [m for m in modules.values() if isinstance(m, nn.RNNBase)]
 
     def train(self, mode: bool) -> list[tuple[nn.Module, bool]]:
-        """Sets the training flag of all modules; returns the flags that they had."""
+        """Sets the training flag of all modules; returns the earlier flags."""
         flags = [(m, m.training) for _, layer in self.layers for m in layer.modules()]
         for _, layer in self.layers:
             layer.train(mode)
         return flags
 
     def forward(self, value: Any, leaves: dict[str, torch.Tensor], microbatch: int, first: bool) -> Any:
-        """Runs the layers on a value at the weights `leaves`.
+        """Runs the layers on a value with the weights `leaves`.
 
         Args:
-            value: what the first layer takes; for the model's first layer, possibly a tuple of inputs.
-            leaves: name -> weights, of one version.
-            microbatch: its number since the start of training, for the seeds.
-            first: the value is the model's input; a tuple is handed over as several arguments.
+            value: input of the first layer; for the model's first layer, possibly a tuple of inputs.
+            leaves: name -> weight, of one version.
+            microbatch: number since the start of training, for the seeds.
+            first: the value is the model's input; a tuple is passed as several arguments.
         """
         state = self.save_generator()
         self._set_parameters(leaves)
@@ -193,7 +188,7 @@ class StageModule:
     def enter(
         self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]
     ) -> tuple[Any, tuple[GraphInput, ...]]:
-        """Returns a received value with its place in the graph, and the entries of those whose gradients go back."""
+        """Returns a received value as part of a new graph, and the inputs of the graph whose gradients are sent back."""
         graph_inputs: list[GraphInput] = []
         inside = []
         for tensor, want in zip(tensors, wants, strict=True):
@@ -212,17 +207,17 @@ class StageModule:
         accumulators: Sequence[torch.Tensor | None],
         ready: Callable[[int, torch.Tensor], None] | None = None,
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Returns the gradients of the weights, in the order of the handles, and of what arrived.
+        """Returns the gradients of the weights, in the order of the handles, and of the received tensors.
 
-        A lent tensor is added to in place, and returned. The leaves' ``.grad`` is empty before and after.
+        An accumulator is added to in place, and returned. The leaves' ``.grad`` is None before and after.
 
         Args:
-            held: what the forward kept; its graph is freed.
-            gradients: of the outputs that went on.
+            held: of the forward; its graph is freed.
+            gradients: of the outputs.
             accumulators: for each handle, the sum to add to, or None.
-            ready: takes each handle's number and gradient while the backward still runs, as soon as it is there; what
-                it has taken is None in the answer. The leaves must be watched. On a GPU it is called on a thread of
-                autograd.
+            ready: called with each handle's index and gradient while the backward still runs, as soon as it is complete;
+                the gradient is then None in the result. The leaves must be watched. On a GPU it is called on a thread
+                of autograd.
         """
         outputs, arrived = _with_gradients(held, gradients)
         with self._accumulating(held.leaves, accumulators) as leaves:
@@ -234,11 +229,11 @@ class StageModule:
     def backward_inputs(
         self, held: SavedForward, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Returns the gradients of what arrived alone; `backward_weights` does the rest of the backward.
+        """Returns only the gradients of the received tensors; `backward_weights` does the rest of the backward.
 
         Args:
-            held: what the forward kept; what the rest has no use for is freed.
-            gradients: of the outputs that went on.
+            held: of the forward; what the rest does not need is freed.
+            gradients: of the outputs.
         """
         outputs, arrived = _with_gradients(held, gradients)
         back, held.deferred = split_backward(outputs, arrived, [entry.edge for entry in held.graph_inputs])
@@ -251,10 +246,10 @@ class StageModule:
         accumulators: Sequence[torch.Tensor | None],
         ready: Callable[[int, torch.Tensor], None] | None = None,
     ) -> list[torch.Tensor | None]:
-        """Returns the gradients of the weights, behind `backward_inputs`.
+        """Returns the gradients of the weights, after `backward_inputs`.
 
         Args:
-            held: what that has left; freed as the gradients come.
+            held: freed step by step.
             accumulators, ready: as for `backward`; the leaves need not be watched.
         """
         assert held.deferred is not None
@@ -271,9 +266,9 @@ class StageModule:
     def _accumulating(
         self, weights: WeightSet, accumulators: Sequence[torch.Tensor | None]
     ) -> Iterator[list[torch.Tensor]]:
-        """Gives the leaves, in the order of the handles, to which autograd may add; the sums so far stand in them.
+        """Context of a backward: yields the leaves, in the order of the handles, with the sums so far in ``.grad``.
 
-        They stand in the modules too: a checkpointed layer reads its weights again in the backward.
+        The leaves are in the modules too: a checkpointed layer reads its weights again in the backward.
         """
         leaves = [weights.leaves[name] for name in self._names]
         self._set_parameters(weights.leaves)
@@ -297,7 +292,7 @@ class StageModule:
             module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in flat]
 
     def casting(self) -> AbstractContextManager[Any]:
-        """Returns the context in which layers run, and the loss: autocast takes it up to full precision."""
+        """Returns the context of the layers and of the loss, which autocast computes in full precision."""
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, self._autocast)
@@ -313,7 +308,7 @@ class StageModule:
         return torch.default_generator.get_state(), cuda
 
     def restore_generator(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-        """Sets the user's generators to a state of `save_generator`."""
+        """Restores a state from `save_generator`."""
         torch.default_generator.set_state(state[0])
         if state[1] is not None:
             torch.cuda.set_rng_state(state[1], self.device)
@@ -322,7 +317,7 @@ class StageModule:
 def _with_gradients(
     held: SavedForward, gradients: Sequence[torch.Tensor | None]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns the outputs that a gradient came for, and the gradients."""
+    """Returns the outputs that have a gradient, and the gradients."""
     pairs = [
         (output, gradient)
         for output, gradient in zip(held.outputs, gradients, strict=True)
@@ -334,7 +329,7 @@ def _with_gradients(
 def low_precision_weights(
     layers: Sequence[tuple[str, nn.Module]], handles: dict[str, nn.Parameter], autocast: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """Returns the weights that autocast would cast at each use, with the type that it casts them to.
+    """Returns name -> dtype for the weights that autocast would cast at each use.
 
     A weight shared with a layer that autocast leaves in full precision (a tied embedding) is not among them.
     """
@@ -352,6 +347,6 @@ def low_precision_weights(
 
 
 def outputs_of(value: Any) -> tuple[str, tuple[torch.Tensor, ...], tuple[bool, ...]]:
-    """Returns the structure and tensors of what a stage made, and which of them want a gradient back."""
+    """Returns structure and tensors of a stage's output, and which of them require a gradient."""
     structure, tensors = flatten(value)
     return structure, tensors, tuple(tensor.requires_grad for tensor in tensors)

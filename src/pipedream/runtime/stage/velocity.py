@@ -1,8 +1,8 @@
-"""The direction of an optimizer's step, read off its state, so that weights can be predicted along it.
+"""The velocity of an optimizer: the direction of its step, taken from its state, to predict weights along it.
 
-SGD's momentum buffer; Adam's and AdamW's m / (sqrt(v) + eps), both corrected for their beginning, without decoupled
-decay. An optimizer of the user's own may tell it: ``velocity(parameter)`` returns the direction (its step subtracts
-the rate times that), or None where there is none yet.
+It is SGD's momentum buffer, and m / (sqrt(v) + eps) for Adam and AdamW, with both bias corrections and without decoupled
+decay. A user's own optimizer may have ``velocity(parameter)``, which returns the direction (its step subtracts the
+learning rate times that), or None before the first step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 def add_velocity(
     optimizer: torch.optim.Optimizer, targets: Mapping[torch.nn.Parameter, torch.Tensor], updates: float
 ) -> None:
-    """Moves tensors by so many updates along the direction of the optimizer's step, at its rates; not before the first.
+    """Moves tensors along the velocity at the optimizer's learning rates; does nothing before its first step.
 
     Args:
-        optimizer: one that `check_velocity` lets pass.
+        optimizer: one that `check_velocity` accepts.
         targets: parameter -> tensor to add to, in place.
-        updates: how far; negative for back.
+        updates: distance in steps; negative for backwards.
     """
     for group in optimizer.param_groups:
         scale = -float(group["lr"]) * updates
@@ -47,10 +47,10 @@ def add_velocity(
 
 
 def check_velocity(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer whose direction cannot be told.
+    """Checks that the velocity of an optimizer is known.
 
     Raises:
-        ScheduleError: names it, and what would do.
+        ScheduleError: it is not; names the optimizer and what is supported.
     """
     kind, groups = type(optimizer), optimizer.param_groups
     if hasattr(optimizer, "velocity"):
@@ -58,19 +58,19 @@ def check_velocity(optimizer: torch.optim.Optimizer) -> None:
     reason = ""
     if kind is torch.optim.SGD:
         if any(not group["momentum"] or group["nesterov"] for group in groups):
-            reason = "with SGD it takes momentum=, and nesterov=False"
+            reason = "SGD needs momentum=... and nesterov=False"
     elif kind in _ADAMS:
         if any(group["amsgrad"] for group in groups):
-            reason = f"with {kind.__name__} it takes amsgrad=False"
+            reason = f"{kind.__name__} needs amsgrad=False"
     else:
-        reason = "it is known of SGD with momentum, Adam and AdamW, and of those that have velocity(parameter)"
+        reason = "it is known for SGD with momentum, Adam, AdamW and optimizers that have velocity(parameter)"
     if not reason and any(group["maximize"] for group in groups):
-        reason = "it takes maximize=False"
+        reason = "it needs maximize=False"
     if reason:
         raise ScheduleError(
-            "weights are to be predicted by the velocity of the optimizer, here "
-            f"{kind.__module__}.{kind.__qualname__}: {reason}; take such a one, or predict by the last difference "
-            "(NAME[by=difference], as in pb_lwp[by=difference]), which any optimizer has"
+            "the method predicts weights by the velocity of the optimizer, here "
+            f"{kind.__module__}.{kind.__qualname__}: {reason}; use such an optimizer, or predict by the last difference "
+            "(NAME[by=difference], e.g. pb_lwp[by=difference]), which works with any optimizer"
         )
 
 

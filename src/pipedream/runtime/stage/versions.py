@@ -1,28 +1,28 @@
-"""The versions of a stage's weights: a ring of leaf sets whose newest shares its storage with the optimizer's.
+"""The versions of a stage's weights: sets of leaves, of which the newest shares its storage with the optimizer's.
 
 Life of a version:
 
-1. Update n is due. If nobody will read the newest set any more, the optimizer steps in its storage.
-2. Otherwise the weights are copied into a free set and the optimizer's handles (the user's own
-   parameters) are pointed there; the old set stays as it is for its readers.
-3. The optimizer steps in place; the set is version n.
-4. A forward reads a version: its leaves stand in the modules while the forward runs, and autograd keeps
-   what it needs of them.
-5. The backward releases the version. A set without readers, that no forward to come will read, is free; under
-   vertical sync some versions are never read at all.
+1. Update n is due. If nothing will read the newest set any more, the optimizer steps in its storage.
+2. Otherwise the weights are copied into a free set, and the optimizer's handles (the user's own parameters) are
+   pointed to it; the old set stays unchanged for its readers.
+3. The optimizer steps in place; the set is now version n.
+4. A forward reads a version: its leaves are in the modules while the forward runs, and autograd keeps what it needs
+   of them.
+5. The backward releases the version. A set without readers, which no later forward will read, is free; under vertical
+   sync some versions are never read at all.
 
-Handles are never in a graph: changing ``.data`` of a tensor that a graph has read is silently half wrong
-(docs/lessons.md, Facts). The leaves of a set and the handles share storage but not autograd's version
-counter, so `begin_update` itself asserts that the storage it frees for writing has no reader.
+Handles are never in a graph: changing ``.data`` of a tensor that a graph has read is silently half wrong (docs/lessons.md,
+Facts). The leaves of a set and the handles share storage but not autograd's version counter, so `begin_update` itself
+asserts that the storage it frees for writing has no reader.
 
-Under autocast a set holds low-precision leaves of the weights that autocast would cast, cast once an update
-instead of once a forward; then only the optimizer's copy has full precision.
+Under autocast a set holds low-precision leaves of the weights that autocast would cast. They are cast once per update
+instead of once per forward; then only the optimizer's copy has full precision.
 
-Where a backward reads newer weights than its forward (`core.schedule.weights`), there is mostly one set, and the
-optimizer steps in its storage although graphs have read it: a graph then sees the new weights, because it has saved
-leaves that share storage with the handles but not the version counter. Under tags (`core.schedule.weights`) several
-sets live for forwards to come, none for a graph: what it saves of its weights are names of parts, which its backward
-looks up in another set (`runtime.stage.saved_tensors`).
+If a backward reads newer weights than its forward (`core.schedule.weights`), there is usually one set, and the optimizer
+steps in its storage although graphs have read it. A graph then sees the new weights, because it has saved leaves that
+share storage with the handles but not the version counter. Under tags (`core.schedule.weights`) several sets are kept for
+later forwards, but none for a graph: a graph saves only references to its weights, which its backward looks up in
+another set (`runtime.stage.saved_tensors`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class WeightSet:
     """One version of a stage's weights.
 
     Attributes:
-        version: its number; -1 while it is free.
-        leaves: name -> tensor that a forward reads and a gradient is taken for.
-        readers: forwards that have read it and whose backward is still to come.
-        ready: takes number and gradient of each leaf as soon as a backward has accumulated it; None leaves it in
-            ``.grad``. Only watched leaves ask.
+        version: number; -1 while the set is free.
+        leaves: name -> tensor that a forward reads and that gets a gradient.
+        readers: forwards that have read the set and have had no backward yet.
+        ready: called with index and gradient of each watched leaf as soon as a backward has accumulated it; None leaves
+            the gradient in ``.grad``.
     """
 
     __slots__ = ("leaves", "readers", "ready", "version")
@@ -55,7 +55,7 @@ class WeightSet:
         self.ready: Callable[[int, torch.Tensor], None] | None = None
 
     def watch(self, names: Collection[str]) -> None:
-        """Makes these leaves ask `ready`. Once for each leaf: to make and remove a hook takes several microseconds."""
+        """Makes these leaves call `ready`; only once per leaf, since adding and removing a hook takes microseconds."""
         for number, (name, leaf) in enumerate(self.leaves.items()):
             if name in names:
                 leaf.register_post_accumulate_grad_hook(partial(self._accumulated, number))  # type: ignore[no-untyped-call]
@@ -71,9 +71,13 @@ class Versions:
 
     Args:
         handles: name -> the user's parameter, for those that are trained.
-        low_precision: name -> type of the leaf, for weights that autocast would cast.
-        watched: gradients of the leaves are wanted while a backward still runs (`WeightSet.ready`).
-        single: there is one set, and updates do not mind its readers; another method changes it (`switch_to`).
+        low_precision: name -> dtype of the leaf, for weights that autocast would cast.
+        watched: gradients of the leaves are needed while a backward still runs (`WeightSet.ready`).
+        single: there is one set, and updates ignore its readers; `switch_to` may change this.
+
+    Attributes:
+        newest: version that the handles hold.
+        peak: most versions that were kept since `switch_to`.
     """
 
     def __init__(
@@ -95,13 +99,13 @@ class Versions:
 
     @property
     def alive(self) -> int:
-        """Versions that are held now, the newest included, and views of them."""
+        """Versions that are kept now, including the newest, and predictions from them."""
         return len(self._sets) + len(self._predictions)
 
     @property
     def storages(self) -> int:
-        """Distinct storages of full size that hold weights: those of all sets, free ones too, and the
-        optimizer's own, counted on the first parameter."""
+        """Distinct storages of all the weights: of all sets, including free ones, and of the optimizer, counted by
+        the first parameter."""
         if not self.handles:
             return 1
         name = next(iter(self.handles))
@@ -116,25 +120,27 @@ class Versions:
         """Returns a version for a forward, which must `release` it after its backward.
 
         Raises:
-            KeyError: it is not made yet, or dropped already; the verifier excludes both.
+            KeyError: the version does not exist yet, or no longer; the verifier excludes both.
         """
         found = self._sets[version]
         found.readers += 1
         return found
 
     def peek(self, version: int | None = None) -> WeightSet:
-        """Returns a version, the newest unless said, for use at once: for a forward that has no backward."""
+        """Returns a version, by default the newest, for immediate use: for a forward without a backward."""
         return self._sets[self.newest if version is None else version]
 
     def read_prediction(self, version: int, fill: Callable[[Mapping[str, torch.Tensor]], None]) -> WeightSet:
-        """Returns the view of a version for a forward, which must `release` it after its backward.
+        """Returns the prediction from a version for a forward, which must `release` it after its backward.
 
         Args:
-            version: the newest, unless its view is kept already.
-            fill: writes the view into tensors by name, when nobody keeps it yet.
+            version: the newest, or one whose prediction is kept already.
+            fill: writes the prediction into tensors by name, if it is not kept yet.
         """
         if version not in self._predictions:
-            assert version == self.newest, f"a view of version {version} was asked for, the newest is {self.newest}"
+            assert version == self.newest, (
+                f"a prediction from version {version} was requested, the newest is {self.newest}"
+            )
             made = self._free.pop() if self._free else self.new_storage()
             into = {
                 name: torch.empty_like(handle.data) if name in self._low else made.leaves[name].data
@@ -151,7 +157,7 @@ class Versions:
         return found
 
     def release(self, held: WeightSet) -> None:
-        """Ends a reader's hold."""
+        """Removes a reader from a set."""
         held.readers -= 1
         if not held.readers and self._predictions.get(held.version) is held:
             del self._predictions[held.version]
@@ -159,10 +165,10 @@ class Versions:
             self._free.append(held)
 
     def keep(self, coming: Collection[int]) -> None:
-        """Frees the sets that no reader holds and that no forward to come will read; the newest stays.
+        """Frees the sets that have no reader and that no later forward will read; the newest stays.
 
         Args:
-            coming: versions that forwards to come will read.
+            coming: versions that later forwards will read.
         """
         for old in [v for v, s in self._sets.items() if v not in coming and not s.readers and v != self.newest]:
             freed = self._sets.pop(old)
@@ -170,10 +176,10 @@ class Versions:
             self._free.append(freed)
 
     def begin_update(self, coming: Collection[int]) -> None:
-        """Makes the handles safe to write: moves them to a free set if the newest is still to be read.
+        """Makes the handles safe to write: moves them to a free set if the newest one will still be read.
 
         Args:
-            coming: versions up to the newest that forwards to come will read.
+            coming: versions up to the newest that later forwards will read.
         """
         if self._single:
             self._sets = {self.newest + 1: self._sets[self.newest]}
@@ -197,26 +203,26 @@ class Versions:
         self.peak = max(self.peak, len(self._sets))
 
     def end_update(self) -> None:
-        """Makes what the optimizer wrote the newest version."""
+        """Makes the weights that the optimizer wrote the newest version."""
         self.newest += 1
         self.cast()
 
     def cast(self) -> None:
-        """Casts what stands in the handles into the low-precision leaves of the newest version."""
+        """Casts the handles into the low-precision leaves of the newest version."""
         leaves = self._sets[self.newest].leaves
         for name in self._low:
-            # Not detach(): graphs may have read the leaf, and shall see the new weights.
+            # Not detach(): graphs may have read the leaf, and must see the new weights.
             leaves[name].data.copy_(self.handles[name].data)
 
     def new_storage(self) -> WeightSet:
-        """Returns a set of no version, of storage of its own."""
+        """Returns a free set with its own storage."""
         leaves = self._sets[self.newest].leaves
         return self._new_set(
             -1, {name: torch.empty_like(leaf).detach().requires_grad_() for name, leaf in leaves.items()}
         )
 
     def rewind(self) -> None:
-        """Counts versions from 0 again: after a drain, when one set is left."""
+        """Counts versions from 0 again, after a drain, when one set is left."""
         self.keep(())
         assert self.alive == 1, f"{self.alive} versions after a drain"
         left = self._sets.pop(self.newest)
@@ -224,16 +230,13 @@ class Versions:
         self._sets[0] = left
 
     def switch_to(self, single: bool) -> None:
-        """Takes up another method's rule at a drain; sets that are free then are let go, for it may need fewer.
-
-        The peak begins anew.
-        """
+        """Switches to another method's rule at a drain; drops free sets, since it may need fewer, and resets the peak."""
         self._single = single
         self._free.clear()
         self.peak = self.alive
 
     def reload(self) -> None:
-        """Takes over weights that were written into the handles from outside, after a drain."""
+        """Adopts weights that were written into the handles from outside, after a drain."""
         newest = self._sets[self.newest]
         for name, handle in self.handles.items():
             if name in self._low:
@@ -253,6 +256,6 @@ class Versions:
     def _leaf(self, name: str, handle: torch.nn.Parameter) -> torch.Tensor:
         kind = self._low.get(name)
         if kind is None:
-            # Not detach(): that would share autograd's version counter, which each update moves on.
+            # Not detach(): that would share autograd's version counter, which each update increments.
             return handle.data.requires_grad_()
         return handle.detach().to(kind, copy=True).requires_grad_()

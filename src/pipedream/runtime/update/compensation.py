@@ -235,18 +235,18 @@ def _check_velocity(kind: OfVelocity, optimizer: torch.optim.Optimizer) -> None:
     """
     if not isinstance(optimizer, torch.optim.SGD):
         raise ScheduleError(
-            f"compensation {kind} works on the velocity of torch.optim.SGD, found {type(optimizer).__name__}; take "
-            "error_feedback, which takes any optimizer, or SGD with momentum"
+            f"compensation {kind} works on the velocity of torch.optim.SGD, found {type(optimizer).__name__}; use "
+            "error_feedback, which works with any optimizer, or SGD with momentum"
         )
     for group in optimizer.param_groups:
         if not group["momentum"]:
             raise ScheduleError(
-                f"compensation {kind} was asked for with an SGD without momentum, whose gradients are spent at once: "
-                "there is no velocity to go by; set momentum, or take error_feedback or t1"
+                f"compensation {kind} works on the velocity, which SGD without momentum does not have; set momentum, or "
+                "use error_feedback or t1"
             )
         for option in ("dampening", "nesterov", "maximize"):
             if group[option]:
                 raise ScheduleError(
                     f"compensation {kind} is defined for plain momentum, found SGD with {option}={group[option]!r}; "
-                    f"leave {option} out"
+                    f"remove {option}"
                 )
