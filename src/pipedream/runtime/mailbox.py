@@ -6,14 +6,13 @@ message on each channel that serves forwards.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from pipedream.core.plan.placement import Placement
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.program import Channel
-from pipedream.runtime.comm.channel import Receiver, Sender
+from pipedream.runtime.comm.channel import Receiver, Sender, Waiting
 from pipedream.runtime.comm.message import Content, Ending, Message, copy_as_received
 
 __all__ = ["Mailbox"]
@@ -59,7 +58,7 @@ class Mailbox:
         self._sent: dict[int, int] = {}
         self._last: tuple[int, Ending] | None = None
 
-    def receive(self, number: int, index: int) -> Generator[Any, None, tuple[int, Ending] | None]:
+    def receive(self, number: int, index: int) -> Waiting[tuple[int, Ending] | None]:
         """Receives the next message of a channel; yields where it would wait.
 
         Returns: the count of microbatches and why the stream ends, if the end arrived instead; else None.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.prediction import VELOCITY
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.weights import WeightRule
-from pipedream.runtime.comm.channel import Pending
+from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.stage.predictions import WeightPredictions
 from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
@@ -97,12 +97,12 @@ class StageState:
             self.predictions.begin()
         self._counts = [int(norm.num_batches_tracked) for norm in self._norms() if norm.num_batches_tracked is not None]
 
-    def end(self) -> Generator[Pending[Any], None, None]:
+    def end(self) -> Waiting[None]:
         """Ends a stream, at a drain; yields where it would wait."""
         yield from self.average_statistics()
         self.versions.rewind()
 
-    def average_statistics(self) -> Generator[Pending[Any], None, None]:
+    def average_statistics(self) -> Waiting[None]:
         """Averages BatchNorm's running statistics over the replicas at a drain, and sums their counts."""
         group = self.optimizer.replica_group
         norms = self._norms()

@@ -10,15 +10,14 @@ round therefore waits for the gradients of all its stages, and the schedule plac
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Any
 
 import torch
 
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.comm.channel import Group, Pending
+from pipedream.runtime.comm.channel import Group, Pending, Waiting
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.update.tied_weights import TiedGradientSum
 
@@ -59,7 +58,7 @@ class UpdateBarrier:
         self._is_global = wanted and program.couples_updates
         self._delay = program.norm_delay
 
-    def prepare(self, stage: int, stop_request: float) -> Generator[Any, None, tuple[float, bool]]:
+    def prepare(self, stage: int, stop_request: float) -> Waiting[tuple[float, bool]]:
         """Prepares the update of a stage as `Optimizer.prepare`, and decides about it; yields where it would wait."""
         if not self._is_global and not self._tied:
             stage_state = self._stage_states[stage]
@@ -82,7 +81,7 @@ class UpdateBarrier:
                     self._decide_locally(stage_state)
         return self._prepared.pop(stage)
 
-    def finish(self) -> Generator[Any, None, None]:
+    def finish(self) -> Waiting[None]:
         """Receives all norms that are still under way, at a drain; yields where it would wait."""
         while self._norms:
             yield from self._next_norm()
@@ -92,7 +91,7 @@ class UpdateBarrier:
             square = stage_state.optimizer.norm_square
             self._decide(stage_state, square, square)
 
-    def _decide_globally(self) -> Generator[Any, None, None]:
+    def _decide_globally(self) -> Waiting[None]:
         squares = {stage: stage_state.optimizer.norm_square for stage, stage_state in self._stage_states.items()}
         # Replicas have the same gradients after their sum: each contributes its share of the stage's square.
         mine = sum(squares[stage] / stage_state.optimizer.replicas for stage, stage_state in self._stage_states.items())
@@ -108,7 +107,7 @@ class UpdateBarrier:
                 # This update's global norm is at least the stage's own, whatever the older global norm was.
                 self._decide(stage_state, own, max(own, self.norm_square))
 
-    def _next_norm(self) -> Generator[Any, None, float]:
+    def _next_norm(self) -> Waiting[float]:
         pending = self._norms.popleft()
         if not pending.ready():
             yield pending

@@ -16,7 +16,7 @@ from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Move, Program
 from pipedream.core.schedule.timeline import GradientVersions
-from pipedream.runtime.comm.channel import Pending, Receiver, Sender
+from pipedream.runtime.comm.channel import Pending, Receiver, Sender, Waiting
 from pipedream.runtime.comm.message import Content, Ending, Message
 from pipedream.runtime.data.microbatches import Microbatches
 from pipedream.runtime.failure.activity import Activity
@@ -175,7 +175,7 @@ class Worker:
         """The present learning rate, before the stages' factors."""
         return self.stage_states[min(self.stage_states)].optimizer.rate
 
-    def _output(self, index: int) -> Generator[Any, None, Output]:
+    def _output(self, index: int) -> Waiting[Output]:
         return self.results.receive_output(index, self.program.placement.rank_of(self._last, index))
 
     # -- the loop -----------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ class Worker:
 
     # -- messages -----------------------------------------------------------------------------------
 
-    def _receive(self, program: Program, number: int, index: int) -> Generator[Any, None, None]:
+    def _receive(self, program: Program, number: int, index: int) -> Waiting[None]:
         start = self.recorder.mark()
         ended = yield from self._mailbox.receive(number, index)
         self.recorder.note("wait", program.channels[number].target, self._stream.number(index), start)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from pipedream.runtime.comm.message import Message, copy_as_received
 
-__all__ = ["Group", "LocalChannel", "LocalGroup", "Pending", "Receiver", "Sender", "close_all"]
+__all__ = ["Group", "LocalChannel", "LocalGroup", "Pending", "Receiver", "Sender", "Waiting", "close_all"]
 
 Result = TypeVar("Result")
 
@@ -31,6 +31,10 @@ class Pending(ABC, Generic[Result]):
     @abstractmethod
     def result(self) -> Result:
         """Returns the result; waits for it if the implementation can."""
+
+
+Waiting = Generator[Pending[Any], None, Result]
+"""A generator that yields what it waits for, and returns the result."""
 
 
 class Sender(ABC):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import resource
 from collections import deque
-from typing import Any
 
 import torch
 
 from pipedream.core.schedule.timeline import WORK, GradientVersions, Span
-from pipedream.runtime.results.stopwatch import OpTimer
+from pipedream.runtime.results.stopwatch import Moment, OpTimer
 
 __all__ = ["Recorder", "peak_bytes"]
 
@@ -32,8 +31,8 @@ class Recorder:
         self._rank = rank
         self._device = device
         self._watch = OpTimer(device)
-        self._spans: deque[tuple[int, str, int, int, Any, Any]] = deque(maxlen=_MOST_KEPT)
-        self._busy_since: Any = None
+        self._spans: deque[tuple[int, str, int, int, Moment, Moment]] = deque(maxlen=_MOST_KEPT)
+        self._busy_since: Moment | None = None
         self._tags: deque[tuple[int, GradientVersions]] = deque(maxlen=_MOST_KEPT)
         self.phase = 0
         self.peaks: dict[int, tuple[int, int]] = {}
@@ -48,11 +47,11 @@ class Recorder:
         """Records, at the end of a stream, the most versions that a stage has held in this phase."""
         self.peaks[self.phase] = versions, peak_bytes(self._device)
 
-    def mark(self) -> Any:
+    def mark(self) -> Moment:
         """Returns the present moment."""
         return self._watch.mark()
 
-    def note(self, kind: str, stage: int, index: int, start: Any) -> None:
+    def note(self, kind: str, stage: int, index: int, start: Moment) -> None:
         """Records a span that began at `start` and ends now."""
         self._spans.append((self.phase, kind, stage, index, start, self._watch.mark()))
 

@@ -7,11 +7,11 @@ the gradient came from the same worker.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipedream.runtime.comm.channel import Receiver, Sender
+from pipedream.runtime.comm.channel import Receiver, Sender, Waiting
 from pipedream.runtime.comm.message import ENDS_EPOCH, Message
 from pipedream.runtime.comm.values import unflatten
 
@@ -129,7 +129,7 @@ class Results:
         count = len(self._owners)
         return sorted({k % count for k in range(key * microbatches, (key + 1) * microbatches)})
 
-    def collect(self, key: int, replicas: Iterable[int], rate: float) -> Generator[Any, None, Done]:
+    def collect(self, key: int, replicas: Iterable[int], rate: float) -> Waiting[Done]:
         """Receives and combines a minibatch's sums, in the order of the replicas that saw some of it."""
         total: MinibatchSums | None = None
         for replica in replicas:
@@ -168,12 +168,12 @@ class Results:
         else:
             self.senders[0].send(message)
 
-    def receive_output(self, index: int, owner: int) -> Generator[Any, None, Output]:
+    def receive_output(self, index: int, owner: int) -> Waiting[Output]:
         """Receives output `index`, at rank 0."""
         message = self._outputs.pop(index) if owner == self._rank else (yield from self._received(owner))
         return Output(message.minibatch, unflatten(message.structure, message.tensors))  # type: ignore[arg-type]
 
-    def _received(self, owner: int) -> Generator[Any, None, Message]:
+    def _received(self, owner: int) -> Waiting[Message]:
         pending = self.receivers[owner].receive()
         if not pending.ready():
             yield pending

@@ -8,26 +8,25 @@ from typing import Any
 
 import torch
 
-__all__ = ["OpTimer"]
+__all__ = ["Moment", "OpTimer"]
+
+Moment = float | torch.cuda.Event
+"""Seconds of `time.perf_counter`, or an event in the GPU's stream, whose time is known only later."""
 
 
 class OpTimer:
-    """Marks moments without waiting for the device.
-
-    A moment is a number of seconds (`time.perf_counter`), or an event in the GPU's stream whose time is
-    known only later.
-    """
+    """Marks moments without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._origin: Any = None
         self._origin_s = 0.0
 
-    def mark(self) -> Any:
+    def mark(self) -> Moment:
         """Returns the present moment."""
         if not self._cuda:
             return time.perf_counter()
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         if self._origin is None:
             event.synchronize()

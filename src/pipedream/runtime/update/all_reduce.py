@@ -15,14 +15,13 @@ wait, so that a bucket is returned to the allocator on the stream that it came f
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from pipedream.runtime.comm.channel import Group, Pending
+from pipedream.runtime.comm.channel import Group, Pending, Waiting
 
 __all__ = ["GradientAllReduce", "all_reduce_many", "buckets_of"]
 
@@ -147,7 +146,7 @@ class GradientAllReduce:
         device = self._handles[0].device if self._handles else amounts.device
         self._amounts = self._group.all_reduce(amounts.to(device))
 
-    def take(self) -> Generator[Pending[Any], None, tuple[list[torch.Tensor | None], float, int, float]]:
+    def take(self) -> Waiting[tuple[list[torch.Tensor | None], float, int, float]]:
         """Returns the sums, weight, count and stop request over all replicas, and gets ready for the next update.
 
         A handle for which no replica has a gradient gets None, as in one process.
@@ -172,7 +171,7 @@ _REDUCED = torch.empty(0)
 """Replaces a gradient that was copied into its bucket, to free its memory."""
 
 
-def all_reduce_many(group: Group, tensors: Sequence[torch.Tensor]) -> Generator[Pending[Any], None, list[torch.Tensor]]:
+def all_reduce_many(group: Group, tensors: Sequence[torch.Tensor]) -> Waiting[list[torch.Tensor]]:
     """Returns the sums of tensors over a group, with one message per dtype."""
     sums = list(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):

@@ -9,7 +9,7 @@ run on one clock, the rounds of the input stage.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
@@ -19,7 +19,7 @@ import torch
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.update import UpdateRule
-from pipedream.runtime.comm.channel import Group, Pending
+from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.all_reduce import GradientAllReduce
 from pipedream.runtime.update.compensation import Compensator
 from pipedream.runtime.update.loss_scale import LossScale
@@ -220,16 +220,12 @@ class Optimizer:
         if self.all_reduce is not None and not self.all_reduce.closed:
             self.all_reduce.close(*gradients.take(), stop_request)
 
-    def prepare(
-        self, gradients: Gradients, stop_request: float = 0.0
-    ) -> Generator[Pending[Any], None, tuple[float, bool]]:
+    def prepare(self, gradients: Gradients, stop_request: float = 0.0) -> Waiting[tuple[float, bool]]:
         """Puts the update's gradients into the handles' ``.grad``: `gather`, `normalise`."""
         gathered = yield from self.gather(gradients, stop_request)
         return self.normalise(gathered)
 
-    def gather(
-        self, gradients: Gradients, stop_request: float = 0.0
-    ) -> Generator[Pending[Any], None, ReducedGradients]:
+    def gather(self, gradients: Gradients, stop_request: float = 0.0) -> Waiting[ReducedGradients]:
         """Returns the update's gradients, summed over the replicas; yields where it would wait.
 
         Args:

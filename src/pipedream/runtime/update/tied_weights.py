@@ -8,9 +8,8 @@ at different times, from gradients of different versions, and there is never one
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.placement import Placement
-from pipedream.runtime.comm.channel import Group, Pending
+from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.all_reduce import all_reduce_many
 
 __all__ = ["TiedGradientSum", "TiedWeights", "broadcast_tied", "copies_of_tied", "find_tied_weights"]
@@ -147,7 +146,7 @@ class TiedGradientSum:
         self._replicas = replicas
         self._group = group
 
-    def all_reduce(self, sums: Mapping[int, list[torch.Tensor | None]]) -> Generator[Pending[Any], None, None]:
+    def all_reduce(self, sums: Mapping[int, list[torch.Tensor | None]]) -> Waiting[None]:
         """Replaces this rank's sums with those over all holders; yields where it would wait.
 
         A weight for which no holder has a gradient gets None, as in one process.
