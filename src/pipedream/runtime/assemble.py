@@ -362,7 +362,7 @@ def _stage_state(
             counted_elsewhere=[list(handles).index(name) for name in counted_elsewhere],
             loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,
         ),
-        saved=SavedTensorHooks() if any(rule.backward_rule == "graph" for rule in moving) else None,
+        saved_tensor_hooks=SavedTensorHooks() if any(rule.backward_rule == "graph" for rule in moving) else None,
     )
     stage_state.check(programs, stage)
     return stage_state

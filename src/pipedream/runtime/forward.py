@@ -86,39 +86,39 @@ class ForwardRunner:
         """Returns what is kept of a microbatch for its backward, and the forward that fills it in."""
         # The version that was read is recorded, to be compared with the requested one.
         weights, version = stage_state.read(self._program.weights.forward_version(op.stage, op.index))
-        held = SavedForward(weights, (), (), message.gradients, op.index, version)
+        saved = SavedForward(weights, (), (), message.gradients, op.index, version)
         targets = self._mailbox.take("input", op) if op.stage == self._last else None
 
         def run(message: Message, again: bool = False) -> Message:
             if op.stage == 0:
                 value = self._value_of(message)
             else:
-                value, held.graph_inputs = stage_state.module.enter(
+                value, saved.graph_inputs = stage_state.module.enter(
                     message.structure, message.tensors, message.gradients
                 )
-            read = stage_state.read_again(held) if again else weights
+            read = stage_state.read_again(saved) if again else weights
             output = stage_state.forward(value, read, self._stream.number(op.index), op.stage == 0)
             if targets is None:
-                structure, held.outputs, wants = outputs_of(output)
-                return message.with_tensors(structure, held.outputs, wants, version)
+                structure, saved.outputs, wants = outputs_of(output)
+                return message.with_tensors(structure, saved.outputs, wants, version)
             key, wanted = self._stream.minibatch(op.index), self._value_of(targets)
             with stage_state.module.casting():
-                value, held.weight, held.scale = self._scorer.score(
+                value, saved.weight, saved.scale = self._scorer.score(
                     key, message, output, wanted, self._rank, self._where(), again
                 )
-            held.outputs = (value,)
+            saved.outputs = (value,)
             return message
 
-        return held, run
+        return saved, run
 
     def recompute(self, op: Op, stage_state: StageState, message: Message) -> SavedForward:
         """Returns what a forward on another rank has kept: the input, from which the backward recomputes the forward."""
         stage_state.next_forward = op.index + 1
         if message.content is Content.EMPTY:
             return SavedForward(None, (), (), (), op.index)
-        held, run = self.for_training(op, stage_state, message)
-        held.recompute = lambda: run(message, True)
-        return held
+        saved, run = self.for_training(op, stage_state, message)
+        saved.recompute = lambda: run(message, True)
+        return saved
 
     def without_backward(self, op: Op, stage_state: StageState | RemoteForward, message: Message) -> Message:
         """Runs a forward without a backward."""

@@ -36,7 +36,7 @@ class StageState:
     Attributes:
         recomputation: of the forward in the backward; None if its graph is kept.
         predictions: weight predictions; None if passes read versions.
-        saved: hooks for what forwards save; None if no phase has the rule 'graph'.
+        saved_tensor_hooks: hooks for what forwards save; None if no phase has the rule 'graph'.
         next_forward: microbatch of the next forward.
         tags: (microbatch, forward version, backward version) of the gradients of the coming update.
     """
@@ -47,7 +47,7 @@ class StageState:
     optimizer: Optimizer
     recomputation: Recomputation | None = None
     predictions: WeightPredictions | None = None
-    saved: SavedTensorHooks | None = None
+    saved_tensor_hooks: SavedTensorHooks | None = None
     next_forward: int = 0
     tags: list[tuple[int, int, int]] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
@@ -79,8 +79,8 @@ class StageState:
         late, mean = rule.staleness(stage), rule.mean_staleness(stage)
         self.optimizer.switch_to(program.updates, stage, late, clock, mean_staleness=mean)
         self.versions.switch_to(rule.held_until is None or rule.kept_until(stage) is not None)
-        if self.saved is not None:
-            self.saved.switch_to(redirects=rule.backward_rule == "graph" and rule.held_until is not None)
+        if self.saved_tensor_hooks is not None:
+            self.saved_tensor_hooks.switch_to(redirects=rule.backward_rule == "graph" and rule.held_until is not None)
         self._backward_weights = rule.backward_reader(self.versions) or (lambda read: self.versions.peek())
         self.recomputation = Recomputation(self.module) if program.plan.stages[stage].recompute else None
         before = {} if self.predictions is None else self.predictions.tensors()
@@ -133,48 +133,48 @@ class StageState:
         found = (self.versions.peek if self._rule.held_until is Kind.FORWARD else self.versions.read)(version)
         return found, found.version
 
-    def read_again(self, held: SavedForward) -> WeightSet:
+    def read_again(self, saved: SavedForward) -> WeightSet:
         """Returns the weights that a forward reads when it is recomputed for its backward."""
-        assert held.weights is not None
+        assert saved.weights is not None
         if self._rule.backward_rule == "stash":
-            return held.weights
-        held.recomputed_weights = self._newer(held)
-        return held.recomputed_weights
+            return saved.weights
+        saved.recomputed_weights = self._newer(saved)
+        return saved.recomputed_weights
 
-    def _newer(self, held: SavedForward) -> WeightSet:
+    def _newer(self, saved: SavedForward) -> WeightSet:
         """Returns the weights for a backward that does not read those of its forward."""
-        assert held.weights is not None
-        return self._backward_weights(held.weights)
+        assert saved.weights is not None
+        return self._backward_weights(saved.weights)
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Returns the context of a forward that has called `read`."""
         return nullcontext() if self.predictions is None else self.predictions.forward()
 
-    def backward_context(self, held: SavedForward) -> AbstractContextManager[None]:
+    def backward_context(self, saved: SavedForward) -> AbstractContextManager[None]:
         """Returns the context of a backward."""
-        if self.saved is not None and self.saved.redirects:
-            return self.saved.redirected_to(self._newer(held))
+        if self.saved_tensor_hooks is not None and self.saved_tensor_hooks.redirects:
+            return self.saved_tensor_hooks.redirected_to(self._newer(saved))
         return nullcontext() if self.predictions is None else self.predictions.backward()
 
     def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
         """Runs the layers in training; see `StageModule.forward`."""
         layers = partial(self.module.forward, value, read.leaves, microbatch, first)
-        return layers() if self.saved is None else self.saved.run(layers, value, read)
+        return layers() if self.saved_tensor_hooks is None else self.saved_tensor_hooks.run(layers, value, read)
 
     def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
         """Takes a handle's gradient from the last backward before an update, while this backward still runs."""
         assert self.optimizer.all_reduce is not None
         self.optimizer.all_reduce.put(index, self.gradients.complete(index, gradient))
 
-    def add_gradients(self, held: SavedForward, gradients: list[torch.Tensor | None]) -> None:
+    def add_gradients(self, saved: SavedForward, gradients: list[torch.Tensor | None]) -> None:
         """Adds a microbatch's gradients of the weights, which completes the microbatch at this stage."""
-        self.gradients.add(gradients, held.weight)
-        if held.weights is not None:
+        self.gradients.add(gradients, saved.weight)
+        if saved.weights is not None:
             stashes = self._rule.backward_rule == "stash"
-            read = held.weights.version if stashes else self.versions.newest
-            self.tags.append((held.microbatch, held.version, read))
+            read = saved.weights.version if stashes else self.versions.newest
+            self.tags.append((saved.microbatch, saved.version, read))
             if self._rule.held_until is not Kind.FORWARD:
-                self.versions.release(held.weights)
+                self.versions.release(saved.weights)
 
     def update(
         self, program: Program, op: Op, present_share: float, total: int | None

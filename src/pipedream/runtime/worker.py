@@ -227,15 +227,15 @@ class Worker:
                 if op.stage == self._last:
                     self.results.add(self._stream.minibatch(op.index), message, self.results.zeros)
         elif self._stream.trains:
-            held, run = self._forwards.for_training(op, stage_state, message)
+            saved, run = self._forwards.for_training(op, stage_state, message)
             with stage_state.forward_context():
                 result = (
                     run(message)
                     if stage_state.recomputation is None
-                    else stage_state.recomputation.forward(held, message, run)
+                    else stage_state.recomputation.forward(saved, message, run)
                 )
             if remote_forward is None:
-                self._saved_forwards[op.stage, op.index] = held
+                self._saved_forwards[op.stage, op.index] = saved
         else:
             result = self._forwards.without_backward(op, stage_state, message)
         if op.stage < self._last:
@@ -276,7 +276,7 @@ class Worker:
             self._saved_forwards[op.stage, op.index] = self._forwards.recompute(
                 op, stage_state, self._mailbox.take("kept", op)
             )
-        held = self._saved_forwards[op.stage, op.index]
+        saved = self._saved_forwards[op.stage, op.index]
         with_inputs = op.kind is not Kind.WEIGHT_GRADIENT
         with_weights = op.kind is not Kind.INPUT_GRADIENT
         last = with_weights and stage_state.optimizer.all_reduce is not None and self._ends_update(op) is not None
@@ -284,25 +284,25 @@ class Worker:
         start = self.recorder.mark()
         input_gradients: list[torch.Tensor | None] = []
         weight_gradients: list[torch.Tensor | None] = []
-        if held.weights is not None:
+        if saved.weights is not None:
             module, scale, sums = stage_state.module, stage_state.optimizer.scale, stage_state.gradients
             ready = stage_state.gradient_ready if last else None
-            with stage_state.backward_context(held):
+            with stage_state.backward_context(saved):
                 if not with_weights:
-                    input_gradients = module.backward_inputs(held, held.output_gradients(message, scale))
+                    input_gradients = module.backward_inputs(saved, saved.output_gradients(message, scale))
                 elif not with_inputs:
-                    weight_gradients = module.backward_weights(held, sums.accumulators, ready)
+                    weight_gradients = module.backward_weights(saved, sums.accumulators, ready)
                 else:
                     weight_gradients, input_gradients = module.backward(
-                        held, held.output_gradients(message, scale), sums.accumulators, ready
+                        saved, saved.output_gradients(message, scale), sums.accumulators, ready
                     )
         if with_weights:
             stage_state.add_gradients(self._saved_forwards.pop((op.stage, op.index)), weight_gradients)
         if last:
             stage_state.optimizer.close(stage_state.gradients, float(self.stop_requested()))
         if with_inputs and op.stage:
-            content = Content.EMPTY if held.weights is None else Content.DATA
-            gradients = Message(op.index, content, tensors=tuple(input_gradients), weight=held.weight)
+            content = Content.EMPTY if saved.weights is None else Content.DATA
+            gradients = Message(op.index, content, tensors=tuple(input_gradients), weight=saved.weight)
             self._mailbox.put("gradient", op.stage - 1, gradients)
         self.recorder.note(op.kind.value, op.stage, self._stream.number(op.index), start)
 

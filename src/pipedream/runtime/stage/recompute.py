@@ -73,8 +73,8 @@ class Recomputation:
         self._moving = [_BufferSlot(m, name) for m in owners for name, b in m._buffers.items() if b is not None]
         self._constant: list[_BufferSlot] | None = None
 
-    def forward(self, held: SavedForward, message: Message, run: ForwardFunction) -> Message:
-        """Runs a forward that keeps only what is needed to repeat it, in `held.recompute`.
+    def forward(self, saved: SavedForward, message: Message, run: ForwardFunction) -> Message:
+        """Runs a forward that keeps only what is needed to repeat it, in `saved.recompute`.
 
         Raises:
             RuntimeError: a buffer changes that did not change in the first microbatch.
@@ -97,8 +97,8 @@ class Recomputation:
                     f"a stage that recomputes wrote into buffer {slot.name!r}, which its first microbatch did not; "
                     "let the layer write it in every forward, or train this stage without recomputation"
                 )
-        held.graph_inputs, held.outputs = (), ()
-        held.recompute = partial(self._again, message, run, before, state)
+        saved.graph_inputs, saved.outputs = (), ()
+        saved.recompute = partial(self._again, message, run, before, state)
         return result
 
     def _again(self, message: Message, run: ForwardFunction, kept: Sequence[torch.Tensor], state: Any) -> None:

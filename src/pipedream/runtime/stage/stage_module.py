@@ -202,7 +202,7 @@ class StageModule:
 
     def backward(
         self,
-        held: SavedForward,
+        saved: SavedForward,
         gradients: Sequence[torch.Tensor | None],
         accumulators: Sequence[torch.Tensor | None],
         ready: Callable[[int, torch.Tensor], None] | None = None,
@@ -212,54 +212,54 @@ class StageModule:
         An accumulator is added to in place, and returned. The leaves' ``.grad`` is None before and after.
 
         Args:
-            held: of the forward; its graph is freed.
+            saved: of the forward; its graph is freed.
             gradients: of the outputs.
             accumulators: for each handle, the sum to add to, or None.
             ready: called with each handle's index and gradient while the backward still runs, as soon as it is complete;
                 the gradient is then None in the result. The leaves must be watched. On a GPU it is called on a thread
                 of autograd.
         """
-        outputs, arrived = _with_gradients(held, gradients)
-        with self._accumulating(held.leaves, accumulators) as leaves:
+        outputs, arrived = _with_gradients(saved, gradients)
+        with self._accumulating(saved.leaves, accumulators) as leaves:
             if outputs:
-                held.leaves.ready = ready
+                saved.leaves.ready = ready
                 torch.autograd.backward(outputs, arrived)
-            return [leaf.grad for leaf in leaves], [box[0] if box else None for box, _ in held.graph_inputs]
+            return [leaf.grad for leaf in leaves], [box[0] if box else None for box, _ in saved.graph_inputs]
 
     def backward_inputs(
-        self, held: SavedForward, gradients: Sequence[torch.Tensor | None]
+        self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """Returns only the gradients of the received tensors; `backward_weights` does the rest of the backward.
 
         Args:
-            held: of the forward; what the rest does not need is freed.
+            saved: of the forward; what the rest does not need is freed.
             gradients: of the outputs.
         """
-        outputs, arrived = _with_gradients(held, gradients)
-        back, held.deferred = split_backward(outputs, arrived, [entry.edge for entry in held.graph_inputs])
-        held.graph_inputs, held.outputs = (), ()
+        outputs, arrived = _with_gradients(saved, gradients)
+        back, saved.deferred = split_backward(outputs, arrived, [entry.edge for entry in saved.graph_inputs])
+        saved.graph_inputs, saved.outputs = (), ()
         return back
 
     def backward_weights(
         self,
-        held: SavedForward,
+        saved: SavedForward,
         accumulators: Sequence[torch.Tensor | None],
         ready: Callable[[int, torch.Tensor], None] | None = None,
     ) -> list[torch.Tensor | None]:
         """Returns the gradients of the weights, after `backward_inputs`.
 
         Args:
-            held: freed step by step.
+            saved: freed step by step.
             accumulators, ready: as for `backward`; the leaves need not be watched.
         """
-        assert held.deferred is not None
-        with self._accumulating(held.leaves, accumulators) as leaves:
+        assert saved.deferred is not None
+        with self._accumulating(saved.leaves, accumulators) as leaves:
             numbers = {leaf: number for number, leaf in enumerate(leaves)}
-            for leaf in held.deferred.run():
+            for leaf in saved.deferred.run():
                 if ready is not None and leaf in numbers and leaf.grad is not None:
                     gradient, leaf.grad = leaf.grad, None
                     ready(numbers[leaf], gradient)
-            held.deferred = None
+            saved.deferred = None
             return [leaf.grad for leaf in leaves]
 
     @contextmanager
@@ -315,12 +315,12 @@ class StageModule:
 
 
 def _with_gradients(
-    held: SavedForward, gradients: Sequence[torch.Tensor | None]
+    saved: SavedForward, gradients: Sequence[torch.Tensor | None]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns the outputs that have a gradient, and the gradients."""
     pairs = [
         (output, gradient)
-        for output, gradient in zip(held.outputs, gradients, strict=True)
+        for output, gradient in zip(saved.outputs, gradients, strict=True)
         if gradient is not None and output.requires_grad
     ]
     return [output for output, _ in pairs], [gradient for _, gradient in pairs]

@@ -109,8 +109,8 @@ class Versions:
         if not self.handles:
             return 1
         name = next(iter(self.handles))
-        held = [s.leaves[name].untyped_storage().data_ptr() for s in self._all_sets]
-        return len({*held, self.handles[name].untyped_storage().data_ptr()})
+        storages = [s.leaves[name].untyped_storage().data_ptr() for s in self._all_sets]
+        return len({*storages, self.handles[name].untyped_storage().data_ptr()})
 
     @property
     def _all_sets(self) -> list[WeightSet]:
@@ -156,13 +156,13 @@ class Versions:
         found.readers += 1
         return found
 
-    def release(self, held: WeightSet) -> None:
+    def release(self, weights: WeightSet) -> None:
         """Removes a reader from a set."""
-        held.readers -= 1
-        if not held.readers and self._predictions.get(held.version) is held:
-            del self._predictions[held.version]
-            held.version = -1
-            self._free.append(held)
+        weights.readers -= 1
+        if not weights.readers and self._predictions.get(weights.version) is weights:
+            del self._predictions[weights.version]
+            weights.version = -1
+            self._free.append(weights)
 
     def keep(self, coming: Collection[int]) -> None:
         """Frees the sets that have no reader and that no later forward will read; the newest stays.

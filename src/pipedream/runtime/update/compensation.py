@@ -97,9 +97,9 @@ class Compensator:
                 # Before the first step no weight has moved, so that there is no gap.
                 if handle.grad is None or name is None or not steps:
                     continue
-                held = self.state[name]
-                usual = (held["mean_square"] / (1.0 - self._gap.decay**steps)).sqrt_().add_(self._gap.eps)
-                usual.mul_(float(held["greatest_rate"]))
+                state = self.state[name]
+                usual = (state["mean_square"] / (1.0 - self._gap.decay**steps)).sqrt_().add_(self._gap.eps)
+                usual.mul_(float(state["greatest_rate"]))
                 gap = (newest[name].detach() - read[name].detach()).abs_().to(usual.dtype)
                 penalty = gap.div_(usual).add_(1.0)
                 if decay:
@@ -127,8 +127,8 @@ class Compensator:
         """
         found = {name: handle.detach() for name, handle in self._handles.items()}
         if self._strength:
-            for name, held in self.state.items():
-                found[name] = found[name] + self._strength * held["last_update"]
+            for name, state in self.state.items():
+                found[name] = found[name] + self._strength * state["last_update"]
         if self._velocity is not None:
             for group in self._optimizer.param_groups:
                 ahead = factor * float(group["lr"]) * self._velocity.horizon_at(group["momentum"], self._staleness)
@@ -185,12 +185,12 @@ class Compensator:
         weights = [handle.detach() for handle in handles]
         torch._foreach_sub_(updates, weights)
         if self._strength:
-            held = [self.state[name] for name in self._handles]
-            lasts = [one["last_update"] for one in held]
+            states = [self.state[name] for name in self._handles]
+            lasts = [state["last_update"] for state in states]
             torch._foreach_add_(weights, updates, alpha=-self._strength)
             torch._foreach_add_(weights, lasts, alpha=self._strength)
-            for one, update in zip(held, updates, strict=True):
-                one["last_update"] = update
+            for state, update in zip(states, updates, strict=True):
+                state["last_update"] = update
         if self._gap is not None:
             of = {id(handle): update for handle, update in zip(handles, updates, strict=True)}
             for group in self._optimizer.param_groups:
@@ -206,10 +206,10 @@ class Compensator:
         if self._gap is None or not rate:
             return
         for handle, step in zip(handles, steps, strict=True):
-            held = self.state[self._names[id(handle)]]
-            held["mean_square"].mul_(self._gap.decay).addcmul_(step, step, value=1.0 - self._gap.decay)
-            held["steps"] += 1
-            held["greatest_rate"].clamp_(min=rate)
+            state = self.state[self._names[id(handle)]]
+            state["mean_square"].mul_(self._gap.decay).addcmul_(step, step, value=1.0 - self._gap.decay)
+            state["steps"] += 1
+            state["greatest_rate"].clamp_(min=rate)
 
 
 def check_compensations(chosen: Sequence[Compensation], optimizer: torch.optim.Optimizer) -> None:

@@ -56,13 +56,13 @@ class Gradients:
         self.weight += weight
         self.count += 1
         for i, gradient in enumerate(gradients):
-            held = self._sums[i]
-            if gradient is None or gradient is held:
+            total = self._sums[i]
+            if gradient is None or gradient is total:
                 continue
-            if held is None:
+            if total is None:
                 self._sums[i] = gradient.to(self._dtypes[i])
             else:
-                held += gradient.to(self._dtypes[i])
+                total += gradient.to(self._dtypes[i])
 
     def complete(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """Returns the sum of one handle, completed by the last microbatch's gradient, and no longer keeps it.
@@ -71,10 +71,10 @@ class Gradients:
             index: of the handle.
             gradient: becomes part of the sum; if it is the accumulator, it has been added to.
         """
-        held, self._sums[index] = self._sums[index], None
-        if held is None or gradient is held:
+        total, self._sums[index] = self._sums[index], None
+        if total is None or gradient is total:
             return gradient.to(self._dtypes[index])
-        return held.add_(gradient.to(self._dtypes[index]))
+        return total.add_(gradient.to(self._dtypes[index]))
 
     def take(self) -> tuple[list[torch.Tensor | None], float, int]:
         """Returns the sums, the summed weight and the number of microbatches, and starts again from zero."""
@@ -248,8 +248,8 @@ class Optimizer:
         if present and divisor != 1.0 and divisor > 0.0:
             torch._foreach_div_(present, divisor)
         ready = iter(present)
-        for handle, held in zip(self._handles, sums, strict=True):
-            handle.grad = None if held is None else next(ready)
+        for handle, total in zip(self._handles, sums, strict=True):
+            handle.grad = None if total is None else next(ready)
         return (count / self.replicas if self._mean_of_rounds else 1.0), stop_request > 0
 
     @property
