@@ -74,7 +74,7 @@ def test_messages_stand_beside_their_ops(schedule: Schedule) -> None:
             stage = channel.source if item.kind is Move.SEND else channel.target
             kind = backward if channel.carries == "gradient" else Kind.FORWARD
             if item.kind is Move.RECEIVE:
-                kind = {"kept": backward, "weights": Kind.FETCH}.get(channel.carries, kind)
+                kind = {"stage_input": backward, "weights": Kind.FETCH}.get(channel.carries, kind)
             assert (op.kind, op.stage, op.index) == (kind, stage, item.index)
 
 
@@ -86,7 +86,7 @@ def test_each_direction_has_a_channel_of_its_own(schedule: Schedule) -> None:
     for index, (sender, receiver, carries, _) in enumerate(ends):
         assert sender != receiver
         source, target = program.channels[index].source, program.channels[index].target
-        assert (target > source) - (target < source) == {"gradient": -1, "weights": 0, "kept": 0}.get(carries, 1)
+        assert (target > source) - (target < source) == {"gradient": -1, "weights": 0, "stage_input": 0}.get(carries, 1)
 
 
 def test_rings_hold_what_may_lie_between_two_stages() -> None:

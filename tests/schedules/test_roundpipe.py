@@ -123,9 +123,9 @@ def test_weights_travel_once_a_minibatch_and_gradients_of_weights_never(size: tu
         away = schedule.placement.is_remote(stage)
         first = [k for channel, k in sent if (channel.carries, channel.source) == ("weights", stage)]
         assert first == [t * m for t in range(n)] * away
-        kept = [k for channel, k in sent if (channel.carries, channel.source) == ("kept", stage)]
+        kept = [k for channel, k in sent if (channel.carries, channel.source) == ("stage_input", stage)]
         assert sorted(kept) == list(range(n * m)) * away
-    assert {channel.carries for channel, _ in sent} <= {"activation", "gradient", "input", "weights", "kept"}
+    assert {channel.carries for channel, _ in sent} <= {"activation", "gradient", "input", "weights", "stage_input"}
 
 
 def test_weights_take_their_time() -> None:
@@ -234,7 +234,7 @@ def test_weights_that_leave_before_their_update_or_behind_the_next(rank: int, st
 
 @pytest.mark.parametrize(("rank", "stage"), GUESTS)
 def test_what_a_forward_has_read_must_come_home(rank: int, stage: int) -> None:
-    arrives = Transfer(Move.RECEIVE, channel("kept", stage), 9)
+    arrives = Transfer(Move.RECEIVE, channel("stage_input", stage), 9)
 
     def later(items: list[Instruction]) -> list[Instruction]:
         rest = [item for item in items if item != arrives]

@@ -68,7 +68,7 @@ def test_what_holds_for_every_schedule_and_cost(run: tuple[Schedule, Costs, int]
                     travel = costs_.sync_s[op.stage]
                 elif owner != rank:
                     carries = "activation" if op.kind is Kind.FORWARD else "gradient"
-                    carries = "kept" if need.stage == op.stage else carries
+                    carries = "stage_input" if need.stage == op.stage else carries
                     (channel,) = (
                         c
                         for c in program.channels

@@ -17,7 +17,7 @@ from pipedream.runtime.comm.message import Content, Ending, Message, copy_as_rec
 
 __all__ = ["Mailbox"]
 
-_FORWARD = ("activation", "input", "weights", "kept")
+_FORWARD = ("activation", "input", "weights", "stage_input")
 """Channels that serve forwards: they carry the end of a stream."""
 _NEVER = 2**62  # more microbatches than a stream has
 
@@ -126,7 +126,7 @@ class Mailbox:
         begin = self._sent.get(number, -1) + 1
         step = (self._per_fetch or _NEVER) if channel.carries == "weights" else 1
         upcoming = range(-(-begin // step) * step, total, step)[: placement.cycle]
-        if channel.carries == "kept" and not self._per_fetch:
+        if channel.carries == "stage_input" and not self._per_fetch:
             upcoming = range(0)
         routes = (placement.ends(channel.carries, channel.source, channel.target, k) for k in upcoming)
         if (channel.sender, channel.receiver) not in routes:

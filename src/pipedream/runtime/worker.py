@@ -243,7 +243,7 @@ class Worker:
         else:
             self._mailbox.drop("input", op)
         if remote_forward is not None and self._stream.trains:
-            self._mailbox.put("kept", op.stage, message)
+            self._mailbox.put("stage_input", op.stage, message)
             if (op.index + 1) % self._stream.split == 0:
                 remote_forward.drop()
         self.activity.end()
@@ -274,7 +274,7 @@ class Worker:
         stage_state = self.stage_states[op.stage]
         if self.program.placement.is_remote(op.stage):
             self._saved_forwards[op.stage, op.index] = self._forwards.recompute(
-                op, stage_state, self._mailbox.take("kept", op)
+                op, stage_state, self._mailbox.take("stage_input", op)
             )
         saved = self._saved_forwards[op.stage, op.index]
         with_inputs = op.kind is not Kind.WEIGHT_GRADIENT

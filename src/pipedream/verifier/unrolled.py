@@ -228,7 +228,7 @@ def _carries(op: Op, need: Op) -> str:
     """Returns what a channel from one pass to another carries."""
     if op.kind is Kind.FORWARD:
         return "activation"
-    return "kept" if need.kind is Kind.FORWARD else "gradient"
+    return "stage_input" if need.kind is Kind.FORWARD else "gradient"
 
 
 def _check_whole_rank(run: Unrolled, op: Op, rank: int, position: int) -> None:

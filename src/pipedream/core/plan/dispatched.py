@@ -43,7 +43,7 @@ class Dispatched(Placement):
 
     def ends(self, carries: str, source: int, target: int, microbatch: int) -> tuple[int, int]:
         sends = self.rank_of if carries in ("gradient", "weights") else self.forward_rank
-        receives = self.rank_of if carries in ("gradient", "kept") else self.forward_rank
+        receives = self.rank_of if carries in ("gradient", "stage_input") else self.forward_rank
         return sends(source, microbatch), receives(target, microbatch)
 
     def passes(self, rank: int, *, forward: bool) -> tuple[StageReplica, ...]:

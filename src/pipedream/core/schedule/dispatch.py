@@ -5,7 +5,7 @@ Such a stage has a *home*, where its weights live and are updated and where its 
 a forward has read goes home, for the backward.
 
 Two kinds of channel belong to it: 'weights' (from home to the forwards; a message has the number of the first
-microbatch that it is for) and 'kept' (what a forward has read, to its home).
+microbatch that it is for) and 'stage_input' (what a forward has read, to its home).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipedream.core.schedule.rules import Rules
 
 __all__ = ["CARRIES", "Lender", "arrivals", "consumer", "departures", "fetches", "producer", "routes"]
 
-CARRIES = ("weights", "kept")
+CARRIES = ("weights", "stage_input")
 """What only the channels of dispatched stages carry."""
 
 _NEVER = 2**62  # more microbatches than any run has
@@ -39,7 +39,7 @@ def routes(placement: Placement) -> Iterator[Route]:
     """Yields the channels of dispatched stages; one set of weights is large, and enough for an update."""
     for stage in filter(placement.is_remote, range(placement.stages)):
         yield Route("weights", stage, stage, 1)
-        yield Route("kept", stage, stage, MOST_AHEAD)
+        yield Route("stage_input", stage, stage, MOST_AHEAD)
 
 
 def arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
@@ -48,14 +48,14 @@ def arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
     if kind is Kind.FETCH:
         yield Cargo("weights", stage, stage, k)
     elif kind is gives_back(rules.kinds) and rules.placement.is_remote(stage):
-        yield Cargo("kept", stage, stage, k)
+        yield Cargo("stage_input", stage, stage, k)
 
 
 def departures(op: Op, rules: Rules) -> Iterator[Cargo]:
     """Yields what an op makes for its own stage on another rank."""
     kind, stage, k, _ = op
     if kind is Kind.FORWARD and rules.trains and rules.placement.is_remote(stage):
-        yield Cargo("kept", stage, stage, k)
+        yield Cargo("stage_input", stage, stage, k)
 
 
 class Lender:
@@ -82,7 +82,7 @@ class Lender:
 def producer(channel: Channel, k: int, rules: Rules) -> Op | None:
     """Returns the op that makes what a channel of `CARRIES` brings; None for the weights of the start."""
     stage = channel.source
-    if channel.carries == "kept":
+    if channel.carries == "stage_input":
         return Op(Kind.FORWARD, stage, k)
     version = rules.weights.forward_version(stage, k)
     return Op(Kind.UPDATE, stage, version) if version else None

@@ -98,7 +98,7 @@ class Channel:
     Attributes:
         sender, receiver: ranks.
         carries: 'activation' (to the next stage), 'gradient' (to the previous stage) or 'input' (a part of the batch,
-            such as the targets, straight from the input stage to the stage that reads it). 'weights' and 'kept' are
+            such as the targets, straight from the input stage to the stage that reads it). 'weights' and 'stage_input' are
             for dispatched stages alone (`core.schedule.dispatch`).
         source, target: the stages at its ends.
         depth: receives that are posted ahead; receive i waits for the consumer of receive i - depth.
@@ -112,7 +112,7 @@ class Channel:
     depth: int = 2
 
     def __post_init__(self) -> None:
-        if self.carries not in ("activation", "gradient", "input", "weights", "kept"):
+        if self.carries not in ("activation", "gradient", "input", "weights", "stage_input"):
             raise ValueError(f"a channel carries activation, gradient, input, weights or kept, found {self.carries!r}")
         if self.depth < 1:
             raise ValueError(f"depth must be at least 1, found {self.depth}")
