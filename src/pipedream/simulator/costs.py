@@ -134,7 +134,7 @@ class Costs:
             return self.input_bytes
         if channel.carries == "weights":
             return self.weight_bytes[channel.source] if self.weight_bytes else 0.0
-        if channel.carries == "kept":
+        if channel.carries == "stage_input":
             return self.output_bytes[channel.source - 1] if channel.source else self.input_bytes
         return self.output_bytes[channel.source if channel.carries == "activation" else channel.target]
 
