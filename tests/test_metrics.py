@@ -97,7 +97,7 @@ def test_steady_throughput_of_replicas_that_finish_together() -> None:
 def test_run_without_steady_part_is_refused() -> None:
     plan = Plan.uniform(3)
     gpipe = simulate(lower(build("gpipe", plan, 6)), costs(plan), 6)
-    with pytest.raises(ValueError, match="this run of 6 microbatches drains before"):
+    with pytest.raises(ValueError, match="this run of 6 microbatches drains earlier"):
         steady_metrics(gpipe)
     with pytest.raises(ValueError, match="beyond 8 backwards"):
         steady_metrics(gpipe, skip=7)
@@ -118,7 +118,7 @@ def test_forwards_alone_hold_nothing() -> None:
 
 def test_staleness_by_stage() -> None:
     assert (staleness(MEASURED, 0), staleness(MEASURED, 1)) == (1, 0)
-    with pytest.raises(ValueError, match="no tags"):
+    with pytest.raises(ValueError, match="no gradient versions"):
         staleness(MEASURED, 2)
 
 

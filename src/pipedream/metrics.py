@@ -1,6 +1,6 @@
-"""From a Timeline, simulated or measured, to numbers: bubble, throughput, in flight, versions, staleness, bytes.
+"""Metrics of a timeline, simulated or measured: bubble, throughput, in flight, versions, staleness, bytes.
 
-Spans may have gaps between them and real times in them; nothing here asks where they come from.
+Nothing here depends on where the spans come from: there may be gaps between them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
     "steady_window",
 ]
 
-_ENDS = ("B", "W")  # the op with which a stage is done with a microbatch
+_ENDS = ("B", "W")  # the op with which a stage finishes a microbatch
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class RankMetrics:
     """What one rank did.
 
     Attributes:
-        busy_s, wait_s: seconds in which it computed, and in which it waited for a message or a sum.
-        send_s: seconds in which at least one message of its own was on its way.
-        peak_in_flight: most microbatches forwarded and not yet backwarded, over its stages; of forwards alone, 0.
-        peak_versions: most distinct weight sets alive at once; None where it is not known.
-        staleness: most updates by which a gradient of its stages was late; None without tags.
-        peak_bytes: None where it is not known.
+        busy_s, wait_s: seconds in which it computed, and in which it waited for a message or an all-reduce.
+        send_s: seconds in which at least one of its messages was being sent.
+        peak_in_flight: the most microbatches between forward and backward, over its stages; 0 for a run of forwards.
+        peak_versions: the most distinct weight versions alive at once; None if unknown.
+        staleness: the most updates by which a gradient of its stages was late; None if unknown.
+        peak_bytes: None if unknown.
     """
 
     busy_s: float
@@ -50,15 +50,15 @@ class RankMetrics:
 
 @dataclass(frozen=True)
 class Metrics(Artifact):
-    """What a run, or a window of it, comes to.
+    """The metrics of a run, or of a window of it.
 
     Attributes:
         name, source: of the timeline.
         makespan_s: seconds of the run or the window.
-        bubble: share of the workers' time in which they do not compute: 1 - busy / (workers x makespan).
+        bubble: fraction of the workers' time in which they do not compute: 1 - busy / (workers x makespan).
         throughput_per_s: microbatches per second.
         samples_per_s: samples per second.
-        per_rank: a row a rank; peaks are those of the whole run.
+        per_rank: one for each rank; peaks are those of the whole run.
     """
 
     FORMAT = 1
@@ -73,7 +73,7 @@ class Metrics(Artifact):
 
     @property
     def busy_shares(self) -> tuple[float, ...]:
-        """Share of the time in which each rank computes."""
+        """The fraction of the time in which each rank computes."""
         return tuple(row.busy_s / self.makespan_s if self.makespan_s else 0.0 for row in self.per_rank)
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Metrics(Artifact):
 
 
 def run_metrics(timeline: Timeline) -> Metrics:
-    """Returns the metrics of a whole run, its warm-up and its drain included."""
+    """Returns the metrics of a whole run, including warm-up and drain."""
     start_s = min((span.start_s for span in timeline.spans), default=0.0)
     makespan_s = timeline.makespan_s
     rate = timeline.microbatches / makespan_s if makespan_s else 0.0
@@ -106,8 +106,8 @@ def run_metrics(timeline: Timeline) -> Metrics:
 def steady_metrics(timeline: Timeline, *, skip: int = 0) -> Metrics:
     """Returns the metrics of the steady part of a run: without warm-up and drain (`steady_window`).
 
-    Throughput counts the microbatches that the input stage finishes in the window, from one end of a backward to
-    another, so that no fraction of a microbatch is lost at the borders.
+    Throughput counts the microbatches that the input stage finishes between two ends of backwards in the window, so that
+    no fraction of a microbatch is lost at its borders.
 
     Raises:
         ValueError: the run is too short to have such a part.
@@ -124,15 +124,15 @@ def steady_metrics(timeline: Timeline, *, skip: int = 0) -> Metrics:
 
 
 def between_updates(timeline: Timeline, first: int, last: int, *, per_update: int) -> Metrics:
-    """Returns the metrics from one update of the input stage to another, each over on all its replicas: whole periods.
+    """Returns the metrics between two updates of the input stage, each finished on all replicas: whole periods.
 
     Args:
         timeline: of a training run.
         first, last: numbers of the updates, from 1.
-        per_update: microbatches that one update of the input stage holds.
+        per_update: microbatches in one update of the input stage.
 
     Raises:
-        ValueError: the run does not make both, one after the other.
+        ValueError: the run does not make both updates, one after the other.
     """
     ends: dict[int, float] = {}
     for span in timeline.spans:
@@ -145,15 +145,15 @@ def between_updates(timeline: Timeline, first: int, last: int, *, per_update: in
 
 
 def steady_window(timeline: Timeline, *, skip: int = 0) -> tuple[float, float]:
-    """Returns start and end of a run's steady part, in seconds.
+    """Returns the start and the end of a run's steady part, in seconds.
 
-    It begins when each worker of the input stage has ended its first backward, the pipeline being full then, and
-    ends when the first of them has ended its last forward: from there on the pipeline drains.
+    It begins when each worker of the input stage has finished its first backward, because the pipeline is full then. It
+    ends when the first of them has finished its last forward, because the pipeline drains from then on.
 
     Args:
         timeline: of a training run.
-        skip: backwards of the input stage to leave out beyond the first, for runs whose replicas or messages
-            take longer to fall into step.
+        skip: further backwards of the input stage to leave out, for runs whose replicas or messages take longer to
+            become regular.
 
     Raises:
         ValueError: the run is too short, or has no backwards.
@@ -174,17 +174,17 @@ def steady_window(timeline: Timeline, *, skip: int = 0) -> tuple[float, float]:
     if start_s >= end_s:
         raise ValueError(
             f"a steady part beyond {skip + 1} backwards of the input stage was asked for, but this run of "
-            f"{timeline.microbatches} microbatches drains before; run more microbatches or skip fewer"
+            f"{timeline.microbatches} microbatches drains earlier; run more microbatches or skip fewer"
         )
     return start_s, end_s
 
 
 def in_flight(timeline: Timeline, rank: int) -> int:
-    """Returns the most microbatches that a rank held forwarded and not yet backwarded, over its stages.
+    """Returns the most microbatches of a rank that were between forward and backward, over its stages.
 
-    A split backward ends with its weight gradient. A run of forwards alone holds nothing: 0. Where the backward is on
-    another rank, the forward's holds a minibatch's microbatches until its next minibatch at the stage, for nobody here
-    knows when they are taken there; the other one holds one while it runs.
+    A split backward ends with its weight gradient. A run of forwards only has none. If the backward is on another rank,
+    that rank holds one microbatch while it runs. The rank of the forward holds the microbatches of a minibatch until its
+    next minibatch at the stage, because the timeline does not show when the other rank fetches them.
     """
     return _in_flight(timeline.of_rank(rank), timeline, _apart(timeline))
 
@@ -192,15 +192,16 @@ def in_flight(timeline: Timeline, rank: int) -> int:
 def staleness(timeline: Timeline, stage: int) -> int:
     """Returns the most updates by which a gradient of a stage was late.
 
-    The first gradients of a run are fresher than those in steady state, never staler, so the most is the
-    steady state's.
+    The first gradients of a run are never staler than those of the steady state, so this is the steady state's.
 
     Raises:
-        ValueError: the timeline has no tags of this stage.
+        ValueError: the timeline has no gradient versions of this stage.
     """
     found = [tag.staleness for tag in timeline.gradient_versions if tag.stage == stage]
     if not found:
-        raise ValueError(f"staleness of stage {stage} was asked for, the timeline of {timeline.name} has no tags of it")
+        raise ValueError(
+            f"staleness of stage {stage} was asked for, the timeline of {timeline.name} has no gradient versions of it"
+        )
     return max(found)
 
 
@@ -240,7 +241,7 @@ def _metrics(timeline: Timeline, start_s: float, end_s: float, throughput_per_s:
 
 
 def _seconds(spans: Iterable[Span], start_s: float, end_s: float) -> float:
-    """Returns the seconds of a window that spans cover; where they overlap, once. Spans come by their start."""
+    """The seconds of a window that spans cover; overlaps count once. Spans are ordered by their start."""
     covered, reached = 0.0, start_s
     for span in spans:
         start, end = max(span.start_s, reached), min(span.end_s, end_s)
@@ -251,7 +252,7 @@ def _seconds(spans: Iterable[Span], start_s: float, end_s: float) -> float:
 
 
 def _apart(timeline: Timeline) -> set[int]:
-    """Returns the stages whose backwards are not where their forwards are."""
+    """The stages whose backwards are not on the ranks of their forwards."""
     ranks: dict[int, tuple[set[int], set[int]]] = {}
     for span in timeline.spans:
         if span.kind in ("F", *_ENDS):
@@ -264,7 +265,7 @@ def _in_flight(spans: Iterable[Span], timeline: Timeline, apart: Collection[int]
     if not apart and {span.kind for span in passes} <= {"F"}:
         return 0
     held = peak = 0
-    kept: dict[tuple[int, int], int] = {}  # (stage, minibatch) -> microbatches that were forwarded for another rank
+    kept: dict[tuple[int, int], int] = {}  # (stage, minibatch) -> microbatches whose backward is on another rank
     for _, kind, stage, index, _, _ in passes:
         if stage not in apart:
             held += 1 if kind == "F" else -1

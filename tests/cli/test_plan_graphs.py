@@ -91,8 +91,8 @@ def test_the_order_of_the_lines_does_not_matter(tmp_path: Path, capfd: pytest.Ca
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("\tsum -- head", "\tsum -- head\n\thead -- stem", "net.txt, line 11: the edges run in a circle through"),
-        ("\tsum -- head", "\tsum -- he", "net.txt, line 10: the edge names 'he', which no line before it defines"),
+        ("\tsum -- head", "\tsum -- head\n\thead -- stem", "net.txt, line 11: the edges form a cycle through"),
+        ("\tsum -- head", "\tsum -- he", "net.txt, line 10: the edge names 'he', which no earlier line defines"),
         ("\tsum -- head", "", "net.txt, line 5: head has no edge in or out, is the end of the file missing?"),
         ("compute_time=3.0", "compute_time=nan", "net.txt, line 2: forward_compute_time should be a number, found"),
         ("compute_time=3.0", "compute_time=-3.0", "net.txt, line 2: forward_compute_time should be a number from 0"),

@@ -101,7 +101,7 @@ def test_stages_of_a_plan_are_written() -> None:
     [
         ("", "has no node"),
         ("hello", r"line 1: a node has 3 or 4 parts between ' -- ', found 1"),
-        (f"{NODE}\n{NODE}", "line 2: a stands on line 1 already"),
+        (f"{NODE}\n{NODE}", "line 2: a is already defined on line 1"),
         (f"{NODE}\n{NODE[:60]}", "line 2: a node has forward_compute_time=.., "),
         (NODE.replace("1.0", "nan"), "line 1: forward_compute_time should be a number, found 'nan'"),
         (NODE.replace("2.0", "-2.0"), "line 1: backward_compute_time should be a number from 0 to 1e.15, found -2.0"),
@@ -109,10 +109,10 @@ def test_stages_of_a_plan_are_written() -> None:
         (NODE.replace("3.0", "[]"), "line 1: activation_size should be a number, found ''"),
         (NODE.replace("4.0", "1e400"), "line 1: parameter_size should be a number, found '1e400'"),
         (f"{NODE} -- stage_id=-1", "line 1: the fourth part of a node is stage_id=.., found 'stage_id=-1'"),
-        (f"{NODE}\n\ta -- b\n", "line 2: the edge names 'b', which no line before it defines"),
+        (f"{NODE}\n\ta -- b\n", "line 2: the edge names 'b', which no earlier line defines"),
         (f"{NODE}\n\ta\n", "line 2: an edge has 2 node ids"),
-        (f"{NODE}\n\ta -- a\n", "line 2: the edges run in a circle through a"),
-        (f"{TEXT}\tnode4 -- node3\n", "line 6: the edges run in a circle through node3"),
+        (f"{NODE}\n\ta -- a\n", "line 2: the edges form a cycle through a"),
+        (f"{TEXT}\tnode4 -- node3\n", "line 6: the edges form a cycle through node3"),
         (TEXT[: TEXT.index("\tnode1")], "line 1: node3 has no edge in or out, is the end of the file missing"),
         (TEXT[: TEXT.index("\tnode3")], "line 3: node4 has no edge in or out"),
         (NODE[1:], "line 1: a node has 3 or 4 parts between ' -- ', found 2"),
@@ -149,7 +149,7 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
         ((), (), "at least one node"),
         (("a", "a"), (), "found a twice"),
         (("a", "b"), ((0, 2),), "not among the 2"),
-        (("a", "b"), ((0, 1), (1, 0)), "in a circle"),
+        (("a", "b"), ((0, 1), (1, 0)), "form a cycle"),
     ],
 )
 def test_the_noun_is_well_formed(nodes: tuple[str, ...], edges: tuple[tuple[int, int], ...], says: str) -> None:
@@ -159,7 +159,7 @@ def test_the_noun_is_well_formed(nodes: tuple[str, ...], edges: tuple[tuple[int,
 
 @pytest.mark.parametrize("kind", ["a -- b", "a --", " a", "a\nb"])
 def test_a_description_that_would_not_come_back(kind: str) -> None:
-    with pytest.raises(ValueError, match="line break, a border of blanks or a separator"):
+    with pytest.raises(ValueError, match="line break, surrounding blanks or a separator"):
         GraphNode("a", kind)
 
 

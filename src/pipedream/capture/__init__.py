@@ -1,6 +1,6 @@
-"""Takes a model apart: a module and a sample become a LayerGraph and the user's own modules in run order.
+"""Splits a model into layers: from a module and a sample to a LayerGraph and the user's own modules in run order.
 
-`capture` is the door; behind it stands one way for now, chains (`pipedream.capture.chain`).
+Only chains can be captured so far (`pipedream.capture.chain`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["Captured", "capture", "find_layers", "preserve_state", "stand_ins"]
 def capture(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
     """Finds the layers of a model by running its forward on a sample.
 
-    The model is left as it was: parameters, buffers, training flags, plain attributes and the random
-    generators. Where its parameters are on the meta device the sample is taken there too; then the chain
-    is found as always, but its values cannot be compared with the model's; so it is within `stand_ins`.
+    The model is left unchanged: parameters, buffers, training flags, plain attributes and the random generators. If its
+    parameters are on the meta device, the sample is moved there too. Then, and within `stand_ins`, the chain is found as
+    usual, but its values cannot be compared with the model's.
 
     Args:
-        model: the user's module; its submodules become the layers, they are not copied.
+        model: the user's module; its submodules become the layers, without being copied.
         sample: the positional inputs of one forward: tensors, or tuples, lists and dicts of them.
 
     Raises:
-        CaptureError: the model cannot be cut, does not run on the sample, or its layers, run one after the
-            other, do not give what the model gives.
+        CaptureError: the model cannot be cut, does not run on the sample, or its layers, run one after the other, do
+            not return what the model returns.
     """
     return capture_chain(model, sample)

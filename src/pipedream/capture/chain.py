@@ -1,9 +1,9 @@
-"""Finds the chain of modules that a model is.
+"""Finds the chain of modules that a model consists of.
 
-A module is replaced by the modules called within it where these get exactly what the one before gave, so
-that running them one after the other is running the module. This is so for `nn.Sequential`, nested or not,
-and for every forward that only calls its children in a line. Any other module stays one layer: so do those
-with parameters, buffers or hooks of their own, which a list of their children would lose.
+A module is replaced by the modules that it calls if each of these gets exactly what the one before returned, so that
+running them one after the other is the same as running the module. This holds for `nn.Sequential`, nested or not, and
+for every forward that only calls its children one after the other. Any other module stays one layer. So does a module
+with parameters, buffers or hooks of its own, which a list of its children would lose.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ __all__ = ["Captured", "capture_chain", "find_layers", "tied_layers"]
 
 _ADVICE = (
     "write that step as a module of its own (nn.Flatten, nn.ReLU, ...) so that the forward only calls modules "
-    "in a line, or put the modules around it into one module"
+    "one after the other, or put the modules around it into one module"
 )
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A model taken apart into layers.
+    """A model split into layers.
 
-    Layer 0 is called with the model's inputs, each later layer with one argument: the output of the layer
-    before it, be it a tensor or a tuple.
+    Layer 0 is called with the model's inputs, each later layer with one argument: the output of the layer before it, a
+    tensor or a tuple.
 
     Attributes:
         graph: names, parameters and ties of the layers.
-        layers: the user's own modules, one per layer of the graph; a module that runs twice stands twice.
+        layers: the user's own modules, one for each layer of the graph; a module that runs twice occurs twice.
     """
 
     graph: LayerGraph
@@ -59,7 +59,7 @@ def capture_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
     """Captures a model that is a chain. See `pipedream.capture.capture`.
 
     Raises:
-        CaptureError: the model is no chain; names the place and the mend.
+        CaptureError: the model is not a chain; says where, and what to change.
     """
     _check_arguments(model, sample)
     kind = type(model).__name__
@@ -90,7 +90,7 @@ def capture_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
 
 
 def find_layers(model: nn.Module, names: Sequence[str]) -> Captured:
-    """Finds the layers of a chain again by their names, as a profile or a plan of the same model lists them.
+    """Finds the layers of a chain by their names, as a profile or a plan of the same model lists them.
 
     Raises:
         CaptureError: the model has no module of that name.
@@ -112,9 +112,9 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> Captured:
 def tied_layers(layers: Sequence[nn.Module]) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
     """Returns the groups of layers that share a parameter or state, and those of them that share state.
 
-    To share means to have in the same storage, so that a view of a weight is tied to it. State is a module with buffers
-    that runs twice, or running statistics. Other buffers that different modules share tie nothing; they are constants
-    (masks, tables).
+    To share means to use the same storage, so a view of a weight is tied to it. State means running statistics, or a
+    module with buffers that runs twice. Other buffers shared by different modules are constants (masks, tables) and tie
+    nothing.
     """
     users: dict[int, set[int]] = {}
     moving: dict[int, set[int]] = {}
@@ -177,7 +177,7 @@ def _trace_in_mode(model: nn.Module, sample: tuple[Any, ...], training: bool, de
             return trace(model, tree_map(lambda leaf: _copy(leaf, copies), sample))
         except Exception as error:
             advice = (
-                "it goes on by the value of a tensor, and here there are none: profile it on a device that computes"
+                "it depends on the value of a tensor, and here tensors have none: profile it on a device that computes"
                 if isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
                 else "give a sample of the shape, dtype and device that it takes"
             )
@@ -227,13 +227,13 @@ def _describe(model: nn.Module, layers: list[nn.Module], names: dict[int, str]) 
 
 
 def _check_equal_to_model(model: nn.Module, captured: Captured, sample: tuple[Any, ...], devices: list[int]) -> None:
-    """Runs model and layers on the sample, in training and in evaluation mode, from the same seed.
+    """Runs the model and the layers on the sample, in training and in evaluation mode, with the same seed.
 
-    Gradients are not compared: where every tensor is passed on as the same object, in the same modes, the
-    graph of autograd is the same one.
+    Gradients are not compared: if every tensor is passed on as the same object, in the same modes, the autograd graph is
+    the same.
 
     Raises:
-        CaptureError: outputs or buffers are not equal to the bit; says in which mode.
+        CaptureError: outputs or buffers are not bitwise equal; says in which mode.
     """
 
     def run_layers(*inputs: Any) -> Any:
@@ -251,7 +251,7 @@ def _check_equal_to_model(model: nn.Module, captured: Captured, sample: tuple[An
         except Exception as error:
             raise CaptureError(
                 f"the layers of {kind}, run one after the other, should give what the model gives, but in {mode} mode "
-                f"they raised {type(error).__name__}: {error}; the forward does something beside calling its "
+                f"they raised {type(error).__name__}: {error}; the forward does something besides calling its "
                 "modules: put it into a module"
             ) from error
         if not _equal(wanted, found):

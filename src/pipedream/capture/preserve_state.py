@@ -1,4 +1,4 @@
-"""Runs a model without leaving a trace on it."""
+"""Runs a model without changing its state."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["preserve_state"]
 
 @contextmanager
 def preserve_state(modules: Iterable[nn.Module], devices: Iterable[int] = (), seed: int = 0) -> Iterator[None]:
-    """Within it the modules work on copies of their buffers; after it they are as they were before.
+    """A context in which the modules work on copies of their buffers, and after which they are as before.
 
-    Buffers are swapped for copies, not copied back, so that the user's own tensors are never written.
-    Training flags, plain attributes that a forward binds, and the random generators of the CPU and of the
-    CUDA devices named are restored too; within, these generators are seeded with `seed`.
+    Buffers are replaced by copies, not copied back, so that the user's own tensors are never written. Training flags,
+    plain attributes that a forward sets, and the random generators of the CPU and of the given CUDA devices are restored
+    too; within the context, these generators are seeded with `seed`.
     """
     devices = list(devices)
     every = {id(module): module for root in modules for module in root.modules()}
@@ -29,7 +29,7 @@ def preserve_state(modules: Iterable[nn.Module], devices: Iterable[int] = (), se
             for module, _, buffers in saved:
                 for name, buffer in buffers.items():
                     if buffer is not None:
-                        # A buffer that two modules share stays one tensor.
+                        # A buffer shared by two modules stays one tensor.
                         module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
             yield
         finally:
@@ -42,7 +42,7 @@ def preserve_state(modules: Iterable[nn.Module], devices: Iterable[int] = (), se
 
 
 def _seed_generators(seed: int, devices: Iterable[int]) -> None:
-    """Seeds the generator of the CPU and those of the CUDA devices named, and no other."""
+    """Seeds the generators of the CPU and of these CUDA devices, and no others."""
     torch.default_generator.manual_seed(seed)
     for index in devices:
         torch.cuda.default_generators[index].manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Puts tensors without numbers in the place of a model's own, so that a model of any size runs in no memory."""
+"""Replaces a model's tensors by ones without numbers, so that a model of any size runs without memory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ __all__ = ["is_stand_in", "stand_ins"]
 
 @contextmanager
 def stand_ins(model: nn.Module, sample: tuple[Any, ...], dtype: torch.dtype | None = None) -> Iterator[tuple[Any, ...]]:
-    """Within it the model holds stand-ins, nothing is computed, and the sample that is yielded is of stand-ins too.
+    """A context in which the model has stand-ins and computes nothing; yields the sample as stand-ins too.
 
-    A stand-in (torch's FakeTensor) has shape, strides, dtype and a storage, but no numbers. It says that it is on the
-    CPU, wherever the tensor in its place is: torch then chooses kernels that keep what those of a GPU keep (attention
-    that holds no matrix of scores), which it does not do on the meta device. Tensors that share a storage have
-    stand-ins that share one. A plain attribute that is a tensor, or a list or dict of tensors, is replaced as well.
+    A stand-in (torch's FakeTensor) has shape, strides, dtype and a storage, but no numbers. Its device is the CPU,
+    wherever the original tensor is: then torch chooses kernels that keep what those of a GPU keep (attention without a
+    matrix of scores), which it does not do on the meta device. Tensors that share a storage have stand-ins that share
+    one. A plain attribute that is a tensor, or a list or dict of tensors, is replaced as well.
 
     Args:
-        model: on any device, the meta device included; as it was afterwards.
-        sample: of its inputs.
+        model: on any device, including the meta device; it is restored afterwards.
         dtype: of all floating-point tensors; None: their own.
     """
     made: dict[Any, torch.Tensor] = {}
@@ -52,12 +51,12 @@ def stand_ins(model: nn.Module, sample: tuple[Any, ...], dtype: torch.dtype | No
 
 
 def is_stand_in(leaf: Any) -> bool:
-    """Tells whether a value is a tensor without numbers: a stand-in, or one on the meta device."""
+    """Returns whether a value is a tensor without numbers: a stand-in, or one on the meta device."""
     return isinstance(leaf, torch.Tensor) and (leaf.is_meta or isinstance(leaf, FakeTensor))
 
 
 def _tensor_attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns the plain attributes that are tensors or hold some: a recurrent module's list of its weights."""
+    """The plain attributes that are or contain tensors, such as a recurrent module's list of its weights."""
     return {
         name: value
         for name, value in module.__dict__.items()

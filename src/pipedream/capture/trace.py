@@ -1,6 +1,6 @@
-"""Watches one forward of a model: which module is called within which, with what, and what it gives.
+"""Traces one forward of a model: which module calls which, with what arguments, and what each returns.
 
-Tensors are recognised by identity, and by marks that show what was done to them in place between two calls.
+Tensors are recognised by identity, and by marks that show in-place changes between two calls.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """Arguments or an output, as they were at one moment.
+    """Arguments or an output, as they were at the time of a call.
 
     Attributes:
-        leaves: the tensors and plain values, kept alive so that identity means something.
+        leaves: the tensors and plain values, kept alive so that identity is meaningful.
         spec: the structure around them.
-        marks: of each leaf, what an in-place operation would change.
+        marks: for each leaf, what an in-place operation would change.
     """
 
     leaves: tuple[Any, ...]
@@ -33,12 +33,12 @@ class Values:
 
     @classmethod
     def of(cls, value: Any) -> Values:
-        """Notes a value."""
+        """Returns the record of a value."""
         leaves, spec = tree_flatten(value)
         return cls(tuple(leaves), spec, tuple(_mark(leaf) for leaf in leaves))
 
     def same(self, other: Values | None) -> bool:
-        """The other holds the very same tensors, with nothing done to them in between."""
+        """Whether the other has the very same tensors, with no changes in between."""
         return (
             other is not None
             and self.spec == other.spec
@@ -50,7 +50,7 @@ class Values:
         )
 
     def last_operation(self) -> str:
-        """Returns autograd's name for what made the first tensor, or ''."""
+        """Returns autograd's name of the operation that produced the first tensor, or ''."""
         for leaf in self.leaves:
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 return leaf.grad_fn.name().rstrip("0123456789").removesuffix("Backward").lower()
@@ -62,11 +62,10 @@ class Call:
     """One call of a module.
 
     Attributes:
-        module: what was called.
         inputs: its positional arguments, a tuple.
-        keywords: it got keyword arguments.
+        keywords: whether it got keyword arguments.
         context: gradient, autocast and saved-tensor modes at the call.
-        calls: the calls made within it, in order; of its own children or of their children.
+        calls: the calls that it made, in order; of its own children or of their children.
         output: its output, as a tuple of one; None if it raised.
     """
 
@@ -89,7 +88,7 @@ def trace(model: nn.Module, sample: tuple[Any, ...]) -> Call:
         stack.append(call)
 
     def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        # Calls that raised, and whose error the model caught, are dropped on the way.
+        # Drops calls that raised an error which the model caught.
         while stack[-1].module is not module:
             stack.pop()
         stack.pop().output = Values.of((output,))
@@ -97,7 +96,7 @@ def trace(model: nn.Module, sample: tuple[Any, ...]) -> Call:
     handles = []
     try:
         for module in model.modules():
-            # First in, last out: the caller's side of any hook of the user's.
+            # The first to enter and the last to leave, outside of any hooks of the user.
             handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(leave, with_kwargs=True))
         with torch.enable_grad():
@@ -109,10 +108,10 @@ def trace(model: nn.Module, sample: tuple[Any, ...]) -> Call:
 
 
 def why_not_a_chain(call: Call, names: dict[int, str]) -> str:
-    """Returns what keeps a call from being its inner calls, one after the other; '' if nothing does.
+    """Returns why a call is not the same as its inner calls, one after the other; '' if it is.
 
     Args:
-        call: a call with at least one call within.
+        call: a call with at least one inner call.
         names: the name of each module, by its id.
     """
     first, last = call.calls[0], call.calls[-1]
@@ -148,7 +147,7 @@ def _mark(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         version = 0 if leaf.is_inference() else leaf._version
         return version, leaf.requires_grad, leaf.is_leaf, len(leaf._backward_hooks or ())
-    # An object that is no tensor may hold tensors that nobody sees: it equals nothing, not even itself.
+    # An object that is not a tensor may contain hidden tensors, so it equals nothing, not even itself.
     return None if isinstance(leaf, _PLAIN) else object()
 
 
@@ -157,6 +156,6 @@ def _context() -> tuple[Any, ...]:
     for device in ("cpu", "cuda"):
         enabled = torch.is_autocast_enabled(device)
         modes += [enabled, torch.get_autocast_dtype(device) if enabled else None]
-    # Non-reentrant checkpointing leaves tensors alone and shows only here; private, so asked with care.
+    # Non-reentrant checkpointing does not change tensors and is only visible here; private, so it may be missing.
     saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return (*modes, saved_hooks(False) if saved_hooks is not None else None)

@@ -1,1 +1,1 @@
-"""Measures the links and the workers of a cluster."""
+"""Measurements of the links and the workers of a cluster."""

@@ -1,7 +1,7 @@
-"""Measuring links: messages of growing size between ranks, alone, both ways and to several at once, and sums.
+"""Measures links: messages of growing size between ranks, one way, both ways and to several at once, and all-reduces.
 
-Each function is called by all the ranks that it names, and by no other. Times are taken on one rank, from before a
-message until the answer of a few bytes; large messages are chosen so that one takes about `target_s`.
+Each function is called by exactly the ranks that it names. Times are taken on one rank, from before a message until a
+reply of a few bytes. Large messages are chosen so that one takes about `target_s`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipedream.core.hardware.survey import slope, undisturbed
+from pipedream.core.hardware.survey import lower_quartile, slope
 
 __all__ = ["both_ways", "echo", "fan", "one_way", "sum_over"]
 
@@ -42,22 +42,22 @@ def echo(rank: int, pair: tuple[int, int], device: torch.device) -> float:
         dist.recv(token, other)
         _finish(device)
         echoes.append(time.perf_counter() - start)
-    found.fill_(undisturbed(echoes) / 2)
+    found.fill_(lower_quartile(echoes) / 2)
     dist.send(found, other)
     return float(found)
 
 
 def one_way(rank: int, sender: int, receiver: int, device: torch.device, target_s: float) -> tuple[float, int]:
-    """Measures messages from one rank to another; returns, on both, bytes/s and the bytes of the large messages."""
+    """Measures messages from one rank to another; returns bytes/s and the bytes of the large messages, on both ranks."""
     token = torch.zeros(1, dtype=torch.uint8, device=device)
     if rank == receiver:
-        while size := _told(sender, device):
+        while size := _receive_size(sender, device):
             dist.recv(_payload(size, device), sender)
             dist.send(token, sender)
-        return _numbers(sender, device)
+        return _receive_result(sender, device)
 
     def seconds(size: int) -> float:
-        _tell(size, receiver, device)
+        _send_size(size, receiver, device)
         payload = _payload(size, device)
         _finish(device)
         start = time.perf_counter()
@@ -68,22 +68,22 @@ def one_way(rank: int, sender: int, receiver: int, device: torch.device, target_
 
     size = _large_enough(seconds, _LEAST_BYTES, _MOST_BYTES, target_s)
     found = _rate(seconds, size), size
-    _tell(0, receiver, device)
+    _send_size(0, receiver, device)
     dist.send(torch.tensor(found, dtype=torch.float64, device=device), receiver)
     return found
 
 
 def both_ways(rank: int, pair: tuple[int, int], size: int, device: torch.device) -> float:
-    """Measures messages that go both ways at once; returns the bandwidth (bytes/s) at which this rank receives."""
+    """Measures messages that are sent both ways at once; returns the bandwidth (bytes/s) at which this rank receives."""
     other = pair[1] if rank == pair[0] else pair[0]
     token = torch.zeros(1, dtype=torch.uint8, device=device)
     given, taken = _payload(size, device), _payload(size, device)
     seconds = []
     for _ in range(_REPEATS):
-        _exchange(token, token.clone(), other)  # both begin together
+        _exchange(token, token.clone(), other)  # so that both begin together
         start = time.perf_counter()
         seconds.append(_exchange(given, taken, other) - start)
-    return size / undisturbed(seconds)
+    return size / lower_quartile(seconds)
 
 
 def fan(rank: int, ranks: Sequence[int], device: torch.device, target_s: float, *, sends: bool) -> float:
@@ -94,7 +94,7 @@ def fan(rank: int, ranks: Sequence[int], device: torch.device, target_s: float, 
     centre, *others = ranks
     token = torch.zeros(1, dtype=torch.uint8, device=device)
     if rank != centre:
-        while size := _told(centre, device):
+        while size := _receive_size(centre, device):
             if sends:
                 dist.recv(_payload(size, device), centre)
                 dist.send(token, centre)
@@ -105,7 +105,7 @@ def fan(rank: int, ranks: Sequence[int], device: torch.device, target_s: float, 
 
     def seconds(size: int) -> float:
         for other in others:
-            _tell(size, other, device)
+            _send_size(size, other, device)
         given = _payload(size, device) if sends else token
         buffers = [_payload(1 if sends else size, device) for _ in others]
         _finish(device)
@@ -123,7 +123,7 @@ def fan(rank: int, ranks: Sequence[int], device: torch.device, target_s: float, 
     size = _large_enough(seconds, _LEAST_BYTES, _MOST_BYTES, target_s)
     rate = _rate(seconds, size) * len(others)
     for other in others:
-        _tell(0, other, device)
+        _send_size(0, other, device)
     return rate
 
 
@@ -140,18 +140,18 @@ def sum_over(group: Any, members: int, device: torch.device, target_s: float) ->
         start = time.perf_counter()
         dist.all_reduce(payload, group=group)
         _finish(device)
-        # The members must agree on what to measure next: the slowest one's word counts.
+        # The members must agree on what to measure next, so the slowest one counts.
         taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
         dist.all_reduce(taken, dist.ReduceOp.MAX, group=group)
         return float(taken)
 
-    latency_s = undisturbed([seconds(4) for _ in range(_ECHOES // 2)]) / steps
+    latency_s = lower_quartile([seconds(4) for _ in range(_ECHOES // 2)]) / steps
     size = _large_enough(seconds, _LEAST_BYTES, _MOST_SUM_BYTES, target_s)
     return latency_s, steps / members * _rate(seconds, size)
 
 
 def _large_enough(seconds: Callable[[int], float], least: int, most: int, target_s: float) -> int:
-    """Returns a size that takes the seconds wanted, or the largest one."""
+    """A size that takes at least `target_s`, or the largest allowed."""
     size = least
     while True:
         taken = min(seconds(size), seconds(size))
@@ -164,13 +164,13 @@ def _rate(seconds: Callable[[int], float], size: int) -> float:
     sizes = (size // _PART, size)
     rows: tuple[list[float], list[float]] = ([], [])
     for _ in range(_REPEATS):
-        for one, row in zip(sizes, rows, strict=True):  # by turns: what disturbs one disturbs the other
+        for one, row in zip(sizes, rows, strict=True):  # alternating, so that a disturbance affects both
             row.append(seconds(one))
     return slope(sizes, rows)
 
 
 def _exchange(given: torch.Tensor, taken: torch.Tensor, other: int) -> float:
-    """Sends and receives at once; returns the time at which all had been received."""
+    """Sends and receives at once; returns the time when everything was received."""
     works = dist.batch_isend_irecv([dist.P2POp(dist.isend, given, other), dist.P2POp(dist.irecv, taken, other)])
     works[-1].wait()
     _finish(given.device)
@@ -183,17 +183,17 @@ def _payload(size: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
-def _tell(size: int, receiver: int, device: torch.device) -> None:
+def _send_size(size: int, receiver: int, device: torch.device) -> None:
     dist.send(torch.tensor([size], dtype=torch.int64, device=device), receiver)
 
 
-def _told(sender: int, device: torch.device) -> int:
+def _receive_size(sender: int, device: torch.device) -> int:
     size = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(size, sender)
     return int(size)
 
 
-def _numbers(sender: int, device: torch.device) -> tuple[float, int]:
+def _receive_result(sender: int, device: torch.device) -> tuple[float, int]:
     found = torch.zeros(2, dtype=torch.float64, device=device)
     dist.recv(found, sender)
     rate, size = found.tolist()

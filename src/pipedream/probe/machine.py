@@ -1,4 +1,4 @@
-"""What a worker is: on which machine, how fast, with how much memory."""
+"""The machine of a worker, its speed and its memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ _MATRIX = {"cpu": 384, "cuda": 4096}
 
 
 def machine_name() -> str:
-    """Returns a text that the processes of one machine share, and no other's.
+    """Returns a text that all processes of a machine share, and that differs between machines.
 
-    A container or a network namespace is a machine of its own: what counts is what the network lies between.
+    A container or a network namespace counts as a machine of its own, because messages cross the network between them.
     """
     return "/".join((platform.node(), _boot(), _network()))
 
 
 def available_bytes(device: torch.device, sharing: int) -> int:
-    """Returns the memory that a worker may use: of its GPU, or its share of the machine's.
+    """Returns the memory that a worker may use: that of its GPU, or its share of the machine's.
 
     Args:
-        device: of the worker.
-        sharing: workers that share the machine's memory.
+        sharing: the number of workers that share the machine's memory.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -40,7 +39,7 @@ def available_bytes(device: torch.device, sharing: int) -> int:
 
 
 def work_s(device: torch.device, most_s: float) -> float:
-    """Returns the lower quartile of the seconds of a product of matrices (float32), repeated for some time."""
+    """Returns the lower quartile of the seconds of a float32 matrix product, repeated for at least `most_s`."""
     edge = _MATRIX.get(device.type, _MATRIX["cpu"])
     one = torch.ones(edge, edge, device=device)
     two = torch.ones(edge, edge, device=device)
@@ -56,7 +55,7 @@ def work_s(device: torch.device, most_s: float) -> float:
 
 
 def memory_name(device: torch.device) -> str:
-    """Returns a text that workers share whose memory is the same: a machine's, across its containers."""
+    """Returns a text that is equal for workers that share memory: those of a machine, across its containers."""
     return f"{platform.node()}/{_boot()}" if device.type != "cuda" else ""
 
 

@@ -1,4 +1,4 @@
-"""Measures the layers of a model, or computes what they would take: seconds and bytes of each, as a Profile."""
+"""Measures the seconds and bytes of each layer of a model, or predicts them, as a Profile."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Live bytes over time: what the allocator gave out and took back, section by section.
+"""Live bytes over time, from the allocator, in sections.
 
-On a CPU the figures are the allocator's own events, as torch's profiler sees them, temporaries inside kernels
-included; on a GPU those of the caching allocator, which counts blocks of 512 bytes. A tensor that was there before and
-is freed inside is not seen on a CPU: hold what the work does not own.
+On a CPU the figures are the allocator's events as torch's profiler records them, including temporaries inside kernels.
+On a GPU they are those of the caching allocator, which counts blocks of 512 bytes. On a CPU, freeing a tensor that
+existed before is not seen: keep references to everything that the work does not own.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ _MARK = "pipedream: a section begins"
 
 @dataclass(frozen=True)
 class Section:
-    """Bytes beyond those that lived when the watch began.
-
-    Attributes:
-        start_bytes, end_bytes: when it began and ended.
-        peak_bytes: at most.
-    """
+    """Live bytes in addition to those when the watch began: at the start, at the peak and at the end of the section."""
 
     start_bytes: int
     peak_bytes: int
@@ -35,18 +30,15 @@ class Section:
 
     @property
     def rise_bytes(self) -> int:
-        """From its start to its peak."""
+        """From the start to the peak."""
         return self.peak_bytes - self.start_bytes
 
 
 class Allocations:
-    """A watch over allocations in this thread: ``with Allocations(device) as watch: ...; watch.mark(); ...``.
+    """Watches the allocations of this thread: ``with Allocations(device) as watch: ...; watch.mark(); ...``.
 
-    Life: `mark` ends a section and begins the next; `sections` are there after the context has ended.
-    One watch at a time; where a profiler of torch runs already, there are no sections (`is_free`).
-
-    Args:
-        device: whose allocator.
+    `mark` ends a section and begins the next; `sections` is complete after the context has ended. Only one watch, or
+    profiler of torch, can run at a time (`is_free`).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,13 +48,13 @@ class Allocations:
 
     @staticmethod
     def is_free() -> bool:
-        """Tells whether a watch can begin: no profiler of torch runs in this thread."""
+        """Returns whether a watch can begin: no profiler of torch runs in this thread."""
         return not torch._C._autograd._profiler_enabled()
 
     def __enter__(self) -> Self:
         gc.collect()
         self._collects = gc.isenabled()
-        gc.disable()  # what is freed in a section is freed by the work itself
+        gc.disable()  # so that only the work itself frees memory in a section
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)

@@ -1,4 +1,4 @@
-"""Measures what a device can do: its own row in the table of `pipedream.core.devices`."""
+"""Measures a device, as a row for the table of `pipedream.core.hardware.devices`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["device_of", "dtype_of", "here", "measure_device"]
 
 _PRODUCT = 512  # rows and columns of the matrices that are multiplied
 _CUDA_PRODUCT = 8192
-_SUMS_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)  # of a tensor; the largest does not fit into caches
+_SUMS_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)  # of a tensor; the largest exceeds the caches
 _CUDA_SUMS_BYTES = (1 << 30,)
 _COLD_BYTES = 1 << 26
 _CHAIN = 20
 
 
 def device_of(name: str) -> Device:
-    """Returns a device by its name: one of the table, a file's, or 'here', which is measured.
+    """Returns a device: of the table by its name, of a file, or 'here', which is measured.
 
     Raises:
-        ProfileError: there is none of this name.
-        ArtifactError: the file holds no device.
+        ProfileError: no device has this name.
+        ArtifactError: the file does not contain a device.
     """
     if name == "here":
         return measure_device(here())
@@ -38,7 +38,7 @@ def device_of(name: str) -> Device:
 
 
 def here() -> str:
-    """Returns the kind of device that there is: 'cuda', else 'cpu'."""
+    """Returns 'cuda' if it is available, else 'cpu'."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -46,7 +46,7 @@ def dtype_of(name: str | torch.dtype | None) -> torch.dtype | None:
     """Returns a floating-point dtype by its name, as in ``bfloat16``.
 
     Raises:
-        ProfileError: torch has none of this name.
+        ProfileError: torch has no such floating-point dtype.
     """
     if name is None or isinstance(name, torch.dtype):
         return name
@@ -57,14 +57,13 @@ def dtype_of(name: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def measure_device(device: str | torch.device = "cpu", *, seconds: float = 1.5) -> Device:
-    """Measures what the roofline needs, with the threads that torch is set to.
+    """Measures what the roofline model needs, with the number of threads that torch is set to.
 
-    Peaks are those of products of large matrices, bandwidths those of sums, of small tensors and of large ones, all as
-    cold as those of a model are; the overhead is that of an operation on a few numbers, forward and backward.
+    Peaks are measured with products of large matrices, bandwidths with additions of small and of large tensors, all as
+    cold in the caches as those of a model. The overhead is that of an operation on a few numbers, forward and backward.
 
     Args:
-        device: where.
-        seconds: to take for it, about.
+        seconds: the approximate time to take.
     """
     place = torch.device(device)
     cuda = place.type == "cuda"
@@ -80,7 +79,7 @@ def measure_device(device: str | torch.device = "cpu", *, seconds: float = 1.5) 
     for size in sums_bytes:
         terms = _many((size // 4,), torch.float32, place)
         rate = 2 * size / _op_s(_turns(terms, lambda one: one + 1.0), place, share_s)
-        rates.append((2 * size, min([rate, *(known for _, known in rates)])))  # larger ones are never faster
+        rates.append((2 * size, min([rate, *(known for _, known in rates)])))  # larger tensors are never faster
     memory = (
         torch.cuda.get_device_properties(place).total_memory
         if cuda
@@ -102,13 +101,13 @@ def measure_device(device: str | torch.device = "cpu", *, seconds: float = 1.5) 
 
 
 def _many(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Returns so many tensors that caches do not hold them: those of a layer are cold when its turn comes again."""
+    """Tensors that together exceed the caches, because those of a layer are cold when the layer runs again."""
     one = torch.ones(shape, dtype=dtype, device=device)
     return [one, *(one.clone() for _ in range(_COLD_BYTES // one.nbytes))]
 
 
 def _turns(tensors: list[torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
-    """Returns work on one tensor after the other; each result is kept for one turn, as activations are."""
+    """Returns work on one tensor after another; each result is kept for one cycle, like activations."""
     results: list[torch.Tensor | None] = [None] * len(tensors)
     turn = cycle(range(len(tensors)))
 
@@ -128,7 +127,7 @@ def _chain(few: torch.Tensor) -> None:
 
 
 def _op_s(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Returns the median seconds of one operation of a few batches of them, within a time."""
+    """The median seconds of an operation over a few batches of operations, which take about `seconds`."""
 
     def batch_s(count: int) -> float:
         if device.type == "cuda":

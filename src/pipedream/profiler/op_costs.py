@@ -1,8 +1,8 @@
 """Floating-point operations and bytes of each operation that torch dispatches, and its seconds on a device.
 
-Flops are torch's own formulas (``torch.utils.flop_counter``), with rules added for the fused kernels that it does not
-know. Bytes are those of the distinct tensors that an operation reads, and of those that it writes; views and empty
-tensors cost nothing. Operations without a formula, which is all but products and convolutions, are paid by the byte.
+Flops come from torch's own formulas (``torch.utils.flop_counter``), with rules added for fused kernels that it does not
+cover. Bytes are those of the distinct tensors that an operation reads and writes; views and empty tensors cost nothing.
+Operations without a formula, which are all but products and convolutions, cost only their bytes.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ _FREE = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "device", "lift_fresh"),
     *("_local_scalar_dense", "sym_size", "sym_numel", "sym_stride", "sym_storage_offset", "is_same_size"),
 }
-# Read of their first tensor only what they give.
+# These read only the part of their first tensor that they return.
 _GATHERS = {"embedding", "index_select", "gather", "index", "take", "nll_loss_forward", "nll_loss2d_forward"}
-# Write over their first tensor without reading it.
+# These overwrite their first tensor without reading it.
 _OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_"}
 
 OPAQUE = {"mkldnn_rnn_layer"}
-"""Kernels that keep a workspace for their backward whose size no stand-in shows: of all LSTMs on a CPU."""
+"""Kernels that keep a workspace for their backward, whose size stand-ins do not show: those of LSTMs on a CPU."""
 
 
 @dataclass(frozen=True)
 class Lap:
-    """What the operations of a lap do.
+    """The cost of the operations of a lap.
 
     Attributes:
-        flops: floating-point operations.
         moved_bytes: read and written.
         seconds: by the roofline of a device.
-        opaque: names of those operations whose kept bytes do not show.
+        opaque: names of the operations that keep bytes which are not visible (`OPAQUE`).
     """
 
     flops: int = 0
@@ -60,9 +59,9 @@ class Lap:
 
 
 class OpCosts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up what all operations do between `start` and `stop`: a stopwatch that asks the roofline.
+    """A stopwatch that adds up the roofline costs of all operations between `start` and `stop`.
 
-    Life: entered as a context, inside the mode of the stand-ins; then as many laps as wanted.
+    Enter it as a context, inside the mode of the stand-ins; then take any number of laps.
     """
 
     def __init__(self, device: Device) -> None:
@@ -82,16 +81,16 @@ class OpCosts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open = False
 
     def laps(self) -> list[Lap]:
-        """Returns the laps since the last reading, and forgets them."""
+        """Returns the laps since the last call, and forgets them."""
         found, self._laps = self._laps, []
         return found
 
     def laps_s(self) -> list[float]:
-        """Returns the seconds of the laps since the last reading, and forgets them."""
+        """Returns the seconds of the laps since the last call, and forgets them."""
         return [lap.seconds for lap in self.laps()]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation, and adds what it does to the lap."""
+        """Runs an operation, and adds its cost to the lap."""
         out = func(*args, **(kwargs or {}))
         if self._open:
             self._lap += _lap_of(func, args, kwargs or {}, out, self._device)
@@ -99,10 +98,10 @@ class OpCosts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def opaque_bytes(module: torch.nn.Module, arguments: Any) -> int:
-    """Returns the bytes of the workspaces that LSTMs keep, by rule; 0 for a module without one.
+    """Returns the bytes of the workspaces that LSTMs keep, by a rule of thumb; 0 for a module without an LSTM.
 
-    16 numbers for each step, sample and unit of each layer and direction: 15.4 to 18.6 were found on CPUs (oneDNN),
-    where gates, states and room for their gradients are kept. cuDNN keeps less.
+    16 numbers for each step, sample and unit of each layer and direction: 15.4 to 18.6 were measured on CPUs (oneDNN),
+    which keep gates, states and room for their gradients. cuDNN keeps less.
     """
     first = next((leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)), None)
     total = 0
@@ -138,14 +137,14 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=out))
     if name == "_scaled_dot_product_flash_attention_for_cpu":
-        # Two products of the scores' size; where causal, the kernel leaves out the half above the diagonal.
+        # Two products of the scores' size; if causal, the kernel skips the half above the diagonal.
         return _attention_flops(args[0], args[1], 2, kwargs.get("is_causal", args[4] if len(args) > 4 else False))
     if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
         return _attention_flops(args[1], args[2], 5, kwargs.get("is_causal", args[7] if len(args) > 7 else False))
     if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):
         layer = [t for t in args if isinstance(t, torch.Tensor)]
         steps = prod(layer[0].shape[:-1])
-        # The weights from the input and from the hidden state, once a step; twice that in the backward.
+        # The weights of the input and of the hidden state, once for each step; twice that in the backward.
         return 2 * steps * (layer[1].numel() + layer[2].numel()) * (2 if name.endswith("backward") else 1)
     return 0
 
@@ -164,7 +163,7 @@ def _places(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of distinct tensors; of an expanded one only what is really there."""
+    """The bytes of distinct tensors; an expanded one counts only what is stored."""
     distinct = {
         (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()): min(
             t.numel() * t.itemsize, t.untyped_storage().nbytes()

@@ -1,4 +1,4 @@
-"""Bytes of outputs, of parameters, and of what autograd keeps."""
+"""Bytes of outputs, of parameters and of what autograd keeps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Sizes", "largest_parameter_bytes", "measure_sizes", "parameter_bytes
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Returns the bytes behind the tensors, each storage once."""
+    """Returns the bytes of the tensors' storages, each counted once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def parameter_bytes(layers: Sequence[nn.Module]) -> tuple[int, ...]:
-    """Returns the bytes of each layer's own parameters; a shared one counts in the first layer that has it."""
+    """Returns the bytes of each layer's own parameters; a shared one counts in the first layer only."""
     counted: set[int] = set()
     sizes = []
     for layer in layers:
@@ -34,13 +34,13 @@ def parameter_bytes(layers: Sequence[nn.Module]) -> tuple[int, ...]:
 
 
 def largest_parameter_bytes(layers: Sequence[nn.Module]) -> tuple[int, ...]:
-    """Returns the bytes of each layer's largest parameter that is trained."""
+    """Returns the bytes of each layer's largest trained parameter."""
     return tuple(max([0, *(p.nbytes for p in layer.parameters() if p.requires_grad)]) for layer in layers)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of what a layer makes and of what autograd keeps; see `LayerProfile` for the four of a layer."""
+    """Bytes of a layer's output and of what autograd keeps; see `LayerProfile`."""
 
     output_bytes: int
     activation_bytes: int
@@ -56,10 +56,9 @@ def measure_sizes(
 ) -> tuple[tuple[Sizes, ...], int]:
     """Returns each layer's sizes, and the bytes that autograd keeps from the loss.
 
-    The layers run one after the other as in training, with one graph through all of them. A storage counts
-    once, in the first layer that saves a tensor in it: the output of a ReLU counts there and not again in the
-    Linear that saves it as its input. Parameters and buffers are not counted; copies of them that autocast
-    makes are.
+    The layers run one after the other as in training, with one autograd graph through all of them. A storage counts
+    once, in the first layer that saves a tensor in it: the output of a ReLU counts there, and not again in the Linear
+    that saves it as its input. Parameters and buffers do not count, but copies of them that autocast makes do.
 
     Args:
         layers: in run order.
@@ -73,7 +72,7 @@ def measure_sizes(
     index = 0
 
     def pack(tensor: torch.Tensor) -> None:
-        # Nothing runs backward here, so autograd may hold None; the storage is kept alive as it would be.
+        # No backward runs here, so autograd may hold None; `kept` keeps the storage alive instead.
         storage = tensor.untyped_storage()
         if storage._cdata not in held:
             kept.setdefault(storage._cdata, storage)

@@ -1,4 +1,4 @@
-"""Seconds and bytes of an optimizer, measured on copies of the parameters."""
+"""Seconds and bytes of an optimizer step, measured on copies of the parameters."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class UpdateCost:
 
     Attributes:
         name: class of the optimizer.
-        update_s: median of the measured steps.
-        copy_s: the same of copying all parameters.
-        state_bytes: of the tensors in its state after them.
-        working_bytes: that a step needs at most beside them, weights and gradients.
+        update_s: median seconds of a step.
+        copy_s: median seconds of copying all parameters.
+        state_bytes: of the tensors in its state.
+        working_bytes: the most that a step needs in addition to its state, the weights and the gradients.
     """
 
     name: str = ""
@@ -46,13 +46,13 @@ class UpdateCost:
 def measure_update(
     optimizer: OptimizerFactory, parameters: NamedParameters, watch: Watch, *, warmup: int, runs: int
 ) -> UpdateCost:
-    """Times an optimizer on copies of the parameters that take gradients; these must not be empty.
+    """Times an optimizer on copies of the parameters that require gradients; there must be some.
 
     Raises:
-        ProfileError: the optimizer cannot be made or does not step.
+        ProfileError: the optimizer cannot be created or its step fails.
     """
     copies = [(name, nn.Parameter(tensor.detach().clone())) for name, tensor in parameters]
-    with _blaming(len(copies)):
+    with _named_failure(len(copies)):
         stepper = optimizer(copies)
         for run in range(warmup + runs):
             if run == warmup:
@@ -74,22 +74,22 @@ def measure_update(
 
 
 def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, watch: Watch) -> UpdateCost:
-    """Adds up the steps of the parameters, each stepped alone, those of the same shape and dtype once for all.
+    """Adds up the costs of the parameters, each stepped alone; of those with the same shape and dtype only one is run.
 
-    A parameter without a gradient is left alone by an optimizer, so that the factory gets all of them as ever.
+    The factory gets all parameters as usual, because an optimizer skips those without a gradient.
 
     Raises:
-        ProfileError: the optimizer cannot be made or does not step.
+        ProfileError: the optimizer cannot be created or its step fails.
     """
     copies = [(name, nn.Parameter(tensor.detach().clone())) for name, tensor in parameters]
     alike: dict[Any, list[nn.Parameter]] = {}
     for _, copy in copies:
         alike.setdefault((copy.shape, copy.stride(), copy.dtype), []).append(copy)
     update_s, copy_s, state_bytes = 0.0, 0.0, 0
-    with _blaming(len(copies)):
+    with _named_failure(len(copies)):
         stepper = optimizer(copies)
         for same in alike.values():
-            _step(stepper, same[:1], watch)  # which makes its state
+            _step(stepper, same[:1], watch)  # creates its state
             _step(stepper, same[:1], watch)
             same[0].grad = None
             update_s += len(same) * watch.laps_s()[-1]
@@ -104,7 +104,7 @@ def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, wa
 
 def _step(stepper: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], watch: Watch) -> None:
     for parameter in parameters:
-        # Small, so that weights stay finite; set anew, as some optimizers write into it.
+        # Small, so that weights stay finite; renewed each time, because some optimizers write into it.
         parameter.grad = torch.full_like(parameter, 1e-4)
     watch.start()
     stepper.step()
@@ -116,7 +116,7 @@ def _state_bytes(state: Any) -> int:
 
 
 @contextmanager
-def _blaming(count: int) -> Iterator[None]:
+def _named_failure(count: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -127,13 +127,13 @@ def _blaming(count: int) -> Iterator[None]:
 
 
 def named_parameters(layers: Sequence[nn.Module], graph: LayerGraph) -> NamedParameters:
-    """Returns the parameters that take gradients under the user's own names, each once."""
+    """Returns the parameters that require gradients, under the user's own names, each once."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for layer, module in zip(graph.layers, layers, strict=True):
         path = layer.name.partition("@")[0]
         for local, parameter in module.named_parameters():
             if parameter.requires_grad:
-                # A model of one layer stands under its class name, which is no path.
+                # A model of one layer is named after its class, which is not a path.
                 name = f"{path}.{local}" if f"{path}.{local}" in layer.parameters else local
                 found.setdefault(id(parameter), (name, parameter))
     return list(found.values())

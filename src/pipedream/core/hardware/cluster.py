@@ -1,9 +1,9 @@
-"""The Cluster: how many workers, how fast and how large each is, how fast they talk.
+"""The Cluster: how many workers there are, how fast and how large each is, and how fast they communicate.
 
-The network is a tree. ``levels`` are innermost first: level 0 joins workers to machines (say), level 1 machines to
-racks, and so on. What a level joins, its *components*, has one full-duplex port into it: at level 0 each worker has a
-port of its own, at level 1 all workers of a machine share the machine's. The classic planner reckons with the same
-levels in its own way (docs/cost_models.md).
+The network is a tree. ``levels`` are innermost first: for example, level 0 joins workers to machines, level 1 machines
+to racks. Each *component* that a level joins has one full-duplex port into it: at level 0 each worker has a port of its
+own, at level 1 all workers of a machine share the machine's port. The classic planner uses the same levels in its own
+way (docs/cost_models.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipedream.core.units import format_bytes, format_rate, format_seconds
 __all__ = ["MOST_WORKERS", "Cluster", "Level", "Workers"]
 
 MOST_WORKERS = 100_000
-"""More than any cluster has; a file that says more is damaged, and would take all memory to plan for."""
+"""More than any cluster has; a file with more is damaged, and planning for it would take all memory."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,13 @@ class Level:
     """One level of the network.
 
     Attributes:
-        width: components that it joins (workers at the innermost level); of unequal groups the most.
-        bandwidth_bytes_per_s: at which a component sends into it.
+        width: components that it joins (workers at the innermost level); the most, if groups are unequal.
+        bandwidth_bytes_per_s: at which a component sends.
         latency_s: of one message.
-        receive_bytes_per_s: at which a component receives from it; None: as it sends.
-        sum_bytes_per_s: bandwidth that an all-reduce over it was measured to reach, 2 (n - 1) / n of its bytes over its
-            seconds; None: that of its links.
-        sizes: components of each of its groups, where they are not alike: machines of 4, 4 and 2 workers. () where
-            all have `width`.
+        receive_bytes_per_s: at which a component receives; None: as it sends.
+        sum_bytes_per_s: measured bandwidth of an all-reduce, 2 (n - 1) / n of its bytes over its seconds; None: that of
+            the links.
+        sizes: components of each group, if unequal, e.g. machines of 4, 4 and 2 workers; (): all have `width`.
     """
 
     width: int
@@ -66,13 +65,12 @@ class Level:
 
 @dataclass(frozen=True)
 class Workers:
-    """Some workers, one beside the other, that are alike.
+    """Consecutive workers that are alike.
 
     Attributes:
-        count: how many.
-        device: what they are, in words.
-        speed: how much faster than the device of the profile they compute.
-        memory_bytes: of each; None: not limited.
+        device: in words.
+        speed: relative to the device of the profile.
+        memory_bytes: of each; None: unlimited.
     """
 
     count: int
@@ -95,13 +93,13 @@ class Cluster(Artifact):
 
     Attributes:
         levels: network levels, innermost first.
-        memory_bytes: memory of one worker; None means that it is not limited.
-        device: what a worker is, in words.
-        kinds: the workers in their order, where they are not alike; their memory and device then count. () otherwise.
-        sums: how all-reduces go: 'ring' or 'tree' (`cost.all_reduce_s`).
+        memory_bytes: of one worker; None: unlimited.
+        device: of each worker, in words.
+        kinds: the workers in their order, if they differ; these have their own memory and device. () if all are alike.
+        sums: the all-reduce algorithm, 'ring' or 'tree' (`cost.all_reduce_s`).
 
     Raises:
-        ValueError: no level, groups that do not add up, kinds that are not as many as the workers, or unknown sums.
+        ValueError: no level, groups or kinds that do not match the workers, or unknown sums.
     """
 
     levels: tuple[Level, ...]
@@ -136,15 +134,14 @@ class Cluster(Artifact):
         memory_bytes: int | None = None,
         device: str = "cpu",
     ) -> Cluster:
-        """Returns workers that all talk over one kind of link (default: 10 Gbit/s Ethernet)."""
+        """Returns workers that are all connected by one kind of link (by default 10 Gbit/s Ethernet)."""
         return cls((Level(workers, bandwidth_bytes_per_s, latency_s),), memory_bytes, device)
 
     @classmethod
     def here(cls, workers: int | None = None, memory_bytes: int | None = None) -> Cluster:
-        """Returns this machine: a worker a core unless said, its memory shared out evenly.
+        """Returns this machine: by default one worker for each core, each with an equal share of the memory.
 
-        Loopback is taken at 2 GB/s and 50 us a message (gloo: 1 MiB in 0.5 ms, 64 bytes in 40 to 56 us);
-        for real links give their own figures.
+        Loopback is assumed to have 2 GB/s and 50 us for each message (gloo: 1 MiB in 0.5 ms, 64 bytes in 40 to 56 us).
         """
         count = workers or os.cpu_count() or 1
         if memory_bytes is None:
@@ -153,13 +150,13 @@ class Cluster(Artifact):
 
     @property
     def workers(self) -> int:
-        """All workers."""
+        """The number of workers."""
         return self.starts(0)[-1]
 
     def starts(self, level: int) -> tuple[int, ...]:
-        """Returns the first worker of each component at a level, and the number of workers behind them.
+        """Returns the first worker of each component that a level joins, and at the end the number of all workers.
 
-        Of the components that the level joins: at level 0 each worker is one.
+        At level 0 each worker is a component.
         """
         return self._starts[level]
 
@@ -177,7 +174,7 @@ class Cluster(Artifact):
         return tuple(found)
 
     def component(self, level: int, worker: int) -> int:
-        """Returns which component of a level a worker belongs to."""
+        """Returns the component of a level that a worker belongs to."""
         return self._components[level][worker]
 
     @cached_property
@@ -205,17 +202,17 @@ class Cluster(Artifact):
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """How much faster than the profile's device each worker computes."""
+        """The speed of each worker relative to the profile's device."""
         return tuple(kind.speed for kind in self._all_kinds for _ in range(kind.count))
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """What each worker is, in words."""
+        """The device of each worker, in words."""
         return tuple(kind.device for kind in self._all_kinds for _ in range(kind.count))
 
     @cached_property
     def memories(self) -> tuple[int | None, ...]:
-        """Memory of each worker; None: not limited."""
+        """Memory of each worker; None: unlimited."""
         return tuple(kind.memory_bytes for kind in self._all_kinds for _ in range(kind.count))
 
     @property
@@ -224,21 +221,21 @@ class Cluster(Artifact):
 
     @property
     def is_limited(self) -> bool:
-        """Some worker's memory is limited."""
+        """Whether any worker's memory is limited."""
         return any(memory is not None for memory in self.memories)
 
     def unlimited(self) -> Cluster:
-        """Returns the same workers, their memory not limited."""
+        """Returns the same workers with unlimited memory."""
         return self.with_memory(lambda memory: None)
 
     def with_memory(self, change: Callable[[int | None], int | None]) -> Cluster:
-        """Returns the same workers, the memory of each kind changed."""
+        """Returns the same workers with the memory of each kind changed."""
         kinds = tuple(replace(kind, memory_bytes=change(kind.memory_bytes)) for kind in self.kinds)
         return replace(self, memory_bytes=change(self.memory_bytes), kinds=kinds)
 
     @property
     def is_flat(self) -> bool:
-        """All workers are alike and joined by one level."""
+        """Whether all workers are alike and joined by a single level."""
         return len(self.levels) == 1 and not self.kinds
 
     @property

@@ -1,11 +1,11 @@
-"""The Device: what a datasheet says of an accelerator, and how long an operation takes on it by the roofline.
+"""The Device: the data-sheet figures of an accelerator, and the seconds of an operation by the roofline model.
 
 An operation of F floating-point operations that reads and writes b bytes takes (Williams, Waterman and Patterson, CACM
 2009, with the overhead of a launch added)
 
     launch_s + max(F / (flop_share x peak), b / (byte_share x bandwidth))
 
-Of NVIDIA's data sheets, without sparsity and at boost clocks:
+From NVIDIA's data sheets, without sparsity and at boost clocks:
 
     name        memory        bandwidth   float64  float32  tf32    float16  bfloat16  source
     V100-16GB   16 GB HBM2    900 GB/s    7.8      15.7     -       125      -         V100 (SXM2) data sheet, 2020
@@ -16,13 +16,13 @@ Of NVIDIA's data sheets, without sparsity and at boost clocks:
     H200        141 GB HBM3e  4.8 TB/s    34       67       494.7   989.4    989.4     H200 (SXM) data sheet, 2024
     RTX-4090    24 GB GDDR6X  1,008 GB/s  1.29     82.6     82.6    165.2    165.2     Ada architecture whitepaper, 2022
 
-in Tflop/s: of matrix products of float16 and bfloat16 on tensor cores, summed in float32; of float32 outside them, as
-torch computes unless told otherwise; tf32 where it was (``torch.set_float32_matmul_precision``).
+in Tflop/s. Matrix products of float16 and bfloat16 run on tensor cores and accumulate in float32. float32 runs outside
+them, torch's default; tf32 is used on request (``torch.set_float32_matmul_precision``).
 
 The shares are assumptions. The best matrix shape reaches 86.9% of the peak on an A100 SXM and 80.3% on an H100 SXM
-(S. Bekman, Machine Learning Engineering, "maximum achievable matmul FLOPS", torch 2.6 and 2.7); those of a model are
-not the best, so 75% and 70% are taken here, 75% for the other two families, and 85% of each bandwidth; 5 us a launch.
-The memory is the data sheet's in powers of ten: what a card has above that is left to its context.
+(S. Bekman, Machine Learning Engineering, "maximum achievable matmul FLOPS", torch 2.6 and 2.7). The shapes of a model
+are not the best, so 75% and 70% are assumed here, 75% for the other two families, 85% of each bandwidth, and 5 us for
+each launch. The memory is the data sheet's, in powers of ten: what a card has above that is left to its context.
 """
 
 from __future__ import annotations
@@ -47,15 +47,13 @@ class Device(Artifact):
     """What an accelerator can do.
 
     Attributes:
-        name: of it.
-        memory_bytes: of its memory.
-        flops_per_s: dtype -> peak of matrix products; a dtype that is not there runs as float32.
-        bytes_per_s: bandwidth of its memory, reads and writes together.
-        launch_s: of an operation, however small.
-        flop_share, byte_share: of the peaks that operations reach.
-        small_bytes_per_s: (bytes, bandwidth) of operations that move so many bytes at most and find them in caches, the
-            smallest first; () where all go to the memory.
-        draw_s: of one random number.
+        flops_per_s: dtype -> peak of matrix products; a dtype that is missing runs as float32.
+        bytes_per_s: bandwidth of the memory, reads and writes together.
+        launch_s: the least seconds of an operation, however small.
+        flop_share, byte_share: the fractions of the peaks that operations reach.
+        small_bytes_per_s: (bytes, bandwidth), smallest first: operations that move at most this many bytes use caches
+            with this bandwidth; (): all use the memory.
+        draw_s: seconds to draw one random number.
     """
 
     name: str
@@ -82,13 +80,12 @@ class Device(Artifact):
     def op_s(
         self, flops: float, moved_bytes: float, dtype: str = "float32", *, launches: int = 1, draws: int = 0
     ) -> float:
-        """Returns the seconds of an operation, or of several that are alike taken together.
+        """Returns the seconds of an operation, or the total of several identical ones.
 
         Args:
-            flops: floating-point operations, a multiplication and an addition counted as two.
+            flops: floating-point operations; a multiply-add counts as two.
             moved_bytes: read and written.
-            dtype: computed with.
-            launches: how many operations.
+            launches: the number of operations.
             draws: random numbers.
         """
         peak = self.flops_per_s.get(dtype, self.flops_per_s["float32"])
@@ -97,12 +94,10 @@ class Device(Artifact):
         return launches * self.launch_s + draws * self.draw_s + busy_s
 
     def speed_against(self, other: Device, dtype: str = "float32", work: Work = ((1.0, 0.0),)) -> float:
-        """Returns how many times as fast as another device this one computes.
+        """Returns how many times faster than another device this one computes.
 
         Args:
-            other: device.
-            dtype: computed with.
-            work: (flops, moved bytes) of the layers; where it is not known, products of matrices alone.
+            work: (flops, moved bytes) of the layers; by default only matrix products.
         """
         mine, others = (sum(one.op_s(*part, dtype, launches=0) for part in work) for one in (self, other))
         return others / mine
@@ -152,13 +147,13 @@ _CUDA_NAMES = {
 
 
 def device_named(name: str) -> Device:
-    """Returns a device by its name, however it is spelled: ``A100-80GB``, ``a100_80gb``, ``rtx4090``.
+    """Returns a device by its name, in any spelling: ``A100-80GB``, ``a100_80gb``, ``rtx4090``.
 
-    A family's name alone means its smallest: V100 the V100-16GB, A100 the A100-40GB. CUDA's names are understood, as
-    a profile has them: ``cuda: NVIDIA A100-SXM4-80GB``.
+    The name of a family means its smallest device: V100 the V100-16GB, A100 the A100-40GB. CUDA's names are accepted as
+    they occur in a profile: ``cuda: NVIDIA A100-SXM4-80GB``.
 
     Raises:
-        ProfileError: there is none of this name.
+        ProfileError: no device has this name.
     """
     asked = _plain(name)
     asked = _plain(_SHORT.get(asked, asked))
@@ -171,15 +166,15 @@ def device_named(name: str) -> Device:
 
 
 def workers_of(text: str, other: Device, dtype: str = "float32", work: Work = ((1.0, 0.0),)) -> tuple[Workers, ...]:
-    """Reads ``4xV100,2xRTX-4090`` as workers, in this order; their speed is relative to the other device's.
+    """Returns the workers of a text such as ``4xV100,2xRTX-4090``, in this order.
 
     Args:
         text: counts and names.
-        other: device that the profile is of.
+        other: the device of the profile, to which the speeds are relative.
         dtype, work: see `Device.speed_against`.
 
     Raises:
-        ProfileError: an unknown device, or a count that is none.
+        ProfileError: an unknown device, or a malformed count.
     """
     kinds = []
     for part in text.split(","):

@@ -1,4 +1,4 @@
-"""Clusters of the papers, by name: those on which PipeDream and PipeDream-2BW were measured.
+"""The clusters of the papers, by name: those on which PipeDream and PipeDream-2BW were evaluated.
 
 | name | machines | of workers | inside a machine | between machines |
 | --- | --- | --- | --- | --- |
@@ -10,8 +10,8 @@
 Sources. Machines, devices, memory and networks: PipeDream (SOSP 2019), section 5.1 and table 1 (A is Azure's NC24 v3,
 B is AWS's p3.16xlarge, C is private); PipeDream-2BW (ICML 2021), section 5 (8 p3.16xlarge). Bandwidths inside a machine
 are those of the standards, in one direction: PCIe 3.0 has 16 lanes of 8 GT/s with 128 of 130 bits for data; a V100 has
-six NVLinks of 25 GB/s, which are shared out among its neighbours, so that a single pair has 25 or 50 GB/s of the 150.
-The papers give no latencies: they are 0. What a program reaches is less than all of these; `pipedream probe` measures.
+six NVLinks of 25 GB/s, which are divided among its neighbours, so that a single pair has 25 or 50 GB/s of the 150. The
+papers give no latencies, so they are 0. A program reaches less than all of these; `pipedream probe` measures how much.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ _GBIT = 1e9 / 8
 
 @dataclass(frozen=True)
 class Preset:
-    """Machines that are alike.
+    """A cluster of identical machines.
 
     Attributes:
-        machines: as many as the paper had.
+        machines: the number in the paper.
         workers: of each machine.
-        inside_bytes_per_s, between_bytes_per_s: of a worker's port and of a machine's, one way.
+        inside_bytes_per_s, between_bytes_per_s: bandwidth of a worker's port and of a machine's, in one direction.
         memory_bytes: of a worker.
-        device: what a worker is.
         source: the paper, and the machine's name.
     """
 
@@ -50,7 +49,7 @@ class Preset:
     source: str
 
     def cluster(self, machines: int | None = None) -> Cluster:
-        """Returns so many of these machines; None: as many as the paper had."""
+        """Returns this many of these machines; None: as many as in the paper."""
         count = self.machines if machines is None else machines
         inside, between = Level(self.workers, self.inside_bytes_per_s), Level(count, self.between_bytes_per_s)
         levels = tuple(level for level in (inside, between) if level.width > 1) or (between,)
@@ -79,10 +78,10 @@ def cluster(name: str, machines: int | None = None) -> Cluster:
 
     Args:
         name: one of `PRESETS`.
-        machines: how many; None: as many as the paper had.
+        machines: None: as many as in the paper.
 
     Raises:
-        PlanError: no such name, or a number of machines that makes no sense.
+        PlanError: an unknown name, or a number of machines out of range.
     """
     if name not in PRESETS:
         known = "\n".join(f"  {known:<14} {preset.source}" for known, preset in PRESETS.items())

@@ -1,7 +1,8 @@
-"""A Survey: what measuring the links and workers of a cluster found, and the Cluster that follows from it.
+"""A Survey: measurements of the links and workers of a cluster, and the Cluster that follows from them.
 
-A level has one bandwidth for all its ports, so medians stand for them. A message leaves one port and enters another,
-and is as fast as the slower of the two; which one that is shows where one port talks to several at once.
+A level has one bandwidth for all its ports, so the median stands for all. A message leaves one port and enters another,
+and is as fast as the slower of the two. Which one that is only shows when one port exchanges messages with several at
+once.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.units import format_bytes, format_rate, format_seconds
 
-__all__ = ["Fan", "Link", "Seen", "Sum", "Survey", "machines_of", "slope", "undisturbed"]
+__all__ = ["Fan", "Link", "Seen", "Sum", "Survey", "lower_quartile", "machines_of", "slope"]
 
 _SAME_SPEED = 0.15
 _SAME_MEMORY = 0.1
 _FASTER = 1.25
-"""What is called unlike: noise of the measurements is smaller."""
+"""Smaller differences are noise of the measurements."""
 
 _HALF_DUPLEX = 0.7
-"""Share of its bandwidth alone that a direction keeps while the other is used too; 0.5 where they share the link."""
+"""The fraction of its bandwidth that a direction keeps while the other is used too; 0.5 if they share the link."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Seen:
     """One worker.
 
     Attributes:
-        machine: in words that no other machine of the cluster has; workers of one machine share them.
-        device: make of what it computes with.
-        work_s: seconds of a piece of work that is the same for all.
+        machine: a text that is the same for all workers of a machine, and differs between machines.
+        device: the model of the device that it computes with.
+        work_s: seconds of a piece of work that is the same for all workers.
         memory_bytes: that it may use.
     """
 
@@ -52,8 +53,8 @@ class Link:
         level: outermost level of the network that they cross.
         sender, receiver: ranks.
         latency_s: half of a round trip of a few bytes.
-        alone_bytes_per_s: where nothing else is sent.
-        both_bytes_per_s: while as much goes the other way.
+        alone_bytes_per_s: while nothing else is sent.
+        both_bytes_per_s: while as much is sent the other way.
     """
 
     level: int
@@ -70,7 +71,7 @@ class Fan:
 
     Attributes:
         level: that the messages cross.
-        sends: or receives.
+        sends: whether the one rank sends; otherwise it receives.
         ranks: the one, then the others.
         bytes_per_s: of all messages together.
     """
@@ -105,7 +106,7 @@ class Survey(Artifact):
     Attributes:
         workers: by rank.
         links, fans, sums: in the order in which they were measured.
-        seconds: that it took.
+        seconds: that the survey took.
     """
 
     FORMAT = 1
@@ -124,10 +125,10 @@ class Survey(Artifact):
     def cluster(self) -> Cluster:
         """Returns the cluster that these measurements describe; its worker n is rank n.
 
-        Workers whose speeds differ by less than 15 % and whose memories by less than 10 % are taken to be alike.
+        Workers whose speeds differ by less than 15 %, and memories by less than 10 %, count as alike.
 
         Raises:
-            PlanError: ranks of a machine that are not neighbours, or a level that was not measured.
+            PlanError: the ranks of a machine are not consecutive, or a level was not measured.
         """
         machines = self.machines
         counts = tuple(map(len, machines))
@@ -147,9 +148,9 @@ class Survey(Artifact):
             if width == 1:
                 return Level(1, 1e30)
             raise PlanError(f"no link of level {number} was measured; probe again with more time")
-        # Ports are full duplex to the planner; where they are not, each direction has what is left of it. Of unequal
-        # directions the faster one may wait for its acknowledgements behind what the slower one sends, so both of a
-        # pair must have lost.
+        # To the planner, ports are full duplex. If they are not, each direction gets the bandwidth that is left. If the
+        # directions differ, the faster one may be slowed down only because its acknowledgements queue with what the
+        # slower one sends; so both directions of a pair must have lost bandwidth.
         kept: dict[frozenset[int], float] = {}
         for link in links:
             pair = frozenset((link.sender, link.receiver))
@@ -161,7 +162,7 @@ class Survey(Artifact):
             for sends in (True, False)
         )
         send, receive = rate, rate
-        # Where both are more than one message reaches, what limits a message is neither port.
+        # If both exceed what one message reaches, neither port is what limits a message.
         if out > _FASTER * rate >= into:
             send = out
         elif into > _FASTER * rate >= out:
@@ -171,14 +172,14 @@ class Survey(Artifact):
         return Level(
             width,
             send,
-            undisturbed([link.latency_s for link in links]),
+            lower_quartile([link.latency_s for link in links]),
             receive if receive != send else None,
             widest.bytes_per_s if widest else None,
             sizes,
         )
 
     def _kinds(self) -> tuple[Workers, ...]:
-        """Returns the workers in their order, neighbours that are alike together."""
+        """The workers in their order; consecutive ones that are alike form one kind."""
         work = _alike([(seen.device, seen.work_s) for seen in self.workers], _SAME_SPEED)
         memory = _alike([("", float(seen.memory_bytes)) for seen in self.workers], _SAME_MEMORY)
 
@@ -232,7 +233,7 @@ def machines_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Returns the ranks of each machine, from the name of each rank's machine.
 
     Raises:
-        PlanError: the ranks of a machine are not neighbours.
+        PlanError: the ranks of a machine are not consecutive.
     """
     found: list[list[int]] = []
     for rank, name in enumerate(names):
@@ -248,18 +249,18 @@ def machines_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found))
 
 
-def undisturbed(seconds: Sequence[float]) -> float:
-    """Returns the lower quartile: other processes make a message slower, and nothing makes it faster than its link."""
+def lower_quartile(seconds: Sequence[float]) -> float:
+    """Returns the lower quartile. Other processes can make a message slower, but nothing makes it faster than its link."""
     return sorted(seconds)[len(seconds) // 4]
 
 
 def slope(sizes_bytes: Sequence[float], seconds: Sequence[Sequence[float]]) -> float:
-    """Returns bytes per second from repeated seconds at two sizes, the second the larger.
+    """Returns bytes per second from repeated times at two message sizes, of which the second is larger.
 
-    What every message costs, whatever its size, falls out. Where noise hides the difference, the larger size counts
-    alone, with all that it took.
+    The cost that is independent of the size cancels out. If noise hides the difference, only the larger size counts,
+    with all the time that it took.
     """
-    small_s, large_s = map(undisturbed, seconds)
+    small_s, large_s = map(lower_quartile, seconds)
     more_bytes, more_s = sizes_bytes[1] - sizes_bytes[0], large_s - small_s
     whole = sizes_bytes[1] / large_s
     found = more_bytes / more_s if more_s > 0 else whole
@@ -267,7 +268,7 @@ def slope(sizes_bytes: Sequence[float], seconds: Sequence[Sequence[float]]) -> f
 
 
 def _alike(values: Sequence[tuple[str, float]], tolerance: float) -> list[int]:
-    """Returns the group of each value: that of the first value with the same word and about the same number."""
+    """The group of each value: that of the first value with the same word and about the same number."""
     groups: list[tuple[str, float]] = []
     found = []
     for word, number in values:

@@ -1,8 +1,8 @@
-"""What a model is made of: layers, and which output feeds which layer.
+"""The layers of a model, and which layer reads which output.
 
-A layer is the unit that the planner may not split. Layers stand in an order in which they can run; an
-edge ``(i, j)`` says that layer j reads the output of layer i. A chain, all that capture gives today, has
-the edges ``(0, 1), (1, 2), ...``; the planner takes any graph (`planner.cuts.downsets`), the runtime chains.
+A layer is the unit that the planner may not split. Layers are listed in an order in which they can run, and an edge
+``(i, j)`` means that layer j reads the output of layer i. A chain, which is all that capture returns, has the edges
+``(0, 1), (1, 2), ...``. The planner takes any graph (`planner.cuts.downsets`), the runtime only chains.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Layer:
     Attributes:
         name: the user's own name for it (``features.3``), unique in the graph.
         kind: class of the module (``Conv2d``).
-        parameters: names, in the user's state dict, of the parameters and buffers it holds.
+        parameters: names, in the user's state dict, of its parameters and buffers.
     """
 
     name: str
@@ -36,11 +36,12 @@ class LayerGraph(Artifact):
     Attributes:
         layers: at least one.
         edges: pairs (producer, consumer) of indices, producer before consumer.
-        ties: groups of layers that share a parameter, or state; a group may not be cut apart.
-        whole: those of them that no method can train apart, for what they share moves without an update.
+        ties: groups of layers that share a parameter or state; a cut should not separate the layers of a group.
+        whole: those of the ties that no method can train in separate stages, because what the layers share changes
+            without an update.
 
     Raises:
-        ValueError: no layer, a name twice, or an edge or tie out of range; or a whole group that is no tie.
+        ValueError: no layer, a repeated name, an edge or tie out of range, or a group in `whole` that is not a tie.
     """
 
     layers: tuple[Layer, ...]
@@ -62,7 +63,7 @@ class LayerGraph(Artifact):
             if not group or min(group) < 0 or max(group) >= count:
                 raise ValueError(f"tie {group} names a layer that is not among the {count}")
         if strange := set(self.whole) - set(self.ties):
-            raise ValueError(f"whole names {min(strange)}, which is none of the ties")
+            raise ValueError(f"whole names {min(strange)}, which is not one of the ties")
 
     @classmethod
     def chain(
@@ -72,10 +73,10 @@ class LayerGraph(Artifact):
         return cls(layers, tuple((i, i + 1) for i in range(len(layers) - 1)), ties, whole)
 
     def cuts(self) -> tuple[int, ...]:
-        """Returns the places where one value crosses, so that the runtime can cut: i means between layer i - 1 and i.
+        """Returns the cuts that the runtime supports; i is the cut between layers i - 1 and i.
 
-        A place is allowed where every edge across it starts at layer i - 1 (one value crosses) and no
-        tied group has members on both sides.
+        Every edge across such a cut starts at layer i - 1 (only one value crosses), and no tied group has members on
+        both sides.
         """
         return tuple(
             i

@@ -1,6 +1,6 @@
 """The profile format of the original PipeDream: ``graph.txt``, read and written.
 
-One record a line (github msr-fiddle/pipedream, ``graph/graph.py``). A node, then an edge, which a TAB begins:
+One record per line (github msr-fiddle/pipedream, ``graph/graph.py``). A node, and an edge, which begins with a TAB:
 
     node4 -- Conv2d(3, 64) -- forward_compute_time=1.500, backward_compute_time=3.000, activation_size=512.000, ...
         node1 -- node4
@@ -28,8 +28,8 @@ from pipedream.core.model.profile import LayerProfile, Profile
 __all__ = ["GraphNode", "GraphText", "in_order"]
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
-_SPECIAL = ("Input", "__getitem__")  # descriptions that mean something to a reader
-_MOST = 1e15  # petabytes, or thirty thousand years: what is beyond is damage
+_SPECIAL = ("Input", "__getitem__")  # descriptions with a meaning
+_MOST = 1e15  # a petabyte, or thirty thousand years: larger numbers mean a damaged file
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class GraphNode:
         forward_ms, backward_ms: milliseconds of one minibatch.
         output_sizes_bytes: bytes of each output.
         parameter_bytes: of its parameters.
-        stage: the stage that a plan put it in.
+        stage: that a plan assigned it to.
 
     Raises:
-        ValueError: a text that would not be read back as it is, or a number that is negative or not finite.
+        ValueError: a text that could not be read back, or a number that is negative or not finite.
     """
 
     name: str
@@ -59,7 +59,7 @@ class GraphNode:
     def __post_init__(self) -> None:
         for what, text in (("id", self.name), ("description", self.kind)):
             if text != text.strip() or re.search(r"[\r\n]", text) or f"{text} -- ".split(" -- ") != [text, ""]:
-                raise ValueError(f"the {what} {text!r} has a line break, a border of blanks or a separator in it")
+                raise ValueError(f"the {what} {text!r} contains a line break, surrounding blanks or a separator")
         if not self.name:
             raise ValueError("a node needs an id, found none")
         if not self.output_sizes_bytes:
@@ -84,7 +84,7 @@ class GraphNode:
 
     @property
     def is_input(self) -> bool:
-        """Whether it stands for the data loader; its time is that of loading."""
+        """Whether it represents the data loader; its time is that of loading."""
         return self.kind.startswith("Input")
 
     def __str__(self) -> str:
@@ -101,14 +101,14 @@ class GraphNode:
 
 @dataclass(frozen=True)
 class GraphText:
-    """What a graph.txt says: nodes and edges, both in the order of the file.
+    """The content of a graph.txt: nodes and edges, both in the order of the file.
 
     Attributes:
         nodes: at least one, in any order; the original's answers depend on which source is the first.
-        edges: pairs (producer, consumer) of indices; the order of those into one node is that of its arguments.
+        edges: pairs (producer, consumer) of indices; the edges into a node are in the order of its arguments.
 
     Raises:
-        ValueError: no node, a name twice, an edge out of range, or edges in a circle.
+        ValueError: no node, a repeated name, an edge out of range, or edges that form a cycle.
     """
 
     nodes: tuple[GraphNode, ...]
@@ -123,8 +123,8 @@ class GraphText:
         for edge in self.edges:
             if not all(0 <= end < len(names) for end in edge):
                 raise ValueError(f"edge {edge} names a node that is not among the {len(names)}")
-        if circle := _circle(len(names), self.edges):
-            raise ValueError(f"the edges run in a circle through {names[min(circle)]}")
+        if cycle := _cycle(len(names), self.edges):
+            raise ValueError(f"the edges form a cycle through {names[min(cycle)]}")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -143,12 +143,11 @@ class GraphText:
     def parse(cls, text: str, source: str = "the text") -> Self:
         """Reads the text of a graph.txt.
 
-        A node without any edge, in a file of several, is taken for the mark of a file that was cut off; unless it is
-        an input.
+        In a file of several nodes, one without any edge is taken as a sign of a truncated file, unless it is an input.
 
         Raises:
-            ArtifactError: names the line that is malformed, holds a number that is negative or not finite, closes a
-                circle, or names a node that no line before it defines.
+            ArtifactError: a line is malformed, has a number that is negative or not finite, closes a cycle, or names a
+                node that no earlier line defines.
         """
         nodes: list[GraphNode] = []
         places: dict[str, tuple[int, int]] = {}
@@ -164,16 +163,16 @@ class GraphText:
                     continue
                 node = _node(line.strip())
                 if node.name in places:
-                    raise ValueError(f"{node.name} stands on line {places[node.name][1]} already")
+                    raise ValueError(f"{node.name} is already defined on line {places[node.name][1]}")
                 places[node.name] = len(nodes), number
                 nodes.append(node)
             except ValueError as error:
                 raise ArtifactError(_at(source, number, str(error))) from None
         if not nodes:
             raise ArtifactError(f"{source} should hold a graph.txt, but has no node; give a profile")
-        if circle := _circle(len(nodes), edges):
-            number = max(n for n, edge in zip(lines, edges, strict=True) if circle.issuperset(edge))
-            raise ArtifactError(_at(source, number, f"the edges run in a circle through {nodes[min(circle)].name}"))
+        if cycle := _cycle(len(nodes), edges):
+            number = max(n for n, edge in zip(lines, edges, strict=True) if cycle.issuperset(edge))
+            raise ArtifactError(_at(source, number, f"the edges form a cycle through {nodes[min(cycle)].name}"))
         joined = {end for edge in edges for end in edge}
         for i, node in enumerate(nodes):
             if i not in joined and len(nodes) > 1 and not node.is_input:
@@ -183,7 +182,7 @@ class GraphText:
 
     @classmethod
     def of(cls, profile: Profile) -> Self:
-        """Returns a profile in this form; the loss, the update and what autograd keeps have no place in it."""
+        """Returns a profile in this format, which has no room for the loss, the update and what autograd keeps."""
         names = [_clean(layer.name) for layer in profile.graph.layers]
         unique = names if len(set(names)) == len(names) and all(names) else [f"node{i}" for i in range(len(names))]
         kinds = [_clean(layer.kind) for layer in profile.graph.layers]
@@ -205,22 +204,22 @@ class GraphText:
         return write_text(path, f"{self}\n")
 
     def with_stages(self, stages: Iterable[Iterable[str]]) -> Self:
-        """Returns the graph with the stage of each node that a plan names, given the names stage by stage."""
+        """Returns the graph with the stage of each node, given the names of the nodes of each stage."""
         numbers = {name: s for s, names in enumerate(stages) for name in names}
         return replace(self, nodes=tuple(replace(node, stage=numbers.get(node.name)) for node in self.nodes))
 
     def profile(self, model: str = "graph.txt") -> Profile:
-        """Returns it as a Profile: nodes in an order in which they can run, without the inputs.
+        """Returns it as a Profile, with the nodes in an order in which they can run and without the inputs.
 
-        Bytes are rounded to whole ones; what autograd keeps is taken as the output, and the batch, which the file
-        does not say, as 1.
+        Bytes are rounded. The format records neither what autograd keeps, which is assumed to be the output, nor the
+        batch, which is set to 1.
 
         Raises:
-            ArtifactError: it has nothing but inputs.
+            ArtifactError: it has only inputs.
         """
         order = [i for i in in_order(len(self.nodes), self.edges) if not self._is_loader(i)]
         if not order:
-            raise ArtifactError(f"{model} has no layer beside its inputs; give the profile of a model")
+            raise ArtifactError(f"{model} has no layer besides its inputs; give the profile of a model")
         places = {node: place for place, node in enumerate(order)}
         kept = [self.nodes[i] for i in order]
         edges = tuple((places[a], places[b]) for a, b in self.edges if a in places and b in places)
@@ -246,9 +245,9 @@ class GraphText:
 
 
 def in_order(count: int, edges: Iterable[tuple[int, int]], key: Callable[[int], int] = lambda i: 0) -> list[int]:
-    """Returns the nodes in an order in which they can run: of those that can, the smallest (key, index) first.
+    """Returns the nodes in an order in which they can run: of those that can, the smallest (key, index) is next.
 
-    Nodes of a circle, and behind one, are left out.
+    Nodes in a cycle, and after one, are left out.
     """
     consumers: list[list[int]] = [[] for _ in range(count)]
     missing = [0] * count
@@ -268,13 +267,13 @@ def in_order(count: int, edges: Iterable[tuple[int, int]], key: Callable[[int], 
     return order
 
 
-def _circle(count: int, edges: Iterable[tuple[int, int]]) -> set[int]:
-    """The nodes of a circle, or none where there is no circle."""
+def _cycle(count: int, edges: Iterable[tuple[int, int]]) -> set[int]:
+    """The nodes of a cycle, or an empty set."""
     pairs = tuple(edges)
     left = set(range(count)) - set(in_order(count, pairs))
     producers = {target: source for source, target in pairs if source in left and target in left}
     walked: list[int] = []
-    node = min(left, default=-1)  # each node that is left has a producer that is: walking back ends in a circle
+    node = min(left, default=-1)  # each remaining node has a remaining producer, so walking back ends in a cycle
     while left and node not in walked:
         walked.append(node)
         node = producers[node]
@@ -313,7 +312,7 @@ def _edge(line: str, places: dict[str, tuple[int, int]]) -> tuple[int, int]:
         raise ValueError(f"an edge has 2 node ids between ' -- ', found {len(ends)} parts")
     for name in ends:
         if name not in places:
-            raise ValueError(f"the edge names {_short(name)!r}, which no line before it defines")
+            raise ValueError(f"the edge names {_short(name)!r}, which no earlier line defines")
     return places[ends[0]][0], places[ends[1]][0]
 
 

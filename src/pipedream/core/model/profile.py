@@ -1,8 +1,8 @@
 """The Profile: seconds and bytes of every layer, and where and how they were measured.
 
-After PipeDream, SOSP 2019, section 3.1: per layer the time of forward and backward, the bytes of its
-output and of its parameters. Added, because the original's users missed them: the spread of each time,
-what autograd keeps for the backward, the optimizer's own update time, batch, dtype, device and versions.
+After PipeDream, SOSP 2019, section 3.1: for each layer the time of forward and backward, and the bytes of its output and
+its parameters. Added, because users of the original asked for them: the spread of each time, what autograd keeps for the
+backward, the time of the optimizer's update, batch, dtype, device and versions.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ class LayerProfile:
     Attributes:
         forward_s, backward_s: medians over the measured runs.
         forward_spread_s, backward_spread_s: distance between the first and third quartile.
-        output_bytes: bytes of its output, all tensors.
-        activation_bytes: bytes that autograd keeps from its forward until its backward, parameters not
-            counted.
-        forward_fixed_s, backward_fixed_s: the part of the seconds that a smaller batch does not save; 0 where unknown.
-        parameter_bytes: bytes of its own parameters; a shared parameter counts where it is first used.
-        arriving_bytes: kept by layers before it and, again, by it or by layers behind it: a stage that begins here
-            holds its own copy of them.
-        leaving_bytes: of its output, that neither it nor a layer before it keeps: a stage that ends here holds them
+        output_bytes: of its output, all tensors.
+        activation_bytes: that autograd keeps from its forward until its backward, without parameters.
+        forward_fixed_s, backward_fixed_s: the part of the seconds that a smaller batch does not save; 0 if unknown.
+        parameter_bytes: of its own parameters; a shared parameter counts in the layer that uses it first.
+        arriving_bytes: kept by earlier layers and also by it or later layers: a stage that begins here holds its own
+            copy of them.
+        leaving_bytes: of its output, kept neither by it nor by an earlier layer: a stage that ends here holds them
             until its backward.
-        working_bytes: that its forward or its backward needs at most, beside what is kept (its own and that of layers
-            before it) and the gradients of its parameters; what enters and the gradients that pass are part of it.
-        backward_bytes: that its backward adds at most to what is kept when it begins, gradients of its parameters
-            included, while what was kept goes.
-        largest_parameter_bytes: of its largest parameter, whose gradient is made before it is added to a sum.
-        forward_flops, backward_flops: floating-point operations; 0 where they were not counted.
-        moved_bytes: that its operations read and write, forward and backward; 0 where they were not counted.
+        working_bytes: the most that its forward or backward needs in addition to what is kept (by it and by earlier
+            layers) and to the gradients of its parameters; its input and the gradients that pass through are included.
+        backward_bytes: the most that its backward adds to what is kept when it begins. The gradients of its parameters
+            count; what the backward releases is subtracted.
+        largest_parameter_bytes: of its largest parameter, whose gradient is computed before it is accumulated.
+        forward_flops, backward_flops: floating-point operations; 0 if they were not counted.
+        moved_bytes: that its operations read and write, forward and backward; 0 if they were not counted.
     """
 
     forward_s: float
