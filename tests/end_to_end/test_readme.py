@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,21 @@ def test_architecture_names_each_package() -> None:
                 assert f"`{path.name}/`" in text, path
     for path in package.glob("*.py"):
         assert path.name.startswith("_") or f"`{path.name}`" in text, path
+
+
+def test_glossary_has_names_that_exist() -> None:
+    """A class that the glossary names exists, once; no word has two entries, and none is also a word to avoid."""
+    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    classes = Counter(
+        node.name
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    named = set(re.findall(r"`([A-Z][a-z]\w+)`", text))
+    assert {name: classes[name] for name in named if classes[name] != 1} == {}
+    words = [word for row in rows for word in row[0].split(", ") if len(row) == 3 and row[0] != "word"]
+    assert [word for word, count in Counter(words).items() if count > 1 and not word.startswith("--")] == []
+    avoided = {word for row in rows if len(row) == 3 for word in row[2].split(", ")} - {"not", "---", ""}
+    assert sorted(avoided & set(words)) == ["tag"], "a tag is gloo's, and only gloo's"
