@@ -1,18 +1,18 @@
 # make train    trains a small model over two worker processes
 # make test     the default tests: no root, no GPU, no browser, a few minutes on two cores
-# make test-all all tests that this machine can run; says of each skipped one what is missing
+# make test-all all tests that this machine can run, and what is missing for each skipped one
 # make check    format, lint, types, and the direction of imports
 # make docs     writes the gallery from the code, then builds the site in build/site; fails on a dead link or reference
-# make bench    runs the benchmarks, one after the other
-# make clean    removes all that these made
+# make bench    runs the benchmarks in turn
+# make clean    removes everything that these made
 #
-# Each makes .venv first if it is not there. PYTHON=... chooses the interpreter, PYTEST=... adds options.
+# Each makes .venv first if it is missing. PYTHON=... chooses the interpreter, PYTEST=... adds options.
 
 .PHONY: train test test-all check docs bench clean
 .DEFAULT_GOAL := test
 
 BIN := .venv/bin
-# The first interpreter that is new enough: python3 is too old on some systems that have a newer one beside it.
+# The first interpreter that is new enough: on some systems python3 is too old, but a newer one is installed too.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 STAMP := .venv/installed
