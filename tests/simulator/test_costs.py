@@ -55,9 +55,9 @@ def test_split_backward() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"forward_s": (1.0,)}, "one number a stage, found 1 forward_s, 2 backward_s"),
+        ({"forward_s": (1.0,)}, "one number per stage, found 1 forward_s, 2 backward_s"),
         ({"sync_s": (0.0, -1.0)}, "sync_s cannot be negative"),
-        ({"weight_s": (9.0, 1.0)}, "weight gradient is a share of the backward"),
+        ({"weight_s": (9.0, 1.0)}, "weight gradient is part of the backward"),
         ({"input_bytes": -1.0}, "bytes cannot be negative"),
         ({"sum_bytes": (0.0,)}, "sum_bytes are for 1 stages, the seconds for 2"),
         ({"weight_bytes": (0.0,)}, "weight_bytes are for 1 stages, not for 2"),

@@ -1,8 +1,8 @@
-"""One way to save and load a noun: JSON, checked field by field, with a format number.
+"""One way to save and load plans, profiles and the like: JSON, checked field by field, with a format number.
 
-A noun is a frozen dataclass that inherits `Artifact` and sets ``FORMAT``. A file says what it is
-(``"artifact": "Plan", "format": 1``), so that a Profile given where a Plan is wanted, a file of a newer
-library or one edited by hand into nonsense is refused with the place and the reason, never half read.
+An artifact is a frozen dataclass that inherits `Artifact` and sets ``FORMAT``. A file names its kind
+(``"artifact": "Plan", "format": 1``), so that a Profile instead of a Plan, a file of a newer library, or one edited
+by hand into nonsense is refused with the place and the reason, never half read.
 """
 
 from __future__ import annotations
@@ -23,26 +23,23 @@ __all__ = ["Artifact", "decode", "encode", "write_text"]
 
 
 class Artifact:
-    """A noun that can be saved and loaded.
-
-    Life of a file: `save` writes it whole or not at all; `load` refuses what it does not know.
-    """
+    """A dataclass that can be saved and loaded: `save` is atomic, `load` refuses what it does not know."""
 
     FORMAT: ClassVar[int] = 1
     RENAMED: ClassVar[dict[str, str]] = {}
     """Names that fields had in older files, each with today's name."""
 
     def to_json(self) -> str:
-        """Returns the noun as JSON text, keys in field order."""
+        """Returns JSON text, keys in field order."""
         head = {"artifact": type(self).__name__, "format": self.FORMAT}
         return json.dumps(head | encode(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str, source: str = "the text") -> Self:
-        """Reads the noun from JSON text.
+        """Reads JSON text.
 
         Raises:
-            ArtifactError: not JSON, another noun, another format, or a field that is wrong.
+            ArtifactError: not JSON, another kind of artifact, another format, or a wrong field.
         """
         try:
             data = json.loads(text)
@@ -63,15 +60,15 @@ class Artifact:
             raise ArtifactError(f"{source}: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the noun to a file, atomically. Returns the path."""
+        """Writes a file, atomically. Returns the path."""
         return write_text(path, self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads the noun from a file.
+        """Reads a file.
 
         Raises:
-            ArtifactError: no such file, or not this noun (see `from_json`).
+            ArtifactError: no such file, or see `from_json`.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -81,7 +78,7 @@ class Artifact:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
-    """Writes a whole text file or nothing: to a neighbour first, then renamed over it."""
+    """Writes a text file atomically: to a temporary neighbour first, which is then renamed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
@@ -91,7 +88,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
 
 
 def encode(value: Any) -> Any:
-    """Turns dataclasses, enums, tuples and numbers into what `json` writes; a noun with several kinds has `encoded`."""
+    """Turns dataclasses, enums, tuples and numbers into JSON values; a class may define its own ``encoded``."""
     if hasattr(type(value), "encoded"):
         return value.encoded()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -139,7 +136,7 @@ def decode(kind: Any, value: Any, place: str) -> Any:
         return kind(value)
     if kind is float:
         _expect(isinstance(value, (int, float)) and not isinstance(value, bool), place, "a number", value)
-        # Beyond any second, byte or rate, and still far enough from overflow to be reckoned with.
+        # Larger than any second, byte or rate, and still far enough from overflow to compute with.
         _expect(math.isfinite(value) and abs(value) <= 1e60, place, "a number up to 1e60", value)
         return float(value)
     if kind is int:

@@ -1,7 +1,7 @@
 """Everything that can go wrong, on one page.
 
     PipelineError
-     +-- ArtifactError     a file is not the noun it should be, or of another format
+     +-- ArtifactError     a file does not hold what it should, or is of another format
      +-- CaptureError      the model cannot be cut the way it was asked to
      +-- ProfileError      the model cannot be measured
      +-- PlanError         no plan fits, or a plan does not fit the model or the workers
@@ -10,7 +10,7 @@
      |    +-- DeadlockError   its ranks would wait for each other for ever
      +-- RecipeError       a recipe file does not import, or gives the wrong things
      +-- WorkerError       a worker failed while it ran; names rank, stage, op and cause
-          +-- PeerError       this worker is well, another one failed
+          +-- PeerError       another worker failed, not this one
 
 Each message says what was asked, what was found and what to do.
 """
@@ -36,7 +36,7 @@ __all__ = [
 
 
 BAD_CALL = 2
-"""Exit status of a wrong call or bad input, which would only fail again; 1 is that of a run that failed."""
+"""Exit status for a wrong call or bad input, which would fail again; a run that failed exits with 1."""
 
 
 class PipelineError(Exception):
@@ -44,7 +44,7 @@ class PipelineError(Exception):
 
 
 class ArtifactError(PipelineError):
-    """A file or a JSON text is not the noun that was asked for."""
+    """A file or a JSON text does not hold what was asked for."""
 
 
 class CaptureError(PipelineError):

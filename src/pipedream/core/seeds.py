@@ -1,6 +1,6 @@
-"""Randomness that does not depend on the cut.
+"""Randomness that does not depend on the plan.
 
-Before each layer that runs, the generator is seeded from (run seed, microbatch, the layer's name), so that
+Before each layer runs, the generator is seeded from (run seed, microbatch, the layer's name), so that
 a dropout mask is the same for any plan, any number of replicas, with recomputation, and after a restart.
 """
 

@@ -14,14 +14,13 @@ DATA_PARALLEL = "data parallel"
 
 @dataclass(frozen=True)
 class Point:
-    """A method on so many workers, joined by links of a bandwidth.
+    """A method on a number of workers, connected by links of a bandwidth.
 
     Attributes:
-        workers, bandwidth_bytes_per_s, schedule: which.
-        config, microbatches: of its plan; '' and 1 where there is none.
-        samples_per_s, bubble: simulated; None where there is no plan.
+        config, microbatches: of its plan; '' and 1 without a plan.
+        samples_per_s, bubble: simulated; None without a plan.
         peak_bytes: of the fullest worker.
-        why: '' or why there is none.
+        why: why there is no plan; else ''.
     """
 
     workers: int
@@ -40,10 +39,9 @@ class Crossover:
     """Where a method's pipelines overtake data parallelism.
 
     Attributes:
-        workers, schedule: whose.
-        bandwidth_bytes_per_s: at lower ones the pipeline is faster, at higher ones data parallelism (or the other way
-            round, see `below`); None: there is none.
-        below: the pipeline is faster below it; without a crossover: everywhere.
+        bandwidth_bytes_per_s: the bandwidth at which both are equally fast; None if they never are.
+        below: the pipeline is faster below that bandwidth, otherwise above it; without a crossover, everywhere or
+            nowhere.
     """
 
     workers: int

@@ -1,7 +1,7 @@
 """Seconds, bytes and bytes per second, as people write them.
 
-Inside the library a number's unit stands in its name (``_s``, ``_bytes``, ``_bytes_per_s``);
-these functions are the only place where units are read from or turned into text.
+Inside the library a number's unit is part of its name (``_s``, ``_bytes``, ``_bytes_per_s``); only these functions read
+units from text or write them.
 Decimal prefixes: 1 kB is 1,000 bytes, as in the papers and on network cards.
 """
 
@@ -65,7 +65,7 @@ def check_factor(what: str, factor: float) -> None:
 
 
 def format_excess(excess: float) -> str:
-    """Writes by what share a number may be above another: ``within 27 %``, or from twice on ``within 2.8 times``."""
+    """Writes how far a number may be above another: ``within 27 %``, or above twice as much ``within 2.8 times``."""
     return f"within {100 * excess:.2g} %" if excess < 1 else f"within {1 + excess:.2g} times"
 
 

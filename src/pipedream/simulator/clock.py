@@ -1,17 +1,17 @@
 """The clock: runs a Program in simulated time, instruction by instruction, as the runtime would.
 
 - A rank does its instructions in order; an op takes its seconds.
-- Messages and sums share the ports of the cluster (`simulator.ports`): each worker has one, whatever it sends and
-  to whom; machines and racks have theirs.
+- Messages and sums share the ports of the cluster (`simulator.ports`): each worker has one for all it sends and
+  receives; machines and racks have theirs.
 - A send never blocks its rank. Its message begins to flow when its receive is posted (`simulator.messages`); receive i
-  of a channel of depth d is posted when the consumer of receive i - d, the op behind it, is done.
-- A receive blocks its rank until the message is there.
-- A sum over the replicas of a stage begins inside the last backward before it (`costs`), or, of a replica that has no
-  backward in it, when it comes to its update; it blocks its ranks there until it is done. A coupled update waits until
-  all ranks have reached theirs of the same number.
+  of a channel of depth d is posted when the consumer of receive i - d, the op after it, is done.
+- A receive blocks its rank until the message has arrived.
+- A sum over the replicas of a stage begins inside the last backward before it (`costs`), or, for a replica without a
+  backward in it, when it reaches its update; it blocks its ranks there until it is done. A coupled update waits until
+  all ranks have reached their update of the same number.
 
-Each rank runs ahead until it waits for another. When all wait, the earliest flow that is about to begin or to end
-does: nothing that a rank does later can come before it, so ports see all that happens in the order of time.
+Each rank runs ahead until it waits for another. When all wait, the earliest pending start or end of a flow happens:
+nothing that a rank does later can come before it, so ports see all events in the order of time.
 """
 
 from __future__ import annotations
@@ -51,22 +51,19 @@ __all__ = ["simulate"]
 
 _new: Callable[..., Any] = tuple.__new__  # makes a named tuple without a call in Python
 _Work = tuple[int, Any, int, int, int, str, float]  # a flat instruction with its wire or its seconds
-_ALL = -1  # in the place of a stage: the meeting of all ranks before a coupled update
+_ALL = -1  # instead of a stage: the meeting of all ranks before a coupled update
 
 
 def simulate(program: Program, costs: Costs, total: int, stragglers: Stragglers | None = None) -> Timeline:
-    """Returns what `total` microbatches do, from an empty pipeline to an empty one.
+    """Returns the timeline of `total` microbatches, from an empty pipeline to an empty one.
 
     Args:
-        program: what is run.
-        costs: seconds.
-        total: microbatches of the run.
         stragglers: how the seconds of ops differ from the costs; None: not at all.
 
     Raises:
         DeadlockError: ranks wait for each other for ever; the message lists each with its instruction.
         ScheduleError: a rank receives another message than the next of its channel, or a message has no receiver.
-        ValueError: a slow rank that there is not.
+        ValueError: a slow rank that does not exist.
     """
     with _uncollected():
         return _Clock(program, costs, total, stragglers or Stragglers()).run()
@@ -74,8 +71,7 @@ def simulate(program: Program, costs: Costs, total: int, stragglers: Stragglers 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Holds Python's search for cycles off: a run makes millions of spans, which have none, and would be searched again
-    and again for a third of the time."""
+    """Pauses Python's garbage collector, which would take a third of the time: for millions of spans without cycles."""
     paused = gc.isenabled()
     gc.disable()
     try:
@@ -87,15 +83,15 @@ def _uncollected() -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """A rank on its way: its time, and the instruction it is at.
+    """A rank: its time, and the instruction it is at.
 
     Attributes:
-        text: its instructions as they were made.
-        instructions: as the clock works on them, with wires in the place of channels and an op's seconds.
+        text: its compiled instructions.
+        instructions: the same with wires instead of channels, and with each op's seconds.
         draw: from an op's letter to the factor on its seconds; None: all are 1.
-        missing: ops not yet done; `before` is what it was a turn ago.
-        brought: stage -> the newest update whose meeting it has come to.
-        coupled: newest update that all ranks were waited for.
+        missing: ops not yet done; `before` is the number one turn ago.
+        brought: stage -> newest update for which it has its gradients ready.
+        coupled: newest update for which it has waited for all ranks.
     """
 
     number: int
@@ -117,12 +113,12 @@ class _Rank:
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
-    """Ranks that wait until all have come and their sum is there.
+    """Ranks that wait until all have arrived and their sum is done.
 
     Attributes:
-        missing, staying: how many have not yet come, and have not yet gone.
-        came: of each that has come, when, and the seconds of the backward that gradients came in until then.
-        over_s: when it is over; None where that is not yet known.
+        missing, staying: how many have not yet arrived, and not yet left.
+        came: for each that has arrived, when, and the seconds of the backward that ended then.
+        over_s: when it is over; None while unknown.
     """
 
     missing: int
@@ -146,7 +142,7 @@ class _Clock:
         self.messages = Messages(program, costs, [rank.sends for rank in self.ranks], self.ready)
         for rank in self.ranks:
             instructions = list(rank.text.instructions) if rank.missing else rank.text.sends_left(0, 0)
-            rank.instructions = self._worked_out(
+            rank.instructions = self._with_seconds(
                 instructions, stragglers.slowness(rank.number) / costs.speed(rank.number)
             )
         self.meetings: dict[tuple[int, int], _Meeting] = {}
@@ -155,7 +151,7 @@ class _Clock:
             for rank in self.ranks
         ]
 
-    def _worked_out(self, instructions: list[CompiledInstruction], slowness: float) -> list[_Work]:
+    def _with_seconds(self, instructions: list[CompiledInstruction], slowness: float) -> list[_Work]:
         """Returns instructions with wires and seconds in them."""
         done = []
         for code, what, first, stride, limit, letter, _ in instructions:
@@ -197,7 +193,7 @@ class _Clock:
             if index >= limit:
                 if code == TURN:
                     if missing == rank.before:
-                        self._lacks(rank)  # indices only grow: a whole turn without an op is followed by no other
+                        self._lacks(rank)  # indices only grow: after a whole turn without an op there are no more
                     rank.before = missing
                     position, turn = rank.text.loop, turn + 1
                     continue
@@ -216,7 +212,7 @@ class _Clock:
                     received.clear()
                 missing -= 1
                 if not missing:
-                    instructions = rank.instructions = self._worked_out(rank.text.sends_left(position + 1, turn), 1.0)
+                    instructions = rank.instructions = self._with_seconds(rank.text.sends_left(position + 1, turn), 1.0)
                     position = turn = 0
                     continue
             elif code == RECEIVE:
@@ -252,7 +248,7 @@ class _Clock:
         rank.position, rank.turn, rank.missing, rank.now = position, turn, missing, now
 
     def _come(self, rank: _Rank, stage: int, update: int, now: float, backward_s: float) -> None:
-        """Notes that a rank has come to a meeting, at the end of a backward of some seconds."""
+        """Notes that a rank has arrived at a meeting, at the end of a backward of `backward_s`."""
         key = stage, update
         meeting = self.meetings.get(key)
         if meeting is None:
@@ -273,13 +269,13 @@ class _Clock:
             self.messages.sum_up(stage, self.costs.sum_parts(stage, meeting.came), partial(self._over, meeting))
 
     def _over(self, meeting: _Meeting, now: float) -> None:
-        """Lets those go on that wait for a meeting."""
+        """Resumes the ranks that wait for a meeting."""
         meeting.over_s = max(now, *(came_s for came_s, _ in meeting.came))
         self.ready.extend(meeting.waiting)
         meeting.waiting.clear()
 
     def _met(self, rank: _Rank, stage: int, update: int, now: float) -> float | None:
-        """Returns when a meeting is over that a rank has reached, or None: that is not yet known."""
+        """Returns when a meeting that a rank has reached is over; None while unknown."""
         if stage == _ALL and update <= rank.coupled:
             return now  # another stage of this rank has met
         if rank.brought.get(stage, 0) < update:

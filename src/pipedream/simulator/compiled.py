@@ -1,9 +1,9 @@
-"""A rank's instructions as the clock reads them: flat tuples, made once, whose indices move on by a stride each turn.
+"""A rank's instructions as the clock reads them: flat tuples, made once, whose indices advance by a stride each turn.
 
-An instruction is worked on a million times, so what it needs stands in it and nothing is looked up by name. Two things
-that the program says by order alone get an instruction of their own: a rank has brought all its gradients of a sum
-(GIVE, behind the last backward before it), and an update waits for those of all ranks (COUPLE, in front of it). TURN
-and STOP stand at the end of the text.
+An instruction is executed a million times, so it contains all it needs and nothing is looked up by name. Two things
+that a program expresses by order alone get instructions of their own: a rank has all its gradients of a sum
+(GIVE, after the last backward before it), and an update waits for those of all ranks (COUPLE, before it). An op that
+does not compute takes no time (FREE). The text ends with TURN or STOP.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ OP, RECEIVE, SEND, SYNC, GIVE, COUPLE, FREE, TURN, STOP = range(9)
 
 
 class CompiledInstruction(NamedTuple):
-    """One instruction of a rank, in turn t of the period; plain tuples where the clock reads them.
+    """One instruction of a rank, in turn t of the period.
 
     Attributes:
-        code: what is done.
-        what: stage of an op or a sum; a channel's number; of GIVE, stage, first update and its stride.
+        what: stage of an op or a sum; a channel's number; for GIVE, (stage, first update, its stride).
         first, stride: its index is first + t x stride.
-        limit: it exists, if its index is below this.
+        limit: it exists if its index is below this.
         letter: of an op's kind.
         source: the instruction it comes from, in turn 0.
     """
@@ -60,12 +59,12 @@ _STOP = CompiledInstruction(STOP, 0, 0, 0, 0, "", None)
 
 @dataclass(frozen=True)
 class CompiledRank:
-    """The flat instructions of one rank: warm-up, then the period from `loop` on, again and again.
+    """The instructions of one rank: warm-up, then the period from `loop` on, repeated.
 
     Attributes:
-        instructions: the last one is TURN, or STOP where there is no period.
+        instructions: the last one is TURN, or STOP if there is no period.
         loop: where the period begins.
-        ops: ops of the run; when all are done, only the sends behind the last one are left.
+        ops: number of ops in the run; when all are done, only the sends after the last one are left.
     """
 
     instructions: tuple[CompiledInstruction, ...]
@@ -73,7 +72,7 @@ class CompiledRank:
     ops: int
 
     def sends_left(self, position: int, turn: int) -> list[CompiledInstruction]:
-        """Returns what is left when all ops are done: the sends that stand at a position and behind it."""
+        """Returns what is left when all ops are done: the sends from a position on."""
         left: list[CompiledInstruction] = []
         turns = 0
         while True:
@@ -93,12 +92,9 @@ class CompiledRank:
 
 
 def compile_rank(program: Program, rank: int, total: int, *, gives: Collection[int]) -> CompiledRank:
-    """Returns the flat instructions of a rank in a run of `total` microbatches.
+    """Returns the compiled instructions of a rank in a run of `total` microbatches.
 
     Args:
-        program: whose.
-        rank: which.
-        total: microbatches of the run.
         gives: stages whose sums begin while the backward runs.
     """
     mine = program.ranks[rank]

@@ -1,13 +1,13 @@
-"""How long each instruction takes: the seconds and bytes of a plan, put over the links of its cluster.
+"""How long each instruction takes: the seconds and bytes of a plan on the links of its cluster.
 
-**A sum over replicas begins inside the backward.** The runtime adds up gradients in buckets, in reverse order of the
-parameters, each as soon as it is full (`runtime.update.all_reduce`). The model: gradients get ready evenly over the
+**A sum over replicas begins inside the backward.** The runtime sums gradients in buckets, in reverse order of the
+parameters, each as soon as it is full (`runtime.update.all_reduce`). The model: gradients become ready evenly over the
 last backward before the update, counted in bytes; the all-reduce of a bucket begins when it is ready on all replicas
-and the bucket before it is done, and takes what `core.plan.cost.all_reduce_s` says at the stage's own link
+and the previous bucket is done, and takes `core.plan.cost.all_reduce_s` on the stage's own link
 (`core.plan.site`). With q_k the share of the bytes that lies in buckets up to k, T_k the seconds of bucket k and all
-behind it, and D those of the backward, a sum is over max_k (T_k - (1 - q_k) D) after the end of the slowest replica's
-backward: at least the last bucket's seconds. That shows, unless the update lags: then the next forward hides it too.
-Messages that meet it in a port make it longer (`simulator.ports`).
+later ones, and D those of the backward, a sum is over max_k (T_k - (1 - q_k) D) after the end of the slowest replica's
+backward: at least the last bucket's seconds. An update delay hides that too, in the next forward. Messages that share a
+port with the sum make it longer (`simulator.ports`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Costs:
         weight_s: share of the backward that is the weight gradient, where the backward is split.
         update_s, sync_s: of one optimizer step, and of one sum over the replicas.
         output_bytes: of the value that each stage sends on, for one microbatch; its gradient is as large.
-        cluster: whose ports the messages cross, and whose workers have speeds.
-        workers: the cluster's worker that each rank is; () where they are the first ones, in their order.
+        cluster: ports for the messages, and the workers' speeds.
+        workers: the cluster's worker of each rank; () for the first ones, in order.
         input_bytes: of what goes straight from the input stage to the output stage; 0 costs no time.
-        buckets: of each stage's sum: the share of the last backward after which a bucket is ready, and the seconds
-            that it and those behind it take. None at all (the classic model): sums begin when all replicas
-            have come to their update, nothing hides them, and they take `sync_s`.
-        sum_bytes: that each stage's sum moves through a port, one way; () none.
-        weight_bytes: of the weights of each stage, where they are fetched; () none.
+        buckets: for each stage's sum: the share of the last backward after which a bucket is ready, and the seconds
+            that it and all later ones take. () for the classic model: sums begin when all replicas have reached their
+            update, nothing hides them, and they take `sync_s`.
+        sum_bytes: that each stage's sum moves through a port, one way; () for none.
+        weight_bytes: of the weights of each stage, for dispatched stages; () for none.
 
     Raises:
         ValueError: vectors of different lengths, negative seconds, or a weight gradient longer than its backward.
@@ -66,7 +66,7 @@ class Costs:
         }
         if len({len(vector) for vector in vectors.values()}) != 1:
             raise ValueError(
-                f"costs need one number a stage, found {', '.join(f'{len(v)} {n}' for n, v in vectors.items())}"
+                f"costs need one number per stage, found {', '.join(f'{len(v)} {n}' for n, v in vectors.items())}"
             )
         for name, vector in vectors.items():
             if min(vector, default=0.0) < 0:
@@ -82,11 +82,11 @@ class Costs:
             raise ValueError(f"bytes cannot be negative, found {found}")
         if any(weight > backward for weight, backward in zip(self.weight_s, self.backward_s, strict=True)):
             raise ValueError(
-                f"the weight gradient is a share of the backward, found {self.weight_s} of {self.backward_s} seconds"
+                f"the weight gradient is part of the backward, found {self.weight_s} of {self.backward_s} seconds"
             )
 
     def worker(self, rank: int) -> int:
-        """Returns the cluster's worker that a rank is."""
+        """Returns the cluster's worker of a rank."""
         return self.workers[rank] if self.workers else rank
 
     def speed(self, rank: int) -> float:
@@ -108,15 +108,14 @@ class Costs:
         return by_kind[kind][stage]
 
     def sum_s(self, stage: int) -> float:
-        """Returns the seconds of a whole sum of a stage, nothing of it being hidden, nothing in its way."""
+        """Returns the seconds of a stage's whole sum on idle ports, including the hidden part."""
         return self.buckets[stage][0][1] if self.buckets and self.buckets[stage] else self.sync_s[stage]
 
     def sum_parts(self, stage: int, came: Sequence[tuple[float, float]]) -> list[tuple[float, float, float]]:
-        """Returns the parts of a sum, one behind the other: when each may begin, its bytes through a port, its seconds.
+        """Returns the successive parts of a sum: when each may begin, its bytes through a port, its seconds.
 
         Args:
-            stage: whose.
-            came: of each replica when its last backward ended, and how long it took.
+            came: for each replica, when its last backward ended, and how long it took.
         """
         size = self.sum_bytes[stage] if self.sum_bytes else 0.0
         buckets = self.buckets[stage] if self.buckets else ((1.0, self.sync_s[stage]),)
@@ -129,7 +128,7 @@ class Costs:
         return parts
 
     def channel_bytes(self, channel: Channel) -> float:
-        """Returns the bytes of one message: the value of the boundary that the channel crosses."""
+        """Returns the bytes of one message."""
         if channel.carries == "input":
             return self.input_bytes
         if channel.carries == "weights":
@@ -144,13 +143,13 @@ class Costs:
         return self.cluster.link(self.cluster.reach(*ends))
 
     def latency_s(self, channel: Channel) -> float:
-        """Returns the seconds from a message's last byte to its arrival; what costs nothing is there at once."""
+        """Returns the seconds from a message's last byte to its arrival; 0 for inputs that cost nothing."""
         if channel.carries not in ("activation", "gradient") and not self.channel_bytes(channel):
             return 0.0
         return self.link(channel)[1]
 
     def transfer_s(self, channel: Channel) -> float:
-        """Returns the seconds from the start of a message to its arrival, where no other is in its way."""
+        """Returns the seconds from the start of a message to its arrival on idle ports."""
         return self.channel_bytes(channel) / self.link(channel)[0] + self.latency_s(channel)
 
 
@@ -168,11 +167,10 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
     """Returns the costs of a plan's stages on the cluster that it was planned for.
 
     Args:
-        plan: with seconds and bytes.
-        split: m, microbatches of a minibatch. A plan in minibatches is divided by it, all but updates, sums and what a
-            pass takes whatever its batch (`Stage.split_s`); a plan in microbatches is taken as it is.
-        weight_s: seconds of a stage's weight gradient, in the plan's unit; None takes half of the backward.
-        overlap: sums over replicas begin inside the backward, as in the runtime; otherwise they are charged whole,
+        split: m, microbatches of a minibatch. A plan in minibatches is divided by it, except for updates, sums and the
+            fixed part of passes (`Stage.split_s`); a plan in microbatches is used unchanged.
+        weight_s: seconds of a stage's weight gradient, in the plan's unit; by default half of the backward.
+        overlap: sums over replicas begin inside the backward, as in the runtime; otherwise they take their whole time
             right before their update.
 
     Raises:

@@ -1,5 +1,4 @@
-"""What a rank holds while a program runs: versions of its weights and activations; and at which versions its gradients are
-taken.
+"""What a rank holds while a program runs, and the versions at which its gradients are taken.
 
 None of it depends on time, only on the order of the rank's ops, so it is traced after the run.
 """

@@ -1,9 +1,8 @@
-"""Messages and sums on their way: from a send to the receive that is posted for it, in the order of time.
+"""Messages and sums in transit, from a send to the receive that is posted for it, in the order of time.
 
-A message begins to flow (`simulator.ports`) when it is sent and its receive is posted, as gloo and NCCL do, behind
-those that were sent before it on its channel; it is there with its last byte, and one latency. What has no bytes is
-there at once, and one latency. A sum over replicas flows around them, bucket behind bucket, each when it is ready on
-all replicas.
+A message begins to flow (`simulator.ports`) when it is sent and its receive is posted, as in gloo and NCCL, and after
+all earlier messages on its channel; it arrives one latency after its last byte. A message without bytes arrives after
+one latency. A sum over replicas flows around them bucket by bucket, each when it is ready on all replicas.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _new: Callable[..., Any] = tuple.__new__  # makes a named tuple without a call i
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """What goes one behind the other through the same ports.
+    """A queue of flows through the same ports, one at a time.
 
     Attributes:
-        number: decides between those that may begin at the same time.
-        ports: () where what goes has no bytes.
-        coming: when each may begin, its bytes, what it is (of a message its index, of the last bucket of a sum what is
-            to be called when it is there); the first is under way where it `is_busy`.
-        free_s: until when the one before was under way.
+        number: the order of rows whose flows may begin at the same time.
+        ports: () if the flows have no bytes.
+        coming: for each flow when it may begin, its bytes, and what it is (the index of a message; for the last bucket
+            of a sum, the function to call when it arrives); if `is_busy`, the first is in transit.
+        free_s: when the previous flow ended.
     """
 
     number: int
@@ -45,17 +44,17 @@ class _Row:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Wire(_Row):
-    """A channel at work.
+    """A channel in simulated time.
 
     Attributes:
         size_bytes: of a message.
         latency_s: from the last byte to the arrival.
-        posted: times at which receives were posted for which no message has been sent yet.
-        stays: messages that no receive is posted for, and when they were sent.
-        arrived: messages and when they were there, not yet received.
+        posted: times of posted receives for which no message has been sent yet.
+        stays: messages without a posted receive, and when they were sent.
+        arrived: messages not yet received, and when they arrived.
         sends: spans of the sender's messages.
-        waiting: the receiver, where it waits for a message.
-        began_s: when the message that is under way began to flow.
+        waiting: the receiver, if it waits for a message.
+        began_s: when the message in transit began to flow.
     """
 
     channel: Channel
@@ -73,12 +72,12 @@ class Messages:
     """All messages and sums of a run.
 
     Attributes:
-        wires: one a channel.
-        ready: receivers that waited for a message, and have it now, are put here.
+        wires: one per channel.
+        ready: receivers that waited for a message and now have it are put here.
     """
 
     def __init__(self, program: Program, costs: Costs, sends: list[list[Span]], ready: list[Any]) -> None:
-        """Takes the lists into which the spans of each rank's messages go."""
+        """Takes, for each rank, the list for the spans of its messages."""
         ports = Ports(costs.cluster)
         self.ready = ready
         self.wires = []
@@ -103,7 +102,7 @@ class Messages:
         self._starts: list[tuple[float, int, _Row]] = []
 
     def _around(self, ports: Ports, workers: Sequence[int], costs: Costs, stage: int) -> Sequence[Port]:
-        """The ports of a ring, and one more for what an all-reduce reaches alone."""
+        """The ports of a ring, and one more with the rate that an all-reduce reaches alone."""
         size, seconds = (costs.sum_bytes[stage] if costs.sum_bytes else 0.0), costs.sum_s(stage)
         return [Port(size / seconds), *ports.around(workers)] if size and seconds and len(workers) > 1 else ()
 
@@ -124,8 +123,7 @@ class Messages:
         """Sums up over the replicas of a stage.
 
         Args:
-            stage: whose.
-            parts: when each may begin, its bytes, and its seconds where nothing else is in the way.
+            parts: for each, when it may begin, its bytes, and its seconds on idle ports.
             done: called with the time at which the last is over.
         """
         ring = self._rings[stage]
@@ -140,7 +138,7 @@ class Messages:
         self._go(ring)
 
     def go_on(self) -> None:
-        """Lets time pass, until a receiver has waited for a message or for a sum."""
+        """Lets time pass until a receiver has the message or the sum that it waited for."""
         starts, flows = self._starts, self._flows
         while not self.ready:
             end_s = flows.next_s()
@@ -156,13 +154,13 @@ class Messages:
                 return
 
     def left(self) -> Iterator[tuple[Channel, int]]:
-        """Yields what was sent and never received."""
+        """Yields messages that were sent and never received."""
         for wire in self.wires:
             for index in (*(message[0] for message in wire.arrived), *(message[0] for message in wire.stays)):
                 yield wire.channel, index
 
     def _begin(self, wire: Wire, posted_s: float) -> None:
-        """Gives the message that has stayed longest the receive that was posted at a time."""
+        """Matches the oldest message without a receive with a receive posted at `posted_s`."""
         index, sent_s = wire.stays.popleft()
         at_s = posted_s if posted_s > sent_s else sent_s
         if wire.ports:
@@ -172,7 +170,7 @@ class Messages:
             self._arrive(wire, index, at_s, at_s + wire.latency_s)
 
     def _go(self, row: _Row) -> None:
-        """Lets the first of a row begin when it may, if none is under way."""
+        """Schedules the start of a row's first flow, unless one is in transit."""
         if not row.is_busy and row.coming:
             row.is_busy = True
             heappush(self._starts, (max(row.coming[0][0], row.free_s), row.number, row))

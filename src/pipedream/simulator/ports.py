@@ -1,10 +1,10 @@
-"""The ports of a cluster at work: the network is a tree of levels, with a port for each component.
+"""The ports of a cluster: the network is a tree of levels, with a port for each component.
 
-What goes from worker a to worker b leaves through the ports of a's components up to the outermost level that it
-crosses, and enters through those of b's components, down to b's own, all at the same time: it is a *flow* through them.
-Flows that share ports share their bandwidth fairly, as connections of TCP do: the rates are those of max-min fairness
-(Bertsekas and Gallager, Data Networks, section 6.5.2: progressive filling). All grow evenly, until a port is full;
-those through it stay as they are, the others grow on. So no port that is the narrowest of some flow is ever idle.
+Data from worker a to worker b leaves through the ports of a's components up to the outermost level that it crosses, and
+enters through those of b's components, down to b's own, all at the same time: it is a *flow* through them.
+Flows that share ports share their bandwidth fairly, as TCP connections do: the rates are those of max-min fairness
+(Bertsekas and Gallager, Data Networks, section 6.5.2: progressive filling). All rates grow evenly until a port is full;
+flows through it keep their rate, the others keep growing. So a flow's narrowest port is never idle.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Port:
 
 
 class Flow:
-    """Bytes on their way.
+    """Bytes in transit.
 
     Attributes:
         ports: that they go through.
-        left_bytes: what was left of them at `since_s`, since when they have gone at `bytes_per_s`.
-        version: counts the changes of that, so that an end that was foretold before is known to be wrong.
-        what: whose they are.
+        left_bytes: left at `since_s`; since then they flow at `bytes_per_s`.
+        version: counts the changes of the rate, so that ends predicted earlier are known to be wrong.
+        what: the flow's owner, for the caller.
     """
 
     __slots__ = ("bytes_per_s", "left_bytes", "ports", "since_s", "version", "what")
@@ -51,27 +51,27 @@ class Flow:
 
 
 class Flows:
-    """All that flows. Times given never go back."""
+    """All flows. The times given to it never decrease."""
 
     def __init__(self) -> None:
         self._ends: list[tuple[float, int, int, Flow]] = []
         self._count = 0
 
     def start(self, flow: Flow, now: float) -> None:
-        """Lets a flow begin, through at least one port."""
+        """Starts a flow, through at least one port."""
         for port in flow.ports:
             port.flows[flow] = None
         self._share(flow, now)
 
     def next_s(self) -> float | None:
-        """Returns when the first flow ends, as things stand; None where nothing flows."""
+        """Returns when the first flow ends at the current rates; None if nothing flows."""
         ends = self._ends
         while ends and ends[0][2] != ends[0][3].version:
             heappop(ends)
         return ends[0][0] if ends else None
 
     def end(self) -> tuple[float, Any]:
-        """Ends the flow that `next_s` tells of; returns when, and whose it is."""
+        """Ends the flow of `next_s`; returns when, and its owner."""
         now, _, _, flow = heappop(self._ends)
         flow.version = -1
         for port in flow.ports:
@@ -82,7 +82,7 @@ class Flows:
         return now, flow.what
 
     def _share(self, flow: Flow, now: float) -> None:
-        """Gives a flow, and all that shares a port with it or with one that does, their bandwidth."""
+        """Shares bandwidth among a flow and all flows that it is connected to by shared ports."""
         if all(len(port.flows) == 1 for port in flow.ports):
             self._run(flow, min(port.bytes_per_s for port in flow.ports), now)
             return
@@ -116,14 +116,14 @@ class Flows:
 
 
 class Ports:
-    """All ports of a cluster, made as they are asked for."""
+    """All ports of a cluster, made on first use."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._made: dict[tuple[int, int, int], Port] = {}
 
     def path(self, sender: int, receiver: int) -> list[Port]:
-        """Returns the ports between two workers, in the order of the way."""
+        """Returns the ports from one worker to another, in order."""
         if sender == receiver:
             return []
         levels = range(self.cluster.reach(sender, receiver) + 1)
@@ -131,7 +131,7 @@ class Ports:
         return out + [self._one(level, receiver, _IN) for level in reversed(levels)]
 
     def around(self, workers: Sequence[int]) -> list[Port]:
-        """Returns the ports that a ring over some workers leaves and enters by."""
+        """Returns the ports that a ring over some workers crosses."""
         found: dict[Port, None] = {}
         for level in range(self.cluster.reach(*workers) + 1):
             if len({self.cluster.component(level, worker) for worker in workers}) > 1:

@@ -1,4 +1,4 @@
-"""Workers that are not alike: ops that take a little more or less each time, and ranks that are slower than planned."""
+"""Uneven workers: ops whose seconds vary, and ranks that are slower than planned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Stragglers"]
 
 @dataclass(frozen=True)
 class Stragglers:
-    """How the seconds of ops differ from the plan's. Messages and sums take what the links say.
+    """How the seconds of ops differ from the plan's. Messages and sums are not affected.
 
     Each op takes its seconds times a factor drawn from a lognormal distribution of mean 1, and times the factor of its
     rank. A rank draws in the order of its program, from a generator of its own, so that the same seed gives the
@@ -22,8 +22,8 @@ class Stragglers:
 
     Attributes:
         jitter: coefficient of variation (standard deviation / mean) of an op's seconds: one for all kinds, or by an
-            op's letter, as {"F": 0.1, "B": 0.2}; other kinds then have none.
-        slow: rank -> factor on the seconds of its ops; 1 where none is given.
+            op's letter, such as {"F": 0.1, "B": 0.2}; other kinds then have none.
+        slow: rank -> factor on the seconds of its ops; by default 1.
         seed: of the draws.
 
     Raises:
@@ -47,7 +47,7 @@ class Stragglers:
                 raise ValueError(f"a slow rank takes its factor times the seconds, found {factor} for rank {rank}")
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises ValueError where a factor is for a rank that there is not."""
+        """Raises ValueError if a factor is for a rank that does not exist."""
         if beyond := sorted(rank for rank in self.slow if not 0 <= rank < ranks):
             raise ValueError(f"a slow rank {beyond[0]} was asked for, the ranks are 0 to {ranks - 1}")
 
@@ -56,7 +56,7 @@ class Stragglers:
         return self.slow.get(rank, 1.0)
 
     def draws(self, rank: int) -> Callable[[str], float] | None:
-        """Returns the function from an op's letter to its next factor on a rank; None where all factors are 1."""
+        """Returns the function from an op's letter to its next factor on a rank; None if all factors are 1."""
         by_letter = self.jitter if isinstance(self.jitter, Mapping) else {kind.value: self.jitter for kind in Kind}
         # ln X is normal with variance ln(1 + CV^2) and mean minus half of that: then X has mean 1.
         sigma = {letter: sqrt(log1p(variation**2)) for letter, variation in by_letter.items() if variation}

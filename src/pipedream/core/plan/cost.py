@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Numbers = float | NDArray[Any]
-"""A number, or an array of them: the planner computes many stages at once."""
-
 __all__ = [
     "BUCKET_BYTES",
     "FIRST_BUCKET_BYTES",
@@ -25,10 +22,13 @@ __all__ = [
     "visible_sum_s",
 ]
 
+Numbers = float | NDArray[Any]
+"""A number, or an array of them: the planner computes many stages at once."""
+
 # A sum over replicas runs bucket by bucket. As in torch's DistributedDataParallel, a small first bucket starts the
-# network early in the backward. The last one is never hidden, so buckets should be small (benchmarks/reduction_overlap),
-# but each message has a cost. 4 MiB take 34 ms at 1 Gbit/s, 4 ms at 10 Gbit/s, some tenths of a millisecond between
-# GPUs.
+# network early in the backward. The last one is never hidden, so buckets should be small
+# (benchmarks/reduction_overlap), but each message has a cost. 4 MiB take 34 ms at 1 Gbit/s, 4 ms at 10 Gbit/s, some
+# tenths of a millisecond between GPUs.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
 

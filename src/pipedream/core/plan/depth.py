@@ -133,8 +133,8 @@ def check_in_flight(in_flight: Counts, replicas: Counts, update_delay: Counts = 
                 because = f", with update delay 1 at stage {' and '.join(map(str, late))}" if late else ""
                 raise PlanError(
                     f"in-flight counts {in_flight}{because}: stage {s} would wait for {wanted} warm-up minibatches, "
-                    f"but stage {u} sends only {sent}; counts must not grow towards the output, and an update delay needs "
-                    f"more upstream; {legal(in_flight, replicas, update_delay)} would do"
+                    f"but stage {u} sends only {sent}; counts must not grow towards the output, and an update delay "
+                    f"needs more upstream; {legal(in_flight, replicas, update_delay)} would do"
                 )
 
 

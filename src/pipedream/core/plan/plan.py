@@ -37,7 +37,7 @@ class Plan(Artifact):
         cluster: the workers and links that it was planned for.
         model: class of the model; '' for plans without one.
         batch: samples in the minibatch that the seconds and bytes are for.
-        unit: what the stages' seconds and bytes are for: 'minibatch', or 'microbatch' for plans not made from a profile.
+        unit: what the stages' seconds and bytes are for: 'minibatch', or 'microbatch' for a plan without a profile.
         depth_mode: how in_flight was chosen: 'noam', 'full', 'auto' or 'hand'.
         note: what the planner promises about it.
         order: the cluster's workers in the order in which the stages take them, one for each replica; () for their own
@@ -217,8 +217,8 @@ class Plan(Artifact):
                 default=0.0,
             )
             # All replicas that exchange messages with one worker may do so at once, and share its port.
-            beside = max(-(-counts[s] // counts[s + 1]), -(-counts[s + 1] // counts[s]))
-            found.append(2 * seconds * beside + queue_s)
+            sharing = max(-(-counts[s] // counts[s + 1]), -(-counts[s + 1] // counts[s]))
+            found.append(2 * seconds * sharing + queue_s)
         return tuple(found)
 
     @property

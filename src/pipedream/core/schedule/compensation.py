@@ -276,7 +276,7 @@ class LearningRateRescheduling(Compensation):
 
 @dataclass(frozen=True)
 class GapAware(Compensation):
-    """The gradient is divided, element by element, by 1 + gap / usual step: the further a weight moved, the less it counts.
+    """The gradient is divided, element by element, by 1 + gap / usual step.
 
     Barkai et al., Gap-Aware Mitigation of Gradient Staleness, ICLR 2020; FTPipe, ATC 2021:
     1 + |w_t - w_read| / (lr_max (sqrt(E[v^2]) + eps)), with w_read the weights that the gradient was taken at, E the

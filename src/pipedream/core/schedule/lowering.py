@@ -65,7 +65,7 @@ def lower(schedule: Schedule) -> Program:
 
 
 def with_common_channels(programs: Sequence[Program]) -> tuple[Program, ...]:
-    """Returns programs that can take turns over one set of channels, each with the largest depth that any of them needs.
+    """Returns programs that can take turns over one set of channels, each with the largest depth that one needs.
 
     Raises:
         ScheduleError: their placements or their channels differ.
@@ -85,7 +85,7 @@ def with_common_channels(programs: Sequence[Program]) -> tuple[Program, ...]:
 
 
 def _channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel, ...]:
-    """Returns the channels, each with as many receives posted ahead as its stages differ in what they hold in flight."""
+    """Returns the channels; their depths follow from what the stages hold in flight (see the module's docstring)."""
     last = placement.stages - 1
     routes: list[Route] = []
     for stage in range(last):

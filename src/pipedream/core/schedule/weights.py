@@ -242,7 +242,7 @@ class VerticalSync(WeightRule):
 
     @property
     def _rounds_late(self) -> int:
-        """Rounds of the input stage: r_0 microbatches each, they must cover (W_s + update_delay_s) r_s of each stage."""
+        """Rounds of the input stage, r_0 microbatches each; they cover (W_s + update_delay_s) r_s of every stage."""
         each = zip(self.warmup, self.update_delay, self.replicas, strict=True)
         return max(-(-(wait + update_delay) * count // self.replicas[0]) for wait, update_delay, count in each)
 
@@ -328,7 +328,8 @@ class Latest(WeightRule):
             )
         if self.shares_prediction != 1 and {self.shares_prediction} != set(self.per_update):
             raise ValueError(
-                f"a prediction is shared by the {self.per_update} microbatches of an update, not {self.shares_prediction}"
+                f"a prediction is shared by the {self.per_update} microbatches of an update, "
+                f"not {self.shares_prediction}"
             )
         if ahead is not None and back is not None and ahead.by == back.by == AVERAGE:
             raise ValueError("only one of the two predictions can use an average: each would need its own")
