@@ -202,6 +202,7 @@ def train(
     """
     shape = shape_of(straight=straight, data_parallel=data_parallel, config=config)
     check_flags(plan=plan, shape=shape, update_delay=update_delay, chunks=chunks)
+    check_flags(phases=phases, schedule=schedule, microbatches=microbatches)
     if not Path(recipe).is_file():
         raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
     given = Plan.load(plan) if plan is not None else None

@@ -51,18 +51,17 @@ def check_options(
     """
     spell = spell or as_keyword
     for row in EXCLUSIONS:
-        if row.option not in options or not row.applies(options[row.option]):
-            continue
         found = [name for name, is_refused in row.others.items() if name in options and is_refused(options[name])]
-        if found:
+        if found and row.option in options and row.applies(options[row.option]):
             asked, others = spell(row.option, options[row.option]), [spell(name, options[name]) for name in found]
             listed = " and ".join([", ".join(others[:-1]), others[-1]] if len(others) > 1 else others)
             raise error(f"{asked} was given with {listed}, but {row.reason}; {row.advice.replace('OTHERS', listed)}")
 
 
 def as_keyword(name: str, value: Any) -> str:
-    """Writes an option as an argument of a Python function."""
-    return f"{name}={value!r}"
+    """Writes an option as an argument of a Python function; a long value as dots."""
+    text = repr(value)
+    return f"{name}={text if len(text) <= 80 else '...'}"
 
 
 def as_flag(name: str, value: Any) -> str:
@@ -85,7 +84,7 @@ def _given(*names: str) -> dict[str, Test]:
 
 
 def _is_given(value: Any) -> bool:
-    return value not in (None, False)
+    return value not in (None, False, ())
 
 
 def _is(*values: Any) -> Test:
@@ -215,6 +214,13 @@ EXCLUSIONS = (
         _given("shape", "update_delay", "chunks"),
         "a plan has its own stages, workers and update delay",
         _LEAVE_OUT,
+    ),
+    Exclusion(
+        "phases",
+        _is_given,
+        _given("schedule", "microbatches"),
+        "each phase has its own (and phases may also come from the recipe or the checkpoint)",
+        "give each phase its own, as Phase('1f1b', until=200, microbatches=4) or as text, 1f1b/4:200",
     ),
     Exclusion(
         "PLAN",

@@ -18,6 +18,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.verifier import Proof, verify
 from pipedream.workflows.check import check_memory
+from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import asked_of
 
 __all__ = [
@@ -56,11 +57,8 @@ def phases_of(
     """
     if not phases:
         return (Phase(schedule if schedule is not None else "", microbatches=microbatches),)
-    if schedule is not None or microbatches is not None:
-        raise ScheduleError(
-            "phases were asked for (or are in the recipe or the checkpoint), and also a schedule or microbatches; give "
-            "each phase its own: Phase('1f1b', until=200, microbatches=4), as text 1f1b/4:200"
-        )
+    given = {"phases": phases, "schedule": schedule, "microbatches": microbatches}
+    check_options(given, error=ScheduleError)
     return read_phases(phases) if isinstance(phases, str) else check_phases(phases)
 
 
