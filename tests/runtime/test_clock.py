@@ -1,4 +1,4 @@
-"""The clock of one process: workers by turns, those of the input stage abreast."""
+"""The clock of one process: workers by turns, those of the input stage in step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Emulated stages: what they wait, and how large what they make is."""
+"""Emulated stages: how long they wait, and the sizes of their results."""
 
 from __future__ import annotations
 

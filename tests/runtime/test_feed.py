@@ -1,4 +1,4 @@
-"""The data at the input stage: dealt out to replicas, over epochs, with drains between."""
+"""The feed of the input stage: minibatches for each replica, over epochs, with drains between."""
 
 from __future__ import annotations
 

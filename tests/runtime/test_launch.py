@@ -1,4 +1,4 @@
-"""Restarts: which failure is worth another attempt, with how many workers, and what is said of it."""
+"""Restarts: which failures lead to another attempt, with how many workers, and what is printed."""
 
 from __future__ import annotations
 

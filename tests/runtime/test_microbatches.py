@@ -1,4 +1,4 @@
-"""Data that replica 0 of the input stage hands to the others: what arrives, and that nobody waits in a circle."""
+"""Microbatches that replica 0 of the input stage sends to the others: what arrives, and no deadlock."""
 
 from __future__ import annotations
 

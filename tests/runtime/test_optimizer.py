@@ -1,4 +1,4 @@
-"""What happens inside an update: gradients added up, divided once, clipped; rates, schedules, averages."""
+"""An update: gradients summed, divided once, clipped; learning rates, schedules, averages."""
 
 from __future__ import annotations
 

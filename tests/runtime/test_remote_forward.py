@@ -1,4 +1,4 @@
-"""Stages away from home: what travels, what is dropped, and layers whose buffers and frozen weights matter."""
+"""Remote forwards: what is sent, what is dropped, and layers whose buffers and frozen weights matter."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def tensors(module: StageModule) -> Iterator[Tensor]:
         yield from (*layer.parameters(), *layer.buffers())
 
 
-def test_a_parcel_brings_all_that_the_layers_read() -> None:
+def test_a_weight_packet_brings_all_that_the_layers_read() -> None:
     home, there = stage_of([Counted(6), nn.Conv2d(2, 3, 3)]), stage_of([Counted(6), nn.Conv2d(2, 3, 3)])
     home.layers[1][1].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     there.layers[1][1].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -178,7 +178,7 @@ def test_a_parcel_brings_all_that_the_layers_read() -> None:
     assert home.layers[0][1].seen == 4.0
 
 
-def test_a_guest_has_weights_from_a_fetch_to_its_drop() -> None:
+def test_a_remote_forward_has_weights_from_a_fetch_to_its_drop() -> None:
     home = stage_of([nn.Linear(3, 3), nn.Tanh()])
     remote_forward = RemoteForward(home, WeightPacket(home, {}))
     message = Message(
@@ -204,7 +204,7 @@ def test_a_stage_without_anything_travels_too() -> None:
     assert weight_packet.unpack(weight_packet.pack({})) == ({}, [])
 
 
-def test_an_error_of_a_guest_names_its_rank_and_stage() -> None:
+def test_an_error_of_a_remote_forward_names_its_rank_and_stage() -> None:
     class Breaks(nn.Module):
         calls = 0
 

@@ -1,4 +1,4 @@
-"""A stage's backward: autograd adds to the sums that it is accumulators."""
+"""A stage's backward: autograd adds to the sums that it is given."""
 
 from __future__ import annotations
 

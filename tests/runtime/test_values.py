@@ -1,4 +1,4 @@
-"""Values that travel: taken apart, put together, split."""
+"""Values that are sent: taken apart, reassembled, split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard's judgement on a clock of the test's own: who is blamed, when, and who never is."""
+"""The failure detector, on a clock of the test: which ranks are blamed, when, and which never are."""
 
 from __future__ import annotations
 

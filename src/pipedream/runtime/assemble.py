@@ -405,5 +405,5 @@ def _worker(
         results=results,
         scorer=Scorer(settings.loss, settings.metrics, results, settings.policy.on_nan),
         device=blueprint.device,
-        coupling=UpdateBarrier(settings.policy, everyone, stage_states, sums),
+        update_barrier=UpdateBarrier(settings.policy, everyone, stage_states, sums),
     )

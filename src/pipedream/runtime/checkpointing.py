@@ -133,7 +133,10 @@ class Checkpointer:
             tensors |= optimizer_state.tensors_of(stage_state.optimizer)
             tensors |= {} if stage_state.predictions is None else stage_state.predictions.tensors()
             stages[stage] = encode(
-                replace(optimizer_state.saved(stage_state.optimizer), norm_square=self._workers[0].coupling.norm_square)
+                replace(
+                    optimizer_state.saved(stage_state.optimizer),
+                    norm_square=self._workers[0].update_barrier.norm_square,
+                )
             )
         return tensors, stages
 
@@ -162,7 +165,7 @@ class Checkpointer:
                 ) from None
         for worker in self._workers:
             worker.done_minibatches = page.minibatches
-            worker.coupling.norm_square = page.stages[0].norm_square  # that of all stages
+            worker.update_barrier.norm_square = page.stages[0].norm_square  # that of all stages
             worker.clock = page.stages[0].updates if same else 0
         if page.random:
             restore_rng(page.random[self._rank % len(page.random)], self._device)

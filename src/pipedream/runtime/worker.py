@@ -51,7 +51,7 @@ class Worker:
         senders, receivers: channel number -> its end at this rank.
         results: this rank's part in losses and metrics.
         scorer: of the last stage's outputs.
-        coupling: decides about the updates of this rank's stages.
+        update_barrier: decides about the updates of this rank's stages.
 
     Attributes:
         clock: updates of the input stage with this program.
@@ -73,7 +73,7 @@ class Worker:
         results: Results,
         scorer: Scorer,
         device: torch.device,
-        coupling: UpdateBarrier,
+        update_barrier: UpdateBarrier,
     ) -> None:
         self.rank = rank
         self.stage_states = stage_states
@@ -84,7 +84,7 @@ class Worker:
         self.receivers = receivers
         self.results = results
         self._scorer = scorer
-        self.coupling = coupling
+        self.update_barrier = update_barrier
         self._last = program.placement.stages - 1
         self.recorder = Recorder(rank, device)
         self.ending = Ending.DATA
@@ -106,7 +106,7 @@ class Worker:
         self._ends_update = program.ends_update(self.rank)
         self.recorder.switch_to(phase)
         self._scorer.switch_to(program)
-        self.coupling.switch_to(program)
+        self.update_barrier.switch_to(program)
         for stage, stage_state in self.stage_states.items():
             stage_state.switch_to(program, stage, self.clock)
         self.clock = 0
@@ -129,7 +129,7 @@ class Worker:
         for stage_state in self.stage_states.values():
             stage_state.begin()
         yield from (event for event in self._run(self.program) if not isinstance(event, Op))
-        yield from self.coupling.finish()
+        yield from self.update_barrier.finish()
         for stage_state in self.stage_states.values():
             yield from stage_state.end()
         self.clock += self.program.updates.updates(0, self._total or 0)
@@ -311,7 +311,7 @@ class Worker:
         before = self.recorder.mark()
         shared = self.program.placement.replicas[op.stage] > 1
         stop_request = shared and self.stop_requested()
-        share, stop_requests = yield from self.coupling.prepare(op.stage, float(stop_request))
+        share, stop_requests = yield from self.update_barrier.prepare(op.stage, float(stop_request))
         if shared or (self.program.couples_updates and not self.program.norm_delay):
             self.recorder.note("wait", op.stage, op.index, before)
         start = self.recorder.mark()

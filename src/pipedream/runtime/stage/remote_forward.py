@@ -1,13 +1,13 @@
-"""A stage at work on a rank where its weights do not live: they come in one message, and go again.
+"""Remote forwards: forwards of a stage on another rank than that of its weights, which are fetched in one message.
 
-What travels is all that the layers read: the weights at a version, those that are not trained, and the buffers. Between
-a fetch and the last forward that it is for they stand here; in the modules' slots only while a forward runs, so that in
-one process guests and the home share the user's modules.
+The message holds everything that the layers read: one version of the weights, untrained weights, and the buffers. They
+are kept from a fetch to the last forward that it serves. They are in the modules' slots only while a forward runs, so
+that in one process remote forwards and the stage itself share the user's modules.
 
-A forward here keeps nothing. What it has read goes home, and the backward there does it again (`recompute`). It gives
-the same numbers to the bit, for the same reasons but one: here the buffers move on a set that is dropped, so that the
-second forward reads them as they were, and is the one that moves them. Both go through the microbatches in order, from
-what the last update left.
+A remote forward keeps nothing. Its input is sent to the stage's own rank, where the backward repeats the forward
+(`recompute`). It gives the same numbers to the bit, for the same reasons but one: the remote forward changes copies of
+the buffers that are dropped, so that the second forward reads them in their earlier state and is the one that changes
+them. Both process the microbatches in order, starting from the state after the last update.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = ["RemoteForward", "WeightPacket"]
 
 
 class WeightPacket:
-    """What travels of a stage, as uint8[n].
+    """The format in which a stage's tensors are sent, as uint8[n].
 
     Args:
         module: of the stage; its tensors may be on the meta device.
-        low_precision: name -> type of the leaf, for weights that autocast would cast.
+        low_precision: name -> dtype of the leaf, for weights that autocast would cast.
     """
 
     def __init__(self, module: StageModule, low_precision: Mapping[str, torch.dtype]) -> None:
         self._names = tuple(module.handles)
         trained = {id(handle) for handle in module.handles.values()}
-        # Slots that share a tensor go on sharing it.
+        # Slots that share a tensor continue to share it.
         slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for inner in {id(m): m for _, layer in module.layers for m in layer.modules()}.values():
             both: tuple[dict[str, Any], ...] = (inner._parameters, inner._buffers)
@@ -51,14 +51,14 @@ class WeightPacket:
         self._specs += [_spec(held[0][0][held[0][1]]) for held in self._slots]
 
     def pack(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns weights, and what stands in the modules beside them."""
+        """Returns the weights and the other tensors of the modules."""
         tensors = [leaves[name].detach() for name in self._names] + [s[0][0][s[0][1]].detach() for s in self._slots]
         whole = [tensor.to(spec.dtype) for tensor, spec in zip(tensors, self._specs, strict=True)]
         device = whole[0].device if whole else torch.device("cpu")
         return join_payload(Message(0, tensors=tuple(whole)), device)
 
     def unpack(self, payload: torch.Tensor) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """Returns the weights by name, as leaves, and what goes into the other slots: views of the payload."""
+        """Returns the weights by name, as leaves, and the tensors of the other slots; all are views of the payload."""
         arrived = split_payload(Message(0), list(self._specs), payload).tensors
         found = [tensor for tensor in arrived if tensor is not None]
         count = len(self._names)
@@ -67,8 +67,7 @@ class WeightPacket:
 
     @contextmanager
     def installed(self, others: list[torch.Tensor]) -> Iterator[None]:
-        """Lets tensors stand in the slots of what is not trained; what layers put there in their stead is put into the
-        list."""
+        """Context in which other tensors are in the untrained slots; updates the list if layers replace them."""
         own = [[held[name] for held, name in slots] for slots in self._slots]
         for slots, tensor in zip(self._slots, others, strict=True):
             for held, name in slots:
@@ -83,7 +82,7 @@ class WeightPacket:
 
 
 class _WithoutGraph:
-    """Runs forwards that keep nothing: their backwards are elsewhere."""
+    """Runs forwards that keep nothing, because their backwards run on another rank."""
 
     def forward(self, held: SavedForward, message: Message, run: ForwardFunction) -> Message:
         """Runs one; see `Recomputation.forward`."""
@@ -93,14 +92,11 @@ class _WithoutGraph:
 
 
 class RemoteForward:
-    """A stage whose forwards run here on weights that are fetched.
-
-    Life: `fetch`, then forwards, then `drop`.
+    """A stage whose forwards run here on fetched weights. Life: `fetch`, forwards, `drop`.
 
     Attributes:
-        module: the layers.
-        recomputation: what keeps nothing of a forward.
-        next_forward: microbatch of its next forward.
+        recomputation: runs forwards that keep nothing.
+        next_forward: microbatch of the next forward.
     """
 
     def __init__(self, module: StageModule, weight_packet: WeightPacket) -> None:
@@ -113,17 +109,17 @@ class RemoteForward:
 
     @property
     def leaves(self) -> dict[str, torch.Tensor]:
-        """The weights that were fetched."""
+        """The fetched weights."""
         assert self._weights is not None, "a forward reads weights that are not fetched"
         return self._weights.leaves
 
     def empty(self) -> None:
-        """Lets go of the tensors that stand in the modules while nothing runs, for they live elsewhere."""
+        """Drops the tensors that are in the modules while nothing runs, because they belong to another rank."""
         for name, handle in self.module.handles.items():
             self.module.handles[name] = nn.Parameter(torch.empty_like(handle, device="meta"))
 
     def fetch(self, message: Message) -> None:
-        """Takes weights in; those before must be dropped."""
+        """Takes fetched weights; earlier ones must have been dropped."""
         assert self._weights is None, "weights are fetched where others still are"
         (payload,) = message.tensors
         assert payload is not None
@@ -131,25 +127,25 @@ class RemoteForward:
         self._weights = WeightSet(message.version, leaves)
 
     def drop(self) -> None:
-        """Lets go of the weights."""
+        """Drops the weights."""
         self._weights, self._others = None, []
 
     def read(self, version: int) -> tuple[WeightSet, int]:
-        """Returns the weights for a forward of a version, and which version they are."""
+        """Returns the weights for a forward, and their version, which must be `version`."""
         assert self._weights is not None, "a forward reads weights that are not fetched"
         assert self._weights.version == version, f"version {self._weights.version} was fetched, not {version}"
         return self._weights, version
 
     def read_again(self, held: SavedForward) -> WeightSet:
-        """Raises AssertionError: a forward is done again at home."""
-        raise AssertionError(f"the forward of microbatch {held.microbatch} was to be done again away from home")
+        """Raises AssertionError: a forward is recomputed only on the stage's own rank."""
+        raise AssertionError(f"the forward of microbatch {held.microbatch} was to be recomputed on a remote rank")
 
     def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
         """Runs the layers; see `StageModule.forward`."""
         return self.module.forward(value, read.leaves, microbatch, first)
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Returns the context of a forward: what is not trained stands in the modules."""
+        """Returns the context of a forward, with the untrained tensors in the modules."""
         return self._packet.installed(self._others)
 
     @contextmanager
