@@ -247,3 +247,12 @@ def test_says_the_least_need_when_nothing_fits() -> None:
     assert plan(EIGHT, Cluster.flat(4, memory_bytes=enough)).workers >= 1
     with pytest.raises(PlanError, match="none of the plans"):
         plan(EIGHT, Cluster.flat(4, memory_bytes=least - 1))
+
+
+def test_more_stages_than_a_chain_of_cuts_has() -> None:
+    """Two layers side by side have two cuts, of which no pipeline uses both."""
+    graph = LayerGraph((Layer("a", "Linear"), Layer("b", "Linear")), ())
+    profile = Profile("net", graph, (LayerProfile(1.0, 1.0, 1, 1),) * 2, batch=1)
+    assert plan(profile, Cluster.flat(2), shape="straight").config == "1-1"
+    with pytest.raises(PlanError, match="cannot be cut into that many stages"):
+        plan(profile, Cluster.flat(3), shape="straight")

@@ -52,5 +52,5 @@ def test_a_picture_by_hand() -> None:
 
 @pytest.mark.parametrize("pairs", [[], [Pair(0.0, 1.0)], [Pair(1.0, -1.0)]])
 def test_refuses_what_has_no_logarithm(pairs: list[Pair]) -> None:
-    with pytest.raises(ValueError, match="are above 0"):
+    with pytest.raises(ValueError, match="must be positive"):
         scatter_svg(pairs, title="t", unit="s")

@@ -1,4 +1,4 @@
-"""Numbers and spans to ink: text for the terminal, SVG, trace files, the page of a run, the gallery of schedules."""
+"""Reports: text for the terminal, SVG pictures, trace files, the page of a run, and the gallery of schedules."""
 
 from pipedream.report.curve import curve_svg
 from pipedream.report.gallery import GalleryEntry, gallery

@@ -1,4 +1,4 @@
-"""Scales: round numbers for the ticks of an axis, a unit for a length of time, short figures."""
+"""Axes: round numbers for ticks, a unit for a length of time, numbers in few digits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ticks(low: float, high: float, most: int) -> tuple[float, ...]:
 
 
 def log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Returns the powers of ten between low and high, both above 0; with 2 and 5 times them where they are few.
+    """Returns the powers of ten between low and high, both above 0; also 2 and 5 times them if there are few.
 
     >>> log_ticks(0.9, 1200)
     (1.0, 10.0, 100.0, 1000.0)
@@ -40,7 +40,7 @@ def _count(low: float, high: float, step: float) -> int:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """Returns the unit in which a length of time reads well, and its seconds.
+    """Returns a suitable unit for a length of time, and the seconds of this unit.
 
     >>> time_unit(0.25)
     ('ms', 0.001)
@@ -52,7 +52,7 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 
 def figure(value: float) -> str:
-    """Writes a number with at most four significant digits and without a power of ten where it can.
+    """Formats a number with at most four significant digits, if possible without a power of ten.
 
     >>> figure(12.0), figure(0.03125), figure(1234567)
     ('12', '0.03125', '1234567')
@@ -65,7 +65,7 @@ def figure(value: float) -> str:
 
 
 def length(value: float) -> str:
-    """Writes a length in pixels.
+    """Formats a length in pixels.
 
     >>> length(3.04), length(12.0)
     ('3', '12')

@@ -1,4 +1,4 @@
-"""A curve as a picture: the loss over the minibatches of a run."""
+"""SVG pictures of curves, such as the loss over the minibatches of a run."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ def curve_svg(
     named: Iterable[tuple[float, str]] = (),
     standalone: bool = True,
 ) -> str:
-    """Returns the picture of a curve; many points become a line of means in a band from least to most.
+    """Returns the picture of a curve. Many points become a line of means, in a band from minimum to maximum.
 
     Args:
-        points: (x, y); those that are not finite are left out, and counted below the picture.
-        title: above the picture, and what a screen reader says.
-        width_px, height_px: of the picture.
-        x_label, y_label: of the axes.
-        marks: x of dashed lines (drains).
-        named: x of lines with a word beside each (phases).
-        standalone: False for a picture inside an HTML page.
+        points: (x, y); those that are not finite are left out, and their number is given below the picture.
+        title: shown above the picture, and read by screen readers.
+        marks: x of dashed vertical lines (drains).
+        named: x and label of vertical lines (phases).
+        standalone: False for a picture inside an HTML page, which has the style already.
     """
     given = list(points)
     kept = sorted((x, y) for x, y in given if math.isfinite(x) and math.isfinite(y))
@@ -84,7 +82,7 @@ def curve_svg(
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float, float, float]]:
-    """Returns at most 200 of (x, least, mean, most): of one point each, or of neighbours together."""
+    """Returns at most 200 of (x, minimum, mean, maximum), each of one point or of several neighbours."""
     together = -(-len(points) // _MOST_POINTS)
     found = []
     for i in range(0, len(points), together or 1):

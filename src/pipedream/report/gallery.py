@@ -1,4 +1,4 @@
-"""The gallery of schedules: each with its picture, the paper's claims beside the simulation, and when to choose it."""
+"""The gallery of schedules: each with its picture, the paper's claims and the simulation, and when to choose it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GalleryEntry:
     Attributes:
         schedule: for a straight plan of equal stages.
         shown: the timeline to draw.
-        run: the timeline to measure: one minibatch of a flushing schedule, a long run of any other.
+        run: the timeline for the metrics: one minibatch of a flushing schedule, a long run of any other.
         picture: link to the SVG file.
         about: what the method is; Markdown.
         choose: when to choose it.
@@ -43,7 +43,7 @@ def gallery(entries: Iterable[GalleryEntry], compensated: Iterable[tuple[Schedul
 
     Args:
         entries: methods with an order of their own.
-        compensated: (schedule, what it is, when to choose it) of those that add a compensation of delay to one of them.
+        compensated: (schedule, what it is, when to choose it) of methods that add a delay compensation to one of these.
     """
     entries = list(entries)
     head = [
@@ -84,7 +84,7 @@ def prose(docstring: str | None) -> str:
 
 
 def _bubble(entry: GalleryEntry) -> float:
-    """Returns the bubble of a minibatch where a schedule flushes, else the one in the middle of a long run."""
+    """The bubble of one minibatch if a schedule flushes, otherwise that of the middle of a long run."""
     return (run_metrics if entry.schedule.flushes else steady_metrics)(entry.run).bubble
 
 

@@ -1,4 +1,4 @@
-"""The report of a run: one self-contained page, light or dark as its reader's screen is."""
+"""The report of a run as one self-contained HTML page, light or dark like the reader's screen."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def page(
     losses: Iterable[tuple[int, float]] = (),
     title: str = "",
 ) -> str:
-    """Returns the report as HTML text. What is not known is shown as ``-``, what was not given is left out.
+    """Returns the report as HTML text. Unknown values are shown as ``-``; parts that are not given are left out.
 
     Args:
-        summary: what the run wrote into ``summary.json``.
-        plan, profile: that it ran with.
-        predicted, measured: the simulator's timeline and the workers'.
+        summary: the content of the run's ``summary.json``.
+        plan, profile: of the run.
+        predicted, measured: the timelines of the simulator and of the workers.
         losses: (minibatch number, loss).
-        title: of the page; the recipe and the schedule unless said.
+        title: of the page; '': the recipe and the schedule.
     """
     heading = title or f"{summary.get('recipe') or 'Run'}: {summary.get('schedule') or 'pipeline'}"
     known = [(timeline.source, timeline) for timeline in (predicted, measured) if timeline is not None]
@@ -96,15 +96,15 @@ def _section(name: str, inside: str) -> str:
 
 
 def _subtitle(summary: Mapping[str, Any], plan: Plan | None) -> str:
-    said = [("workers", summary.get("workers")), ("epochs", summary.get("epochs")), ("seed", summary.get("seed"))]
-    words = [f"{name} {value}" for name, value in said if value is not None]
+    known = [("workers", summary.get("workers")), ("epochs", summary.get("epochs")), ("seed", summary.get("seed"))]
+    words = [f"{name} {value}" for name, value in known if value is not None]
     if plan is not None:
         words.insert(0, f"plan {plan.config}, depth {plan.depth_mode}")
     return " \u00b7 ".join(words)
 
 
 def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Returns the key figures: name, value, note."""
+    """The key figures: name, value, note."""
     found = []
     target = _mapping(summary.get("target"))
     metrics = dict(_mapping(summary.get("metrics")))
@@ -139,7 +139,7 @@ def _metric(name: str, value: Any) -> str:
 
 
 def _timelines(runs: Runs, drains: list[int]) -> str:
-    """Returns a part in the middle of the run and its start, predicted above measured on one scale of time."""
+    """A part in the middle of the run, and its start; predicted above measured, on one scale of time."""
     if not runs:
         return ""
     boxes = []
@@ -153,7 +153,7 @@ def _timelines(runs: Runs, drains: list[int]) -> str:
 
 
 def _count(timeline: Timeline) -> int:
-    """Returns how many microbatches make a few dozen ops, in whole minibatches of a split."""
+    """The number of microbatches to show, which make a few dozen ops."""
     m = timeline.minibatch_microbatches
     return min(max(12, 2 * m if m > 1 else 12), 40)
 

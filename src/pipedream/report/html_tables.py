@@ -1,4 +1,4 @@
-"""Pieces of a page: tables, figures and values, as HTML text."""
+"""Parts of a page as HTML text: tables, key figures and values."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ __all__ = [
 ]
 
 NOTHING = "-"
-"""What stands for a value that is not known."""
+"""Shown for an unknown value."""
 
 
 def table(
-    caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1, says: bool = True
+    caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1, show_caption: bool = True
 ) -> str:
-    """Returns a table; cells are HTML already, the first `words` columns are words and stand left.
+    """Returns a table.
 
-    The caption is shown above the table, or (`says` False) only told to screen readers, where a heading has it.
+    Args:
+        rows: cells as HTML.
+        words: the number of columns, from the first, that contain words and are aligned left.
+        show_caption: False leaves the caption to screen readers, if a heading shows it already.
     """
 
     def cells(row: Sequence[str]) -> str:
@@ -46,7 +49,7 @@ def table(
         f'<th scope="col"{"" if i < words else " class=number"}>{escape(name)}</th>' for i, name in enumerate(heads)
     )
     body = "".join(f"<tr>{cells(row)}</tr>" for row in rows)
-    shown = f"<caption>{escape(caption)}</caption>" if says else ""
+    shown = f"<caption>{escape(caption)}</caption>" if show_caption else ""
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
         f"{shown}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
@@ -64,12 +67,12 @@ def phase_table(phases: Iterable[Mapping[str, Any]]) -> str:
         )
         for phase in phases
     ]
-    return table("Phases", heads, rows, says=False)
+    return table("Phases", heads, rows, show_caption=False)
 
 
 def pairs(caption: str, values: Mapping[str, Any]) -> str:
-    """Returns a table of names and values; inner mappings are spelled out with dots."""
-    return table(caption, ("name", "value"), list(_flat(values)) or [(NOTHING, NOTHING)], words=2, says=False)
+    """Returns a table of names and values; names in nested mappings are joined with dots."""
+    return table(caption, ("name", "value"), list(_flat(values)) or [(NOTHING, NOTHING)], words=2, show_caption=False)
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, str]]:
@@ -83,14 +86,14 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, st
 
 
 def amount(value: Any) -> str:
-    """Writes a value: numbers short, words escaped, `-` for none."""
+    """Formats a value: numbers short, words escaped, None and '' as `-`."""
     if isinstance(value, float):
         return figure(value)
     return NOTHING if value is None or value == "" else escape(str(value))
 
 
 def percent(value: Any) -> str:
-    """Writes a share.
+    """Formats a fraction.
 
     >>> percent(0.8731), percent(None)
     ('87.3%', '-')
@@ -99,14 +102,14 @@ def percent(value: Any) -> str:
 
 
 def bar(value: Any) -> str:
-    """Writes a share with a bar behind it."""
+    """Formats a fraction on a bar of this length."""
     if not isinstance(value, (int, float)):
         return NOTHING
     return f'<span class="bar" style="--share:{min(max(100 * value, 0), 100):.1f}%">{percent(value)}</span>'
 
 
 def cards(figures: Iterable[tuple[str, str, str]]) -> str:
-    """Returns the key figures: name, value and a note below it."""
+    """Returns the key figures: name, value, and a note below."""
     return "".join(
         f'<div class="card"><dt>{escape(name)}</dt><dd>{escape(value)}'
         f"<small>{escape(note) or '&nbsp;'}</small></dd></div>"
@@ -167,7 +170,7 @@ def profile_table(profile: Profile) -> str:
 
 
 def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
-    """Returns what the workers of each stage did: measured, and beside it what was predicted."""
+    """Returns what the workers of each stage did, measured and predicted."""
     rows = []
     for s, stage in enumerate(stages):
         rank = stage.get("rank", stage.get("ranks"))

@@ -1,4 +1,4 @@
-"""Where spans that overlap are drawn, which part of a run is shown, and what time its pieces begin."""
+"""The rows of overlapping spans, and the part of a run to show."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Window:
 
 
 def rows(spans: Sequence[Span]) -> list[int]:
-    """Returns for each span (sorted by start) the lowest row in which it overlaps no span before it."""
+    """Returns for each span (sorted by start) the lowest row in which it overlaps no earlier span."""
     ends: list[float] = []
     found: list[int] = []
     for span in spans:
@@ -45,7 +45,7 @@ def rows(spans: Sequence[Span]) -> list[int]:
 
 
 def start_window(timeline: Timeline, count: int) -> Window | None:
-    """Returns the part from the first span on, of so many microbatches; None for a run without forwards."""
+    """Returns the first `count` microbatches of a run; None for a run without forwards."""
     starts = _starts(timeline)
     if not starts:
         return None
@@ -54,10 +54,9 @@ def start_window(timeline: Timeline, count: int) -> Window | None:
 
 
 def middle_window(timeline: Timeline, count: int, drains: Iterable[int] = ()) -> Window | None:
-    """Returns the middle of the longest stretch without a drain; None where that is no longer than `count`.
+    """Returns the middle of the longest part of a run without a drain; None if that is shorter than twice `count`.
 
     Args:
-        timeline: of the run.
         count: microbatches to show.
         drains: minibatch numbers at which the pipeline was drained.
     """
@@ -71,12 +70,12 @@ def middle_window(timeline: Timeline, count: int, drains: Iterable[int] = ()) ->
     if length < 2 * count:
         return None
     middle = first + (length - count) // 2
-    middle -= middle % m  # a flushing schedule is shown by whole minibatches
+    middle -= middle % m  # whole minibatches of a flushing schedule
     return _window(timeline, starts, middle, count) if middle in starts else None
 
 
 def _starts(timeline: Timeline) -> dict[int, float]:
-    """Returns when each microbatch's forward at the input stage began."""
+    """The start of each microbatch's forward at the input stage."""
     return {span.index: span.start_s for span in timeline.spans if span.kind == "F" and span.stage == 0}
 
 

@@ -1,4 +1,4 @@
-"""Predicted against measured: a point for each case, both axes logarithmic, on the line where the two agree."""
+"""SVG pictures of predicted against measured numbers: both axes are logarithmic, and a line shows equality."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Pair:
 
     Attributes:
         predicted, measured: in the same unit, both above 0.
-        label: said where the pointer rests, before both numbers.
-        series: cases of one series have one colour.
+        label: shown before both numbers when the pointer rests on the point.
+        series: cases of one series have the same colour.
         filled: False draws a ring.
     """
 
@@ -43,7 +43,7 @@ def scatter_svg(
     write: Callable[[float], str] = figure,
     standalone: bool = True,
 ) -> str:
-    """Returns the picture of what was predicted and measured.
+    """Returns the picture of predicted and measured numbers.
 
     Args:
         pairs: at least one.
@@ -51,14 +51,14 @@ def scatter_svg(
         unit: named at both axes.
         tolerance: dashed lines where the measured is by this share above or below the predicted.
         write: makes a number of a tick short.
-        standalone: False for a picture inside an HTML page.
+        standalone: False for a picture inside an HTML page, which has the style already.
 
     Raises:
-        ValueError: no pair, or a number that is not above 0.
+        ValueError: no pair, or a number that is not positive.
     """
     numbers = [number for pair in pairs for number in (pair.predicted, pair.measured)]
     if not numbers or min(numbers) <= 0:
-        raise ValueError(f"predicted and measured numbers are above 0, found {min(numbers, default=None)}")
+        raise ValueError(f"predicted and measured numbers must be positive, found {min(numbers, default=None)}")
     low, high = log10(min(numbers)) - 0.06, log10(max(numbers)) + 0.06
 
     def along(number: float) -> float:
@@ -84,10 +84,10 @@ def scatter_svg(
         colour = list(LINES)[series.index(pair.series) % len(LINES)]
         x, y = at(pair.predicted, pair.measured)
         fill = LINES[colour][0] if pair.filled else "none"
-        told = f"{pair.label}: {write(pair.predicted)} predicted, {write(pair.measured)} measured".removeprefix(": ")
+        tooltip = f"{pair.label}: {write(pair.predicted)} predicted, {write(pair.measured)} measured".removeprefix(": ")
         parts.append(
             f'<circle class="{colour if pair.filled else "series"} of-{colour}" cx="{length(x)}" cy="{length(y)}" '
-            f'r="4" fill="{fill}" stroke="{LINES[colour][0]}"><title>{escape(told)}</title></circle>'
+            f'r="4" fill="{fill}" stroke="{LINES[colour][0]}"><title>{escape(tooltip)}</title></circle>'
         )
     for number, name in enumerate(series if any(series) else ()):
         colour, y = list(LINES)[number % len(LINES)], _TOP + _SIDE - 12 - 16 * (len(series) - 1 - number)

@@ -1,4 +1,4 @@
-"""Colours of pictures and pages: one table, light and dark, for SVG, HTML and the terminal.
+"""Colours of pictures and pages, light and dark, for SVG, HTML and the terminal.
 
 Forwards are blue and backwards green, as in PipeDream's figures; an input gradient is orange, a weight
 gradient violet, an update grey. Neighbouring microbatches alternate between two shades.
@@ -53,7 +53,7 @@ LINES: dict[str, tuple[str, str]] = {
     "line4": ("#a8327a", "#f08cc4"),
     "line5": ("#0b7285", "#63c5d6"),
 }
-"""The same of lines that are told apart in one picture; only pictures with such lines define them (`line_style`)."""
+"""The same for several lines in one picture; only pictures with such lines define them (`line_style`)."""
 
 TERMINAL: dict[str, str] = {
     "F0": "bright_blue",
@@ -68,7 +68,7 @@ TERMINAL: dict[str, str] = {
     "U1": "bright_black",
     "wait": "bright_black",
 }
-"""The same names -> rich's colours."""
+"""Name of a colour -> rich's colour."""
 
 
 def colour_class(kind: str, index: int) -> str:
@@ -81,13 +81,13 @@ def colour_class(kind: str, index: int) -> str:
 
 
 def variables(selector: str) -> str:
-    """Returns CSS that defines all colours as variables on a selector, and again for dark screens."""
+    """Returns CSS that defines all colours as variables on a selector, for light and for dark screens."""
     light, dark = (";".join(f"--pd-{name}:{pair[i]}" for name, pair in COLOURS.items()) for i in (0, 1))
     return f"{selector}{{{light}}}@media(prefers-color-scheme:dark){{{selector}{{{dark}}}}}"
 
 
 def svg_style() -> str:
-    """Returns the CSS of a picture; each shape also has its light colour as an attribute, for readers without CSS."""
+    """Returns the CSS of a picture. Each shape also has its light colour as an attribute, for viewers without CSS."""
     fills = "".join(f".pd .{name}{{fill:var(--pd-{name})}}" for name in COLOURS)
     rules = (
         f".pd text{{font-family:{FONT}}}.pd .tick{{stroke:var(--pd-line)}}"
@@ -98,7 +98,7 @@ def svg_style() -> str:
 
 
 def line_style() -> str:
-    """Returns the CSS of lines that are told apart: classes of their strokes (``of-NAME``) and fills."""
+    """Returns the CSS of the colours of `LINES`: classes for strokes (``of-NAME``) and fills."""
     light, dark = (";".join(f"--pd-{name}:{pair[i]}" for name, pair in LINES.items()) for i in (0, 1))
     drawn = "".join(f".pd .{name}{{fill:var(--pd-{name})}}.pd .of-{name}{{stroke:var(--pd-{name})}}" for name in LINES)
     return (
@@ -108,7 +108,7 @@ def line_style() -> str:
 
 
 def page_style() -> str:
-    """Returns the CSS of a page, of the pictures in it too."""
+    """Returns the CSS of a page and of the pictures in it."""
     return svg_style() + variables(":root") + _PAGE.replace("FONT", FONT).replace("MONO", MONO)
 
 

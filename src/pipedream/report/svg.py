@@ -1,8 +1,7 @@
-"""A timeline as a picture: one self-contained SVG, light or dark as its reader's screen is.
+"""Timelines as pictures: one self-contained SVG, light or dark like the reader's screen.
 
-One lane a rank; filled boxes are ops, light ones waiting, thin lines under a lane the messages that its rank
-sends. A box names its microbatch and, if asked, the version of the weights that it reads; the rest is told
-where the pointer rests.
+Each rank has a lane. Filled boxes are ops, light ones waiting, and thin lines under a lane are the messages that its rank
+sends. A box shows its microbatch and, on request, the version of the weights that it reads; tooltips show the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pipedream.report.style import COLOURS, colour_class, svg_style
 __all__ = ["LEFT", "RIGHT", "frame", "text", "timeline_svg"]
 
 LEFT, RIGHT = 78, 16
-"""Pixels beside the lanes."""
+"""Pixels to the left and to the right of the lanes."""
 
 _GAP, _AXIS, _LEGEND = 12, 22, 26
 _NAMES = {
@@ -52,14 +51,14 @@ def timeline_svg(
 
     Args:
         timeline: simulated or measured.
-        title: above the picture, and what a screen reader says.
-        width_px: of the whole picture, where `px_per_s` is not given.
+        title: shown above the picture, and read by screen readers.
+        width_px: of the whole picture, if `px_per_s` is not given.
         px_per_s: the scale of time, for pictures that are to be compared.
-        start_s, end_s: the part to show; all of it unless said. The axis counts from `start_s`.
-        versions: writes into each forward and backward which version it reads, where `timeline.gradient_versions` or
-            `program` tells.
-        program: whose weight rule tells the versions of a timeline without tags (from the start of the run).
-        standalone: False for a picture inside an HTML page, which needs no name of a namespace.
+        start_s, end_s: the part to show; None: from the start, to the end. The axis counts from `start_s`.
+        versions: show in each forward and backward the version that it reads, if `timeline.gradient_versions` or
+            `program` has it.
+        program: its weight rule gives the versions of a timeline that has none (from the start of the run).
+        standalone: False for a picture inside an HTML page, which has the style and needs no namespace.
     """
     begin = min((span.start_s for span in timeline.spans), default=0.0) if start_s is None else start_s
     end = max((span.end_s for span in timeline.spans), default=1.0) if end_s is None else end_s
@@ -69,7 +68,7 @@ def timeline_svg(
     top = 34 if title else 10
     bottom = top + timeline.workers * (lane_px + _GAP)
     width = LEFT + seconds * scale + RIGHT
-    # A window leaves out what only touches it; the whole keeps the update that takes no time at its very end.
+    # A window leaves out spans that only touch it; the whole keeps an update of no length at its very end.
     spans = timeline.spans if start_s is None and end_s is None else timeline.between(begin, end).spans
 
     def x(time_s: float) -> float:
@@ -91,7 +90,7 @@ def timeline_svg(
 
 
 def frame(inside: str, width: float, height: float, label: str, standalone: bool) -> str:
-    """Returns an SVG around drawn parts, with its own paper and colours."""
+    """Returns an SVG of drawn parts, with its background and colours."""
     space = ' xmlns="http://www.w3.org/2000/svg"' if standalone else ""
     style = f"<style>{svg_style()}</style>" if standalone else ""
     w, h = length(width), length(height)
@@ -115,7 +114,7 @@ def text(
 
 
 def _versions(timeline: Timeline, program: Program | None) -> Callable[[Span], int | None]:
-    """Returns which version an op reads, or None where nobody tells."""
+    """From an op to the version that it reads, or None if unknown."""
     tags = {(tag.stage, tag.microbatch): tag for tag in timeline.gradient_versions}
 
     def read(span: Span) -> int | None:
@@ -141,7 +140,7 @@ def _axis(seconds: float, scale: float, top: float, bottom: float) -> list[str]:
             f'<line class="tick" x1="{length(x)}" x2="{length(x)}" y1="{length(top - 4)}" '
             f'y2="{length(bottom)}" stroke="{COLOURS["line"][0]}"/>'
         )
-        # A label at the very edge would be cut off.
+        # A label at the edge would be cut off.
         anchor = "end" if x > LEFT + seconds * scale - 14 else "middle"
         parts.append(text(x, bottom + 13, f"{figure(tick)} {unit}", colour="faint", anchor=anchor))
     return parts
@@ -172,20 +171,20 @@ def _boxes(
     lane_px: float,
     read: Callable[[Span], int | None],
 ) -> list[str]:
-    """Returns a rectangle a span, in groups of one colour."""
+    """A rectangle for each span, grouped by colour."""
 
     def colour(span: Span) -> str:
         return "wait" if span.kind == "wait" else colour_class(span.kind, span.index)
 
     drawn = [span for span in spans if span.kind in WORK or span.kind == "wait"]
-    # Updates last: one that takes no time is a line over its neighbours.
+    # Updates last, because one that takes no time is a line over its neighbours.
     drawn.sort(key=lambda span: (span.kind != "wait", span.kind == "U", colour(span), span.rank, span.start_s))
     parts = []
     for name, group in groupby(drawn, colour):
         parts.append(f'<g class="{name}" fill="{COLOURS[name][0]}">')
         for span in group:
             left, right = x(span.start_s), x(span.end_s)
-            # A hair of paper between neighbours; an op is never too thin to be seen.
+            # Leaves a thin gap between neighbours; an op is always wide enough to be visible.
             thick = max(right - left - (0.8 if right - left > 4 else 0), 1.5)
             inset = 6 if span.kind == "wait" else 0
             kind = "op" if span.kind in WORK else "idle"
@@ -216,7 +215,7 @@ def _labels(
     lane_px: float,
     read: Callable[[Span], int | None] | None,
 ) -> list[str]:
-    """Returns the microbatches' numbers, where there is room; below versions, or stages where a rank has several."""
+    """The numbers of microbatches, where there is room; below them the stage if a rank has several, else the version."""
     stages: dict[int, set[int]] = defaultdict(set)
     for span in spans:
         stages[span.rank].add(span.stage)

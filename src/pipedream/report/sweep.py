@@ -1,7 +1,7 @@
-"""A sweep as a picture: throughput, bubble and memory over the bandwidth, a column for each number of workers.
+"""Sweeps as pictures: throughput, bubble and memory over the bandwidth, with a column for each number of workers.
 
-Where there is one bandwidth only, they are drawn over the number of workers. A line is a method, the dashed one data
-parallelism; an upright line stands where the two cross.
+If there is only one bandwidth, they are drawn over the number of workers. Each line is a method, the dashed one data
+parallelism. A vertical line shows where a method crosses data parallelism.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def sweep_svg(sweep: Sweep, *, title: str = "", standalone: bool = True) -> str:
 
     Args:
         sweep: with at least one point.
-        title: above the picture; the model's name unless said.
-        standalone: False for a picture inside an HTML page.
+        title: above the picture; '': the model's name.
+        standalone: False for a picture inside an HTML page, which has the style already.
     """
     over_workers = len({one.bandwidth_bytes_per_s for one in sweep.points}) == 1
     names = list(dict.fromkeys(one.schedule for one in sweep.points))
@@ -97,7 +97,7 @@ def sweep_page(sweep: Sweep) -> str:
         f'<section><div class="scroll" tabindex="0" role="region" aria-label="Picture">'
         f"{sweep_svg(sweep, standalone=False)}</div></section>\n"
         + (f"<section><h2>Crossovers</h2><ul>{crossed}</ul></section>\n" if crossed else "")
-        + f"<section><h2>Points</h2>{table('Points', heads, rows, words=1, says=False)}</section>\n"
+        + f"<section><h2>Points</h2>{table('Points', heads, rows, words=1, show_caption=False)}</section>\n"
         "</main>\n</body>\n</html>\n"
     )
 
@@ -107,7 +107,7 @@ def _place(point: Point, over_workers: bool) -> float:
 
 
 def _across(points: Sequence[Point], over_workers: bool, left: float) -> tuple[Scale, list[tuple[float, str]]]:
-    """Returns the scale of x, which is logarithmic, and its ticks."""
+    """The scale of x, which is logarithmic, and its ticks."""
     places = sorted({_place(one, over_workers) for one in points})
     low, high = (places[0] / 1.3, places[-1] * 1.3) if places[0] < places[-1] else (places[0] / 2, places[0] * 2)
     marks = places if len(places) <= 4 else list(log_ticks(low, high))
@@ -119,7 +119,7 @@ def _across(points: Sequence[Point], over_workers: bool, left: float) -> tuple[S
 
 
 def _scale(values: Sequence[float], is_share: bool, top: float) -> tuple[Scale, list[float]]:
-    """Returns the scale of y and its ticks: linear from 0, or logarithmic where values differ tenfold."""
+    """The scale of y and its ticks: linear from 0, or logarithmic if values differ tenfold."""
     finite = [value for value in values if math.isfinite(value)]
     high = 1.0 if is_share else max(finite, default=1.0) * 1.05 or 1.0
     low = min((value for value in finite if value > 0), default=high)
@@ -177,14 +177,14 @@ def _line(points: Sequence[tuple[float, float, str]], number: int) -> list[str]:
 
 
 def _look(number: int) -> tuple[str, str]:
-    """Returns colour and dashes: of data parallelism, which is the first, faint and dashed."""
+    """Colour and dashes of a line; data parallelism, which is the first, is faint and dashed."""
     if number == 0:
         return "faint", ' stroke-dasharray="5 4"'
     return list(LINES)[(number - 1) % len(LINES)], ""
 
 
 def _colour(name: str) -> str:
-    """Returns the light colour of a name, for readers without CSS."""
+    """The light colour of a name, for viewers without CSS."""
     return {**COLOURS, **LINES}[name][0]
 
 
@@ -208,7 +208,7 @@ def _crossings(
     across: tuple[Scale, list[tuple[float, str]]],
     top: float,
 ) -> list[str]:
-    """Returns an upright line for each crossover that lies within the picture."""
+    """A vertical line for each crossover within the picture."""
     place, parts = across[0], []
     edges = place(across[1][0][0]) - 20, place(across[1][-1][0]) + 20
     for one in crossovers:
@@ -243,7 +243,7 @@ def _legend(names: Sequence[str], y: float, width: float) -> tuple[list[str], fl
 
 
 def _short(value: float) -> str:
-    """Writes bytes without zeros at the end: 250 MB."""
+    """Formats bytes without trailing zeros: 250 MB."""
     number, unit = format_bytes(value).split()
     return f"{figure(float(number))} {unit}"
 

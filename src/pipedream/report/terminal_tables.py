@@ -1,4 +1,4 @@
-"""Tables for the terminal: the methods with the claims of their papers, the memory of a plan's stages."""
+"""Tables for the terminal: the methods and the claims of their papers, and the memory of a plan's stages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["schedule_table", "stage_memory_table"]
 
 
 def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> str:
-    """Returns a row a method: flush or not, m, bubble, and for each stage in flight, staleness and versions.
+    """Returns a row for each method: flush, m, bubble, and the in-flight count, staleness and versions of each stage.
 
     Args:
-        claimed: name -> what its paper promises (`schedules.claims_at`).
-        stages: p that it is for.
+        claimed: name -> the claims of its paper (`schedules.claims_at`).
+        stages: the number of stages that the claims are for.
     """
     width = max(len(name) for name in claimed)
     lines = [
@@ -38,7 +38,7 @@ def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> 
 
 
 def stage_memory_table(plan: Plan) -> str:
-    """Returns a row a stage: what one worker's predicted peak is made of (`core.plan.memory`)."""
+    """Returns a row for each stage: the parts of one worker's predicted peak memory (`core.plan.memory`)."""
     names = [field.name for field in fields(plan.stages[0].memory)]
     heads = [name.removesuffix("_bytes") for name in names]
     lines = ["  ".join([f"{'stage':>5}", *(f"{head:>10}" for head in heads), f"{'peak':>10}"])]

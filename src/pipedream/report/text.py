@@ -1,11 +1,11 @@
-"""A timeline as text: one row a rank, one column a slot of time.
+"""Timelines as text: one row for each rank, one column for each slot of time.
 
     time   | 0 s             4 s             8 s
     rank 0 | F0  F1  .   .   B0  ==' F2  B1  ==' .   B2  =='
     rank 1 | .   F0  B0  ==' F1  B1  ==' F2  B2  =='
 
-A letter and a number are an op and its microbatch; ``==`` goes on with the op before it; ``.`` is waiting;
-``'`` behind an op is an update shorter than a column; the docstrings of the schedules draw the same way.
+A letter and a number are an op and its microbatch, ``==`` continues the op before it, ``.`` is waiting, and ``'`` after
+an op is an update shorter than a column. The docstrings of the schedules use the same notation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["grid", "grid_rich", "slot"]
 
 _TICK_SLOTS = 4
 _NOTHING = 1e-9
-"""Shares of a slot that are rounding."""
+"""Fractions of a slot that count as rounding errors."""
 
 
 class _Cell(NamedTuple):
@@ -38,9 +38,9 @@ def grid(timeline: Timeline, *, slot_s: float | None = None, width: int | None =
 
     Args:
         timeline: simulated or measured.
-        slot_s: seconds of a column; the shortest op's unless said. A column shows what its rank does in its
-            middle; an op that meets no middle stands in the column of its own middle, if nothing else does.
-        width: most characters in a row; what is longer ends in ``...``.
+        slot_s: seconds of a column; None: those of the shortest op. A column shows what its rank does at its middle. An
+            op that covers no column's middle is shown in the column of its own middle, if nothing else is.
+        width: the most characters in a row; longer rows end in ``...``.
     """
     return "\n".join(
         (head + "".join(text for text, _ in pieces)).rstrip()
@@ -49,7 +49,7 @@ def grid(timeline: Timeline, *, slot_s: float | None = None, width: int | None =
 
 
 def grid_rich(timeline: Timeline, *, slot_s: float | None = None, width: int | None = None) -> Text:
-    """Returns the picture of `grid` in colours, for a rich console."""
+    """Returns the picture of `grid` in colour, for a rich console."""
     picture = Text(no_wrap=True)
     for number, (head, pieces) in enumerate(_rows(timeline, slot_s or slot(timeline), width)):
         picture.append("\n" if number else "").append(head, "dim" if not number else "bold")
@@ -59,10 +59,10 @@ def grid_rich(timeline: Timeline, *, slot_s: float | None = None, width: int | N
 
 
 def slot(timeline: Timeline) -> float:
-    """Returns the seconds of the shortest kind of op: of each stage's forwards, backwards, ... the least median.
+    """Returns the seconds of the shortest kind of op: the least median over each stage's forwards, backwards, ...
 
-    A median, for one interrupted clock reading must not stretch a measured picture. Updates count only where
-    there is nothing else.
+    A median, because a single disturbed measurement must not stretch the picture. Updates count only if there are no
+    other ops.
     """
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for span in timeline.work():
@@ -73,7 +73,7 @@ def slot(timeline: Timeline) -> float:
 
 
 def _rows(timeline: Timeline, slot_s: float, width: int | None) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Returns the rows: what stands before the bar, and the pieces behind it with the names of their colours."""
+    """The rows: the text before the bar, and the pieces after it with the names of their colours."""
     names = ["time", *(f"rank {rank}" for rank in range(timeline.workers))]
     heads = [f"{name:<{max(map(len, names))}} | " for name in names]
     work = timeline.work()
@@ -106,7 +106,7 @@ def _when(span: Span) -> tuple[float, float]:
 
 
 def _cells(ops: list[Span], begin: float, slot_s: float, slots: int) -> list[_Cell]:
-    """Returns the cells of a rank up to its last op."""
+    """The cells of a rank up to its last op."""
     stages = len({span.stage for span in ops})
     filled: dict[int, Span] = {}
     short: dict[int, Span] = {}
@@ -136,7 +136,7 @@ def _cells(ops: list[Span], begin: float, slot_s: float, slots: int) -> list[_Ce
 
 
 def _scale(slots: int, column: int, slot_s: float) -> str:
-    """Returns the head row: the time at every fourth slot, or every eighth where the columns are narrow."""
+    """The head row: the time at every fourth slot, or fewer if the columns are narrow."""
     every = _TICK_SLOTS
     while every * column < 10:
         every *= 2

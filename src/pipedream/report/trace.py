@@ -1,7 +1,7 @@
-"""A timeline as a file that trace viewers open: Chrome's trace event format (ui.perfetto.dev, chrome://tracing).
+"""Timelines as trace files, in Chrome's trace event format (ui.perfetto.dev, chrome://tracing).
 
-A run is a process, a rank a thread, messages have threads of their own beside their sender. Arrows (flows)
-lead a microbatch from a stage's forward to the next stage's, and back from backward to backward.
+A run is a process and a rank is a thread; messages have threads of their own next to their sender's. Arrows (flows) lead
+a microbatch from a stage's forward to the next stage's, and from backward to backward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def trace(*timelines: Timeline) -> dict[str, Any]:
     for run, timeline in enumerate(timelines):
         events += _metadata(run, timeline)
         found = _spans(run, timeline) + _flows(run, timeline)
-        # A flow's end at the same time as the slice it points into must come behind it.
+        # A flow that ends when the slice begins that it points into must come after the slice.
         events += sorted(found, key=lambda event: (event["tid"], event["ts"], event["ph"] != "X"))
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
@@ -59,7 +59,7 @@ def _metadata(run: int, timeline: Timeline) -> list[dict[str, Any]]:
 
 
 _ROOM = 1000
-"""Thread numbers kept for a rank: its own, and those of its messages."""
+"""Thread numbers reserved for each rank: its own, and those of its messages."""
 
 
 def _sends(timeline: Timeline, rank: int) -> list[Span]:
@@ -108,7 +108,7 @@ def _letter(span: Span) -> str:
 
 
 def _flows(run: int, timeline: Timeline) -> list[dict[str, Any]]:
-    """Returns the arrows: pairs of events of equal id, each inside the slice that it belongs to."""
+    """The arrows: pairs of events with the same id, each inside the slice that it belongs to."""
     found = {(span.kind, span.stage, span.index): span for span in timeline.work()}
     events: list[dict[str, Any]] = []
     number = 0

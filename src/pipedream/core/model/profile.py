@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipedream.core.artifact import Artifact
-from pipedream.core.model.graph import LayerGraph
+from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.units import format_bytes, format_seconds
 
 __all__ = ["LayerProfile", "Profile"]
@@ -76,20 +76,21 @@ class Profile(Artifact):
     Attributes:
         model: class of the model.
         graph: its layers and edges.
-        layers: the costs, one per layer of the graph, in its order.
+        layers: the costs of each layer, in the order of the graph.
         batch: samples in the profiled minibatch.
-        input_shapes: shapes of the model's input tensors in that minibatch.
-        dtype, device: what was computed with, and on (``cpu: EPYC``).
-        runs: measured runs behind each median; 0 where nothing was run.
+        input_shapes: of the model's input tensors in that minibatch.
+        dtype: that the layers compute with.
+        device: in words (``cpu: EPYC``).
+        runs: number of runs whose median was taken; 0 if nothing was run.
         update_s: one optimizer step over all parameters.
-        copy_s: copying all parameters, which a stage does before an update where a version is still to be read.
+        copy_s: copying all parameters, which a stage does before an update if the old version is still needed.
         optimizer: class of the optimizer that was timed, or ''.
         optimizer_bytes: bytes of its state after a step.
         loss_s: forward and backward of the loss.
         loss_bytes: that autograd keeps from the loss.
-        loss_working_bytes: that the loss needs at most beside what is kept.
-        update_working_bytes: that an optimizer step over all parameters needs at most, beside weights, gradients and
-            state.
+        loss_working_bytes: the most that the loss needs in addition to what is kept.
+        update_working_bytes: the most that an optimizer step over all parameters needs in addition to weights, gradients
+            and state.
         versions: of python, torch and this library.
         notes: what was assumed or not checked.
     """
@@ -133,18 +134,18 @@ class Profile(Artifact):
 
     @property
     def work(self) -> tuple[tuple[int, int], ...]:
-        """Flops, and bytes read and written, of each layer; of products alone where they were not counted."""
+        """Flops, and bytes read and written, of each layer; ((1, 0),), matrix products only, if they were not counted."""
         counted = tuple((c.forward_flops + c.backward_flops, c.moved_bytes) for c in self.layers)
         return counted if self.flops else ((1, 0),)
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of all forwards and backwards; 0 where they were not counted."""
+        """Floating-point operations of all forwards and backwards; 0 if they were not counted."""
         return sum(layer.forward_flops + layer.backward_flops for layer in self.layers)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that all operations read and write; 0 where they were not counted."""
+        """Bytes that all operations read and write; 0 if they were not counted."""
         return sum(layer.moved_bytes for layer in self.layers)
 
     @property
@@ -155,7 +156,6 @@ class Profile(Artifact):
     @classmethod
     def of_chain(cls, layers: tuple[LayerProfile, ...], *, batch: int = 1, **rest: object) -> Profile:
         """Returns a profile of unnamed layers in a line: for studies and tests."""
-        from pipedream.core.model.graph import Layer  # a neighbour; kept here because only this helper builds layers
 
         graph = LayerGraph.chain(tuple(Layer(f"layer{i}", "Layer") for i in range(len(layers))))
         return cls("chain", graph, layers, batch, **rest)  # type: ignore[arg-type]

@@ -129,9 +129,15 @@ class DynamicProgram:
 
     @property
     def shortage(self) -> Shortage:
-        """The stage that does not fit, of the plan whose workers lack the fewest bytes. Only valid if no plan fits."""
+        """The stage that does not fit, of the plan whose workers lack the fewest bytes. Only valid if no plan fits.
+
+        Raises:
+            PlanError: there is no plan at all, because no chain of cuts is long enough.
+        """
         suffixes = self._bottlenecks(self._missing)
         most = min(suffixes[start][0] for start in self._starts)
+        if most == np.inf:
+            raise PlanError("the layers of this graph cannot be cut into that many stages; ask for fewer stages")
         place, choices = 0, [start for start in self._starts if suffixes[start][0] <= most]
         while True:
             for state in choices:
