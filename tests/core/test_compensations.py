@@ -24,7 +24,7 @@ from pipedream.core.schedule.compensation import (
     OfVelocity,
     SpikeCompensation,
     VelocityPrediction,
-    check,
+    check_compensations,
     compensations,
 )
 from pipedream.core.schedule.lowering import lower
@@ -175,8 +175,8 @@ del WeightRule.rules["drifting of a test"]
 def test_gap_aware_needs_one_version_that_was_read() -> None:
     graph = _Graph((1, 0), (1, 1), (0, 0))
     with pytest.raises(ScheduleError, match="under the backward rule 'graph' there are none"):
-        check((GapAware(),), graph, flushes=False, reads_one=True)
-    check((SpikeCompensation(),), graph, flushes=False, reads_one=False)
+        check_compensations((GapAware(),), graph, flushes=False, reads_one=True)
+    check_compensations((SpikeCompensation(),), graph, flushes=False, reads_one=False)
     for name in ("pipelined_backprop", "timeprest"):  # it ended in a KeyError at the first late update
         with pytest.raises(ScheduleError, match="the backward rule 'recompute' takes it at the newest"):
             SCHEDULES[name](Plan.uniform(2), None, backward_rule="recompute").compensated("gap_aware")  # type: ignore[call-arg]

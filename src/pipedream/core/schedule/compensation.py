@@ -40,7 +40,7 @@ __all__ = [
     "OfVelocity",
     "SpikeCompensation",
     "VelocityPrediction",
-    "check",
+    "check_compensations",
     "compensations",
     "rate_factor",
 ]
@@ -321,7 +321,9 @@ def rate_factor(chosen: Iterable[Compensation], staleness: float, k: int) -> flo
     return found
 
 
-def check(chosen: tuple[Compensation, ...], weights: WeightRule, *, flushes: bool, reads_one: bool) -> None:
+def check_compensations(
+    chosen: tuple[Compensation, ...], weights: WeightRule, *, flushes: bool, reads_one: bool
+) -> None:
     """Checks that compensations fit together and fit the method.
 
     Args:

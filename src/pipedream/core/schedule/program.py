@@ -90,6 +90,8 @@ class Route(NamedTuple):
 MOST_AHEAD = 8
 """The most receives that a channel posts ahead."""
 
+_CARRIES = ("activation", "gradient", "input", "weights", "stage_input")
+
 
 @dataclass(frozen=True)
 class Channel:
@@ -112,8 +114,8 @@ class Channel:
     depth: int = 2
 
     def __post_init__(self) -> None:
-        if self.carries not in ("activation", "gradient", "input", "weights", "stage_input"):
-            raise ValueError(f"a channel carries activation, gradient, input, weights or kept, found {self.carries!r}")
+        if self.carries not in _CARRIES:
+            raise ValueError(f"a channel carries one of {', '.join(_CARRIES)}, found {self.carries!r}")
         if self.depth < 1:
             raise ValueError(f"depth must be at least 1, found {self.depth}")
 
@@ -293,6 +295,11 @@ class Program(Rules, Artifact):
         lacking, unknown = sorted(names - set(value)), sorted(set(value) - names)
         if lacking or unknown:
             raise ArtifactError(f"{place} lacks the fields {lacking} and has unknown fields {unknown}")
+        if isinstance(value["channels"], list):  # older files say 'kept'
+            value["channels"] = [
+                row | {"carries": "stage_input"} if isinstance(row, dict) and row.get("carries") == "kept" else row
+                for row in value["channels"]
+            ]
         where = value.pop("placement")
         dispatches = isinstance(where, dict) and "forwards" in where
         placement: Placement = decode(Dispatched if dispatches else Placement, where, f"{place}.placement")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.schedule.compensation import check, compensations
+from pipedream.core.schedule.compensation import check_compensations, compensations
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.rules import Rules
 
@@ -61,7 +61,7 @@ class Schedule(Rules):
         claims: the paper's closed forms.
 
     Raises:
-        ScheduleError: the compensation does not fit (`compensation.check`), the backward rule does not fit what the
+        ScheduleError: the compensation does not fit (`check_compensations`), the backward rule does not fit what the
             plan's stages recompute, a stage is late although the method flushes, or rounds are averaged that updates
             do not hold.
     """
@@ -71,7 +71,9 @@ class Schedule(Rules):
 
     def __post_init__(self) -> None:
         if self.updates.compensation:
-            check(self.updates.compensation, self.weights, flushes=self.flushes, reads_one=self._reads_one)
+            check_compensations(
+                self.updates.compensation, self.weights, flushes=self.flushes, reads_one=self._reads_one
+            )
         late = [self.weights.staleness(stage) for stage in range(len(self.plan.stages))] if self.flushes else []
         if any(late):
             raise ScheduleError(

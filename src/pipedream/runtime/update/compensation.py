@@ -40,7 +40,7 @@ class Compensator:
     """Compensates for the late gradients of one stage.
 
     Args:
-        chosen: compensations, checked (`core.schedule.compensation.check`).
+        chosen: compensations, checked (`core.schedule.compensation.check_compensations`).
         staleness: D of the stage.
         optimizer: the user's, on the stage's handles.
         handles: name -> parameter.
