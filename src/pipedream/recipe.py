@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedream.core.errors import PipelineError, RecipeError, ScheduleError
+from pipedream.core.moved import moved_import
 from pipedream.options import ModelOptions
 
 __all__ = ["Recipe", "blaming", "load_recipe", "make_recipe"]
@@ -127,7 +128,10 @@ def load_recipe(path: str, *, seed: int = 0, function: str = "recipe") -> Recipe
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise RecipeError(f"the recipe {path} does not import: {_brief(error)}") from error
+        advice = moved_import(error)
+        raise RecipeError(
+            f"the recipe {path} does not import: {_brief(error)}{f'; {advice}' if advice else ''}"
+        ) from error
     finally:
         sys.path.pop(0)
     make = getattr(module, function, None)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from cases import Case, check, run
 from commands import run as command
 
-from pipedream.core.errors import ScheduleError
+from pipedream import schedules
+from pipedream.core import moved
+from pipedream.core.errors import RecipeError, ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
+from pipedream.recipe import load_recipe
 from pipedream.schedules import METHODS, build, layout_of, method_of, uniform
 from pipedream.verifier import verify
 
@@ -80,14 +84,61 @@ def test_a_file_is_read_again_where_it_has_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        (
+            "from pipedream.core.op import Op",
+            "pipedream.core.op has moved: import the same names from pipedream.schedules",
+        ),
+        ("from pipedream.core.plan import Plan", "write 'from pipedream.schedules import Plan'"),
+        ("from pipedream.schedules.pipedream import pipedream", "import the same names from pipedream.schedules.async"),
+        (
+            "from pipedream.schedules.idioms import share_out",
+            "write 'from pipedream.schedules import choose_microbatches' (share_out is now choose_microbatches)",
+        ),
+        ("from pipedream.schedules import Seat", "import StageReplica' (Seat is now StageReplica)"),
+        ("from pipedream.core.cluster import Cluster", "import the same names from pipedream.core.hardware.cluster"),
+        ("import nowhere", "No module named 'nowhere'; fix the file"),
+        ("from pipedream.schedules import nothing", "; fix the file"),
+    ],
+)
+def test_an_old_import_says_what_to_write(tmp_path: Path, text: str, advice: str) -> None:
+    file = tmp_path / "old.py"
+    file.write_text(text)
+    with pytest.raises(ScheduleError) as method:
+        build(str(file), Plan.uniform(2))
+    assert advice in str(method.value)
+    with pytest.raises(RecipeError) as recipe:
+        load_recipe(str(file))
+    assert "; fix the file" in advice or advice in str(recipe.value)
+
+
+def test_every_new_home_exists() -> None:
+    for module, home in moved._MODULES.items():
+        assert import_module(f"pipedream.{home}"), module
+    for name in {*moved._NAMES.values()} - {"Stamped"}:
+        assert name in schedules.__all__
+
+
+def test_a_method_needs_one_import() -> None:
+    """All that the built-in methods import from the kit is in `pipedream.schedules`."""
+    assert set(schedules.kit.__all__) <= set(schedules.__all__)
+    assert not [name for name in schedules.__all__ if not hasattr(schedules, name)]
+    assert EXAMPLE.read_text().count("from pipedream") == 1
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("METHODS = ()", "declares none"),
         ("METHODS = [1]", "must be a tuple of Method, found"),
-        ("raise KeyError('there')", "ended with KeyError: 'there'; mend the file"),
-        ("import", "ended with SyntaxError"),
-        (HEAD + "METHODS = (Method(lambda plan, m: 3, name='mine'),)", "gave 3, which is no Schedule"),
-        (HEAD + "METHODS = (Method(lambda: 3, name='mine'),)", "ended with TypeError: .* takes 0 positional arguments"),
+        ("raise KeyError('there')", "failed with KeyError: 'there'; fix the file"),
+        ("import", "failed with SyntaxError"),
+        (HEAD + "METHODS = (Method(lambda plan, m: 3, name='mine'),)", "returned 3, not a Schedule"),
+        (
+            HEAD + "METHODS = (Method(lambda: 3, name='mine'),)",
+            "failed with TypeError: .* takes 0 positional arguments",
+        ),
         (
             HEAD + "from pipedream.schedules.asynchronous.pb_lwp import pb_lwp\n"
             "METHODS = (Method(lambda plan, m: pb_lwp(plan, m, by='magic'), name='mine'),)",

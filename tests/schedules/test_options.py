@@ -181,7 +181,7 @@ def test_options_of_a_file(tmp_path: Path, run_command: RunCommand) -> None:
     assert unnamed(lower(built)) == unnamed(lower(build("gpipe", Plan.uniform(2), 4)))
     assert unnamed(lower(build(f"{file}:mine[twice=false]", Plan.uniform(2), 4))) != unnamed(lower(built))
     assert method_of(f"{file}:mine[depth=5]").name == "mine"
-    with pytest.raises(ScheduleError, match=r"ended with ValueError: \('a', 'b'\) 7 True; mend the file"):
+    with pytest.raises(ScheduleError, match=r"failed with ValueError: \('a', 'b'\) 7 True; fix the file"):
         build(f"{file}:mine[twice=true,names=a/b,depth=7]", Plan.uniform(2))
     for text, message in (
         ("twice=perhaps", "found 'perhaps'; give true or false"),

@@ -1,11 +1,11 @@
-"""A method in a file of the user's, whose path stands wherever a method's name can.
+"""Methods in users' files: the path of such a file can be given wherever a method's name can.
 
-    from pipedream.schedules import Method
+    from pipedream.schedules import Method, Plan, Schedule, ...
     ...
     METHODS = (Method(two_by_two),)
 
-The file is a module like those beside this one: a function from a plan to a schedule, and `METHODS` at its end. A file
-that declares several is asked for one by ``FILE.py:NAME``.
+The file is a module like those of the built-in methods: a function from a plan to a schedule, and `METHODS` at its end.
+If it declares several, ``FILE.py:NAME`` picks one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedream.core.errors import PipelineError, ScheduleError
+from pipedream.core.moved import moved_import
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules.method import Method
@@ -27,7 +28,7 @@ __all__ = ["built_by", "is_method_file", "load_method"]
 
 
 def is_method_file(name: str) -> bool:
-    """Tells whether what was given in place of a method's name is a file of Python, or one method of such a file."""
+    """Returns whether a name given for a method is a Python file, or one method of such a file."""
     return _parts(name)[0].lower().endswith(".py")
 
 
@@ -35,10 +36,10 @@ def load_method(name: str) -> Method:
     """Returns the method that a file declares.
 
     Args:
-        name: ``FILE.py``, or ``FILE.py:NAME`` where it declares several.
+        name: ``FILE.py``, or ``FILE.py:NAME`` if it declares several.
 
     Raises:
-        ScheduleError: it cannot be read or run, declares none, or not this one.
+        ScheduleError: the file cannot be read or run, or does not declare this one method.
     """
     path, wanted = _parts(name)
     try:
@@ -59,15 +60,14 @@ def load_method(name: str) -> Method:
 
 
 def built_by(method: Method, name: str, plan: Plan, microbatches: int | None, options: Mapping[str, Any]) -> Schedule:
-    """Returns the schedule of a method of the user's, whose faults are not the library's.
+    """Returns the schedule that a user's method builds; an error in it is reported as the file's, not the library's.
 
     Args:
-        method, name: of the file.
-        plan, microbatches: to build it for.
-        options: keyword arguments of its builder.
+        name: of the file, with the method's options.
+        options: keyword arguments of the method's builder.
 
     Raises:
-        ScheduleError: it cannot work with these, or fails, or gives something else.
+        ScheduleError: the method refuses the plan, fails, or returns something that is not a Schedule.
     """
     try:
         make: Callable[..., Any] = method.build
@@ -75,9 +75,9 @@ def built_by(method: Method, name: str, plan: Plan, microbatches: int | None, op
     except PipelineError:
         raise
     except Exception as error:
-        raise ScheduleError(f"the schedule {name} ended with {type(error).__name__}: {error}; mend the file") from error
+        raise ScheduleError(f"the schedule {name} failed with {type(error).__name__}: {error}; fix the file") from error
     if not isinstance(built, Schedule):
-        raise ScheduleError(f"the schedule {name} gave {built!r}, which is no Schedule; mend the file")
+        raise ScheduleError(f"the schedule {name} returned {built!r}, not a Schedule; fix the file")
     return built
 
 
@@ -88,18 +88,19 @@ def _parts(name: str) -> tuple[str, str]:
 
 @cache
 def _methods(path: str, text: bytes) -> tuple[Method, ...]:
-    """Returns what a file declares; it is run again only where its bytes have changed."""
+    """Returns the methods that a file declares; it runs again only if its bytes have changed."""
     name = f"pipedream_method_{sha256(text).hexdigest()[:16]}"
     spec = spec_from_file_location(name, path)
     assert spec is not None
-    module = sys.modules[name] = module_from_spec(spec)  # dataclasses look their module up
+    module = sys.modules[name] = module_from_spec(spec)  # dataclasses look up their module
     try:
-        # Not by the loader: its bytecode lies beside the file, and is told from a changed file's by second and size.
-        # Nor by this module's own __future__.
+        # Not run by its loader, whose bytecode cache recognises a changed file by seconds and size only. Without this
+        # module's own __future__ imports.
         exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
     except Exception as error:
         del sys.modules[name]
-        raise ScheduleError(f"the schedule {path} ended with {type(error).__name__}: {error}; mend the file") from error
+        advice = moved_import(error) or "fix the file"
+        raise ScheduleError(f"the schedule {path} failed with {type(error).__name__}: {error}; {advice}") from error
     methods = getattr(module, "METHODS", ())
     if not isinstance(methods, tuple) or not all(isinstance(method, Method) for method in methods):
         raise ScheduleError(f"METHODS of {path} must be a tuple of Method, found {methods!r}")
