@@ -1,4 +1,4 @@
-"""Forwards only: evaluation and prediction through the pipeline, where the training's forwards are."""
+"""Forwards only, on the ranks of training's forwards: evaluation and prediction through the pipeline."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ __all__ = ["evaluation"]
 
 
 def evaluation(plan: Plan, placement: Placement | None = None) -> Schedule:
-    """Returns the order of forwards alone, all of the newest weights.
+    """Returns a schedule of forwards only, all with the newest weights.
 
     Args:
-        plan: of the training.
-        placement: of its stages; the plan's unless said. Weights that are fetched are so once, and stay.
+        placement: of the stages; by default the plan's. Remote weights are fetched once and kept.
     """
     placed = placement or plan.placement
 
@@ -30,7 +29,8 @@ def evaluation(plan: Plan, placement: Placement | None = None) -> Schedule:
         yield from (Op(Kind.FETCH, stage, 0, replica) for stage, replica in placed.remote_forwards(rank))
         if not stage_replicas:
             return
-        for slot in count():  # a wave: all stages of a rank, each as far behind the data as it stands behind the input
+        # A wave: each stage is as many microbatches later as there are stages before it.
+        for slot in count():
             for stage, replica in stage_replicas:
                 k = slot - stage
                 if k >= 0 and k % plan.replicas[stage] == replica:

@@ -1,22 +1,35 @@
-"""PyTorch's own notation of schedules, a CSV file, read and written.
+"""PyTorch's own notation of schedules, a CSV file: one row per rank, one action per cell, an empty cell for a wait.
 
-``torch.distributed.pipelining`` writes a schedule so, and runs one that was written so (`torch_actions` has the words):
+``torch.distributed.pipelining`` writes schedules like this, and runs them from such files:
 
     0F0,0F1,,0B0,,0B1
     ,1F0,1B0,1F1,1B1
 
-A file is one flushed minibatch, once. Read, it is a `Schedule` that does the same minibatch again and again, with an
-update of each stage behind its last backward; which stages a rank runs and the number of microbatches are read off it.
-What it says of messages is checked and then left to our own lowering; an empty cell, which stands for a wait, to the
-clock; that it neither deadlocks nor runs a pass before what it needs, to the proof (`verify`).
+``2F5`` is stage 2, forward, microbatch 5, as here; ``B`` is a whole backward, ``I`` and ``W`` are its two halves.
+``(0F1;1B0)OVERLAP_F_B`` is a forward and a backward that run together. A lowered file also has
+
+- ``2SEND_F5``, ``3RECV_F5``, ``3SEND_B5``, ``2RECV_B5``: stage 2 sends the activation of microbatch 5 to stage 3, which
+  sends back its gradient. A send does not wait; at a receive the message must have arrived;
+- ``2UNSHARD``, ``2RESHARD``: where the shards of a stage's weights are gathered and released (FSDP);
+- ``2REDUCE_GRAD``: where the stage's gradients are summed over data-parallel copies, after its last backward.
+
+(torch.distributed.pipelining.schedules, torch 2.13: ``_Action``, ``_ComputationType``, ``_load_csv``, ``_dump_csv``.)
+
+A file is one flushed minibatch. The `Schedule` read from it repeats this minibatch, with an update of each stage after
+its last backward; which stages a rank runs and the number of microbatches follow from the file. Its messages are
+checked and then left to our own lowering, its empty cells to the clock. That it neither deadlocks nor runs a pass
+before what it needs is left to the proof (`verify`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Placement
@@ -26,10 +39,20 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.core.schedule.weights import Flush
 from pipedream.schedules.idioms import SPLIT, B, F, flushing
-from pipedream.schedules.pytorch_actions import Action, check_messages, check_sums, read_rows
 
 __all__ = ["from_torch_csv", "is_torch_csv", "load_torch_csv", "to_torch_csv"]
 
+_LETTERS = ("F", "B", "I", "W")
+_MESSAGES = {"SEND_F": +1, "RECV_F": -1, "SEND_B": -1, "RECV_B": +1}
+_SHARDS = ("UNSHARD", "RESHARD")
+_SUM = "REDUCE_GRAD"
+_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+# Six digits: more than a proof can take, and no number that Python would refuse to read.
+_ONE = re.compile(rf"([0-9]{{1,6}})({'|'.join((*_MESSAGES, *_SHARDS, _SUM, *_LETTERS))})([0-9]{{0,6}})")
+_EXPECTED = (
+    "a cell is empty or STAGE, letter, MICROBATCH, as 2F0 (F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B); STAGE and "
+    "UNSHARD, RESHARD or REDUCE_GRAD; or a pair, as (0F1;1B0)OVERLAP_F_B"
+)
 _KINDS = {
     "F": (Kind.FORWARD,),
     "B": (Kind.BACKWARD,),
@@ -41,10 +64,10 @@ _HALVES = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 @dataclass(frozen=True)
 class _Repeated:
-    """The order that does the same minibatch again and again; equal where the minibatch is.
+    """An order that repeats one minibatch.
 
     Attributes:
-        rows: of each rank, the ops of the first minibatch, updates included.
+        rows: for each rank, the ops of the first minibatch, updates included.
         microbatches: m.
     """
 
@@ -59,44 +82,46 @@ class _Repeated:
 
 
 def is_torch_csv(name: str) -> bool:
-    """Tells whether what was given in place of a method's name is such a file's."""
+    """Returns whether a name given for a method is that of such a file."""
     return name.lower().endswith(".csv")
 
 
 def load_torch_csv(path: str | Path, plan: Plan | None = None) -> Schedule:
-    """Reads a file; the schedule bears its name. See `from_torch_csv`.
+    """Reads a file, after which the schedule is named; see `from_torch_csv`.
 
     Raises:
-        ScheduleError: it cannot be read, or what it says cannot be run.
+        ScheduleError: it cannot be read or run.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"the schedule {path} cannot be read ({error}); give a CSV file of PyTorch's") from None
+        raise ScheduleError(
+            f"the schedule {path} cannot be read ({error}); give a CSV file in PyTorch's notation"
+        ) from None
     return from_torch_csv(text, name=str(path), plan=plan)
 
 
 def from_torch_csv(text: str, *, name: str = "torch_csv", plan: Plan | None = None) -> Schedule:
-    """Reads a schedule in PyTorch's notation, of passes alone or lowered.
+    """Reads a schedule in PyTorch's notation, either with passes only or lowered.
 
-    Where any backward is split into I and W, all are: a B is an I with its W right behind it, which is what it does.
-    The two of an OVERLAP_F_B come one after the other, in its order. Messages must be consistent; UNSHARD and RESHARD
-    are passed over, a REDUCE_GRAD is the sum that an update begins with.
+    If any backward is split into I and W, all are: a B becomes an I directly followed by its W, which is the same. The
+    two of an OVERLAP_F_B come one after the other, in its order. Messages must be consistent; UNSHARD and RESHARD are
+    skipped, a REDUCE_GRAD is the sum that an update starts with.
 
     Args:
         text: of the file.
-        name: of the schedule, with which errors begin.
-        plan: its stages, on the same ranks; None: equal stages (`Plan.uniform`).
+        name: of the schedule.
+        plan: its stages, on the same ranks; None for equal stages (`Plan.uniform`).
 
     Raises:
         ScheduleError: names row, column, cell, and what was expected.
     """
     try:
-        rows = read_rows(text)
+        rows = _read_rows(text)
         ranks = _ranks(rows)
         m = _check_passes(rows, len(ranks))
-        check_sums(rows, ranks)
-        check_messages(rows, ranks)
+        _check_sums(rows, ranks)
+        _check_messages(rows, ranks)
         plan = _plan(ranks, plan)
     except ScheduleError as error:
         raise ScheduleError(f"schedule {name!r}: {error}") from None
@@ -107,12 +132,12 @@ def from_torch_csv(text: str, *, name: str = "torch_csv", plan: Plan | None = No
 
 
 def to_torch_csv(schedule: Schedule | Program) -> str:
-    """Writes one minibatch of a flushing schedule in PyTorch's notation, passes alone: PyTorch adds the messages.
+    """Writes one minibatch of a flushing schedule in PyTorch's notation, passes only: PyTorch adds the messages.
 
-    A column is a step in which each rank does one pass, or waits, so that every pass stands behind what it needs.
+    A column is a step in which each rank does one pass or waits, so that every pass comes after what it needs.
 
     Raises:
-        ScheduleError: it has what the notation has no word for (updates without a flush, replicas), or stands still.
+        ScheduleError: the notation cannot express it (updates without a flush, replicas), or it deadlocks.
     """
     name = repr(schedule.name)
     if not schedule.flushes or not isinstance(schedule.weights, Flush):
@@ -148,9 +173,9 @@ def to_torch_csv(schedule: Schedule | Program) -> str:
 # -- reading --------------------------------------------------------------------------------------------
 
 
-def _ranks(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """Returns the rank of each stage, by the passes that are run there."""
-    owner: dict[int, Action] = {}
+def _ranks(rows: Sequence[Sequence[_Action]]) -> tuple[int, ...]:
+    """Returns the rank of each stage, which runs its passes."""
+    owner: dict[int, _Action] = {}
     for action in (action for row in rows for action in row if action.computes):
         first = owner.setdefault(action.stage, action)
         if first.rank != action.rank:
@@ -160,17 +185,19 @@ def _ranks(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
             )
     for stage in range(max(owner)):
         if stage not in owner:
-            raise ScheduleError(f"no row runs stage {stage}, but there is a stage {max(owner)}; none may be left out")
+            raise ScheduleError(
+                f"no row runs stage {stage}, but there is a stage {max(owner)}; stages are numbered without gaps"
+            )
     return tuple(owner[stage].rank for stage in range(len(owner)))
 
 
-def _check_passes(rows: Sequence[Sequence[Action]], stages: int) -> int:
-    """Checks that each pass of each microbatch stands once at each stage; returns the number of microbatches."""
-    found: dict[tuple[int, str, int], Action] = {}
+def _check_passes(rows: Sequence[Sequence[_Action]], stages: int) -> int:
+    """Checks that each stage has each pass of each microbatch once; returns the number of microbatches."""
+    found: dict[tuple[int, str, int], _Action] = {}
     for action in (action for row in rows for action in row if action.computes):
         again = found.setdefault(action[:3], action)
         if again is not action:
-            raise ScheduleError(f"{action.where} stands in column {again.column} too; each pass is done once")
+            raise ScheduleError(f"{action.where} is also in column {again.column}; each pass is done once")
     m = 1 + max(microbatch for _, _, microbatch in found)
     for stage in range(stages):
         rank = next(action.rank for key, action in found.items() if key[0] == stage)
@@ -193,7 +220,7 @@ def _check_passes(rows: Sequence[Sequence[Action]], stages: int) -> int:
 
 
 def _plan(ranks: tuple[int, ...], plan: Plan | None) -> Plan:
-    """Returns the plan, which must have these ranks; one of equal stages where there is none."""
+    """Returns the plan, which must have these ranks; by default one of equal stages."""
     if plan is None:
         straight = ranks == tuple(range(len(ranks)))
         return Plan.uniform(len(ranks), order=() if straight else ranks)
@@ -210,8 +237,8 @@ def _listed(placement: Placement) -> str:
     return ", ".join("+".join(map(str, row)) for row in placement.ranks)
 
 
-def _ops(row: Sequence[Action], splits: bool) -> Iterator[Op]:
-    """Yields the passes of a row, and each stage's update behind its last."""
+def _ops(row: Sequence[_Action], splits: bool) -> Iterator[Op]:
+    """Yields the passes of a row, and each stage's update after its last pass."""
     last = {action.stage: action for action in row if action.computes}
     for action in row:
         if not action.computes:
@@ -231,7 +258,7 @@ def _passes(schedule: Schedule | Program, rank: int, total: int) -> Iterator[Op]
 
 
 def _steps(schedule: Schedule | Program, rows: Sequence[Sequence[Op]], total: int, name: str) -> dict[Op, int]:
-    """Returns the step of each pass: behind all that it needs, and behind the pass before it on its rank."""
+    """Returns the step of each pass: after all that it needs, and after the pass before it on its rank."""
     steps: dict[Op, int] = {}
     at = [0] * len(rows)
     moving = True
@@ -249,5 +276,223 @@ def _steps(schedule: Schedule | Program, rows: Sequence[Sequence[Op]], total: in
                 moving = True
     stuck = [f"rank {rank} at {row[at[rank]]}" for rank, row in enumerate(rows) if at[rank] < len(row)]
     if stuck:
-        raise ScheduleError(f"schedule {name} stands still: {', '.join(stuck)} need what comes behind them")
+        raise ScheduleError(f"schedule {name} deadlocks: {', '.join(stuck)} need what comes after them")
     return steps
+
+
+# -- the words of a file ----------------------------------------------------------------------------------
+
+
+class _Action(NamedTuple):
+    """One action, and where it is in the file.
+
+    Attributes:
+        word: F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, or REDUCE_GRAD.
+        microbatch: -1 for REDUCE_GRAD.
+        rank: of its row.
+        place: position among all actions of the row; those of a pair count one by one.
+        column: of its cell, from 1.
+    """
+
+    stage: int
+    word: str
+    microbatch: int
+    rank: int
+    place: int
+    column: int
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is a pass of a stage, not a message or a sum."""
+        return self.word in _LETTERS
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.word}{self.microbatch if self.microbatch >= 0 else ''}"
+
+    @property
+    def where(self) -> str:
+        """Row, column and text, with which errors begin."""
+        return f"{_where(self.rank, self.column)}: {self}"
+
+
+def _read_rows(text: str) -> list[list[_Action]]:
+    """Reads the actions of each rank; those of a pair in its order. Shards are skipped.
+
+    An UNSHARD or a RESHARD is about where the weights of a stage are kept meanwhile, not about what is computed, and
+    PyTorch's own lowering writes them for stages without shards too; the stages here have whole weights.
+
+    Raises:
+        ScheduleError: a cell is not an action, or a row is empty; names row, column and cell.
+    """
+    lines = text.removeprefix("\ufeff").splitlines()
+    while lines and not lines[-1].strip():
+        lines.pop()
+    rows = [list(_actions(rank, line)) for rank, line in enumerate(lines)]
+    if not rows:
+        raise ScheduleError("there is no row; a schedule has a row for each rank")
+    for rank, row in enumerate(rows):
+        if not any(action.computes for action in row):
+            raise ScheduleError(f"row {rank + 1} (rank {rank}): found no forward; a rank runs at least one stage")
+    return rows
+
+
+def _actions(rank: int, line: str) -> Iterator[_Action]:
+    place = 0
+    for column, cell in enumerate(line.split(","), 1):
+        token = cell.strip().strip('"').strip()
+        pair = _PAIR.fullmatch(token)
+        for part in pair[1].split(";") if pair else (token,) if token else ():
+            found = _ONE.fullmatch(part.strip())
+            numbered = found is not None and bool(found[3]) == (found[2] in (*_LETTERS, *_MESSAGES))
+            if found is None or not numbered or (pair and found[2] not in _LETTERS):
+                inside = f" in {token!r}" if pair else ""
+                raise ScheduleError(f"{_where(rank, column)}: {part.strip()!r}{inside} is not an action; {_EXPECTED}")
+            if found[2] not in _SHARDS:
+                yield _Action(int(found[1]), found[2], int(found[3] or -1), rank, place, column)
+                place += 1
+
+
+def _where(rank: int, column: int) -> str:
+    return f"row {rank + 1} (rank {rank}), column {column}"
+
+
+# -- checks of messages -----------------------------------------------------------------------------------
+
+
+def _check_sums(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -> None:
+    """Checks that a stage's gradients are summed at most once, on its own rank, after its last backward.
+
+    Raises:
+        ScheduleError: they are not; names row, column and cell.
+    """
+    for row in rows:
+        summed: dict[int, _Action] = {}
+        for action in row:
+            _check_owner(action, rank_of)
+            before = summed.get(action.stage)
+            if before is not None and action.word in (_SUM, "B", "I", "W"):
+                raise ScheduleError(
+                    f"{action.where} comes after the sum of stage {action.stage}'s gradients in column "
+                    f"{before.column}; they are summed once, when all are there"
+                )
+            if action.word == _SUM:
+                summed[action.stage] = action
+
+
+def _check_messages(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -> None:
+    """Checks the messages of a lowered file; a file may also have none.
+
+    Each message must be needed, sent once and received once, on the right ranks, after the pass that makes it and
+    before the pass that reads it; messages from one rank to another must be received in the order in which they are
+    sent; and ranks must not wait for each other forever.
+
+    Raises:
+        ScheduleError: a rule is broken; names row, column and cell.
+    """
+    messages = [action for row in rows for action in row if action.word in _MESSAGES]
+    if not messages:
+        return
+    found: dict[tuple[int, str, int], _Action] = {}
+    for action in messages:
+        _check_ends(action, rank_of)
+        first = found.setdefault(action[:3], action)
+        if first is not action:
+            raise ScheduleError(f"{action.where} is also in column {first.column}; a message is sent once")
+    # The gradient is what the whole backward, or its first half, reads and makes.
+    ways = {"F": ("RECV_F", "SEND_F"), "B": ("RECV_B", "SEND_B"), "I": ("RECV_B", "SEND_B"), "W": ()}
+    owned: set[tuple[int, str, int]] = set()
+    for action in (action for row in rows for action in row if action.computes):
+        for word in ways[action.word]:
+            _check_message(action, word, found, rank_of)
+            owned.add((action.stage, word, action.microbatch))
+    for action in messages:
+        if action[:3] not in owned:
+            raise ScheduleError(
+                f"{action.where} belongs to no pass: the file does not run microbatch {action.microbatch}"
+            )
+    _check_order(messages, rank_of)
+    _check_progress(rows, rank_of)
+
+
+def _check_owner(action: _Action, rank_of: Sequence[int]) -> None:
+    if action.stage >= len(rank_of) or rank_of[action.stage] != action.rank:
+        owner = f"rank {rank_of[action.stage]}" if action.stage < len(rank_of) else "no rank"
+        raise ScheduleError(f"{action.where} is in the row of rank {action.rank}, but {owner} runs that stage")
+
+
+def _peer(action: _Action) -> tuple[int, str, int]:
+    """Returns the other end of a message."""
+    word = action.word
+    other = ("RECV" if word.startswith("SEND") else "SEND") + word[-2:]
+    return action.stage + _MESSAGES[word], other, action.microbatch
+
+
+def _check_ends(action: _Action, rank_of: Sequence[int]) -> None:
+    _check_owner(action, rank_of)
+    peer = _peer(action)[0]
+    if not 0 <= peer < len(rank_of):
+        raise ScheduleError(f"{action.where} needs a stage {peer}, but the stages are 0 to {len(rank_of) - 1}")
+    if rank_of[peer] == action.rank:
+        raise ScheduleError(
+            f"{action.where} is a message to the rank itself, which runs stage {peer} too; drop it, it is handed over"
+        )
+
+
+def _check_message(
+    action: _Action, word: str, found: Mapping[tuple[int, str, int], _Action], rank_of: Sequence[int]
+) -> None:
+    """Checks that what a pass reads is received before it, or that what it makes is sent after it."""
+    peer = action.stage + _MESSAGES[word]
+    if not 0 <= peer < len(rank_of) or rank_of[peer] == action.rank:
+        return
+    wanted = f"{action.stage}{word}{action.microbatch}"
+    message = found.get((action.stage, word, action.microbatch))
+    if message is None:
+        raise ScheduleError(
+            f"{action.where}: the file has messages, but row {action.rank + 1} lacks {wanted}; give all of them or none"
+        )
+    if (message.place < action.place) == word.startswith("SEND"):
+        side = "sends what that pass has yet to compute" if word.startswith("SEND") else "comes too late for it"
+        raise ScheduleError(f"{message.where} {side}: {action} is in column {action.column}")
+
+
+def _check_order(messages: Iterable[_Action], rank_of: Sequence[int]) -> None:
+    """Checks the order of messages; between two ranks they have no names: the first sent is the first received."""
+    sent: dict[tuple[int, int], list[_Action]] = defaultdict(list)
+    received: dict[tuple[int, int], list[_Action]] = defaultdict(list)
+    for action in messages:
+        peer = rank_of[_peer(action)[0]]
+        if action.word.startswith("SEND"):
+            sent[action.rank, peer].append(action)
+        else:
+            received[peer, action.rank].append(action)
+    for pair in sent.keys() | received.keys():
+        # Equally many: both ends of each message have been checked by the passes that they belong to.
+        for left, arrived in zip(sent[pair], received[pair], strict=True):
+            if _peer(left) != arrived[:3]:
+                raise ScheduleError(
+                    f"{arrived.where} is received where {left} of rank {left.rank} (column {left.column}) arrives; between "
+                    "two ranks messages are received in the order in which they are sent"
+                )
+
+
+def _check_progress(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -> None:
+    """Runs every rank as far as possible, where a receive waits for its send, as in PyTorch's own dry run."""
+    at = [0] * len(rows)
+    sent: set[tuple[int, str, int]] = set()
+    moving = True
+    while moving:
+        moving = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                action = row[at[rank]]
+                if action.word.startswith("RECV") and _peer(action) not in sent:
+                    break
+                if action.word.startswith("SEND"):
+                    sent.add(action[:3])
+                at[rank] += 1
+                moving = True
+    stuck = [row[at[rank]] for rank, row in enumerate(rows) if at[rank] < len(row)]
+    if stuck:
+        waits = "; ".join(f"{action.where}, from rank {rank_of[_peer(action)[0]]}" for action in stuck)
+        raise ScheduleError(f"these receives wait for each other forever: {waits}")
