@@ -286,7 +286,7 @@ WRONG = {
         r"wait for each other forever: row 1 .*, column 3: 0RECV_B0, from rank 1; row 2 .*, column 3: 1RECV_F1",
     ),
     "a sum too early": (swapped("0B1", "0REDUCE_GRAD"), r"column 10: 0B1 comes after the sum of stage 0's gradients"),
-    "a sum of a stranger": (changed("1REDUCE_GRAD", "0REDUCE_GRAD", LOWERED), "0REDUCE_GRAD stands in the row of"),
+    "a sum of a stranger": (changed("1REDUCE_GRAD", "0REDUCE_GRAD", LOWERED), "0REDUCE_GRAD is in the row of"),
 }  # fmt: skip
 
 
