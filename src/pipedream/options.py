@@ -49,12 +49,12 @@ class ModelOptions:
         autocast: low-precision dtype of the forwards (torch.bfloat16).
         on_nan: 'error' at a loss that is not a number, 'continue' past it, or 'skip' updates whose gradients are not
             finite (docs/couplings.md).
-        grad_scaler: a torch.amp.GradScaler to copy the initial state from (flushing methods only); or a constant factor.
+        grad_scaler: a constant factor on the loss, or a torch.amp.GradScaler whose state is copied (needs a flush).
         sample: the model's input for one minibatch, to profile the model and to find its layers; a recipe uses its
             first training batch by default.
-        compensation: correction of late gradients, replaces the method's own: one or several of
-            `core.schedule.compensation`, or texts: 'spike', 'nesterov', 'error_feedback', 't1:500'; () for none. Applies
-            to the phases that do not flush and name none themselves.
+        compensation: correction of late gradients in place of the method's own: one or several of
+            `core.schedule.compensation`, or texts: 'spike', 'nesterov', 'error_feedback', 't1:500'; () for none. It
+            applies to the phases that do not flush and name none themselves.
         phases: methods that take turns, each until a minibatch or an epoch (`Phase`), or as text
             (`core.schedule.phase`): ``"1f1b/4:200,pipedream"``. Each change drains the pipeline. Excludes schedule and
             microbatches.
@@ -268,10 +268,9 @@ class keywords(Generic[_Fields, _Options]):
 
         @wraps(function)
         def called(*given: Any, **named: Any) -> _Result:
-            options = self._options(**{name: value for name, value in named.items() if name not in own})  # type: ignore[call-arg]
-            return function(
-                *given, **{name: value for name, value in named.items() if name in own}, **{last.name: options}
-            )
+            make: Callable[..., _Options] = self._options
+            options = make(**{name: value for name, value in named.items() if name not in own})
+            return function(*given, **{name: named[name] for name in own & set(named)}, **{last.name: options})
 
         fields = inspect.signature(self._options).parameters.values()
         called.__signature__ = inspect.Signature([*others, *fields])  # type: ignore[attr-defined]

@@ -352,7 +352,7 @@ class Pipeline:
         return self._session.skipped_updates()
 
     def learning_rates(self) -> tuple[float, ...]:
-        """Returns each stage's current learning rate: the user's, times r_s / r_0 if a round is an update, times T1's."""
+        """Returns each stage's learning rate: the user's, times r_s / r_0 if a round is an update, times T1's."""
         rate, rounds = self._session.rate()
         factor, late = self.schedule.updates.rate_factor, self.schedule.weights.mean_staleness
         return tuple(rate * factor(s, late(s), rounds) for s in range(len(self.plan.stages)))

@@ -76,7 +76,7 @@ class TrainingLoop:
         """
         start = time.perf_counter()
         interrupted = False
-        mark: tuple[float, int] | None = None
+        mark: tuple[float, int] | None = None  # seconds and samples at the epoch's first result here
         samples = 0
         is_over = minibatches is not None and self.pipeline.drain() >= minibatches  # a finished run was resumed
         left = 0 if is_over else max(epochs - self.pipeline.position[0], 0)
@@ -88,16 +88,15 @@ class TrainingLoop:
                     samples += done.samples
                     mark = mark or (now, samples)
                     self._progress.show(done, self.pipeline)
+                    is_last = minibatches is not None and done.number + 1 >= minibatches
+                    if (done.ends_epoch or is_last) and now > mark[0]:
+                        self.samples_per_s.append((samples - mark[1]) / (now - mark[0]))
                     if done.ends_epoch:
-                        if now > mark[0]:
-                            self.samples_per_s.append((samples - mark[1]) / (now - mark[0]))
                         self._end_epoch(done, now - start, last=done.epoch + 1 == epochs)
                         mark = None
                     if self._checkpoints.is_due(done.number, done.ends_epoch and self._evaluated_at > done.number):
                         self._save()
-                    if minibatches is not None and done.number + 1 >= minibatches:
-                        if mark is not None and now > mark[0]:
-                            self.samples_per_s.append((samples - mark[1]) / (now - mark[0]))
+                    if is_last:
                         break
             except KeyboardInterrupt:
                 # The admitted minibatches are finished. A second signal must not interrupt the saving.
