@@ -281,7 +281,7 @@ def test_a_compensation_of_the_run_is_for_the_phases_that_do_not_flush() -> None
 @pytest.mark.parametrize("phase", ["pipedream+spike", "pb_lwp"])
 def test_what_a_later_phase_asks_of_the_optimizer_is_told_before_the_run(phase: str) -> None:
     animal = zoo.make("mlp")
-    with pytest.raises(ScheduleError, match=r"without momentum|takes momentum="):
+    with pytest.raises(ScheduleError, match=r"without momentum|needs momentum="):
         pd.Pipeline(
             animal.model, Run("").plan, phases=f"1f1b/2:900,{phase}", loss=animal.loss,
             optimizer=partial(torch.optim.SGD, lr=0.1),
