@@ -20,8 +20,8 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.profiler.environment import device_text, versions
 from pipedream.profiler.fixed_seconds import fixed_s
-from pipedream.profiler.passes import LossFunction, Passes, shapes_of
-from pipedream.profiler.sizes import largest_parameter_bytes, measure_sizes, parameter_bytes
+from pipedream.profiler.passes import LossFunction, Need, Passes, shapes_of
+from pipedream.profiler.sizes import Sizes, largest_parameter_bytes, measure_sizes, parameter_bytes
 from pipedream.profiler.stopwatch import Stopwatch
 from pipedream.profiler.update import (
     OptimizerFactory,
@@ -102,40 +102,13 @@ def measure(
         update = UpdateCost()
         if optimizer is not None and parameters:
             update = measure_update(optimizer, parameters, watch, warmup=warmup, runs=runs)
-    *layer_laps, loss_laps = (*_laps_of_layers(laps_s), None) if loss is None else _laps_of_layers(laps_s)
-    costs = tuple(
-        LayerProfile(
-            forward_s=median(forward),
-            backward_s=median(backward),
-            parameter_bytes=own,
-            forward_spread_s=_spread(forward),
-            backward_spread_s=_spread(backward),
-            output_bytes=size.output_bytes,
-            activation_bytes=size.activation_bytes,
-            arriving_bytes=size.arriving_bytes,
-            leaving_bytes=size.leaving_bytes,
-            working_bytes=need.working_bytes,
-            backward_bytes=need.backward_bytes,
-            largest_parameter_bytes=largest,
-            forward_fixed_s=forward_fixed_s,
-            backward_fixed_s=backward_fixed_s,
-        )
-        for (forward, backward), size, need, own, largest, forward_fixed_s, backward_fixed_s in zip(
-            layer_laps,
-            sizes,
-            needs[: len(layers)],
-            parameter_bytes(layers),
-            largest_parameter_bytes(layers),
-            fixed[::2],
-            fixed[1::2],
-            strict=True,
-        )
-    )
+    laps = _laps_of_layers(laps_s)
+    loss_laps = laps.pop() if loss is not None else None
     shapes = shapes_of(sample)
     return Profile(
         model=model_name,
         graph=graph,
-        layers=costs,
+        layers=_layer_profiles(layers, laps, sizes, needs, fixed),
         batch=shapes[0][0],
         input_shapes=shapes,
         dtype=dtype_name(layers, autocast),
@@ -157,6 +130,50 @@ def _laps_of_layers(laps_s: list[list[float]]) -> list[tuple[tuple[float, ...], 
     """For each layer, and then the loss if there is one, its forwards and its backwards in all runs."""
     columns = list(zip(*laps_s, strict=True))
     return list(zip(columns[0::2], columns[1::2], strict=True))
+
+
+def _layer_profiles(
+    layers: Sequence[nn.Module],
+    laps: Sequence[tuple[tuple[float, ...], tuple[float, ...]]],
+    sizes: Sequence[Sizes],
+    needs: Sequence[Need],
+    fixed: Sequence[float],
+) -> tuple[LayerProfile, ...]:
+    """The costs of the layers.
+
+    Args:
+        laps: forwards and backwards of each layer.
+        needs: of each layer; that of the loss, which comes last, is not used.
+        fixed: fixed seconds of forward and backward of each layer, in turn.
+    """
+    return tuple(
+        LayerProfile(
+            forward_s=median(forward),
+            backward_s=median(backward),
+            parameter_bytes=own,
+            forward_spread_s=_spread(forward),
+            backward_spread_s=_spread(backward),
+            output_bytes=size.output_bytes,
+            activation_bytes=size.activation_bytes,
+            arriving_bytes=size.arriving_bytes,
+            leaving_bytes=size.leaving_bytes,
+            working_bytes=need.working_bytes,
+            backward_bytes=need.backward_bytes,
+            largest_parameter_bytes=largest,
+            forward_fixed_s=forward_fixed_s,
+            backward_fixed_s=backward_fixed_s,
+        )
+        for (forward, backward), size, need, own, largest, forward_fixed_s, backward_fixed_s in zip(
+            laps,
+            sizes,
+            needs[: len(layers)],
+            parameter_bytes(layers),
+            largest_parameter_bytes(layers),
+            fixed[::2],
+            fixed[1::2],
+            strict=True,
+        )
+    )
 
 
 def _fixed_seconds(

@@ -92,13 +92,13 @@ def fewest_workers(
     if not allow_single_stage:
         least[0, -1] = workers + 1
     count = len(space.positions)
-    ahead, behind = np.full(count, workers + 1), np.full(count, workers + 1)
-    ahead[0] = behind[-1] = 0
+    before, after = np.full(count, workers + 1), np.full(count, workers + 1)
+    before[0] = after[-1] = 0
     for i in range(1, count):
-        ahead[i] = min(workers + 1, (ahead[:i] + least[:i, i]).min())
+        before[i] = min(workers + 1, (before[:i] + least[:i, i]).min())
     for i in range(count - 2, -1, -1):
-        behind[i] = min(workers + 1, (behind[i + 1 :] + least[i, i + 1 :]).min())
-    return ahead, behind
+        after[i] = min(workers + 1, (after[i + 1 :] + least[i, i + 1 :]).min())
+    return before, after
 
 
 def _least_replicas(space: SearchSpace, period_s: float, counts: Iterable[int], workers: int) -> NDArray[np.int16]:
@@ -107,15 +107,15 @@ def _least_replicas(space: SearchSpace, period_s: float, counts: Iterable[int], 
     forward, backward = (np.asarray(part, dtype=float) for part in (space.forward[places], space.backward[places]))
     forward, backward, parameters = forward / space.scale, backward / space.scale, space.parameters[places]
     done_s = forward + backward
-    ahead = np.ceil(done_s / period_s * (1 - _SLACK))
-    behind = np.ceil((done_s[-1] - done_s) / period_s * (1 - _SLACK))
+    before = np.ceil(done_s / period_s * (1 - _SLACK))
+    after = np.ceil((done_s[-1] - done_s) / period_s * (1 - _SLACK))
     rate = space.cluster.bandwidth_bytes_per_s
     sends = space.crossing[places].astype(float)
     sends[[0, -1]] = 0.0
     # Two lower bounds of the replicas: from the compute, and from the messages.
     done, sends = done_s / period_s, sends / (rate * period_s)
-    i, j = np.nonzero(space.precedes & (done[None, :] - done[:, None] <= (workers - ahead)[:, None] - behind[None, :]))
-    left = workers - ahead[i] - behind[j]
+    i, j = np.nonzero(space.precedes & (done[None, :] - done[:, None] <= (workers - before)[:, None] - after[None, :]))
+    left = workers - before[i] - after[j]
     needs = np.maximum(done[j] - done[i], sends[i] + sends[j])
     least = np.full((len(places), len(places)), workers + 1, dtype=np.int16)
     for count in counts:

@@ -8,8 +8,8 @@ receives for one, and m(b) = B / (w b) the microbatches of a replica in a miniba
     t = max over stages i of max(T_comp_i + sum over j of T_comm_ji,  T_allreduce_i / m(b))
     throughput = w b / t,  m(b) >= d
 
-So, unlike in this library's own model, messages are not hidden behind compute and all-reduces are, and an update takes
-no time. The memory is the paper's, 2 |W| / d + d A / d + d A_in, with recomputation 2 |W| / d + A / d + d A_in, computed
+So, unlike in this library's own model, messages do not overlap with compute, all-reduces do, and an update takes no
+time. The memory is the paper's, 2 |W| / d + d A / d + d A_in, with recomputation 2 |W| / d + A / d + d A_in, computed
 stage by stage and with gradients and optimizer state (`core.plan.memory`). The paper cuts a model of equal blocks
 evenly; here the cut into d stages is the one whose slowest stage is fastest (`search`).
 """
