@@ -20,7 +20,7 @@ import pipedream as pd
 from pipedream.core.errors import WorkerError
 
 KINDS = ("map", "ahead", "persistent", "own", "iterable", "stateful")
-DEALT = ("map", "ahead", "persistent", "own")
+SHARDED = ("map", "ahead", "persistent", "own")
 JOBS = {
     3: [
         Job("map", (2, 1), drain_at=3),
@@ -76,7 +76,7 @@ def test_one_process_loads_what_a_plain_loop_loads(
     loaded = written(tmp_path / "0")[0]
     if kind in ("ahead", "persistent"):
         assert set(loaded) == set(wanted)  # processes that load ahead do so in vain before a break
-    elif kind in DEALT or "leave_at" not in rest:
+    elif kind in SHARDED or "leave_at" not in rest:
         assert loaded == wanted
     else:
         # An iterable that was left has been read one minibatch ahead, and is iterated again from the epoch's start
@@ -107,11 +107,11 @@ def test_several_processes_load_each_sample_once_and_train_as_one(workers: int, 
         for name, tensor in one.state.items():
             assert (state[name] - tensor).abs().max() <= bound, f"{job}: {name}"
         loaded, wanted = written(apart / str(number)), written(alone / str(number))[0]
-        readers = set(range(job.replicas[0])) if job.kind in DEALT and job.microbatches is None else {0}
+        readers = set(range(job.replicas[0])) if job.kind in SHARDED and job.microbatches is None else {0}
         assert set(loaded) == readers, str(job)
         if job.kind not in ("ahead", "persistent"):  # processes that load ahead do so in vain before a break
             assert Counter(chain(*loaded.values())) == Counter(wanted), str(job)
-        if job.kind in DEALT and job.kind not in ("ahead", "persistent"):
+        if job.kind in SHARDED and job.kind not in ("ahead", "persistent"):
             assert set(Counter(wanted).values()) == {3}
             evaluated = written(apart / str(number) / "evaluated")
             assert sum(map(len, evaluated.values())) == (50 if job.drain_at >= 0 else 0)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loaders import (
-    DEALT,
+    SHARDED,
     LOADERS,
     WITH_PROCESSES,
     Numbers,
@@ -65,14 +65,14 @@ def test_order_is_that_of_a_plain_loop_whatever_else_draws(name: str) -> None:
     loader, order = LOADERS[name](), DataOrder()
     before = torch.get_rng_state(), random.getstate()
     reader = reader_of(loader, order, EpochRange(end=2))
-    assert isinstance(reader, ShardedReader) == (name in DEALT)
+    assert isinstance(reader, ShardedReader) == (name in SHARDED)
     numbers = list(reader)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1], "the process's own generators have not moved"
     reader.close()
     noise()
     # A second stream of the same loader goes on where the first one ended.
-    again = ShardedReader(reader._sharded, order, EpochRange(2, 3), None) if name in DEALT else None
+    again = ShardedReader(reader._sharded, order, EpochRange(2, 3), None) if name in SHARDED else None
     rest = batches_of(again or IterableReader(loader, order, EpochRange(2, 3), None))
     found = [(item.epoch, listed(item.batch), item.ends_epoch) for item in numbers]
     wanted = [(e, batch, i == len(epochs[e]) - 1) for e in range(3) for i, batch in enumerate(epochs[e])]
@@ -101,7 +101,7 @@ def test_a_position_is_found_again_in_a_new_process(name: str, done: int | str) 
     rest = batches_of(on)
     wanted = [(epoch, batch) for epoch, batches in enumerate(epochs) for batch in batches]
     assert [part[1:3] for part in before + rest] == wanted
-    if name in DEALT and name not in WITH_PROCESSES:
+    if name in SHARDED and name not in WITH_PROCESSES:
         passed = sum(len(batch) for _, batch in wanted[:count])
         whole = sum(len(batch) for _, batch in wanted)
         assert len(loader.dataset.loaded) == whole - passed, "what was done is passed over, not loaded"

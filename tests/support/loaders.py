@@ -163,7 +163,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "plain": Plain,
     "stateful": Stateful,
 }
-DEALT = [name for name in LOADERS if name not in ("iterable", "plain", "stateful")]
+SHARDED = [name for name in LOADERS if name not in ("iterable", "plain", "stateful")]
 WITH_PROCESSES = ("own batches, loaded ahead", "loaded ahead", "a generator, loaded ahead", "persistent")
 
 

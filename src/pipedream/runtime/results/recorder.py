@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from pipedream.core.schedule.timeline import WORK, GradientVersions, Span
-from pipedream.runtime.results.stopwatch import Moment, OpTimer
 
 __all__ = ["Recorder", "peak_bytes"]
 
 _MOST_KEPT = 200_000
 """Spans and tags; the oldest are dropped first, so that a long run needs no more memory than a short one."""
+
+
+Moment = float | torch.cuda.Event
+"""Seconds of `time.perf_counter`, or an event in the GPU's stream, whose time is known only later."""
 
 
 class Recorder:
@@ -87,6 +93,33 @@ class Recorder:
             if kind in WORK:
                 busy += resolve(stop) - max(resolve(start), begin)
         return busy / (end - begin) if end > begin else 0.0
+
+
+class OpTimer:
+    """Marks moments without waiting for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._origin: Any = None
+        self._origin_s = 0.0
+
+    def mark(self) -> Moment:
+        """Returns the present moment."""
+        if not self._cuda:
+            return time.perf_counter()
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        if self._origin is None:
+            event.synchronize()
+            self._origin, self._origin_s = event, time.perf_counter()
+        return event
+
+    def resolve(self) -> Callable[[Any], float]:
+        """Returns the function from a moment to seconds; waits for the GPU."""
+        if not self._cuda:
+            return float
+        torch.cuda.synchronize()
+        return lambda event: self._origin_s + self._origin.elapsed_time(event) / 1e3
 
 
 def peak_bytes(device: torch.device) -> int:
