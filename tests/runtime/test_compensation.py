@@ -147,7 +147,7 @@ def test_velocity_prediction_kept_for_the_backward(momentum: float, horizon: flo
     step, optimizer = ours(start, sgd, kind)
     found = late(start, delay, problem(), step, updates)
     check(found, late(start, delay, problem(), published, updates))
-    # The weights behind the prediction are those of the plain optimizer.
+    # The weights before the prediction are those of the plain optimizer.
     handle = optimizer.named["w"]
     expected = handle.detach() + rate * horizon * optimizer.optimizer.state[handle]["momentum_buffer"]
     assert torch.allclose(optimizer.unpredicted()["w"], expected, rtol=1e-14)

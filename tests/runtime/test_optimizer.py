@@ -153,7 +153,7 @@ def test_a_stage_with_twice_the_replicas_has_twice_the_rate_and_one_clock_with_t
 
 
 def test_what_a_compensation_keeps_goes_on_into_a_phase_that_keeps_it_too() -> None:
-    """y(t+1) = y(t) - (u_t + lambda (u_t - u_{t-1})); behind a phase without error feedback u_{t-1} is 0 again."""
+    """y(t+1) = y(t) - (u_t + lambda (u_t - u_{t-1})); after a phase without error feedback u_{t-1} is 0 again."""
     handles = {"a": nn.Parameter(torch.zeros(1))}
     optimizer = Optimizer(handles, partial(torch.optim.SGD, lr=1.0))
     moved, rounds = [], []

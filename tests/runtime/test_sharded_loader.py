@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loaders import (
-    SHARDED,
     LOADERS,
+    SHARDED,
     WITH_PROCESSES,
     Numbers,
     Stateful,

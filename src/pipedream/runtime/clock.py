@@ -1,7 +1,7 @@
 """The two clocks that a worker can run on (the idea is SimPy's: one program, two environments).
 
-`run_in_process` runs all workers in one thread and switches to the next one that can continue; it is deterministic, good
-for tests, notebooks and debuggers. `run_distributed` runs this process's only worker and really waits.
+`run_in_process` runs all workers in one thread and switches to the next one that can continue; it is deterministic,
+good for tests, notebooks and debuggers. `run_distributed` runs this process's only worker and really waits.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ class ForwardRunner:
 
     def begin(self, program: Program, stream: DataStream) -> None:
         """Begins a stream."""
-        self._program, self._stream = program, stream
+        self._program = program
+        self._stream = stream
         self._last = program.placement.stages - 1
 
     def for_training(
@@ -112,7 +113,7 @@ class ForwardRunner:
         return saved, run
 
     def recompute(self, op: Op, stage_state: StageState, message: Message) -> SavedForward:
-        """Returns what a forward on another rank has kept: the input, from which the backward recomputes the forward."""
+        """Returns what a forward on another rank has kept: the input, for recomputing it in the backward."""
         stage_state.next_forward = op.index + 1
         if message.content is Content.EMPTY:
             return SavedForward(None, (), (), (), op.index)

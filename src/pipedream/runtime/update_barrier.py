@@ -1,10 +1,10 @@
 """Decisions before an update: whether its gradients are finite, and how much they are clipped.
 
 A stage decides by its own gradients or by those of all stages. The norm over all stages is that of the whole model's
-gradient, as `torch.nn.utils.clip_grad_norm_` computes it in one process; it is not finite if any gradient is not. A rank
-contributes one number for all its stages, and one sum for all of them that hold tied weights. Its first update of a
-round therefore waits for the gradients of all its stages, and the schedule places their updates together for this
-(`Schedule.coupled`). Without a flush, the norm of an earlier update clips (`core.schedule.coupling`).
+gradient, as `torch.nn.utils.clip_grad_norm_` computes it in one process; it is not finite if any gradient is not. A
+rank contributes one number for all its stages, and one sum for all of them that hold tied weights. Its first update
+of a round therefore waits for the gradients of all its stages, and the schedule places their updates together for
+this (`Schedule.coupled`). Without a flush, the norm of an earlier update clips (`core.schedule.coupling`).
 """
 
 from __future__ import annotations

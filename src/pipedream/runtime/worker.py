@@ -1,8 +1,9 @@
 """The worker: the loop of one rank, which executes a program instruction by instruction.
 
 A worker is a generator. It yields a `Pending` where it would wait, and a `Done` for each minibatch whose gradients are
-in its own weights. The clock (`clock.py`) decides how to wait, so the same worker runs in one process with all others, or
-in its own process. It decides nothing: order, messages and versions are in the program, which was verified before.
+in its own weights. The clock (`clock.py`) decides how to wait, so the same worker runs in one process with all
+others, or in its own process. It decides nothing: order, messages and versions are in the program, which was verified
+before.
 """
 
 from __future__ import annotations
@@ -366,7 +367,8 @@ class Worker:
         if data is not None:
             replica = dict(self.program.placement.stage_replicas(self.rank)).get(0, 0)
             data.begin(stream.split, replica, stream.base, cycle, until)
-        self._stream, self._total = stream, None
+        self._stream = stream
+        self._total = None
         self._mailbox.begin()
         self._forwards.begin(self.program, stream)
         for remote_forward in self.remote_forwards.values():

@@ -12,8 +12,9 @@ one message, because each message has a fixed cost. So equal shapes, the common 
 `depth` messages and growing ones cost one more message, and no byte is ever cut off.
 
 Nothing waits for a send on the critical path. The tensors are kept until the message has been sent; a worker waits for
-the oldest message only when more are under way than its schedule can have unread. That bound is as small as the schedule
-allows, because gloo reports that a message has been sent only to those who wait, and what is kept takes memory.
+the oldest message only when more are under way than its schedule can have unread. That bound is as small as the
+schedule allows, because gloo reports that a message has been sent only to those who wait, and what is kept takes
+memory.
 """
 
 from __future__ import annotations

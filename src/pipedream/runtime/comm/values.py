@@ -1,8 +1,8 @@
 """Values that are sent: a minibatch, its microbatches, and what crosses between two stages.
 
-A value is a tensor, or tensors in tuples, lists and dicts, possibly with plain numbers and strings. It is sent as a flat
-tuple of tensors and a structure, a JSON text that describes how to reassemble them; nothing is pickled. The structure
-of a single tensor is the empty text.
+A value is a tensor, or tensors in tuples, lists and dicts, possibly with plain numbers and strings. It is sent as a
+flat tuple of tensors and a structure, a JSON text that describes how to reassemble them; nothing is pickled. The
+structure of a single tensor is the empty text.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def flatten(value: Any) -> tuple[str, tuple[torch.Tensor, ...]]:
         if item is None or isinstance(item, (bool, int, float, str)):
             return {"v": item}
         raise TypeError(
-            f"a {type(item).__name__} cannot be sent between stages; use tensors, tuples, lists, dicts, numbers, strings"
+            f"a {type(item).__name__} cannot be sent between stages; use tensors, numbers and strings in tuples, "
+            "lists and dicts"
         )
 
     shape = walk(value)

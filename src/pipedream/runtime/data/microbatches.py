@@ -94,7 +94,8 @@ class LocalMicrobatches(Microbatches):
             minibatch = self._feed.read(number, self._replica)
             if isinstance(minibatch, Ending):
                 return self._end(minibatch)
-            self._number, self._parts = number, self._split(number, minibatch)
+            self._parts = self._split(number, minibatch)
+            self._number = number
             self._send_round(number)
         header, inputs, targets = self._parts[part]
         if header.content is Content.EMPTY:

@@ -140,7 +140,8 @@ class FailureDetector:
     def _stuck(self, since_s: float) -> Verdict | None:
         task = self._activity.task
         if task is None or task != self._task:
-            self._task, self._task_s = task, 0.0
+            self._task = task
+            self._task_s = 0.0
             return None
         self._task_s += since_s
         durations = self._activity.durations.get(task[0])
@@ -152,7 +153,8 @@ class FailureDetector:
         return Verdict(
             self._rank,
             self._activity.where,
-            f"no progress in {task[0]} for {self._task_s:.1f} s; the longest one before took {durations.longest_s:.2g} s",
+            f"no progress in {task[0]} for {self._task_s:.1f} s; "
+            f"the longest one before took {durations.longest_s:.2g} s",
             f"if it may take this long, raise stuck_after_s (--stuck-after), now {self._stuck_after_s:g} s; "
             "0 turns this check off",
         )

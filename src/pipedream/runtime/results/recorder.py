@@ -111,7 +111,8 @@ class OpTimer:
         event.record()
         if self._origin is None:
             event.synchronize()
-            self._origin, self._origin_s = event, time.perf_counter()
+            self._origin = event
+            self._origin_s = time.perf_counter()
         return event
 
     def resolve(self) -> Callable[[Any], float]:

@@ -1,8 +1,8 @@
 """Losses, metrics and outputs: from the workers of the last stage to all ranks.
 
-Each worker of the last stage sums up what it sees of a minibatch and sends the sums to every rank, over gloo and off the
-compute path. A rank receives them when its own weights contain the minibatch; they have been sent long before, because
-the gradient came from the same worker.
+Each worker of the last stage sums up what it sees of a minibatch and sends the sums to every rank, over gloo and off
+the compute path. A rank receives them when its own weights contain the minibatch; they have been sent long before,
+because the gradient came from the same worker.
 """
 
 from __future__ import annotations

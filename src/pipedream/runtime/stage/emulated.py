@@ -1,8 +1,8 @@
 """Emulated stages: layers that wait for the planned time instead of computing, run by the runtime like any others.
 
-Messages, weights, gradients and their sums have the planned sizes, and versions are kept and copied, so that a plan with
-more workers than there are cores can be timed. All tensors are zeros; the system allocates their memory only when it is
-first written, so that unwritten memory costs nothing.
+Messages, weights, gradients and their sums have the planned sizes, and versions are kept and copied, so that a plan
+with more workers than there are cores can be timed. All tensors are zeros; the system allocates their memory only
+when it is first written, so that unwritten memory costs nothing.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ class _EmulatedBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, weights: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.items, ctx.seconds = weights.numel(), seconds
+        ctx.items = weights.numel()
+        ctx.seconds = seconds
         return value.view_as(value)
 
     @staticmethod
@@ -179,7 +180,8 @@ class _EmulatedWeightGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, columns: int, seconds: float) -> torch.Tensor:
-        ctx.items, ctx.seconds = weights.numel(), seconds
+        ctx.items = weights.numel()
+        ctx.seconds = seconds
         return torch.empty(0, columns)
 
     @staticmethod

@@ -4,8 +4,8 @@ At a stage with one set of weights, a prediction is written into its storage for
 to the bit afterwards. Graphs keep seeing the weights, because only the content of the storage changes. If the backward
 must read what its forward read, or several forwards must read the same, the prediction is kept.
 
-Predictions are computed from the optimizer's own state, or from the last update or an average of updates, which are kept
-here. A checkpoint contains them.
+Predictions are computed from the optimizer's own state, or from the last update or an average of updates, which are
+kept here. A checkpoint contains them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class WeightPredictions:
             _copy(self._shared, self._weights)
             assert self._forward is not None
             self._advance(self._forward, self._shared)
-            self._shared_asked, self._shared_version = version, self._versions.newest
+            self._shared_asked = version
+            self._shared_version = self._versions.newest
         return self._versions.read(self._versions.newest), self._shared_version
 
     @contextmanager

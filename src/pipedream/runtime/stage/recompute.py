@@ -10,8 +10,8 @@ whole stages. The second forward gives the first one's numbers to the bit:
 - it reads the buffers in their earlier state, and what it writes into them is dropped: statistics change once;
 - its input is the one that arrived: the first forward used a copy, because a layer may write into it.
 
-The first forward builds a graph that keeps no tensor, so that it takes the same paths through the layers and shows which
-outputs require a gradient.
+The first forward builds a graph that keeps no tensor, so that it takes the same paths through the layers and shows
+which outputs require a gradient.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class Recomputation:
                     f"a stage that recomputes wrote into buffer {slot.name!r}, which its first microbatch did not; "
                     "let the layer write it in every forward, or train this stage without recomputation"
                 )
-        saved.graph_inputs, saved.outputs = (), ()
+        saved.graph_inputs = ()
+        saved.outputs = ()
         saved.recompute = partial(self._again, message, run, before, state)
         return result
 

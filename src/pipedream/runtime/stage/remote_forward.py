@@ -87,7 +87,8 @@ class _WithoutGraph:
     def forward(self, held: SavedForward, message: Message, run: ForwardFunction) -> Message:
         """Runs one; see `Recomputation.forward`."""
         result = without_graph(run, message)
-        held.graph_inputs, held.outputs = (), ()
+        held.graph_inputs = ()
+        held.outputs = ()
         return result
 
 
@@ -128,7 +129,8 @@ class RemoteForward:
 
     def drop(self) -> None:
         """Drops the weights."""
-        self._weights, self._others = None, []
+        self._weights = None
+        self._others = []
 
     def read(self, version: int) -> tuple[WeightSet, int]:
         """Returns the weights for a forward, and their version, which must be `version`."""

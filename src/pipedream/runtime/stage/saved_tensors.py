@@ -1,11 +1,11 @@
 """Hooks for the weights that autograd saves: checked once and redirected, for the backward rule 'graph'.
 
-An old graph sees new weights if autograd has saved the weights' own storage, which the optimizer writes. If it has saved
-something computed from a weight alone (a cast under autocast, weight_norm, a mask on the weight, the buffer in which
-cuDNN flattens the weights of a recurrent layer), the graph would silently use the old one, and the result of a backward
-would be a mixture. So the first forward is watched, operation by operation: values computed from weights and constants
-alone, unless they are views of a weight, must not be saved. Values computed from activations are activations, and are
-saved as usual.
+An old graph sees new weights if autograd has saved the weights' own storage, which the optimizer writes. If it has
+saved something computed from a weight alone (a cast under autocast, weight_norm, a mask on the weight, the buffer in
+which cuDNN flattens the weights of a recurrent layer), the graph would silently use the old one, and the result of a
+backward would be a mixture. So the first forward is watched, operation by operation: values computed from weights and
+constants alone, unless they are views of a weight, must not be saved. Values computed from activations are
+activations, and are saved as usual.
 
 With several versions, the storage that a graph has read is not the one of its backward. Then autograd keeps only a
 reference to a slice of a weight (parameter and position), and the backward looks it up in the set that it is redirected

@@ -3,9 +3,9 @@
 The *path* consists of the nodes of autograd's graph that lead from the outputs back to the received tensors. I follows
 it and requests from each node only the gradients that stay on it, so that a linear layer computes one of its two
 products. Where gradients leave the path for weights, the incoming gradients of the node are kept. W calls the node once
-more for the gradients that leave the path, and propagates them to the weights in a run of autograd that starts after the
-node and does not see the path, so that nothing on it is repeated. Together the halves do the work of one backward and
-give its numbers.
+more for the gradients that leave the path, and propagates them to the weights in a run of autograd that starts after
+the node and does not see the path, so that nothing on it is repeated. Together the halves do the work of one backward
+and give its numbers.
 
 Nodes that cannot be called twice run in I, and their gradients are kept for W:
 
@@ -15,8 +15,8 @@ Nodes that cannot be called twice run in I, and their gradients are kept for W:
 - kernels that compute all their gradients at once (`_WHOLE`);
 - nodes between a weight and several nodes of the path, such as a norm of the weight that is computed once.
 
-What W does not need is freed after I: a node of the path keeps its saved tensors only if gradients leave the path there,
-and W frees them node by node.
+What W does not need is freed after I: a node of the path keeps its saved tensors only if gradients leave the path
+there, and W frees them node by node.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class StageModule:
     def enter(
         self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]
     ) -> tuple[Any, tuple[GraphInput, ...]]:
-        """Returns a received value as part of a new graph, and the inputs of the graph whose gradients are sent back."""
+        """Returns a received value as part of a new graph, and the inputs whose gradients are sent back."""
         graph_inputs: list[GraphInput] = []
         inside = []
         for tensor, want in zip(tensors, wants, strict=True):
@@ -215,9 +215,9 @@ class StageModule:
             saved: of the forward; its graph is freed.
             gradients: of the outputs.
             accumulators: for each handle, the sum to add to, or None.
-            ready: called with each handle's index and gradient while the backward still runs, as soon as it is complete;
-                the gradient is then None in the result. The leaves must be watched. On a GPU it is called on a thread
-                of autograd.
+            ready: called with each handle's index and gradient while the backward still runs, as soon as it is
+                complete; the gradient is then None in the result. The leaves must be watched. On a GPU it is called
+                on a thread of autograd.
         """
         outputs, arrived = _with_gradients(saved, gradients)
         with self._accumulating(saved.leaves, accumulators) as leaves:
@@ -237,7 +237,8 @@ class StageModule:
         """
         outputs, arrived = _with_gradients(saved, gradients)
         back, saved.deferred = split_backward(outputs, arrived, [entry.edge for entry in saved.graph_inputs])
-        saved.graph_inputs, saved.outputs = (), ()
+        saved.graph_inputs = ()
+        saved.outputs = ()
         return back
 
     def backward_weights(

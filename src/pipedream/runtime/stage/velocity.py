@@ -1,8 +1,8 @@
 """The velocity of an optimizer: the direction of its step, taken from its state, to predict weights along it.
 
-It is SGD's momentum buffer, and m / (sqrt(v) + eps) for Adam and AdamW, with both bias corrections and without decoupled
-decay. A user's own optimizer may have ``velocity(parameter)``, which returns the direction (its step subtracts the
-learning rate times that), or None before the first step.
+It is SGD's momentum buffer, and m / (sqrt(v) + eps) for Adam and AdamW, with both bias corrections and without
+decoupled decay. A user's own optimizer may have ``velocity(parameter)``, which returns the direction (its step
+subtracts the learning rate times that), or None before the first step.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def check_velocity(optimizer: torch.optim.Optimizer) -> None:
     if reason:
         raise ScheduleError(
             "the method predicts weights by the velocity of the optimizer, here "
-            f"{kind.__module__}.{kind.__qualname__}: {reason}; use such an optimizer, or predict by the last difference "
-            "(NAME[by=difference], e.g. pb_lwp[by=difference]), which works with any optimizer"
+            f"{kind.__module__}.{kind.__qualname__}: {reason}; use such an optimizer, or predict by the last "
+            "difference (NAME[by=difference], e.g. pb_lwp[by=difference]), which works with any optimizer"
         )
 
 

@@ -11,16 +11,17 @@ Life of a version:
 5. The backward releases the version. A set without readers, which no later forward will read, is free; under vertical
    sync some versions are never read at all.
 
-Handles are never in a graph: changing ``.data`` of a tensor that a graph has read is silently half wrong (docs/lessons.md,
-Facts). The leaves of a set and the handles share storage but not autograd's version counter, so `begin_update` itself
-asserts that the storage it frees for writing has no reader.
+Handles are never in a graph: changing ``.data`` of a tensor that a graph has read is silently half wrong
+(docs/lessons.md, Facts). The leaves of a set and the handles share storage but not autograd's version counter, so
+`begin_update` itself asserts that the storage it frees for writing has no reader.
 
 Under autocast a set holds low-precision leaves of the weights that autocast would cast. They are cast once per update
 instead of once per forward; then only the optimizer's copy has full precision.
 
-If a backward reads newer weights than its forward (`core.schedule.weights`), there is usually one set, and the optimizer
-steps in its storage although graphs have read it. A graph then sees the new weights, because it has saved leaves that
-share storage with the handles but not the version counter. Under tags (`core.schedule.weights`) several sets are kept for
+If a backward reads newer weights than its forward (`core.schedule.weights`), there is usually one set, and the
+optimizer steps in its storage although graphs have read it. A graph then sees the new weights, because it has saved
+leaves that share storage with the handles but not the version counter. Under tags (`core.schedule.weights`) several
+sets are kept for
 later forwards, but none for a graph: a graph saves only references to its weights, which its backward looks up in
 another set (`runtime.stage.saved_tensors`).
 """
@@ -230,7 +231,7 @@ class Versions:
         self._sets[0] = left
 
     def switch_to(self, single: bool) -> None:
-        """Switches to another method's rule at a drain; drops free sets, since it may need fewer, and resets the peak."""
+        """Switches to another method's rule at a drain; drops free sets, as it may need fewer, and resets `peak`."""
         self._single = single
         self._free.clear()
         self.peak = self.alive

@@ -1,7 +1,8 @@
 """All-reduce of gradients over the replicas of a stage: in buckets, started while the backward still runs.
 
 Autograd computes gradients from the output's end, so buckets are filled with handles in reverse order. A bucket's
-all-reduce starts as soon as the last backward of the update has accumulated all its gradients. All replicas use the same
+all-reduce starts as soon as the last backward of the update has accumulated all its gradients. All replicas use the
+same
 fixed order of buckets: a bucket that is complete before its turn waits. Missing gradients (a handle without one, a
 replica that is absent from the last round, an empty microbatch) are added as zeros, when the last backward has ended or
 at the update.

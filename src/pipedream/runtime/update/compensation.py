@@ -241,8 +241,8 @@ def _check_velocity(kind: OfVelocity, optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if not group["momentum"]:
             raise ScheduleError(
-                f"compensation {kind} works on the velocity, which SGD without momentum does not have; set momentum, or "
-                "use error_feedback or t1"
+                f"compensation {kind} works on the velocity, which SGD without momentum does not have; set momentum, "
+                "or use error_feedback or t1"
             )
         for option in ("dampening", "nesterov", "maximize"):
             if group[option]:

@@ -90,8 +90,8 @@ class LossScale:
         self._bad = 0 if finite else self._bad + 1
         if self._bad == _SKIPPED_IN_A_ROW and not self.changes:
             warnings.warn(
-                f"{self._bad} updates in a row were skipped because their gradients are not finite at the constant loss "
-                f"scale {self.value:g}; use a smaller one (grad_scaler=...), a torch.amp.GradScaler with a method "
+                f"{self._bad} updates in a row were skipped because their gradients are not finite at the constant "
+                f"loss scale {self.value:g}; use a smaller one (grad_scaler=...), a torch.amp.GradScaler with a method "
                 "that flushes (1f1b, gpipe), or a lower learning rate if the scale is not the cause",
                 stacklevel=2,
             )

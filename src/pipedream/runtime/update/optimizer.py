@@ -80,7 +80,8 @@ class Gradients:
         """Returns the sums, the summed weight and the number of microbatches, and starts again from zero."""
         taken = (self._sums, self.weight, self.count)
         self._sums = [None] * len(self._dtypes)
-        self.weight, self.count = 0.0, 0
+        self.weight = 0.0
+        self.count = 0
         return taken
 
 
