@@ -76,6 +76,14 @@ def test_python_and_the_command_refuse_alike(
     assert str(refused.value).split(", but ")[1].split(";")[0] in found, "the same reason"
 
 
+def test_a_run_takes_a_plan_or_a_shape() -> None:
+    def never(seed: int) -> pd.Recipe:
+        raise AssertionError("the recipe is not made")
+
+    with pytest.raises(PlanError, match=r"plan=\.\.\. was given with shape='straight', but a plan has its own stages"):
+        pd.run(never, plan=pd.plan(PROFILE, pd.Cluster.flat(2)), shape="straight")
+
+
 def test_a_refusal_has_a_reason_and_says_what_to_do() -> None:
     for row in EXCLUSIONS:
         assert row.others, row.option

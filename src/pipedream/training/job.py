@@ -25,6 +25,7 @@ from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.schedules import canonical
 from pipedream.training.resume import ResumePoint, check_unused, resume_point
+from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.plan import plan as make_plan
 from pipedream.workflows.prepare import all_flush, check_phases_fit, compensated, phases_of, planned_for
 from pipedream.workflows.profile import profile as profile_model
@@ -115,10 +116,13 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
         make: from a seed to the recipe.
 
     Raises:
-        PlanError: the number of workers is not that of the plan or of the processes.
+        PlanError: the number of workers is not that of the plan or of the processes, or a plan and a shape are given.
         RecipeError: both weights and a checkpoint, or a target on an unknown metric.
         ArtifactError: the checkpoint is missing or damaged, or a new run would overwrite one.
     """
+    shape = None if options.shape == "pipeline" else options.shape
+    fixed = {"shape": shape, "update_delay": options.update_delay, "chunks": options.chunks}
+    check_options({"plan": options.plan, **fixed})
     resumed = resume_point(options.resume, options.out, process.rank)
     if options.schedule and options.schedule != "auto":
         options = replace(options, schedule=canonical(options.schedule))
