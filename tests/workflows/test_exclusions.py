@@ -94,6 +94,7 @@ def test_a_refusal_has_a_reason_and_says_what_to_do() -> None:
 def test_defaults_exclude_nothing() -> None:
     check_options({"cost_model": "classic", "shape": "any", "cuts": None, "update_delay": 0, "recompute": "never"})
     check_options({"cluster": Path("here"), "workers": [], "bandwidth": [], "latency": 0.0, "memory": None})
+    check_options({"plan": "plan.json", "shape": None, "update_delay": 0, "chunks": None})
     check_options({"strategy": "2bw", "schedule": "pipedream", "in_flight": "noam"})
 
 

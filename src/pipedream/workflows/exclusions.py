@@ -51,8 +51,10 @@ def check_options(
     """
     spell = spell or as_keyword
     for row in EXCLUSIONS:
+        if row.option not in options:
+            continue
         found = [name for name, is_refused in row.others.items() if name in options and is_refused(options[name])]
-        if found and row.option in options and row.applies(options[row.option]):
+        if found and row.applies(options[row.option]):
             asked, others = spell(row.option, options[row.option]), [spell(name, options[name]) for name in found]
             listed = " and ".join([", ".join(others[:-1]), others[-1]] if len(others) > 1 else others)
             raise error(f"{asked} was given with {listed}, but {row.reason}; {row.advice.replace('OTHERS', listed)}")
