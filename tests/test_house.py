@@ -1,12 +1,17 @@
-"""The rules of the house: arrows, circles, the face, words. Rules for a room's content are tested in its room."""
+"""The rules for all of the code: imports, the public face, names, sizes, words."""
 
 from __future__ import annotations
 
 import ast
 import doctest
+import importlib.util
+import io
 import re
 import subprocess
 import sys
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
@@ -23,8 +28,36 @@ FILES = sorted(HOUSE.rglob("*.py"))
 TORCH_ROOMS = ("capture", "probe", "profiler", "runtime")
 WITHOUT_TORCH = ("core", "planner", "schedules", "verifier", "simulator", "metrics", "report")
 FORBIDDEN_WORDS = {"engine", "handler", "helper", "manager", "mubatch", "tau", "util", "utils"}
+FORBIDDEN_WORDS |= {"crew", "guest", "parcel", "seated"}  # words of this project alone, which nobody could guess
 FORMER_FACE = {"Op", "Placement", "Program", "Stage"}  # they still resolve
 TORCHS_NAMES = {"get_backend"}  # of methods that a base class of torch's asks for
+MOST_MODULES = 20  # in a folder
+MOST_LINES = 90  # of a function's body
+
+SHARED_NAMES = {
+    # A command, and the workflow that it calls, are named by the same verb.
+    *("check", "emulate", "plan", "probe", "profile", "report", "simulate", "sweep"),
+    # The same verb on other nouns, each called by its module's name.
+    *("choose", "classic", "load", "measure", "trace"),
+    # The same quantity of other nouns.
+    *("both_ways", "peak_bytes"),
+}
+"""Names of public functions that several modules may have."""
+
+# Phrases of an older style of this project, which read as if translated -> how many are still left.
+OLD_PHRASES = {
+    r"\bbehind\b": 113,
+    r"\bunless said\b": 10,
+    r"\bso-manieth\b": 1,
+    r": whose\.": 13,
+    r"\btold\b": 22,
+    r"\btells?\b": 23,
+    r"\bmend(s|ed|ing)?\b": 6,
+    r"\bis none\b": 40,
+    r"\bgoes on\b": 12,
+    r"\bstands in\b": 12,
+    r"\bof equals\b": 0,
+}
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -57,15 +90,16 @@ def _words(name: str) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
 
 
+def _place(file: Path, node: ast.AST) -> str:
+    return f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)} {getattr(node, 'name', '')}".rstrip()
+
+
 def _exported(tree: ast.Module) -> list[str]:
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             exported: list[str] = ast.literal_eval(node.value)
             return exported
     return []
-
-
-every_file = pytest.mark.parametrize("file", FILES, ids=_module)
 
 
 def test_imports_run_downward(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,18 +113,21 @@ def test_no_circles() -> None:
     TopologicalSorter(arrows).prepare()  # CycleError names the circle
 
 
-@every_file
-def test_torch_stays_in_its_rooms(file: Path) -> None:
-    if file.relative_to(HOUSE).parts[0] in TORCH_ROOMS:
-        return
-    for node in ast.walk(_tree(file)):
-        if isinstance(node, ast.Import):
-            imported = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            imported = [node.module or ""]
-        else:
+def test_torch_stays_in_its_rooms() -> None:
+    found = []
+    for file in FILES:
+        if file.relative_to(HOUSE).parts[0] in TORCH_ROOMS:
             continue
-        assert not [name for name in imported if name.split(".")[0] == "torch"], f"line {node.lineno} imports torch"
+        for node in ast.walk(_tree(file)):
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported = [node.module or ""]
+            else:
+                continue
+            if any(name.split(".")[0] == "torch" for name in imported):
+                found.append(_place(file, node))
+    assert not found, "imports torch"
 
 
 def test_planning_and_studying_do_not_load_torch() -> None:
@@ -143,39 +180,142 @@ def test_words_of_a_name() -> None:
     assert _words("_RunManager.get_IOChunk2") == {"run", "manager", "get", "io", "chunk"}
 
 
-@every_file
-def test_words(file: Path) -> None:
-    for name in {_module(file), *_names(_tree(file))}:
-        assert not _words(name) & FORBIDDEN_WORDS, f"{name}: see docs/glossary.md"
-        assert name in TORCHS_NAMES or not name.startswith(("get_", "_get_")), f"{name}: a noun needs no get"
+def test_words() -> None:
+    found = {
+        f"{_module(file)}: {name}" for file in FILES for name in {_module(file), *_names(_tree(file))} if _is_odd(name)
+    }
+    assert not found, "words that docs/glossary.md has a better one for, or a get_ before a noun"
 
 
-@every_file
-def test_module_and_its_public_names_are_documented(file: Path) -> None:
-    tree = _tree(file)
-    assert ast.get_docstring(tree), "the module does not say what it is for"
-    definitions = {node.name: node for node in tree.body if isinstance(node, Definition)}
-    for name in _exported(tree):
-        assert name not in definitions or ast.get_docstring(definitions[name]), f"{name} has no docstring"
+def _is_odd(name: str) -> bool:
+    if _words(name) & FORBIDDEN_WORDS:
+        return True
+    return name not in TORCHS_NAMES and name.startswith(("get_", "_get_"))
 
 
-@every_file
-def test_public_names_are_exported(file: Path) -> None:
+def test_modules_and_their_public_names_are_documented() -> None:
+    found = []
+    for file in FILES:
+        tree = _tree(file)
+        definitions = {node.name: node for node in tree.body if isinstance(node, Definition)}
+        public = [definitions[name] for name in _exported(tree) if name in definitions]
+        found += [_place(file, node) for node in (tree, *public) if not ast.get_docstring(node)]
+    assert not found, "no docstring"
+
+
+def test_public_names_are_exported() -> None:
     """What has no underscore is in `__all__`, and what is in `__all__` exists."""
-    tree = _tree(file)
-    public = {node.name for node in tree.body if isinstance(node, Definition) and not node.name.startswith("_")}
-    exported = set(_exported(tree))
-    assert public <= exported, f"not in __all__: {sorted(public - exported)}"
-    module = import_module(_module(file))
-    assert not [name for name in exported if file != HOUSE / "__init__.py" and not hasattr(module, name)]
+    found = []
+    for file in FILES:
+        tree = _tree(file)
+        public = {node.name for node in tree.body if isinstance(node, Definition) and not node.name.startswith("_")}
+        exported, module = set(_exported(tree)), import_module(_module(file))
+        found += [f"{_module(file)}: {name} is not in __all__" for name in public - exported]
+        if file != HOUSE / "__init__.py":
+            found += [f"{_module(file)}: there is no {name}" for name in exported if not hasattr(module, name)]
+    assert not found
 
 
-@every_file
-def test_examples_in_docstrings(file: Path) -> None:
-    assert doctest.testmod(import_module(_module(file))).failed == 0
+def test_examples_in_docstrings() -> None:
+    failed = [_module(file) for file in FILES if doctest.testmod(import_module(_module(file))).failed]
+    assert not failed
 
 
-@every_file
-def test_letters(file: Path) -> None:
-    text = file.read_text(encoding="utf-8")
-    assert text.isascii(), "not ASCII: " + "".join(sorted({letter for letter in text if not letter.isascii()}))
+def test_letters() -> None:
+    found = [_module(file) for file in FILES if not file.read_text(encoding="utf-8").isascii()]
+    assert not found, "not ASCII"
+
+
+def test_folders_can_be_looked_over() -> None:
+    counts = Counter(file.parent for top in (HOUSE, ROOT / "tests") for file in top.rglob("*.py"))
+    found = {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MOST_MODULES + 1}
+    assert not found, f"more than {MOST_MODULES} modules and an __init__"
+
+
+def test_functions_are_short() -> None:
+    """Except tables, whose body is mostly one literal or one declaration."""
+    found = [
+        _place(file, node)
+        for file in FILES
+        for node in ast.walk(_tree(file))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _is_long(node)
+    ]
+    assert not found, f"the body has more than {MOST_LINES} lines"
+
+
+def _is_long(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    if not body or _lines(body[0], body[-1]) <= MOST_LINES:
+        return False
+    longest = max(body, key=lambda statement: _lines(statement, statement))
+    is_plain = isinstance(longest, ast.Assign | ast.AnnAssign | ast.Return | ast.Expr)
+    return not (is_plain and _lines(longest, longest) > _lines(body[0], body[-1]) / 2)
+
+
+def _lines(first: ast.stmt, last: ast.stmt) -> int:
+    return (last.end_lineno or last.lineno) - first.lineno + 1
+
+
+def test_a_table_may_be_long() -> None:
+    rows = "\n".join(f"        {number}," for number in range(100))
+    calls = "\n".join(f"    print({number})" for number in range(100))
+    for text, is_long in ((f"def f():\n    return (\n{rows}\n    )", False), (f"def f():\n{calls}", True)):
+        (function,) = ast.parse(text).body
+        assert isinstance(function, ast.FunctionDef)
+        assert _is_long(function) is is_long
+
+
+def test_classes_have_names_of_their_own() -> None:
+    found = defaultdict(list)
+    for file in FILES:
+        for node in ast.walk(_tree(file)):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(_place(file, node))
+    assert not {name: places for name, places in found.items() if len(places) > 1}
+
+
+def test_public_functions_have_names_of_their_own() -> None:
+    found = defaultdict(list)
+    for file in FILES:
+        for node in _tree(file).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.name not in SHARED_NAMES:
+                found[node.name].append(_place(file, node))
+    assert not {name: places for name, places in found.items() if len(places) > 1}
+
+
+def test_english_is_plain() -> None:
+    """Phrases of the old style are refused in docstrings, comments, messages and docs."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    texts = [(file, line, text) for file in FILES for line, text in _prose(file)]
+    texts += [(page, 1, page.read_text(encoding="utf-8")) for page in pages]
+    for phrase, most in OLD_PHRASES.items():
+        found = [
+            f"{file.relative_to(ROOT)}:{line + text[: match.start()].count(chr(10))}"
+            for file, line, text in texts
+            for match in re.finditer(phrase, text)
+        ]
+        assert len(found) <= most, f"{phrase}: {' '.join(found)}"
+
+
+def _prose(file: Path) -> Iterator[tuple[int, str]]:
+    """Yields the comments and strings of a module, each with the line that it begins in."""
+    kinds = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+    for token in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
+        if token.type in kinds:
+            yield token.start[0], token.string
+
+
+def test_deliberate_breaks_are_of_this_code() -> None:
+    """Each break of scripts/deliberate_breaks.py changes one place, and names test files that exist."""
+    spec = importlib.util.spec_from_file_location("deliberate_breaks", ROOT / "scripts" / "deliberate_breaks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script  # dataclasses look their module up
+    spec.loader.exec_module(script)
+    assert len(script.BREAKS) >= 30
+    assert len({one.name for one in script.BREAKS}) == len(script.BREAKS)
+    stale = [f"{one.name}: {one.file}" for one in script.BREAKS if script.occurrences(one) != 1]
+    assert not stale, "the text to be replaced does not occur exactly once"
+    missing = [test for one in script.BREAKS for test in one.tests if not (ROOT / "tests" / test.split("::")[0]).exists()]
+    assert not missing

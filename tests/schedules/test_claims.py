@@ -37,47 +37,35 @@ def run(schedule: Schedule, total: int) -> Timeline:
     return simulate(lower(schedule), costs(schedule.plan), total)
 
 
-def cases(flushing: bool) -> list[tuple[str, int, int]]:
-    found = []
-    for name in NAMES:
-        for p in STAGES:
-            for m in MICROBATCHES:
-                schedule = made(name, p, m)
-                if schedule is not None and schedule.flushes is flushing:
-                    found.append((name, p, m))
-    return found
+def cases(name: str) -> list[tuple[int, int, Schedule]]:
+    """Returns (p, m, schedule) for all p and m that a method takes."""
+    found = [(p, m, made(name, p, m)) for p in STAGES for m in MICROBATCHES]
+    return [(p, m, schedule) for p, m, schedule in found if schedule is not None]
 
 
-def test_every_method_is_tried() -> None:
-    assert {name for name, _, _ in cases(True) + cases(False)} == set(NAMES)
-
-
-def claimed_bubbles() -> list[tuple[str, int, int, tuple[float, float]]]:
-    found = []
-    for name, p, m in cases(flushing=True):
-        schedule = made(name, p, m)
-        assert schedule is not None
+@pytest.mark.parametrize("name", NAMES)
+def test_bubble_of_one_minibatch(name: str) -> None:
+    tried = cases(name)
+    assert tried
+    for p, m, schedule in tried:
+        if not schedule.flushes or m < schedule.claims.least(p):
+            continue
         # Of a split backward it is claimed for f = i = w, which a backward of 2 f is split into.
-        times = ((1.0, 2.0),) if schedule.splits_backward else TIMES
-        found += [(name, p, m, each) for each in times if m >= schedule.claims.least(p)]
-    return found
+        for times in ((1.0, 2.0),) if schedule.splits_backward else TIMES:
+            ratio, claimed = schedule.claims.ratio, schedule.claims.bubble
+            timed = made(name, p, m, times if ratio is None else (times[0], times[0] * ratio))
+            assert timed is not None
+            assert claimed is not None
+            assert run_metrics(run(timed, m)).bubble == pytest.approx(claimed(p, m), abs=1e-9), (p, m, times)
 
 
-@pytest.mark.parametrize(("name", "p", "m", "times"), claimed_bubbles(), ids=str)
-def test_bubble_of_one_minibatch(name: str, p: int, m: int, times: tuple[float, float]) -> None:
-    schedule = made(name, p, m, times)
-    assert schedule is not None
-    assert schedule.claims.bubble is not None
-    if schedule.claims.ratio is not None:
-        schedule = made(name, p, m, (times[0], times[0] * schedule.claims.ratio))
-        assert schedule is not None
-    assert run_metrics(run(schedule, m)).bubble == pytest.approx(schedule.claims.bubble(p, m), abs=1e-9)
+@pytest.mark.parametrize("name", NAMES)
+def test_in_flight_staleness_and_versions(name: str) -> None:
+    for p, m, schedule in cases(name):
+        check_counts(p, m, schedule)
 
 
-@pytest.mark.parametrize(("name", "p", "m"), cases(flushing=True) + cases(flushing=False))
-def test_in_flight_staleness_and_versions(name: str, p: int, m: int) -> None:
-    schedule = made(name, p, m)
-    assert schedule is not None
+def check_counts(p: int, m: int, schedule: Schedule) -> None:
     total = 3 * m if schedule.flushes else max(3 * m, 4 * p)
     # The claims' m: of a minibatch for an order that flushes, of the run for one that does not.
     counted = m if schedule.flushes else total

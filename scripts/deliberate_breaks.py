@@ -1,0 +1,598 @@
+"""Breaks the library on purpose, one line at a time, and checks that the default tests notice each break.
+
+    .venv/bin/python scripts/deliberate_breaks.py                  all of them, 10 to 20 minutes on two cores
+    .venv/bin/python scripts/deliberate_breaks.py stash norm       those whose names contain one of these words
+    .venv/bin/python scripts/deliberate_breaks.py --list           their names and what they change
+
+Each break replaces one piece of text in one file of a scratch copy; the checkout itself is never changed. The test files
+that are named with the break run first. If they pass, all default tests run. Exits with 1 if a break is not noticed or
+if its text no longer occurs exactly once in its file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+
+__all__ = ["BREAKS", "Break"]
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("src", "tests", "examples", "benchmarks", "docs", "scripts", "README.md", "CONTRIBUTING.md", "pyproject.toml")
+TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Break:
+    """A change that the default tests must notice.
+
+    Attributes:
+        name: short, with the area in front.
+        file: below src/pipedream.
+        old: text that occurs exactly once in the file.
+        new: what replaces it.
+        tests: files below tests/ that are expected to notice.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+BREAKS = (
+    # Schedules
+    Break(
+        "schedule: GPipe runs its backwards in reverse",
+        "schedules/synchronous/gpipe.py",
+        "backward(stage_replica, k) for k in mine)",
+        "backward(stage_replica, k) for k in reversed(mine))",
+        ("schedules/test_pictures.py",),
+    ),
+    Break(
+        "schedule: 1F1B warms up with one forward too many",
+        "schedules/synchronous/one_f_one_b.py",
+        "plan.in_flight[stage_replica.stage] - 1, max(len(mine) - 1, 0)",
+        "plan.in_flight[stage_replica.stage], max(len(mine) - 1, 0)",
+        ("schedules/test_pictures.py",),
+    ),
+    Break(
+        "schedule: interleaved 1F1B warms up too long",
+        "schedules/synchronous/interleaved.py",
+        "min(2 * (p - 1 - rank) + (chunks - 1) * p, total)",
+        "min(2 * (p - rank) + (chunks - 1) * p, total)",
+        ("schedules/test_claims.py",),
+    ),
+    Break(
+        "schedule: ZB-H1 claims the bubble of an unsplit backward",
+        "schedules/synchronous/zb_h1.py",
+        "(p - 1) / (3 * m + p - 1)",
+        "(p - 1) / (m + p - 1)",
+        ("schedules/test_claims.py",),
+    ),
+    # Weight rules
+    Break(
+        "weights: stashing reads one version too new",
+        "core/schedule/weights.py",
+        "return max(0, microbatch // self.replicas[stage] - self.staleness(stage))",
+        "return max(0, microbatch // self.replicas[stage] - self.staleness(stage) + 1)",
+        ("core/test_core_rules.py",),
+    ),
+    Break(
+        "weights: 2BW is two updates late",
+        "core/schedule/weights.py",
+        "return max(microbatch // self.per_update - 1, 0)",
+        "return max(microbatch // self.per_update - 2, 0)",
+        ("core/test_core_rules.py",),
+    ),
+    Break(
+        "weights: vertical sync forgets the common multiple of the replicas",
+        "core/schedule/weights.py",
+        "return cycle * (first * newest // cycle) // self.replicas[stage]",
+        "return first * newest // self.replicas[stage]",
+        ("core/test_core_rules.py",),
+    ),
+    Break(
+        "weights: the newest version is one too old for a backward",
+        "core/schedule/weights.py",
+        "return microbatch // self.per_update[stage]",
+        "return max(0, microbatch // self.per_update[stage] - 1)",
+        ("verifier/test_verifier.py",),
+    ),
+    Break(
+        "weights: the last update of a run is left out",
+        "core/schedule/update.py",
+        "return -(-total // self.per_update[stage])",
+        "return total // self.per_update[stage]",
+        ("core/test_core_rules.py",),
+    ),
+    Break(
+        "weights: a stage's rate ignores its replicas",
+        "core/schedule/update.py",
+        "self.per_update[stage] / self.per_update[0] * rate_factor(",
+        "rate_factor(",
+        ("runtime/test_optimizer.py", "end_to_end/test_replicas.py"),
+    ),
+    # Lowering and verifier
+    Break(
+        "lowering: the last stage but one waits for no gradient",
+        "core/schedule/lowering.py",
+        "elif kind is gives_back(rules.kinds) and stage < last:",
+        "elif kind is gives_back(rules.kinds) and stage < last - 1:",
+        ("core/test_lowering.py",),
+    ),
+    Break(
+        "lowering: targets have one receive posted ahead",
+        "core/schedule/lowering.py",
+        'Route("input", 0, last, max(2, in_flight[0]))',
+        'Route("input", 0, last, 1)',
+        ("core/test_lowering.py", "verifier/test_verifier.py"),
+    ),
+    Break(
+        "lowering: phases share the shallower channels",
+        "core/schedule/lowering.py",
+        "depths = [max(c.depth for c in ends)",
+        "depths = [min(c.depth for c in ends)",
+        ("training/test_phases.py",),
+    ),
+    Break(
+        "verifier: one version too many is allowed",
+        "verifier/proof.py",
+        "if found > allowed:",
+        "if found > allowed + 1:",
+        ("verifier/test_verifier.py", "verifier/test_mutants.py"),
+    ),
+    Break(
+        "verifier: an op may come before what it needs",
+        "verifier/unrolled.py",
+        "if place[1] > limit:",
+        "if place[1] < 0:",
+        ("verifier/test_verifier.py", "verifier/test_mutants.py"),
+    ),
+    Break(
+        "verifier: messages may overtake each other",
+        "verifier/unrolled.py",
+        "if left != arrived:",
+        "if left < 0:",
+        ("verifier/test_verifier.py", "verifier/test_mutants.py"),
+    ),
+    Break(
+        "verifier: nobody ever waits for a message",
+        "verifier/waits.py",
+        "return message in self.delivered",
+        "return True",
+        ("verifier/test_verifier.py",),
+    ),
+    # Simulator
+    Break(
+        "simulator: stragglers are not slow",
+        "simulator/clock.py",
+        "end = now + (seconds if draw is None else seconds * draw(letter))",
+        "end = now + seconds",
+        ("simulator/test_stragglers.py",),
+    ),
+    Break(
+        "simulator: a sum is over when the last message is, even if somebody comes later",
+        "simulator/clock.py",
+        "meeting.over_s = max(now, *(came_s for came_s, _ in meeting.came))",
+        "meeting.over_s = now",
+        ("simulator/test_clock.py", "simulator/test_clock_oracle.py"),
+    ),
+    Break(
+        "simulator: flows do not share a port",
+        "simulator/ports.py",
+        "rate = ports[narrow][0] / ports[narrow][1]",
+        "rate = ports[narrow][0]",
+        ("simulator/test_clock_oracle.py", "simulator/test_clock.py"),
+    ),
+    Break(
+        "costs: a ring sends each byte once",
+        "core/plan/cost.py",
+        "return 2 * (workers - 1) * (latency_s + size_bytes / (workers * bandwidth_bytes_per_s))",
+        "return (workers - 1) * (latency_s + size_bytes / (workers * bandwidth_bytes_per_s))",
+        ("core/test_core_rules.py", "core/test_ports.py"),
+    ),
+    # Planner
+    Break(
+        "planner: messages are added to the computing that hides them",
+        "planner/dynamic_program/recurrence.py",
+        "return np.maximum(compute_s, port_s)",
+        "return compute_s + port_s",
+        ("planner/test_planner_dynamic.py",),
+    ),
+    Break(
+        "planner: a stage that just fits is refused",
+        "planner/dynamic_program/recurrence.py",
+        "fits = self._need(state, always) <= site.memory_bytes",
+        "fits = self._need(state, always) < site.memory_bytes",
+        ("planner/test_planner_dynamic.py",),
+    ),
+    Break(
+        "planner: the bound of a bisection is the plan that it found",
+        "planner/bisection/bisection.py",
+        "bound_s=min(low.period, found.slowest_stage_s)",
+        "bound_s=found.slowest_stage_s",
+        ("planner/test_planner_bisection.py",),
+    ),
+    Break(
+        "planner: the full depth forgets what replicas have in common",
+        "core/plan/depth.py",
+        "here + 2 * after - 2 * gcd(here, after) + ceil(",
+        "here + 2 * after + ceil(",
+        ("simulator/test_periods.py", "core/test_core_rules.py"),
+    ),
+    Break(
+        "planner: the 2BW model pays for the sum in each microbatch",
+        "planner/papers/two_bw.py",
+        "slots.append(max(compute_s + before_s + after_s, sum_s / per_replica))",
+        "slots.append(max(compute_s + before_s + after_s, sum_s))",
+        ("planner/test_two_bw.py",),
+    ),
+    Break(
+        "classic planner: activations are sent, gradients are not",
+        "planner/papers/classic_levels.py",
+        "2.0 * states.output_bytes[before] / (rate * q)",
+        "states.output_bytes[before] / (rate * q)",
+        ("planner/test_classic.py",),
+    ),
+    Break(
+        "classic planner: outputs that skip a stage cross no cut",
+        "planner/papers/classic_states.py",
+        "found |= self._needed[node] | 1 << node",
+        "found |= 1 << node",
+        ("planner/test_classic.py",),
+    ),
+    # Updates
+    Break(
+        "update: gradients keep the loss scale",
+        "runtime/update/optimizer.py",
+        "divisor = (float(count) if self._mean_of_rounds else weight) * self.scale",
+        "divisor = float(count) if self._mean_of_rounds else weight",
+        ("end_to_end/test_couplings.py",),
+    ),
+    Break(
+        "update: an incomplete round steps at the full rate",
+        "runtime/update/optimizer.py",
+        "return (count / self.replicas if self._mean_of_rounds else 1.0), stop_request > 0",
+        "return 1.0, stop_request > 0",
+        ("runtime/test_optimizer.py", "end_to_end/test_replicas.py"),
+    ),
+    Break(
+        "update: the schedule of a replicated stage runs on its own clock",
+        "runtime/update/optimizer.py",
+        "return int(self.updates * self._clock_rate) - self.scheduled",
+        "return self.updates - self.scheduled",
+        ("runtime/test_optimizer.py", "end_to_end/test_replicas.py"),
+    ),
+    Break(
+        "update: the average takes the wrong share of the new weights",
+        "runtime/update/optimizer.py",
+        "for handle in self._handles], 1.0 - self._decay)",
+        "for handle in self._handles], self._decay)",
+        ("runtime/test_optimizer.py", "end_to_end/test_transparency.py"),
+    ),
+    Break(
+        "update: clipping also scales small gradients up",
+        "runtime/update/optimizer.py",
+        "if scale < 1.0 and gradients:",
+        "if gradients:",
+        ("runtime/test_optimizer.py", "end_to_end/test_couplings.py"),
+    ),
+    Break(
+        "update: the loss scale grows after a skipped update",
+        "runtime/update/loss_scale.py",
+        "self.value *= self._scaling.backoff",
+        "self.value *= self._scaling.growth",
+        ("end_to_end/test_couplings.py",),
+    ),
+    Break(
+        "update: error feedback forgets the last update",
+        "runtime/update/compensation.py",
+        "torch._foreach_add_(weights, lasts, alpha=self._strength)",
+        "torch._foreach_add_(weights, lasts, alpha=0.0)",
+        ("runtime/test_compensation.py",),
+    ),
+    Break(
+        "all-reduce: a gradient that nobody has becomes zeros",
+        "runtime/update/all_reduce.py",
+        "piece.view_as(self._handles[i]) if there[i] else None",
+        "piece.view_as(self._handles[i])",
+        ("runtime/test_all_reduce.py",),
+    ),
+    Break(
+        "all-reduce: buckets start in the order of the forward",
+        "runtime/update/all_reduce.py",
+        "for index in reversed(range(len(handles))):",
+        "for index in range(len(handles)):",
+        ("runtime/test_all_reduce.py",),
+    ),
+    # Versions of weights
+    Break(
+        "versions: an update writes into weights that a forward will read",
+        "runtime/stage/versions.py",
+        "if newest.readers or self.newest in coming:",
+        "if newest.readers:",
+        ("runtime/test_versions.py",),
+    ),
+    Break(
+        "versions: a set is freed while a backward still needs it",
+        "runtime/stage/versions.py",
+        "if v not in coming and not s.readers and v != self.newest",
+        "if v not in coming and v != self.newest",
+        ("runtime/test_versions.py",),
+    ),
+    Break(
+        "versions: an average of updates decays the wrong way",
+        "runtime/stage/predictions.py",
+        "added, 1.0 - self._gamma)",
+        "added, self._gamma)",
+        ("end_to_end/test_delayed.py",),
+    ),
+    Break(
+        "stage: a split backward loses what leaves the path",
+        "runtime/stage/split_backward.py",
+        "branch.run(self._arrived.pop(number))",
+        "self._arrived.pop(number)",
+        ("runtime/test_split_backward.py",),
+    ),
+    # Checkpoints
+    Break(
+        "checkpoint: one more than asked for is kept",
+        "runtime/checkpoint/writer.py",
+        "[: -keep if keep else 0]",
+        "[: -keep - 1 if keep else 0]",
+        ("runtime/test_checkpoints.py",),
+    ),
+    Break(
+        "checkpoint: a file that was cut short is not noticed",
+        "runtime/checkpoint/writer.py",
+        "if found != size:",
+        "if found > size:",
+        ("runtime/test_checkpoints.py",),
+    ),
+    Break(
+        "checkpoint: the oldest is taken for the newest",
+        "runtime/checkpoint/writer.py",
+        "return next(reversed(complete(path)), None)",
+        "return next(iter(complete(path)), None)",
+        ("runtime/test_checkpoints.py",),
+    ),
+    Break(
+        "checkpoint: numbers that are not finite may be read",
+        "core/artifact.py",
+        "math.isfinite(value) and abs(value) <= 1e60",
+        "True",
+        ("core/test_core_artifact.py", "end_to_end/test_fuzz.py"),
+    ),
+    # Wire
+    Break(
+        "wire: the header forgets which gradients come back",
+        "runtime/comm/message.py",
+        "words += ((code + 1) * 2 + wants, layout, *shape)",
+        "words += ((code + 1) * 2, layout, *shape)",
+        ("runtime/test_message.py",),
+    ),
+    Break(
+        "wire: a transposed tensor arrives in the wrong order of memory",
+        "runtime/comm/message.py",
+        "return sum(dimension << 4 * (i + 1) for i, dimension in enumerate(order)) | len(order)",
+        "return sum(i << 4 * (i + 1) for i, dimension in enumerate(order)) | len(order)",
+        ("runtime/test_message.py",),
+    ),
+    # Data and losses
+    Break(
+        "data: a replica reads its neighbour's minibatches",
+        "runtime/data/sharded_loader.py",
+        "if number % self._loader.replicas == self._loader.replica:",
+        "if (number + 1) % self._loader.replicas == self._loader.replica:",
+        ("runtime/test_sharded_loader.py",),
+    ),
+    Break(
+        "data: a resumed epoch starts one minibatch late",
+        "runtime/data/sharded_loader.py",
+        "self._skip = skip\n",
+        "self._skip = skip + 1\n",
+        ("runtime/test_sharded_loader.py",),
+    ),
+    Break(
+        "data: a tensor without samples is split too",
+        "runtime/comm/values.py",
+        "if tensor.ndim and tensor.shape[0] == count else (tensor,) * parts",
+        "if tensor.ndim else (tensor,) * parts",
+        ("runtime/test_values.py",),
+    ),
+    Break(
+        "random: dropout is the same for all microbatches",
+        "core/seeds.py",
+        "_name_seed(seed, layer) + microbatch * 0x9E3779B97F4A7C15",
+        "_name_seed(seed, layer) + 0x9E3779B97F4A7C15",
+        ("end_to_end/test_transparency.py",),
+    ),
+    Break(
+        "losses: padding counts in the mean",
+        "runtime/results/losses.py",
+        'counted = targets[targets != self._option("ignore_index", -100)]',
+        "counted = targets",
+        ("runtime/test_losses.py",),
+    ),
+    Break(
+        "losses: a mean over microbatches forgets their weights",
+        "runtime/results/scoring.py",
+        "(loss if is_sum else loss * weight) if weight else 0.0",
+        "loss if weight else 0.0",
+        ("end_to_end/test_transparency.py",),
+    ),
+    # Failures
+    Break(
+        "failures: a rank that has ended is taken for a silent one",
+        "runtime/failure/verdict.py",
+        "if silent_s > SILENT_S and not status.ended:",
+        "if silent_s > SILENT_S:",
+        ("runtime/failure/test_verdict.py",),
+    ),
+    Break(
+        "failures: a stuck rank is never found",
+        "runtime/failure/verdict.py",
+        "if self._task_s <= limit_s:",
+        "if self._task_s >= 0:",
+        ("runtime/failure/test_verdict.py",),
+    ),
+    # Capture, profiler, metrics, phases, command line
+    Break(
+        "capture: a tied parameter ties nothing",
+        "capture/chain.py",
+        "groups = whole | {tuple(sorted(group)) for group in users.values() if len(group) > 1}",
+        "groups = whole",
+        ("capture/test_chain.py",),
+    ),
+    Break(
+        "capture: a module with hooks is unfolded",
+        "capture/chain.py",
+        "if any(hooks):",
+        "if not hooks:",
+        ("capture/test_chain.py",),
+    ),
+    Break(
+        "profiler: parameters that are alike are updated once",
+        "profiler/update.py",
+        "state_bytes += len(same) * _state_bytes(",
+        "state_bytes += _state_bytes(",
+        ("profiler/test_estimate.py",),
+    ),
+    Break(
+        "metrics: the steady part counts one microbatch too many",
+        "metrics.py",
+        "finished = sum(end > ends[0] for end in ends)",
+        "finished = sum(end >= ends[0] for end in ends)",
+        ("test_metrics.py",),
+    ),
+    Break(
+        "phases: a phase ends one minibatch late",
+        "core/schedule/phase.py",
+        "if not phase.is_over(minibatches, epochs)",
+        "if not phase.is_over(minibatches - 1, epochs)",
+        ("training/test_phases.py",),
+    ),
+    Break(
+        "report: a trace is in milliseconds",
+        "report/trace.py",
+        "return round(seconds * 1e6, 3)",
+        "return round(seconds * 1e3, 3)",
+        ("report/test_trace.py",),
+    ),
+    Break(
+        "command: a wrong call ends as a failed run does",
+        "cli/__init__.py",
+        "status = 1 if isinstance(error, WorkerError) else BAD_CALL",
+        "status = 1",
+        ("cli/test_show_command.py", "cli/test_plan_command.py"),
+    ),
+)
+
+
+def occurrences(one: Break) -> int:
+    """Returns how often the text to be replaced occurs; 0 if the file does not exist."""
+    path = ROOT / "src" / "pipedream" / one.file
+    return path.read_text(encoding="utf-8").count(one.old) if path.exists() else 0
+
+
+def _copies(folder: Path, count: int) -> Iterator[Path]:
+    for number in range(count):
+        copy = folder / str(number)
+        copy.mkdir()
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "runs", "*.pt"))
+            elif (ROOT / name).exists():
+                shutil.copy(ROOT / name, copy / name)
+        for profiles in (ROOT / "shared", *(above / "shared" for above in ROOT.parents)):
+            if (profiles / "profiles").is_dir():
+                (copy / "shared").symlink_to(profiles)
+                break
+        yield copy
+
+
+def _fails(copy: Path, *arguments: str) -> str | None:
+    """Runs pytest in a copy; returns which test failed first, or None if all passed.
+
+    Raises:
+        RuntimeError: pytest itself cannot run.
+    """
+    path = os.pathsep.join([str(copy / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "CI": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"nothing, but it did not end within {TIMEOUT_S:g} s"
+    if done.returncode == 0:
+        return None
+    found = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if done.returncode not in (1, 2) or not found:
+        raise RuntimeError(f"pytest {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    return found[0].split(" ", 1)[1].split(" - ")[0]
+
+
+def _try(one: Break, copies: Queue[Path]) -> bool:
+    """Applies a break to a free copy, runs the tests, and prints whether they notice; returns that."""
+    copy = copies.get()
+    path = copy / "src" / "pipedream" / one.file
+    before = path.read_text(encoding="utf-8")
+    start = time.monotonic()
+    try:
+        path.write_text(before.replace(one.old, one.new), encoding="utf-8")
+        failed = _fails(copy, *(f"tests/{test}" for test in one.tests))
+        late = "" if failed else "; the tests that are named with it passed"
+        failed = failed or _fails(copy, "-n", "2")
+    finally:
+        path.write_text(before, encoding="utf-8")
+        copies.put(copy)
+    seconds = f"{time.monotonic() - start:.0f} s"
+    print(f"noticed     {one.name}: {failed} ({seconds}{late})" if failed else f"NOT NOTICED {one.name} ({seconds})")
+    sys.stdout.flush()
+    return failed is not None
+
+
+def main() -> int:
+    """Runs the script; returns its exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="words of the names of the breaks to try [default: all]")
+    parser.add_argument("--list", action="store_true", help="print the breaks and exit")
+    parser.add_argument("--jobs", type=int, default=2, help="breaks that are tried at a time [default: 2]")
+    asked = parser.parse_args()
+    chosen = [one for one in BREAKS if not asked.names or any(word in one.name for word in asked.names)]
+    if not chosen:
+        parser.error("no break has a name with one of these words; --list prints them")
+    if asked.list:
+        for one in chosen:
+            print(f"{one.name}\n    {one.file}: {one.old.strip()} -> {one.new.strip()}")
+        return 0
+    stale = [one for one in chosen if occurrences(one) != 1]
+    for one in stale:
+        print(f"STALE       {one.name}: its text occurs {occurrences(one)} times in src/pipedream/{one.file}, not once")
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="pipedream-breaks-") as folder:
+        copies: Queue[Path] = Queue()
+        for copy in _copies(Path(folder), asked.jobs):
+            copies.put(copy)
+        with ThreadPoolExecutor(asked.jobs) as pool:
+            noticed = list(pool.map(lambda one: _try(one, copies), [one for one in chosen if one not in stale]))
+    minutes = (time.monotonic() - start) / 60
+    print(f"{sum(noticed)} of {len(chosen)} breaks were noticed, {len(stale)} are stale, in {minutes:.1f} minutes")
+    return 0 if len(noticed) == len(chosen) and all(noticed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
