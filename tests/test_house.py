@@ -32,30 +32,29 @@ FORBIDDEN_WORDS |= {"crew", "guest", "parcel", "seated"}  # words of this projec
 FORMER_FACE = {"Op", "Placement", "Program", "Stage"}  # they still resolve
 TORCHS_NAMES = {"get_backend"}  # of methods that a base class of torch's asks for
 MOST_MODULES = 20  # in a folder
-MOST_LINES = 90  # of a function's body
+MOST_LINES = 80  # of a function's body
 
 SHARED_NAMES = {
     # A command, and the workflow that it calls, are named by the same verb.
     *("check", "emulate", "plan", "probe", "profile", "report", "simulate", "sweep"),
     # The same verb on other nouns, each called by its module's name.
-    *("choose", "classic", "load", "measure", "trace"),
-    # The same quantity of other nouns.
-    *("both_ways", "peak_bytes"),
+    *("choose", "classic", "load", "trace"),
+    "peak_bytes",  # a quantity that planner and runtime both count
 }
 """Names of public functions that several modules may have."""
 
 # Phrases of an older style of this project, which read as if translated -> how many are still left.
 OLD_PHRASES = {
-    r"\bbehind\b": 113,
+    r"\bbehind\b": 75,
     r"\bunless said\b": 10,
-    r"\bso-manieth\b": 1,
-    r": whose\.": 13,
+    r"\bso-manieth\b": 0,
+    r": whose\.": 10,
     r"\btold\b": 22,
-    r"\btells?\b": 23,
-    r"\bmend(s|ed|ing)?\b": 6,
-    r"\bis none\b": 40,
-    r"\bgoes on\b": 12,
-    r"\bstands in\b": 12,
+    r"\btells?\b": 22,
+    r"\bmend(s|ed|ing)?\b": 4,
+    r"\bis none\b": 29,
+    r"\bgoes on\b": 10,
+    r"\bstands in\b": 11,
     r"\bof equals\b": 0,
 }
 
@@ -317,5 +316,7 @@ def test_deliberate_breaks_are_of_this_code() -> None:
     assert len({one.name for one in script.BREAKS}) == len(script.BREAKS)
     stale = [f"{one.name}: {one.file}" for one in script.BREAKS if script.occurrences(one) != 1]
     assert not stale, "the text to be replaced does not occur exactly once"
-    missing = [test for one in script.BREAKS for test in one.tests if not (ROOT / "tests" / test.split("::")[0]).exists()]
+    missing = [
+        test for one in script.BREAKS for test in one.tests if not (ROOT / "tests" / test.split("::")[0]).exists()
+    ]
     assert not missing
