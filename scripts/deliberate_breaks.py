@@ -208,21 +208,21 @@ BREAKS = (
         "planner/dynamic_program/recurrence.py",
         "return np.maximum(compute_s, port_s)",
         "return compute_s + port_s",
-        ("planner/test_planner_dynamic.py",),
+        ("planner/test_recurrence.py",),
     ),
     Break(
         "planner: a stage that just fits is refused",
         "planner/dynamic_program/recurrence.py",
         "fits = self._need(state, always) <= site.memory_bytes",
         "fits = self._need(state, always) < site.memory_bytes",
-        ("planner/test_planner_dynamic.py",),
+        ("planner/test_recurrence.py",),
     ),
     Break(
         "planner: the bound of a bisection is the plan that it found",
         "planner/bisection/bisection.py",
         "bound_s=min(low.period, found.slowest_stage_s)",
         "bound_s=found.slowest_stage_s",
-        ("planner/test_planner_bisection.py",),
+        ("planner/test_bisection.py",),
     ),
     Break(
         "planner: the full depth forgets what replicas have in common",
@@ -539,7 +539,7 @@ def _fails(copy: Path, *arguments: str) -> str | None:
         return f"nothing, but it did not end within {TIMEOUT_S:g} s"
     if done.returncode == 0:
         return None
-    found = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    found = [line for line in done.stdout.splitlines() if line.startswith(("FAILED tests", "ERROR tests"))]
     if done.returncode not in (1, 2) or not found:
         raise RuntimeError(f"pytest {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
     return found[0].split(" ", 1)[1].split(" - ")[0]
@@ -587,6 +587,8 @@ def main() -> int:
         copies: Queue[Path] = Queue()
         for copy in _copies(Path(folder), asked.jobs):
             copies.put(copy)
+            if (error := _fails(copy, "--collect-only")) is not None:
+                raise RuntimeError(f"{error} cannot be collected before anything is broken")
         with ThreadPoolExecutor(asked.jobs) as pool:
             noticed = list(pool.map(lambda one: _try(one, copies), [one for one in chosen if one not in stale]))
     minutes = (time.monotonic() - start) / 60
