@@ -23,7 +23,7 @@ from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.velocity import check_velocity
 from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.all_reduce import all_reduce_many
-from pipedream.runtime.update.compensation import check_compensations
+from pipedream.runtime.update.compensation import check_optimizer
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 
 __all__ = ["StageState", "evaluating"]
@@ -61,7 +61,7 @@ class StageState:
             ScheduleError: one of them needs a velocity that the optimizer does not have.
         """
         for program in programs:
-            check_compensations(program.updates.compensation, self.optimizer.optimizer)
+            check_optimizer(program.updates.compensation, self.optimizer.optimizer)
             if any(prediction.by == VELOCITY for prediction in program.weights.predictions(stage)):
                 check_velocity(self.optimizer.optimizer)
 

@@ -20,7 +20,7 @@ import torch
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.compensation import Compensation, ErrorFeedback, GapAware, OfVelocity
 
-__all__ = ["Compensator", "check_compensations"]
+__all__ = ["Compensator", "check_optimizer"]
 
 _COUPLED = (
     torch.optim.SGD,
@@ -64,7 +64,7 @@ class Compensator:
         self._gap = next((one for one in chosen if isinstance(one, GapAware)), None)
         feedback = next((one for one in chosen if isinstance(one, ErrorFeedback)), None)
         self._strength = feedback.strength_at(staleness) if feedback is not None else 0.0
-        check_compensations(chosen, optimizer)
+        check_optimizer(chosen, optimizer)
         self.state: dict[str, dict[str, torch.Tensor]] = {name: {} for name in handles}
         for name, handle in handles.items():
             if self._strength:
@@ -212,7 +212,7 @@ class Compensator:
             state["greatest_rate"].clamp_(min=rate)
 
 
-def check_compensations(chosen: Sequence[Compensation], optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(chosen: Sequence[Compensation], optimizer: torch.optim.Optimizer) -> None:
     """Checks that compensations are defined for an optimizer.
 
     Raises:
