@@ -12,7 +12,7 @@ import torch
 
 from pipedream.core.schedule.timeline import WORK, GradientVersions, Span
 
-__all__ = ["Recorder", "peak_bytes"]
+__all__ = ["OpTimer", "Recorder", "peak_bytes"]
 
 _MOST_KEPT = 200_000
 """Spans and tags; the oldest are dropped first, so that a long run needs no more memory than a short one."""
