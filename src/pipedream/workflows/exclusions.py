@@ -105,8 +105,8 @@ def _has_one_stage_a_worker(schedule: str) -> bool:
     return schedule != "auto" and schedules.layout_of(schedule) is None
 
 
-def _has_replicas(shape: str | tuple[int, ...]) -> bool:
-    counts = shape.split("-") if isinstance(shape, str) else shape
+def _has_replicas(shape: str | tuple[int, ...] | None) -> bool:
+    counts = shape.split("-") if isinstance(shape, str) else shape or ()
     return shape == "data-parallel" or any(str(count).isdecimal() and int(count) > 1 for count in counts)
 
 

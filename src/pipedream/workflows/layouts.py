@@ -1,7 +1,7 @@
-"""Planning for methods whose workers have several stages: cut into a row of stages, laid out over the workers.
+"""Planning for methods with several stages per worker: a row of stages is cut, then laid out over the workers.
 
-Each of p workers gets as many stages as any other, so that a row of equal stages keeps them equally busy: the row is
-the straight pipeline of the planner on as many workers as there are stages, over the cluster's slowest links.
+All workers get the same number of stages, so a row of equal stages keeps them equally busy: the row is the planner's
+straight pipeline on as many workers as there are stages, over the cluster's slowest links.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def lay_out(
     """Plans for a method of `schedules.LAYOUTS`, on all workers of a cluster.
 
     Args:
-        profile: of the model.
-        cluster: of workers that are equally fast.
+        cluster: of equally fast workers.
         schedule: the method's name.
-        chunks: stages of each worker; the method's usual number unless said.
-        microbatches: parts of a minibatch; the method's own unless said.
+        chunks: stages per worker; None for the method's default.
+        microbatches: None for the method's default.
         recompute: every stage keeps only its input between forward and backward.
 
     Raises:
-        PlanError: the model cannot be cut so finely, workers are unlike, or a worker's stages do not fit its memory.
-        ScheduleError: the method does not work with so many workers or microbatches, or leaves no choice of `chunks`.
+        PlanError: the model has too few places to cut, workers differ in speed, or stages do not fit their memory.
+        ScheduleError: the method does not work with this number of workers or microbatches, or leaves no choice of
+            `chunks`.
     """
     schedules.check_chunks(schedule, chunks)
     layout = schedules.layout_of(schedule)
@@ -77,9 +77,9 @@ def lay_out(
 
 
 def _cut(profile: Profile, row: Cluster) -> Plan:
-    """Returns the fastest straight cut; between layers that share parameters only where there is none otherwise.
+    """Returns the fastest straight cut; one between layers that share parameters only if there is no other.
 
-    Methods that are laid out flush, and keep weights equal that several stages hold (`core.schedule.coupling`).
+    Methods with a layout flush, and keep weights equal that several stages hold (`core.schedule.coupling`).
     """
     graph = profile.graph
     versions = lambda in_flight, update_delay: 1  # noqa: E731

@@ -35,7 +35,7 @@ __all__ = [
     "versions_of",
 ]
 
-_MOST_SIMULATED = 128  # workers, or microbatches until replicas come round: more take seconds
+_MOST_SIMULATED = 128  # workers, or microbatches until all replicas have had a turn: more take seconds
 
 
 def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -> dict[str, MethodProperties]:
@@ -59,10 +59,10 @@ def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -
 
 
 def score(plan: Plan) -> planner.Score:
-    """Simulates a plan by its method, without a proof, until it repeats itself, and measures whole periods.
+    """Simulates a plan under its method, without a proof, until it repeats itself, and measures whole periods.
 
     Raises:
-        ScheduleError: the method does not work with it.
+        ScheduleError: the method does not work with the plan.
     """
     program = lower(schedules.build(plan.schedule, plan, plan.microbatches))
     m, cycle, per_update = program.microbatches, program.cycle, program.updates.per_update[0]
@@ -76,7 +76,7 @@ def score(plan: Plan) -> planner.Score:
 
 
 def simulated_period_s(plan: Plan) -> float | None:
-    """Returns the seconds per minibatch that a plan's own method comes to; None where simulating it takes long."""
+    """Returns a plan's simulated seconds per minibatch under its own method; None if simulating it would take long."""
     if max(plan.workers, plan.placement.cycle) > _MOST_SIMULATED:
         return None
     with suppress(PipelineError):
@@ -164,16 +164,16 @@ def _comparable(name: str) -> MethodProperties:
 
 
 def asked_of(plan: Plan, schedule: str | None, microbatches: int | None = None) -> tuple[str, int | None]:
-    """Returns the method to use and its split, see `Plan.method`; what names the plan's own otherwise is that one.
+    """Returns the method to use and its m (`Plan.method`); an alias of the plan's own method means that one.
 
     Raises:
-        ScheduleError: no such method.
+        ScheduleError: there is no such method.
     """
     return plan.method(schedules.canonical(schedule) if schedule else None, microbatches)
 
 
 def for_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | None) -> Plan:
-    """Returns a plan that names its method and its split, the method's own one where none is given.
+    """Returns a plan that names its method and its m, by default the method's own.
 
     Raises:
         ScheduleError: the method does not work with this plan, or with so many microbatches.
@@ -186,7 +186,7 @@ def for_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | 
             profile, plan.cluster, occupancy=occupancy_of(schedule, built.microbatches), microbatches=built.microbatches
         )
         plan = space.with_bytes(plan)
-    # The search's seconds have an update each round of the replicas; these update once a minibatch.
+    # The search's seconds have an update per round of the replicas; this method updates once per minibatch.
     note = f"{plan.note}; by its fullest pipeline, without {built.name}'s own updates, see schedule auto"
     return replace(plan, schedule=built.name, microbatches=built.microbatches, bound_s=0.0, note=note)
 
@@ -248,10 +248,10 @@ def plan_of_file(
 
 
 def refuse_overfull(plan: Plan) -> None:
-    """Checks that what all stages of a worker hold together fits its memory.
+    """Checks that all stages of a worker together fit its memory.
 
     Raises:
-        PlanError: it does not.
+        PlanError: they do not.
     """
     if (s := plan.overfull) is None:
         return
@@ -265,13 +265,13 @@ def refuse_overfull(plan: Plan) -> None:
 
 
 def refuse_visitors(built: Schedule) -> None:
-    """Checks that what a minibatch holds on a worker fits its memory, stages that visit it included.
+    """Checks that workers have the memory for the remote forwards that they run besides their own stages.
 
     Args:
         built: for a plan whose stages have their bytes.
 
     Raises:
-        PlanError: it does not.
+        PlanError: a worker does not.
     """
     plan, m, memories = built.plan, built.microbatches, built.plan.cluster.memories
     if not any(built.placement.remote_forwards(rank) for rank in range(plan.workers)):
