@@ -44,10 +44,10 @@ def test_a_method_with_one_stage_a_worker_refuses_a_plan_that_lays_out_several(n
     for layout in ("zbv", "chimera", "roundpipe"):
         plan = pd.plan(EVEN, Cluster.flat(2), schedule=layout)
         with pytest.raises(
-            ScheduleError, match=r"with one stage a worker was asked for|replica|depth|update delay|minibatch"
+            ScheduleError, match=r"this method has one stage per worker|replica|depth|update delay|minibatch"
         ):
             schedules.build(name, plan)
-    with pytest.raises(ScheduleError, match="in this plan worker 0 has the stages 0, 3; plan for the method"):
+    with pytest.raises(ScheduleError, match="in the plan worker 0 has the stages 0, 3; plan for this method"):
         schedules.build(name, pd.plan(EVEN, Cluster.flat(2), schedule="zbv"))
 
 
@@ -72,7 +72,7 @@ def test_a_worker_needs_what_all_its_stages_hold() -> None:
     tight = replace(free, cluster=Cluster.flat(4, memory_bytes=most - 1))  # as a person would edit it
     assert max(stage.peak_bytes for stage in tight.stages) < most - 1
     assert tight.overfull is not None
-    with pytest.raises(PlanError, match="beside the other stages of its worker"):
+    with pytest.raises(PlanError, match="in addition to the other stages of its worker"):
         check_plan(tight)
     assert check_plan(free).plan == free
     again = pd.plan(EVEN, Cluster.flat(4), schedule="interleaved_1f1b", microbatches=4, recompute="always")
