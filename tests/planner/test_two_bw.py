@@ -12,6 +12,7 @@ import pipedream as pd
 from pipedream import cli
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.planner import two_bw, two_bw_s
 from pipedream.workflows.methods import occupancy_of, score
@@ -100,3 +101,11 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "write search or 2bw" in capfd.readouterr().err
     assert cli.main([*command, "2bw", "--straight"]) == 2
     assert "leave them out" in " ".join(capfd.readouterr().err.split())
+
+
+def test_counts_of_stages_that_a_graph_cannot_have_are_skipped() -> None:
+    """Two layers side by side allow at most two stages, though they have three cuts and an end."""
+    graph = LayerGraph((Layer("a", "Linear"), Layer("b", "Linear")), ())
+    profile = Profile("net", graph, (LAYER,) * 2, batch=12)
+    found = two_bw(profile, Cluster.flat(3, 1e9), lambda m: occupancy_of("pipedream_2bw", m))
+    assert len(found.stages) == 1

@@ -83,7 +83,10 @@ def two_bw(
         w = workers // stages
         if stages > len(SearchSpace.of(profile, cluster).positions) - 1:
             continue
-        base = replace(plan(profile, cluster.unlimited(), shape=(w,) * stages), cluster=cluster)
+        try:
+            base = replace(plan(profile, cluster.unlimited(), shape=(w,) * stages), cluster=cluster)
+        except PlanError:  # no chain of the graph's cuts has this many stages
+            continue
         splits = [workers << power for power in range((most // workers).bit_length())]
         for m in splits if microbatches is None else [microbatches]:
             if m % w or m // w < stages:
