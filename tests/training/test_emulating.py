@@ -116,8 +116,8 @@ def test_command_runs_more_workers_than_cores(tmp_path: Path, unit: str) -> None
     assert predicted.workers == 3
 
 
-def test_other_number_of_workers_is_refused(told: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_other_number_of_workers_is_refused(run_command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     plan = plan_of((2, 1)).save(tmp_path / "plan.json")
-    status, _, error = told("emulate", plan, "--workers", 2)
+    status, _, error = run_command("emulate", plan, "--workers", 2)
     assert status == 2
     assert "2 workers were asked for, the plan 2-1 has 3" in error

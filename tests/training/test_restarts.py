@@ -133,7 +133,7 @@ def test_torchruns_restarts_go_on_too(tmp_path: Path) -> None:
     ids=["epochs", "minibatches"],
 )
 def test_a_finished_run_has_nothing_left_to_do(
-    told: Callable[..., tuple[int, str, str]],
+    run_command: Callable[..., tuple[int, str, str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     end: tuple[str, ...],
@@ -144,7 +144,7 @@ def test_a_finished_run_has_nothing_left_to_do(
 
     def train_here(*options: str) -> tuple[int, str]:
         arguments = ("train", "mortal.py", "--workers", "1", "--out", "run", "--checkpoint-every", "10", *options, *end)
-        status, _, error = told(*arguments)
+        status, _, error = run_command(*arguments)
         return status, error
 
     def summary() -> dict[str, Any]:
