@@ -16,7 +16,7 @@ import pipedream
 
 
 class DigitNet(nn.Module):
-    """An ordinary module whose forward calls its parts in a line."""
+    """An ordinary module whose forward calls its children one after the other."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A Llama of 70 billion parameters: profiled and planned on any machine, for it is built on the meta device.
+"""A Llama of 70 billion parameters: profiled and planned on any machine, because it is built on the meta device.
 
 Plan it: pipedream profile examples/llama70b.py --device meta --as H100 -o llama.json
          pipedream plan llama.json --workers 8 8 --bandwidth 450e9 50e9 --memory 80GB

@@ -1,9 +1,8 @@
 #!/bin/sh
 # Installs the pins and this package into .venv, which must exist; quiet unless something fails.
 #
-# Without a GPU, torch's CPU build will do: it is a tenth of the size of the CUDA build. It is looked for on
-# PyTorch's own index and in whatever find-links the user's pip is set up with. Where neither answers, the ordinary
-# index gives the build that it has, which works as well.
+# Without a GPU, torch's CPU build is enough, and a tenth of the size of the CUDA build. It is searched on PyTorch's own
+# index and in the find-links of the user's pip. If neither has it, the ordinary index provides its build, which works too.
 set -eu
 cd "$(dirname "$0")/.."
 

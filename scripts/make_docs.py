@@ -1,6 +1,6 @@
 """Writes docs/gallery.md and docs/img/*.svg from the schedules themselves.
 
-With --check it writes nothing and says what is out of date.
+With --check it writes nothing and lists what is out of date.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def split(name: str) -> int | None:
 
 
 def simulated(schedule: Schedule, total: int) -> Timeline:
-    """Returns the timeline of a schedule whose plan has seconds for a microbatch."""
+    """Returns the timeline of a schedule whose plan has the seconds of a microbatch."""
     return simulate(lower(schedule), costs(schedule.plan), total)
 
 
 def about(name: str) -> str:
-    """Returns what the docstrings of a method say: the function's first sentence, the module's words."""
+    """Returns a method's description: the docstring of its module, and the first sentence of its function."""
     factory = SCHEDULES[name]
     sentence = (inspect.getdoc(factory) or "").split("\n\n")[0].removeprefix("Returns ")
     return f"{prose(inspect.getdoc(inspect.getmodule(factory)))}\n\nHere: {sentence}"
 
 
 def compensated() -> list[tuple[Schedule, str, str]]:
-    """Returns the methods that stand on others, with what they are and when to choose them."""
+    """Returns the methods that are another one plus a compensation, what they are, and when to choose them."""
     found = []
     for name, factory in COMPENSATED.items():
         text = (inspect.getdoc(factory) or "").removeprefix("Returns ")
@@ -80,7 +80,7 @@ def main() -> int:
         if "--check" not in sys.argv:
             write_text(path, text)
         elif not path.exists() or path.read_text(encoding="utf-8") != text:
-            print(f"{path} is out of date: run make docs", file=sys.stderr)
+            print(f"{path} is out of date; run make docs", file=sys.stderr)
             stale = 1
     return stale
 
