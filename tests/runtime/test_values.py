@@ -75,3 +75,11 @@ def test_the_samples_of_a_batch_are_counted_on_its_first_tensor() -> None:
     assert count_samples(torch.ones(())) == 1
     with pytest.raises(WorkerError, match="holds no tensor"):
         count_samples({"name": "text"})
+
+
+def test_only_tensors_of_the_batch_are_split() -> None:
+    samples, table = torch.arange(4), torch.arange(6)
+    first, second = split_batch({"x": samples, "table": table}, 4, 2)
+    assert [part["x"].tolist() for part in (first, second)] == [[0, 1], [2, 3]]
+    assert same(first["table"], table)
+    assert same(second["table"], table)
