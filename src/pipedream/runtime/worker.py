@@ -255,7 +255,7 @@ class Worker:
             self.results.send_sums(self._stream.minibatch(op.index))
 
     def _admit(self, op: Op) -> Message | None:
-        """Takes the next microbatch from the data; ends the stream if there is none."""
+        """Takes the next microbatch from the data; ends the stream after the last one."""
         if self._stream.trains and self.program.placement.replicas[0] == 1 and self.stop_requested():
             self._stop_feed(Ending.INTERRUPT)
         assert self._data is not None

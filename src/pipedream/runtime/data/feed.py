@@ -51,7 +51,7 @@ class Feed:
         self.stopped = None
 
     def read(self, number: int, replica: int = 0) -> Minibatch | Ending:
-        """Returns minibatch `number` since the last drain, or why there is none; `ended_at` is then their count.
+        """Returns minibatch `number` since the last drain, or why the stream has ended; `ended_at` is then the count.
 
         Args:
             number: greater than in any call before.
