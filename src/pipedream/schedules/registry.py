@@ -162,7 +162,7 @@ def method_of(name: str) -> Method:
     """Returns the method of a name or of a user's file, whatever options follow.
 
     Raises:
-        ScheduleError: there is none.
+        ScheduleError: there is no such method.
     """
     bare, given = name_and_options(name)
     if given and is_torch_csv(bare):

@@ -215,7 +215,7 @@ def plan_of_file(
         recompute: see `pipedream.plan`.
 
     Raises:
-        ScheduleError: the file is none, or has another number of microbatches.
+        ScheduleError: the file cannot be used, or has another number of microbatches.
         PlanError: the cluster has another number of workers, or nothing fits.
     """
     read = schedules.load_torch_csv(name)

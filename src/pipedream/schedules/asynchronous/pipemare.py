@@ -3,7 +3,7 @@
 Yang et al., MLSys 2021, section 3.2, T2: u = w(t) - D d(t), d(t+1) = gamma d(t) + (1 - gamma)(w(t+1) - w(t)), D the
 stage's delay in updates, gamma = decay^(1/D). The order is that of pipelined backpropagation, an update holds the m
 microbatches of a minibatch, and D = 2(p-1-s)/m is their mean delay. The paper counts (2(p-1-s) + 1)/m: one microbatch
-between forward and backward at the last stage, where here there is none.
+between forward and backward at the last stage, here none.
 
     rank 0 | F0  F1  F2  B0  F3  B1' F4  B2  F5  B3'
     rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4
