@@ -1,4 +1,4 @@
-"""Builds workers from channels, stages and optimizers: all of them in one process, or the one of this process."""
+"""Builds workers from channels, stages and optimizers: all of them, or this process's."""
 
 from __future__ import annotations
 
@@ -49,10 +49,9 @@ class Settings:
     """The user's choices for the training itself.
 
     Attributes:
-        policy: for what couples the stages.
         ema: decay of the averaged weights; None keeps no average.
-        autocast: low-precision dtype of the forwards; None computes in the dtype of the weights.
-        scaling: of the loss; None does not scale it.
+        autocast: dtype of the forwards; None computes in the dtype of the weights.
+        scaling: None does not scale the loss.
     """
 
     loss: Loss
@@ -71,11 +70,9 @@ class Blueprint:
     """What all workers of a run are built from.
 
     Attributes:
-        programs: of each phase of the run, over the same channels; verified. The first is run first.
-        evaluation: the program of forwards alone, verified.
-        layers: (name, module) of the whole model, in order.
-        device: of the workers of this process.
-        shared: weights that several stages hold.
+        programs: one per phase, over the same channels; verified.
+        evaluation: forwards alone, verified.
+        layers: (name, module) of the whole model.
     """
 
     programs: Sequence[Program]
@@ -87,22 +84,18 @@ class Blueprint:
 
     @property
     def program(self) -> Program:
-        """The program of the first phase, for what all phases have in common."""
         return self.programs[0]
 
     @property
     def placement(self) -> Placement:
-        """Of all phases."""
         return self.programs[0].placement
 
     def layers_of(self, stage: int) -> Sequence[tuple[str, nn.Module]]:
-        """Returns (name, module) of a stage's layers."""
         span = self.program.plan.stages[stage]
         return self.layers[span.first : span.last]
 
     def most_unread(self) -> int:
-        """Returns how many messages of data or results may be unread: what the input stage has in flight, or one
-        minibatch."""
+        """How many messages of data or results may be unread."""
         most = max(max(*program.plan.in_flight, program.microbatches) for program in self.programs)
         return most * max(self.placement.replicas) + 2
 
@@ -113,8 +106,8 @@ class Connections:
 
     Attributes:
         everyone: gloo group of all ranks: headers, results, sums of small numbers.
-        stages: for each stage the group of its replicas, None if it has one.
-        holders: for each of the shared weights the group of all ranks that hold it, None if this rank does not.
+        stages: each stage's replicas; None for one.
+        holders: the ranks of each tied weight; None if this rank is not among them.
         pairs: channel number -> group of its payloads.
     """
 
@@ -126,13 +119,7 @@ class Connections:
 
 @dataclass(frozen=True)
 class WorkerChannels:
-    """The channel ends of one worker.
-
-    Attributes:
-        senders, receivers: channel number -> its end.
-        result_senders: other rank -> channel for this rank's losses and metrics, at the last stage.
-        result_receivers: rank of the last stage -> channel from it.
-    """
+    """One worker's channel ends by number; for results, by the other rank."""
 
     senders: dict[int, Sender]
     receivers: dict[int, Receiver]
@@ -141,11 +128,7 @@ class WorkerChannels:
 
 
 def connect(program: Program, device: torch.device, shared: Sequence[TiedWeights] = ()) -> Connections:
-    """Makes the process groups of a program, or of several over the same channels; every rank calls it.
-
-    Args:
-        shared: weights that several stages hold.
-    """
+    """Makes the process groups of programs with the same channels; every rank calls it."""
     world = dist.group.WORLD
     assert world is not None
     on_gpu = device.type == "cuda"
@@ -163,11 +146,7 @@ def connect(program: Program, device: torch.device, shared: Sequence[TiedWeights
 
 
 def local_workers(blueprint: Blueprint, handles: Sequence[dict[str, nn.Parameter]]) -> list[Worker]:
-    """Returns all workers, joined by queues in one process.
-
-    Args:
-        handles: for each stage, its trained parameters.
-    """
+    """Returns all workers, joined by queues in one process."""
     program, placement, shared = blueprint.program, blueprint.placement, blueprint.shared
     channels = {number: LocalChannel() for number in range(len(program.channels))}
     owners = placement.ranks[-1]
@@ -209,12 +188,7 @@ def distributed_worker(
     remote_forwards: dict[int, RemoteForward],
     connections: Connections,
 ) -> Worker:
-    """Returns this process's worker, joined to the others by torch.distributed.
-
-    Args:
-        handles: stage -> its trained parameters, for the stages of this rank.
-        remote_forwards: from `remote_forwards_of`, for this rank.
-    """
+    """Returns this process's worker, joined to the others by torch.distributed."""
     placement, shared = blueprint.placement, blueprint.shared
     stage_states = {}
     for stage, _ in placement.stage_replicas(rank):
@@ -253,10 +227,10 @@ def _distributed_channels(blueprint: Blueprint, rank: int, connections: Connecti
         peer = channel.receiver if rank == channel.sender else channel.sender
         end = ChannelEndpoint(peer, number, channel.depth, everyone, connections.pairs[number], blueprint.device)
         if rank == channel.sender:
-            # A replica that begins a forward has finished all backwards except those of what it has in flight: their
-            # activations were received by the next stage, and its gradients were received here. The end of a stream is
-            # one more message. So waiting for an older message never waits for anything that is still to be done.
-            # Two messages of weights may be unread: those of an update that was then not made, and the end.
+            # A replica that begins a forward has finished all backwards except those in flight, so the next stage has
+            # received their activations. The end of a stream is one more message. So waiting for an older message never
+            # waits for work still to be done. Of weights two messages may be unread: those of an update that was not
+            # made, and the end.
             most = 1 if channel.carries == "weights" else in_flight[min(channel.source, channel.target)]
             ends.senders[number] = DistributedSender(end, most + 1)
         else:
@@ -278,10 +252,7 @@ def _distributed_channels(blueprint: Blueprint, rank: int, connections: Connecti
 def data_channels(
     blueprint: Blueprint, rank: int, connections: Connections
 ) -> tuple[dict[int, DistributedSender], DistributedReceiver | None]:
-    """Returns the channels on which replica 0 of the input stage hands the others their data.
-
-    Returns: replica -> sender, at replica 0; the receiver, at the others. Nothing at other stages.
-    """
+    """Returns how replica 0 of the input stage hands out data: replica -> sender, there; the receiver, elsewhere."""
     program, placement, everyone = blueprint.program, blueprint.placement, connections.everyone
     first, *others = placement.readers
     senders: dict[int, DistributedSender] = {}
@@ -302,11 +273,7 @@ def data_channels(
 def remote_forwards_of(
     blueprint: Blueprint, rank: int, handles: Mapping[int, dict[str, nn.Parameter]]
 ) -> dict[int, RemoteForward]:
-    """Returns stage -> remote forward, for the stages whose forwards a rank runs on weights that live elsewhere.
-
-    Args:
-        handles: stage -> its trained parameters, while layers that share one still do.
-    """
+    """Returns a rank's remote forwards by stage; called while layers that share a parameter still do."""
     found = {}
     settings = blueprint.settings
     for stage, _ in blueprint.placement.remote_forwards(rank):
@@ -320,7 +287,7 @@ def remote_forwards_of(
 def _copied(
     layers: Sequence[tuple[str, nn.Module]], handles: dict[str, nn.Parameter]
 ) -> tuple[list[tuple[str, nn.Module]], dict[str, nn.Parameter]]:
-    """Returns copies for a further replica in one process, in which the user's model has the layers only once."""
+    """Copies for a further replica in one process, where the user's model has each layer only once."""
     memo: dict[int, Any] = {}
     copied = [(name, copy.deepcopy(layer, memo)) for name, layer in layers]
     return copied, {name: memo[id(handle)] for name, handle in handles.items()}
@@ -334,19 +301,14 @@ def _stage_state(
     replica_group: Group | None,
     copies: dict[str, nn.Parameter] | None,
 ) -> StageState:
-    """Returns the state of a stage replica.
-
-    Args:
-        layers, handles: of the stage, or a replica's copies of them.
-        copies: parameters that are trained in place of the handles, if another stage here holds some of these too.
-    """
+    """`copies` are trained instead of handles that another stage here also holds."""
     plan, settings, programs = blueprint.program.plan, blueprint.settings, blueprint.programs
     module = StageModule(layers, handles, blueprint.device, settings.seed, settings.autocast)
     low = low_precision_weights(layers, handles, settings.autocast)
     handles = copies or handles
     versions = Versions(handles, low, watched=replica_group is not None)
     counted_elsewhere = [name for one in blueprint.shared if stage in one.stages[1:] for name in one.names]
-    # Rules of the programs under which weights change between a forward and its backward.
+    # Under these programs weights change between a forward and its backward.
     moving = [p.weights for p in programs if p.weights.staleness(stage) > 0 or p.weights.predictions(stage)]
     stage_state = StageState(
         module=module,

@@ -1,4 +1,4 @@
-"""What a session saves in a checkpoint, and how it restores one: the state of all stages at a drain."""
+"""Saves and restores a session's state: that of all stages at a drain."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ class Checkpointer:
     """Saves and restores the workers of this process.
 
     Args:
-        names: of each stage's parameters and buffers.
-        group: gloo group of all ranks; None in a single process.
-        writer_group: another such group, for writing in the background.
+        names: each stage's parameters and buffers.
+        group, writer_group: gloo groups of all ranks, the latter for the background; None in a single process.
     """
 
     def __init__(
@@ -60,9 +59,8 @@ class Checkpointer:
         """Writes a checkpoint; every rank calls it at a drain.
 
         Args:
-            folder: of the checkpoints of this run.
-            keep: number of complete checkpoints to keep; None keeps all.
-            wait: return when it is complete; otherwise it is written in the background, from a copy.
+            keep: complete checkpoints to keep; None keeps all.
+            wait: False writes a copy in the background.
 
         Raises:
             WorkerError: it, or the one before, could not be written.
@@ -91,24 +89,20 @@ class Checkpointer:
         return path
 
     def read(self, path: Path) -> Checkpoint:
-        """Returns a checkpoint's contents page; every rank calls it.
-
-        Raises:
-            ArtifactError: it is damaged; on every rank.
-        """
+        """Reads the contents page; every rank calls it, and raises the same `ArtifactError` if it is damaged."""
         return self._on_every_rank(lambda: checkpoints.contents(path))
 
     def restore(self, path: Path, page: Checkpoint) -> None:
-        """Restores a checkpoint of this model, saved under any plan and schedule; every rank calls it.
+        """Restores a checkpoint saved under any plan and schedule; every rank calls it.
 
         Raises:
-            ArtifactError: it is damaged, or of another model or optimizer; on every rank.
+            ArtifactError: damaged, or of another model or optimizer; on every rank.
         """
         self._on_every_rank(lambda: self._restore(path, page))
         self.writer.loaded(path, page.minibatches)
 
     def _on_every_rank(self, action: Callable[[], T]) -> T:
-        """Returns what the action does; if it fails at some ranks, every rank raises the first failure."""
+        """If the action fails at some ranks, every rank raises the first failure."""
         failure, found = "", None
         try:
             found = action()
@@ -124,7 +118,6 @@ class Checkpointer:
         return self._workers[0].program
 
     def _collect(self) -> tuple[dict[str, torch.Tensor], dict[int, Any]]:
-        """Returns tensors and stage states for the stages whose replica 0 is here."""
         state = parameters.named_state(self._model)
         tensors: dict[str, torch.Tensor] = {}
         stages: dict[int, Any] = {}
@@ -149,7 +142,7 @@ class Checkpointer:
         same = self._counts_alike(page)
         for stage, stage_state in self._stage_states():
             stage_state.versions.reload()
-            # Stages in one process that train the same weights must not share their optimizers' tensors.
+            # Stages of one process that train the same weights must not share their optimizers' tensors.
             alone = len(self._workers) == 1 and not _copies_of(stage_state)
             own = found if alone else {name: tensor.clone() for name, tensor in found.items()}
             if stage_state.predictions is not None:
@@ -158,20 +151,19 @@ class Checkpointer:
                 optimizer_state.restore(stage_state.optimizer, page.stages, own, stage=stage if same else None)
             except PipelineError:
                 raise
-            except Exception as error:  # optimizer and scheduler are the user's, and check little
+            except Exception as error:  # the user's optimizer and scheduler check little
                 raise ArtifactError(
                     f"the optimizer state in the checkpoint {path} does not fit: {type(error).__name__}: {error}; "
                     "resume with the same optimizer and scheduler"
                 ) from None
         for worker in self._workers:
             worker.done_minibatches = page.minibatches
-            worker.update_barrier.norm_square = page.stages[0].norm_square  # that of all stages
+            worker.update_barrier.norm_square = page.stages[0].norm_square  # of all stages
             worker.clock = page.stages[0].updates if same else 0
         if page.random:
             restore_rng(page.random[self._rank % len(page.random)], self._device)
 
     def _wanted(self, page: Checkpoint) -> Iterable[str]:
-        """Returns the names of the tensors that this process's stages need."""
         state = parameters.named_state(self._model)
         saved = self._model.state_dict(keep_vars=True)
         for stage in self._stages():
@@ -181,7 +173,7 @@ class Checkpointer:
                     yield f"model/{name}"
         trained = {name for _, stage_state in self._stage_states() for name in stage_state.optimizer.named}
         here = {name for stage in self._stages() for name in self._names[stage]}
-        # A shared weight is kept under its first name, which may be that of a layer elsewhere.
+        # A shared weight has its first name, perhaps that of a layer elsewhere.
         yield from (f"model/{name}" for name in trained - here if f"model/{name}" in page.tensors)
         averaged = any(stage_state.optimizer.ema for _, stage_state in self._stage_states())
         stepped = {
@@ -198,7 +190,7 @@ class Checkpointer:
                 yield name
 
     def _counts_alike(self, page: Checkpoint) -> bool:
-        """Whether the stages' counts of updates mean the same now as in the checkpoint."""
+        """Whether counts of updates mean the same now as in the checkpoint."""
         plan, then = self._program.plan, page.plan
         spans = [[(stage.first, stage.last, stage.replicas) for stage in p.stages] for p in (plan, then)]
         alike = spans[0] == spans[1] and page.schedule == self._program.name
@@ -218,8 +210,7 @@ class Checkpointer:
 
 
 def share_with_replicas(workers: Sequence[Worker]) -> None:
-    """Copies parameters and buffers within a process: from the first replica of a stage, which has the user's, to its
-    other replicas, and from weights that several stages share to the copies that are trained."""
+    """Copies a stage's weights to its other replicas in this process, and tied weights to the trained copies."""
     ranks, by_rank = workers[0].program.placement.ranks, {worker.rank: worker for worker in workers}
     for worker in workers:
         for stage, stage_state in worker.stage_states.items():
@@ -234,7 +225,7 @@ def share_with_replicas(workers: Sequence[Worker]) -> None:
 
 
 def _copies_of(stage_state: StageState) -> list[str]:
-    """Returns the names of the weights that are copies here, because another stage trains the user's own."""
+    """Names of weights that are copies because another stage trains the user's own."""
     return [
         name for name, handle in stage_state.versions.handles.items() if handle is not stage_state.module.handles[name]
     ]

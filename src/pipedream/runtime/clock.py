@@ -1,8 +1,4 @@
-"""The two clocks that a worker can run on (the idea is SimPy's: one program, two environments).
-
-`run_in_process` runs all workers in one thread and switches to the next one that can continue; it is deterministic,
-good for tests, notebooks and debuggers. `run_distributed` runs this process's only worker and really waits.
-"""
+"""The two clocks that a worker can run on (as in SimPy: one program, two environments)."""
 
 from __future__ import annotations
 
@@ -16,13 +12,11 @@ __all__ = ["run_distributed", "run_in_process"]
 
 
 def run_in_process(workers: Sequence[Generator[Any, None, None]], input_ranks: Sequence[int]) -> Iterator[Any]:
-    """Runs workers by turns; yields the results of the lead worker.
+    """Runs all workers by turns in one thread, deterministically; yields the results of the lead worker.
 
     Args:
-        workers: all of them.
-        input_ranks: of the input stage, the lead first. None of them continues after a result before the lead has
-            yielded the same one. What the training loop then requests (a drain) reaches all of them at the same point,
-            as if each were a process with its own loop.
+        input_ranks: of the input stage, the lead first. None continues after a result before the lead has yielded the
+            same one, so that a drain requested then reaches all of them at the same point.
 
     Raises:
         DeadlockError: no worker can continue. (The verifier excludes this.)

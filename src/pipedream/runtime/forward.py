@@ -1,4 +1,4 @@
-"""The forwards of one rank: from the received message to the next one, or to the loss."""
+"""The forwards of one rank, from the received message to the next one or the loss."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = ["DataStream", "ForwardRunner"]
 
 @dataclass(frozen=True)
 class DataStream:
-    """A stream: the minibatches between two drains.
+    """The minibatches between two drains.
 
     Attributes:
         split: microbatches of a minibatch.
-        base: minibatches since the start of training before this stream.
+        base: minibatches before this stream.
         trains: backwards follow.
         predicts: outputs are returned, not scored.
-        ema: forwards without backwards read the average of the weights.
+        ema: forwards without backwards read averaged weights.
     """
 
     split: int = 1
@@ -43,21 +43,16 @@ class DataStream:
     ema: bool = False
 
     def minibatch(self, index: int) -> int:
-        """Returns the minibatch of a microbatch, both counted from the start of the stream."""
+        """The minibatch of a microbatch, both counted in this stream."""
         return index // self.split
 
     def number(self, index: int) -> int:
-        """Returns the number of a microbatch since the start of training."""
+        """A microbatch's number since the start of training."""
         return self.base * self.split + index
 
 
 class ForwardRunner:
-    """Runs the forwards of a rank. Life: `begin` a stream; then one call for each microbatch at a stage.
-
-    Args:
-        results: receives the outputs of predictions.
-        where: returns a description of what the rank is doing, for errors.
-    """
+    """Runs the forwards of a rank. Life: `begin` a stream; then one call for each microbatch at a stage."""
 
     def __init__(
         self,
@@ -76,7 +71,6 @@ class ForwardRunner:
         self._where = where
 
     def begin(self, program: Program, stream: DataStream) -> None:
-        """Begins a stream."""
         self._program = program
         self._stream = stream
         self._last = program.placement.stages - 1
@@ -84,8 +78,8 @@ class ForwardRunner:
     def for_training(
         self, op: Op, stage_state: StageState | RemoteForward, message: Message
     ) -> tuple[SavedForward, ForwardFunction]:
-        """Returns what is kept of a microbatch for its backward, and the forward that fills it in."""
-        # The version that was read is recorded, to be compared with the requested one.
+        """Returns what is kept for the backward, and the forward that fills it in."""
+        # The version read is recorded, to be compared with the requested one.
         weights, version = stage_state.read(self._program.weights.forward_version(op.stage, op.index))
         saved = SavedForward(weights, (), (), message.gradients, op.index, version)
         targets = self._mailbox.take("input", op) if op.stage == self._last else None
@@ -113,7 +107,7 @@ class ForwardRunner:
         return saved, run
 
     def recompute(self, op: Op, stage_state: StageState, message: Message) -> SavedForward:
-        """Returns what a forward on another rank has kept: the input, for recomputing it in the backward."""
+        """Returns what a forward on another rank has kept: its input."""
         stage_state.next_forward = op.index + 1
         if message.content is Content.EMPTY:
             return SavedForward(None, (), (), (), op.index)
@@ -122,7 +116,6 @@ class ForwardRunner:
         return saved
 
     def without_backward(self, op: Op, stage_state: StageState | RemoteForward, message: Message) -> Message:
-        """Runs a forward without a backward."""
         context: AbstractContextManager[None] = nullcontext()
         if isinstance(stage_state, RemoteForward):
             leaves, context = stage_state.leaves, stage_state.evaluating()
@@ -142,7 +135,7 @@ class ForwardRunner:
         return message
 
     def pack_weights(self, stage: int, index: int, stage_state: StageState, weight_packet: WeightPacket) -> Message:
-        """Returns a stage's weights for the forwards on another rank, from microbatch `index` on."""
+        """Weights for another rank's forwards from microbatch `index` on."""
         version = self._program.weights.forward_version(stage, index) if self._stream.trains else 0
         leaves = stage_state.versions.peek(version).leaves if self._stream.trains else self._leaves_of(stage_state)
         return Message(index, tensors=(weight_packet.pack(leaves),), version=version)

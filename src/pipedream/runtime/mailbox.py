@@ -1,7 +1,6 @@
-"""The mailbox of one rank: messages for its ops, messages from them, and the end of a stream.
+"""The mailbox of one rank: messages for its ops, from other ranks or its own stages, and messages from them.
 
-A message arrives over a channel, or directly from another stage of the same rank. The end of a stream follows the last
-message on each channel that serves forwards.
+The end of a stream follows the last message on each channel that serves forwards.
 """
 
 from __future__ import annotations
@@ -23,12 +22,7 @@ _NEVER = 2**62  # more microbatches than a stream has
 
 
 class Mailbox:
-    """Messages of one rank. Life: `begin` a stream; `receive`, `take`, `put` and `send`; `end`.
-
-    Args:
-        channels: of the program, by number.
-        senders, receivers: channel number -> its end at this rank.
-    """
+    """Messages of one rank. Life: `begin` a stream; `receive`, `take`, `put` and `send`; `end`."""
 
     def __init__(
         self,
@@ -46,11 +40,7 @@ class Mailbox:
         self.begin()
 
     def begin(self, per_fetch: int = 0) -> None:
-        """Begins a stream; drops what is left of the one before.
-
-        Args:
-            per_fetch: microbatches that weights are fetched for; 0 in a stream of forwards alone, which fetches once.
-        """
+        """`per_fetch`: microbatches per fetch of weights; 0 in a stream of forwards alone, which fetches once."""
         self._per_fetch = per_fetch
         self._inbox: dict[tuple[str, int, int], Message] = {}
         self._outbox: dict[tuple[str, int, int], Message] = {}
@@ -59,9 +49,9 @@ class Mailbox:
         self._last: tuple[int, Ending] | None = None
 
     def receive(self, number: int, index: int) -> Waiting[tuple[int, Ending] | None]:
-        """Receives the next message of a channel; yields where it would wait.
+        """Receives a channel's next message; yields where it would wait.
 
-        Returns: the count of microbatches and why the stream ends, if the end arrived instead; else None.
+        Returns: if the end arrived instead, the stream's microbatches and why it ends; else None.
         """
         channel = self._channels[number]
         pending = self._receivers[number].receive()
@@ -71,18 +61,18 @@ class Mailbox:
         if message.content is Content.END:
             self._ended.add(number)
             return message.microbatch, Ending(message.flags)
-        # Weights are sent as soon as they are made, for a minibatch that may turn out not to exist.
+        # Weights are sent once made, for a minibatch that may turn out not to exist.
         if message.microbatch != index:
             raise AssertionError(f"microbatch {message.microbatch} arrived on channel {channel.carries} for {index}")
         self._inbox[channel.carries, channel.target, index] = message
         return None
 
     def take(self, carries: str, op: Op) -> Message:
-        """Returns the message that an op reads, and removes it."""
+        """Removes and returns the message that an op reads."""
         return self._inbox.pop((carries, op.stage, op.index))
 
     def drop(self, carries: str, op: Op) -> None:
-        """Drops a message that an op did not read, if it has arrived."""
+        """Drops an unread message, if it has arrived."""
         self._inbox.pop((carries, op.stage, op.index), None)
 
     def put(self, carries: str, target: int, message: Message) -> None:
@@ -95,7 +85,6 @@ class Mailbox:
             self._outbox[carries, target, message.microbatch] = message
 
     def send(self, number: int, index: int) -> None:
-        """Sends a channel's message of a microbatch."""
         channel = self._channels[number]
         self._senders[number].send(self._outbox.pop((channel.carries, channel.target, index)))
         self._sent[number] = index
@@ -103,13 +92,13 @@ class Mailbox:
             self._end_channel(number)
 
     def end(self, total: int, ending: Ending) -> None:
-        """Informs the following stages that the stream ends at `total` microbatches."""
+        """The stream ends at `total` microbatches."""
         self._last = (total, ending)
         for number in range(len(self._channels)):
             self._end_channel(number)
 
     def unread(self, channels: tuple[Channel, ...]) -> list[int]:
-        """Returns the channels on which this rank has not received the end of the stream yet."""
+        """Channels whose end of the stream has not arrived."""
         return [
             number
             for number, channel in enumerate(channels)
@@ -117,7 +106,7 @@ class Mailbox:
         ]
 
     def _end_channel(self, number: int) -> None:
-        """Sends the end after the last message; another stage of this rank may still have messages to send."""
+        """Sends the end after the last message, which another stage here may still have to make."""
         channel, placement = self._channels[number], self._placement
         if channel.sender != self._rank or channel.carries not in _FORWARD:
             return

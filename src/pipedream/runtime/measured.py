@@ -1,4 +1,4 @@
-"""What was measured in a run: the spans, tags and peaks of all workers as one Timeline."""
+"""Collects a run's measured spans, tags and peaks into one Timeline."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ def timeline(
     device: torch.device,
     batch: int,
 ) -> Timeline:
-    """Returns what ran when on all ranks in a phase, from the start of the run's first span; every rank calls it.
+    """Returns a phase's timeline on all ranks, from the run's first span; every rank calls it.
 
     Args:
-        programs: of all phases.
         workers: of this process.
-        group: gloo group of all ranks; None in a single process.
+        group: None in a single process.
         batch: samples in a minibatch.
 
     Raises:
@@ -81,13 +80,7 @@ def timeline(
 def status(
     workers: Sequence[Worker], count: int, device: torch.device, distributed: bool
 ) -> dict[int, dict[str, float]]:
-    """Returns rank -> busy share since the last call and peak bytes; for other processes their last ones, at rank 0.
-
-    Args:
-        workers: of this process.
-        count: of all workers.
-        distributed: there are other processes.
-    """
+    """Returns rank -> busy share since the last call and peak bytes; rank 0 has those of other processes too."""
     mine = {w.rank: {"busy_share": w.recorder.busy_share(), "peak_bytes": float(peak_bytes(device))} for w in workers}
     if not distributed:
         return mine

@@ -1,7 +1,6 @@
 """A session: one model trained in one placement, from the first minibatch to the last.
 
-It owns the workers of this process (all of them, or one), runs them on the right clock, and makes sure that a failure
-of one rank ends all.
+It owns this process's workers, runs them on the right clock, and lets a failure of one rank end all.
 """
 
 from __future__ import annotations
@@ -63,10 +62,8 @@ class Session:
     """Workers around one model.
 
     Args:
-        model: the user's module; on several processes each rank keeps only its own stages' parameters.
-        graph: of its layers.
-        blueprint: of the workers.
-        stuck_after_s: seconds that an op or the loader may take; 0 sets no limit.
+        model: in a process group each rank keeps only its stages' parameters.
+        stuck_after_s: limit for one op or the loader; 0 for none.
 
     Raises:
         PlanError: the number of processes is not the plan's, or the ranks disagree on the plan.
@@ -105,14 +102,13 @@ class Session:
         self._activity.place = _LOOP
 
     def _build_all(self) -> list[Worker]:
-        """Returns all workers, in this process."""
         blueprint, model = self._blueprint, self.model
         parameters.materialise(model, blueprint.layers, blueprint.device, blueprint.settings.seed)
         self._names_here = {name for names in self._stage_names for name in names}
         return local_workers(blueprint, [parameters.trained(model, names) for names in self._stage_names])
 
     def _connect(self, processes: int, stuck_after_s: float) -> Connections:
-        """Joins the other ranks, and checks that all are asked to do the same."""
+        """Joins the other ranks; all must be asked to do the same."""
         blueprint = self._blueprint
         program, workers = blueprint.program, blueprint.placement.workers
         if processes != workers:
@@ -128,7 +124,7 @@ class Session:
         return connections
 
     def _build_own(self, connections: Connections) -> Worker:
-        """Returns this rank's worker, after the parameters of other stages have been dropped."""
+        """Drops the parameters of other stages."""
         blueprint, model, placement = self._blueprint, self.model, self._blueprint.placement
         own_stages = [stage for stage, _ in placement.stage_replicas(self.rank)]
         self._names_here = {name for stage in own_stages for name in self._stage_names[stage]}
@@ -150,22 +146,20 @@ class Session:
 
     @property
     def program(self) -> Program:
-        """The program that is run now."""
         return self.workers[0].program
 
     @property
     def trained(self) -> dict[int, tuple[int, int]]:
-        """Phase -> (begin, end), for the phases that were trained here: counts of minibatches."""
+        """Phase -> (begin, end) in minibatches."""
         return self.workers[0].trained
 
     def switch_to(self, phase: int) -> None:
-        """Switches to the program of a phase, at a drain."""
+        """Call it at a drain."""
         for worker in self.workers:
             worker.switch_to(self._blueprint.programs[phase], phase)
 
     @property
     def distributed(self) -> bool:
-        """The workers are several processes."""
         return self._group is not None
 
     @property
@@ -190,14 +184,14 @@ class Session:
         skip: int = 0,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Prepares to read a loader for training, at the workers of the input stage; every rank calls it.
+        """Prepares to read a loader for training; every rank calls it.
 
         A map-style DataLoader finds a position without loading what lies before it, and a loader with its own
-        state_dict by that; any other iterable is iterated up to the position and its minibatches are dropped.
+        state_dict by that; other iterables are iterated up to it.
 
         Args:
             adapt: batch -> (inputs, targets).
-            first_epoch, epochs: the epochs first_epoch <= epoch < epochs are read.
+            first_epoch, epochs: reads first_epoch <= epoch < epochs.
             skip: minibatches of the first epoch that are done.
             state: from `data_state` for this position, under any plan; None keeps the order of the data as it is.
         """
@@ -214,9 +208,9 @@ class Session:
             ) from error
 
     def data_state(self, epoch: int, batches: int) -> dict[str, Any]:
-        """Returns what `open_feed` needs to continue after `batches` minibatches of an epoch, as JSON.
+        """Returns, as JSON, what `open_feed` needs to continue after `batches` minibatches of an epoch.
 
-        All ranks call it, at a drain. Rank 0's counts: ranks that do not read the data return an empty one.
+        All ranks call it at a drain; rank 0's result counts.
         """
         try:
             return self._data.state(epoch, batches)
@@ -224,12 +218,12 @@ class Session:
             raise self._reported(error) from error.__cause__
 
     def train(self, until: int | None = None) -> Iterator[Done]:
-        """Trains until the data ends, `stop` is called or `until` minibatches are done in total; see `Worker.train`."""
+        """Trains until the data ends, `stop`, or a total of `until` minibatches; see `Worker.train`."""
         streams = [worker.train(self._microbatches.get(worker.rank), until) for worker in self.workers]
         yield from self._run(streams)
 
     def stop(self) -> None:
-        """Ends the running stream after the minibatches that have been admitted."""
+        """Ends the stream after the admitted minibatches."""
         for microbatches in self._microbatches.values():
             microbatches.stop(Ending.DRAIN)
 
@@ -239,14 +233,14 @@ class Session:
             microbatches.resume()
 
     def evaluate(self, loader: Iterable[Any], adapt: AdaptBatch, ema: bool = False) -> Done:
-        """Runs forwards over a loader; returns the means over all of it, equal on every rank."""
+        """Means over a loader, equal on every rank."""
         with self._evaluation_data(loader, adapt) as data:
             streams = [worker.evaluate(data.get(worker.rank), ema) for worker in self.workers]
             found = [event for event in self._run(streams) if isinstance(event, Done)]
         return found[-1]
 
     def predict(self, loader: Iterable[Any], adapt: AdaptBatch, ema: bool = False) -> Iterator[Output]:
-        """Runs forwards over a loader; yields the outputs, at rank 0 only."""
+        """Yields the outputs, at rank 0 only."""
         with self._evaluation_data(loader, adapt) as data:
             yield from self._run([worker.predict(data.get(worker.rank), ema) for worker in self.workers])
 
@@ -282,7 +276,7 @@ class Session:
             self._activity.place = _LOOP
 
     def _reported(self, error: PipelineError) -> PipelineError:
-        """Reports an error to all ranks; returns the error to raise here: this one, or the one that caused it."""
+        """Returns the error to raise here: it, or its cause elsewhere."""
         self._activity.stop()
         if self._guard is None:
             return error
@@ -304,7 +298,7 @@ class Session:
     # -- weights ------------------------------------------------------------------------------------
 
     def state_dict(self, ema: bool = False, predicted: bool = True) -> dict[str, torch.Tensor]:
-        """Returns the whole model's state at rank 0 under the user's names; an empty one elsewhere."""
+        """The whole model's under the user's names at rank 0; empty elsewhere."""
         with self._activity.at("collecting the weights"):
             state = parameters.named_state(self.model)
             own = {name: tensor for name, tensor in state.items() if name in self._names_here}
@@ -318,7 +312,7 @@ class Session:
             return {name: whole[name] for name in self.model.state_dict() if name in whole}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Loads weights; each rank reads its own part of the whole state."""
+        """Each rank reads its part of the whole state."""
         parameters.load(self.model, state, self._names_here)
         share_with_replicas(self.workers)
         for worker in self.workers:
@@ -328,7 +322,7 @@ class Session:
                     average.copy_(stage_state.versions.handles[name].detach())
 
     def save(self, folder: Path, request: RunRequest, position: Position, *, keep: int | None, wait: bool) -> Path:
-        """Writes a checkpoint, see `Checkpointer.save`."""
+        """See `Checkpointer.save`."""
         try:
             with self._activity.at("saving a checkpoint"):
                 return self.checkpointer.save(folder, request, position, keep=keep, wait=wait)
@@ -336,17 +330,17 @@ class Session:
             raise self._reported(error) from error.__cause__
 
     def read_checkpoint(self, path: Path) -> Checkpoint:
-        """Reads a checkpoint's contents page, see `Checkpointer.read`."""
+        """See `Checkpointer.read`."""
         with self._activity.at("reading a checkpoint"):
             return self.checkpointer.read(path)
 
     def restore(self, path: Path, page: Checkpoint) -> None:
-        """Restores a checkpoint, see `Checkpointer.restore`."""
+        """See `Checkpointer.restore`."""
         with self._activity.at("reading a checkpoint"):
             self.checkpointer.restore(path, page)
 
     def check_saved(self, *, wait: bool) -> None:
-        """Raises the error of a checkpoint that was written in the background, if it failed."""
+        """Raises the error of a background save."""
         try:
             if wait:
                 with self._activity.at("saving a checkpoint"):
@@ -359,44 +353,43 @@ class Session:
     # -- what happened ------------------------------------------------------------------------------
 
     def timeline(self, phase: int, batch: int) -> Timeline:
-        """Returns what ran when on all ranks in a phase, from the start of the first span; the same on every rank."""
+        """See `measured.timeline`."""
         return measured.timeline(
             self._blueprint.programs, phase, self.workers, self._group, self._blueprint.device, batch
         )
 
     def _gathered(self, counts: Mapping[int, int]) -> dict[int, int]:
-        """Returns the counts of all processes, the same on every rank."""
         rows = [json.loads(text) for text in gather_texts(json.dumps(counts), self._group)]
         return {int(number): count for row in rows for number, count in row.items()}
 
     def sent_bytes(self) -> dict[int, int]:
-        """Returns rank -> bytes of payload that its stages have sent; every rank calls it."""
+        """Rank -> payload bytes sent; every rank calls it."""
         return self._gathered(
             {worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in self.workers}
         )
 
     def skipped_updates(self) -> tuple[int, ...]:
-        """Returns the number of updates that each stage has skipped; every rank calls it."""
+        """For each stage; every rank calls it."""
         states = [item for worker in self.workers for item in worker.stage_states.items()]
         skipped = self._gathered({stage: state.optimizer.skipped for stage, state in states})
         return tuple(skipped[stage] for stage in sorted(skipped))
 
     def rate(self) -> tuple[float, int]:
-        """Returns the current learning rate, before the stages' factors, and the input stage's rounds so far."""
+        """Learning rate, before the stages' factors, and rounds of the input stage."""
         return self.lead.rate, self.lead.stage_states[min(self.lead.stage_states)].optimizer.rounds
 
     def status(self) -> dict[int, dict[str, float]]:
-        """Returns rank -> busy share since the last call, and peak bytes; for other processes, their last report."""
+        """See `measured.status`."""
         return measured.status(self.workers, self.program.placement.workers, self._blueprint.device, self.distributed)
 
     def abort(self, error: BaseException) -> None:
-        """Reports to the other ranks that this one ends with an error of the user's own code."""
+        """Reports an error of the user's own code to the other ranks."""
         if self._guard is not None and not isinstance(error, PipelineError):
             cause = f"{type(error).__name__}: {error}"
             self._guard.report(WorkerError(self.rank, _LOOP, cause))
 
     def close(self, failed: bool) -> None:
-        """Ends the channels, in order; after a failure there is nothing left to end."""
+        """Ends the channels, in order; not after a failure."""
         self._activity.place = "closing the pipeline"
         self.interrupts.stop()
         self._data.close()

@@ -34,11 +34,11 @@ class StageState:
     """A stage replica on its rank: layers, weights and optimizer.
 
     Attributes:
-        recomputation: of the forward in the backward; None if its graph is kept.
-        predictions: weight predictions; None if passes read versions.
-        saved_tensor_hooks: hooks for what forwards save; None if no phase has the rule 'graph'.
-        next_forward: microbatch of the next forward.
-        tags: (microbatch, forward version, backward version) of the gradients of the coming update.
+        recomputation: None if forwards keep their graph.
+        predictions: None if passes read versions.
+        saved_tensor_hooks: None without the rule 'graph'.
+        next_forward: its microbatch.
+        tags: (microbatch, forward version, backward version) of the coming update's gradients.
     """
 
     module: StageModule
@@ -55,11 +55,7 @@ class StageState:
     _backward_weights: Callable[[WeightSet], WeightSet] = field(init=False)
 
     def check(self, programs: Iterable[Program], stage: int) -> None:
-        """Checks, before a run, that the methods of its phases work with this stage's optimizer.
-
-        Raises:
-            ScheduleError: one of them needs a velocity that the optimizer does not have.
-        """
+        """Raises a `ScheduleError` before a run if a method needs a velocity that the optimizer does not have."""
         for program in programs:
             check_optimizer(program.updates.compensation, self.optimizer.optimizer)
             if any(prediction.by == VELOCITY for prediction in program.weights.predictions(stage)):
@@ -71,9 +67,7 @@ class StageState:
         The state of predictions continues if the previous method kept it too, and begins anew otherwise.
 
         Args:
-            program: verified.
-            stage: of this state.
-            clock: updates that the input stage has made with the previous program.
+            clock: updates of the input stage with the previous program.
         """
         rule = self._rule = program.weights
         late, mean = rule.staleness(stage), rule.mean_staleness(stage)
@@ -91,7 +85,6 @@ class StageState:
             self.predictions.restore(before)
 
     def begin(self) -> None:
-        """Begins a stream."""
         self.next_forward = 0
         if self.predictions is not None:
             self.predictions.begin()
@@ -103,7 +96,7 @@ class StageState:
         self.versions.rewind()
 
     def average_statistics(self) -> Waiting[None]:
-        """Averages BatchNorm's running statistics over the replicas at a drain, and sums their counts."""
+        """Averages BatchNorm's statistics over the replicas at a drain, and sums their counts."""
         group = self.optimizer.replica_group
         norms = self._norms()
         if group is None or not norms:
@@ -124,7 +117,7 @@ class StageState:
         return [m for m in found.values() if m.track_running_stats]
 
     def read(self, version: int) -> tuple[WeightSet, int]:
-        """Returns the weights that a forward reads, and the version that they are or are predicted from.
+        """Returns the weights for a forward, and the version they are or are predicted from.
 
         If they are kept for its backward, that releases them.
         """
@@ -134,7 +127,7 @@ class StageState:
         return found, found.version
 
     def read_again(self, saved: SavedForward) -> WeightSet:
-        """Returns the weights that a forward reads when it is recomputed for its backward."""
+        """The weights for a recomputed forward."""
         assert saved.weights is not None
         if self._rule.backward_rule == "stash":
             return saved.weights
@@ -142,32 +135,31 @@ class StageState:
         return saved.recomputed_weights
 
     def _newer(self, saved: SavedForward) -> WeightSet:
-        """Returns the weights for a backward that does not read those of its forward."""
+        """Weights for a backward that does not read its forward's."""
         assert saved.weights is not None
         return self._backward_weights(saved.weights)
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Returns the context of a forward that has called `read`."""
+        """Call `read` before."""
         return nullcontext() if self.predictions is None else self.predictions.forward()
 
     def backward_context(self, saved: SavedForward) -> AbstractContextManager[None]:
-        """Returns the context of a backward."""
         if self.saved_tensor_hooks is not None and self.saved_tensor_hooks.redirects:
             return self.saved_tensor_hooks.redirected_to(self._newer(saved))
         return nullcontext() if self.predictions is None else self.predictions.backward()
 
     def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
-        """Runs the layers in training; see `StageModule.forward`."""
+        """See `StageModule.forward`."""
         layers = partial(self.module.forward, value, read.leaves, microbatch, first)
         return layers() if self.saved_tensor_hooks is None else self.saved_tensor_hooks.run(layers, value, read)
 
     def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
-        """Takes a handle's gradient from the last backward before an update, while this backward still runs."""
+        """Takes a handle's gradient while the last backward before an update still runs."""
         assert self.optimizer.all_reduce is not None
         self.optimizer.all_reduce.put(index, self.gradients.complete(index, gradient))
 
     def add_gradients(self, saved: SavedForward, gradients: list[torch.Tensor | None]) -> None:
-        """Adds a microbatch's gradients of the weights, which completes the microbatch at this stage."""
+        """Completes a microbatch at this stage."""
         self.gradients.add(gradients, saved.weight)
         if saved.weights is not None:
             stashes = self._rule.backward_rule == "stash"
@@ -182,7 +174,6 @@ class StageState:
         """Makes an update from the gradients in the handles.
 
         Args:
-            op: the update.
             present_share: of the round's replicas; a factor on the learning rate.
             total: microbatches of the stream; None if not known yet.
 
@@ -192,7 +183,7 @@ class StageState:
         newest = self.versions.newest
         first, step = self.next_forward, program.placement.replicas[stage]
         if compensator.needs_read_weights:
-            # Even without a part in the next update, this replica needs the weights that the others read for it.
+            # A replica without a part in the next update still needs the weights that others read for it.
             first, step = updates.members(stage, op.index + 1).start, 1
             read = program.weights.forward_version(stage, updates.members(stage, op.index).start)
             compensator.penalise(self.versions.peek().leaves, self.versions.peek(read).leaves)
@@ -211,7 +202,7 @@ class StageState:
 
 @contextmanager
 def evaluating(stage_states: Iterable[StageState]) -> Iterator[None]:
-    """Context in which the modules are in evaluation mode; restores the mode of each."""
+    """Context in evaluation mode; restores each module's mode."""
     flags = [flag for stage_state in stage_states for flag in stage_state.module.train(False)]
     try:
         yield

@@ -1,10 +1,10 @@
 """Decisions before an update: whether its gradients are finite, and how much they are clipped.
 
-A stage decides by its own gradients or by those of all stages. The norm over all stages is that of the whole model's
-gradient, as `torch.nn.utils.clip_grad_norm_` computes it in one process; it is not finite if any gradient is not. A
-rank contributes one number for all its stages, and one sum for all of them that hold tied weights. Its first update
-of a round therefore waits for the gradients of all its stages, and the schedule places their updates together for
-this (`Schedule.coupled`). Without a flush, the norm of an earlier update clips (`core.schedule.coupling`).
+A stage decides by its own gradients or by those of all stages, whose norm is the whole model's as
+`torch.nn.utils.clip_grad_norm_` computes it. A rank contributes one number for all its stages, and one sum for those
+that hold tied weights. Its first update of a round therefore waits for the gradients of all its stages, and the
+schedule places their updates together (`Schedule.coupled`). Without a flush, the norm of an earlier update clips
+(`core.schedule.coupling`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,8 @@ __all__ = ["UpdateBarrier"]
 class UpdateBarrier:
     """Decides about the updates of one rank's stages.
 
-    Args:
-        policy: how the run couples its stages.
-        group: of all ranks.
-        stage_states: stage -> its state on this rank.
-        tied: sums over the stages that hold tied weights.
-
     Attributes:
-        norm_square: square of the newest known finite global norm; 0 before the first.
+        norm_square: of the newest finite global norm; 0 before the first.
     """
 
     def __init__(
@@ -53,13 +47,12 @@ class UpdateBarrier:
         self.norm_square = 0.0
 
     def switch_to(self, program: Program) -> None:
-        """Switches to another program, at a drain."""
         wanted = self._skips or (self._limit is not None and not self._locally)
         self._is_global = wanted and program.couples_updates
         self._delay = program.norm_delay
 
     def prepare(self, stage: int, stop_request: float) -> Waiting[tuple[float, bool]]:
-        """Prepares the update of a stage as `Optimizer.prepare`, and decides about it; yields where it would wait."""
+        """As `Optimizer.prepare`, then decides about the update."""
         if not self._is_global and not self._tied:
             stage_state = self._stage_states[stage]
             prepared = yield from stage_state.optimizer.prepare(stage_state.gradients, stop_request)
@@ -82,7 +75,7 @@ class UpdateBarrier:
         return self._prepared.pop(stage)
 
     def finish(self) -> Waiting[None]:
-        """Receives all norms that are still under way, at a drain; yields where it would wait."""
+        """Receives the norms still under way, at a drain."""
         while self._norms:
             yield from self._next_norm()
 
@@ -93,7 +86,7 @@ class UpdateBarrier:
 
     def _decide_globally(self) -> Waiting[None]:
         squares = {stage: stage_state.optimizer.norm_square for stage, stage_state in self._stage_states.items()}
-        # Replicas have the same gradients after their sum: each contributes its share of the stage's square.
+        # Replicas have the same summed gradients: each contributes its share of the stage's square.
         mine = sum(squares[stage] / stage_state.optimizer.replicas for stage, stage_state in self._stage_states.items())
         self._norms.append(self._group.all_reduce(torch.tensor([mine], dtype=torch.float64)))
         heard = 0.0
@@ -104,7 +97,7 @@ class UpdateBarrier:
             if not self._delay:
                 self._decide(stage_state, heard, own if self._locally else heard)
             else:
-                # This update's global norm is at least the stage's own, whatever the older global norm was.
+                # This update's global norm is at least the stage's own.
                 self._decide(stage_state, own, max(own, self.norm_square))
 
     def _next_norm(self) -> Waiting[float]:
@@ -117,12 +110,7 @@ class UpdateBarrier:
         return square
 
     def _decide(self, stage_state: StageState, whole: float, bound: float) -> None:
-        """Skips an update, or clips its gradients in place.
-
-        Args:
-            whole: square of the norm of all gradients that are skipped together.
-            bound: square of the norm that clips.
-        """
+        """Skips or clips: `whole` is the squared norm of what is skipped together, `bound` the one that clips."""
         stage_state.optimizer.finite = isfinite(whole) or not self._skips
         if self._limit is not None and stage_state.optimizer.finite:
             stage_state.optimizer.clip(self._limit, bound**0.5)

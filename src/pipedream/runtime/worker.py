@@ -1,9 +1,8 @@
 """The worker: the loop of one rank, which executes a program instruction by instruction.
 
-A worker is a generator. It yields a `Pending` where it would wait, and a `Done` for each minibatch whose gradients are
-in its own weights. The clock (`clock.py`) decides how to wait, so the same worker runs in one process with all
-others, or in its own process. It decides nothing: order, messages and versions are in the program, which was verified
-before.
+A worker is a generator: it yields a `Pending` where it would wait, and a `Done` for each minibatch whose gradients are
+in its weights. The clock decides how to wait: in one process with all others, or in its own. The worker decides
+nothing: order, messages and versions are in the verified program.
 """
 
 from __future__ import annotations
@@ -44,20 +43,16 @@ class Worker:
     """One rank.
 
     Args:
-        program: of the training or of its first phase, verified.
-        evaluation: the program of forwards alone.
-        stage_states: stage -> its state on this rank.
+        program: of the first phase, verified.
+        evaluation: forwards alone.
         remote_forwards: stage -> its forwards here, on weights of another rank.
-        weight_packets: stage -> format of its weights for ranks that fetch them.
-        senders, receivers: channel number -> its end at this rank.
-        results: this rank's part in losses and metrics.
-        scorer: of the last stage's outputs.
-        update_barrier: decides about the updates of this rank's stages.
+        weight_packets: stage -> format of its weights for such ranks.
+        senders, receivers: this rank's ends, by channel number.
 
     Attributes:
         clock: updates of the input stage with this program.
-        trained: phase -> (begin, end): minibatches done before its first stream here and after its last.
-        stop_requested: returns whether an interrupt came.
+        trained: phase -> (begin, end) in minibatches.
+        stop_requested: whether an interrupt came.
     """
 
     def __init__(
@@ -102,7 +97,7 @@ class Worker:
         self._begin(DataStream(), None)
 
     def switch_to(self, program: Program, phase: int) -> None:
-        """Switches to a verified program over the same channels, at a drain; `phase` is its number in the run."""
+        """Call it at a drain."""
         self.program = program
         self._ends_update = program.ends_update(self.rank)
         self.recorder.switch_to(phase)
@@ -115,11 +110,11 @@ class Worker:
     # -- the three things a worker does -------------------------------------------------------------
 
     def train(self, data: Microbatches | None, until: int | None) -> Generator[Pending[Any] | Done, None, None]:
-        """Trains until the stream ends, and drains; sets `ending` to the reason.
+        """Trains until the stream ends, and drains; sets `ending`.
 
         Args:
-            data: at the workers of the input stage; None elsewhere.
-            until: minibatches since the start of training at which it drains by itself; None: it does not.
+            data: None except at the input stage.
+            until: total of minibatches at which it drains; None for no limit.
 
         Raises:
             WorkerError: an op failed; names rank, stage, op and cause.
@@ -141,7 +136,7 @@ class Worker:
         self.recorder.note_peak(max(stage_state.versions.peak for stage_state in self.stage_states.values()))
 
     def evaluate(self, data: Microbatches | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
-        """Runs forwards alone, and yields one `Done` at the end with the means over all minibatches."""
+        """Yields at the end one `Done` with the means over all minibatches."""
         self._begin(DataStream(ema=ema), data)
         with evaluating(self.stage_states.values()):
             yield from (event for event in self._run(self._evaluation) if not isinstance(event, Op))
@@ -151,7 +146,7 @@ class Worker:
         yield (yield from self.results.collect(0, range(len(owners)), self.rate))
 
     def predict(self, data: Microbatches | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
-        """Runs forwards alone; yields the outputs in order, at rank 0 only."""
+        """Yields the outputs in order, at rank 0 only."""
         self._begin(DataStream(predicts=True, ema=ema), data)
         ahead, given = self.program.plan.in_flight[0], 0
         with evaluating(self.stage_states.values()):
@@ -168,12 +163,11 @@ class Worker:
 
     @property
     def where(self) -> str:
-        """Description of what the worker is doing."""
         return "the start" if self._at is None else self._at[0].describe(self._at[1])
 
     @property
     def rate(self) -> float:
-        """The present learning rate, before the stages' factors."""
+        """The learning rate, before the stages' factors."""
         return self.stage_states[min(self.stage_states)].optimizer.rate
 
     def _output(self, index: int) -> Waiting[Output]:
@@ -182,7 +176,7 @@ class Worker:
     # -- the loop -----------------------------------------------------------------------------------
 
     def _run(self, program: Program) -> Generator[Any, None, None]:
-        """Executes the instructions of a program; yields what it would wait for, each `Done`, and each op."""
+        """Yields what it would wait for, each `Done`, and each op."""
         for instruction in program.instructions(self.rank, lambda: self._total):
             self._at = (program, instruction)
             try:
@@ -207,7 +201,7 @@ class Worker:
             except Exception as error:
                 text = f"{type(error).__name__}: {str(error).strip() or repr(error)}"
                 raise WorkerError(self.rank, self.where, text) from error
-        # The end of a stream arrives once on each channel that serves forwards; receive those still unread.
+        # The end arrives once on each channel that serves forwards; receive those still unread.
         while unread := self._mailbox.unread(program.channels):
             yield from self._receive(program, unread[0], self._total or 0)
 
@@ -271,7 +265,7 @@ class Worker:
     # -- backward and update ------------------------------------------------------------------------
 
     def _backward_op(self, op: Op) -> None:
-        """Runs a backward, or a half of it: the gradients of the received tensors, or later those of the weights."""
+        """Runs a backward, or the half for the received tensors or for the weights."""
         stage_state = self.stage_states[op.stage]
         if self.program.placement.is_remote(op.stage):
             self._saved_forwards[op.stage, op.index] = self._forwards.recompute(
@@ -329,7 +323,7 @@ class Worker:
             m = self.program.microbatches
             members = self.program.updates.members(op.stage, op.index, self._total)
             if self.program.updates.mean_of_rounds and self._total is None:
-                # A round may be the last one, and incomplete, before this worker has received the end.
+                # A round may be the last, and incomplete, before this worker has received the end.
                 members = members[: round(share * self.program.placement.replicas[op.stage])]
             for minibatch in range(members.start // m, -(-members.stop // m)):
                 yield (yield from self.results.collect(minibatch, self.results.replicas_of(minibatch, m), self.rate))
@@ -354,7 +348,6 @@ class Worker:
         self.recorder.note("send", channel.source, self._stream.number(index), start)
 
     def _end(self, total: int, ending: Ending) -> None:
-        """Ends the stream at `total` microbatches, and informs the following stages."""
         self._total = total
         self.ending = ending
         self._mailbox.end(total, ending)
@@ -362,7 +355,6 @@ class Worker:
     # -- small things -------------------------------------------------------------------------------
 
     def _begin(self, stream: DataStream, data: Microbatches | None, cycle: int = 1, until: int | None = None) -> None:
-        """Begins a stream; drops what is left of the one before."""
         self._data = data
         if data is not None:
             replica = dict(self.program.placement.stage_replicas(self.rank)).get(0, 0)

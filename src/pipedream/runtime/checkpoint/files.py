@@ -14,7 +14,7 @@ __all__ = ["load_weights", "save_weights"]
 
 
 def save_weights(path: str | os.PathLike[str], state: Mapping[str, torch.Tensor]) -> None:
-    """Writes a state dict atomically: to a temporary file, which is then renamed."""
+    """Writes a state dict atomically."""
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     torch.save(dict(state), scratch)
@@ -25,7 +25,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """Reads a state dict: tensors only, no code (``weights_only``).
 
     Raises:
-        ArtifactError: no such file, or it is not a state dict.
+        ArtifactError: no such file, or not a state dict.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)

@@ -1,8 +1,7 @@
 """A stage's optimizer in a checkpoint, by parameter names: saved under one plan, restored under any other.
 
-The user's factory makes one optimizer per stage, so another cut has other optimizers with other parameter groups. A
-new group gets the options of the saved groups that its parameters were in, and a scheduler its numbers per group
-likewise.
+Another cut has other parameter groups: a new group gets the options, and a scheduler's numbers, of the saved groups
+that its parameters were in.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ _NOT_OPTIONS = ("params", "param_names")
 
 
 def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Returns the tensors ``optimizer/NAME/KEY``, ``compensation/NAME/KEY`` and ``ema/NAME`` (averages) of a stage.
-
-    Without those of tied weights that another stage saves.
-    """
+    """Returns ``optimizer/NAME/KEY``, ``compensation/NAME/KEY`` and ``ema/NAME``, without tied weights of others."""
     mine = {name for number, name in enumerate(optimizer.named) if number not in optimizer.counted_elsewhere}
     found = {f"ema/{name}": average for name, average in optimizer.ema.items() if name in mine}
     for name, held in optimizer.compensator.state.items():
@@ -47,7 +43,7 @@ def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
 
 
 def saved(optimizer: Optimizer) -> SavedStage:
-    """Returns the state of the optimizer and its scheduler other than tensors.
+    """Returns the state other than tensors.
 
     Raises:
         PipelineError: JSON cannot hold it.
@@ -82,13 +78,11 @@ def saved(optimizer: Optimizer) -> SavedStage:
 def restore(
     optimizer: Optimizer, stages: Sequence[SavedStage], tensors: Mapping[str, torch.Tensor], *, stage: int | None
 ) -> None:
-    """Puts a checkpoint's state into a stage's optimizer and scheduler.
+    """Puts a checkpoint's state into a stage's new optimizer and scheduler.
 
     Args:
-        optimizer: of the stage, new.
-        stages: of the checkpoint.
-        tensors: at least those of this stage's parameters, named as by `tensors_of`.
-        stage: the saved stage that is the same; None if the plan or the method has changed.
+        tensors: named as by `tensors_of`.
+        stage: the same saved stage; None if plan or method has changed.
 
     Raises:
         ArtifactError: parameters of one group were saved with different options, or with another scheduler.
@@ -112,7 +106,7 @@ def restore(
                 whole["state"][index] = _state_of(name, places, stages, tensors)
     whole["state"] = {index: state for index, state in whole["state"].items() if state}
     inner.load_state_dict(whole)
-    # The state that belongs to a stage: from the same stage, else from the first.
+    # What belongs to a stage: from the same stage, else from the first.
     then = stages[0 if stage is None else stage]
     optimizer.skipped = then.skipped
     if optimizer.loss_scale is not None and optimizer.loss_scale.changes and then.loss_scale is not None:
@@ -155,14 +149,14 @@ def _restore_scheduler(
         raise ArtifactError(f"the checkpoint's counts of updates and schedule are {due} apart; it is damaged")
     optimizer.step_scheduler(due)
     if stage is None:
-        # Another plan counts its rounds anew. Stage 0 makes one scheduler step per update, and the others follow its
-        # count before their next update at the latest.
+        # Another plan counts its rounds anew. Stage 0 makes one scheduler step per update; the others follow before
+        # their next update.
         optimizer.updates = optimizer.scheduled = 0
         optimizer.rounds_before = stages[0].rounds_before + stages[0].updates
 
 
 def _remapped(state: Any, states: Sequence[Any], sources: Sequence[tuple[int, int]], path: tuple[Any, ...] = ()) -> Any:
-    """Returns a scheduler's state whose lists with one value per group hold those of the groups' sources."""
+    """Gives a scheduler's per-group lists the values of the groups' sources."""
     if isinstance(state, dict):
         found = {}
         for key, value in state.items():
@@ -178,7 +172,7 @@ def _remapped(state: Any, states: Sequence[Any], sources: Sequence[tuple[int, in
 
 
 def _shaped(present: Any, value: Any) -> Any:
-    """Returns a state read from JSON with its original types: JSON has neither tuples nor integer keys."""
+    """Restores types that JSON lacks: tuples and integer keys."""
     if isinstance(present, dict) and isinstance(value, dict):
         if any(isinstance(key, int) for key in present):
             value = {int(key): item for key, item in value.items()}
@@ -197,7 +191,7 @@ def _at(state: Any, path: tuple[Any, ...]) -> Any:
 def _source(
     held: Sequence[str], places: Mapping[str, tuple[int, int]], stages: Sequence[SavedStage], number: int
 ) -> tuple[int, int]:
-    """Returns the saved (stage, group) whose options a new group gets."""
+    """The saved (stage, group) whose options a new group gets."""
     found = list(dict.fromkeys(places[name] for name in held if name in places))
     if not found:
         return 0, min(number, len(stages[0].groups) - 1)
@@ -236,7 +230,7 @@ def _states(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value with its tensors turned into numbers."""
+    """Turns tensors into numbers."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):
@@ -247,7 +241,7 @@ def _plain(value: Any) -> Any:
 
 
 def _like(present: Any, value: Any) -> Any:
-    """Returns a value read from JSON, in the type of the present value."""
+    """Gives a value from JSON the type of the present value."""
     if isinstance(present, torch.Tensor):
         return torch.as_tensor(value, dtype=present.dtype, device=present.device)
     if isinstance(present, tuple) and isinstance(value, list):

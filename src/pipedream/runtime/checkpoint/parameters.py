@@ -1,8 +1,4 @@
-"""The user's parameters across ranks: which rank owns them, how they get there and how they are collected.
-
-A rank keeps the parameters of its own stages; the others become meta tensors (name, shape and type without
-storage). Rank 0 can collect the whole model's state dict, under the user's own names.
-"""
+"""The user's parameters across ranks: a rank keeps its own stages'; the others become meta tensors (no storage)."""
 
 from __future__ import annotations
 
@@ -22,12 +18,12 @@ __all__ = ["collect", "drop_foreign", "load", "materialise", "named_state", "sha
 
 
 def stage_names(graph: LayerGraph, first: int, last: int) -> list[str]:
-    """Returns the names of the parameters and buffers of the layers first <= i < last, each once."""
+    """The parameters and buffers of layers first <= i < last, each once."""
     return list(dict.fromkeys(name for layer in graph.layers[first:last] for name in layer.parameters))
 
 
 def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns all parameters and buffers by name, shared ones under each of their names."""
+    """Parameters and buffers, shared ones under each of their names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -35,9 +31,8 @@ def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trained(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Returns the named parameters that are trained, each once, in the model's order.
-
-    A shared parameter is listed under the first of its names, which may be that of a layer elsewhere.
+    """Returns the trained ones, each once, in the model's order, under the first of its names (perhaps of a layer
+    elsewhere).
     """
     every = dict(model.named_parameters(remove_duplicate=False))
     wanted = {id(every[name]) for name in names if name in every}
@@ -49,10 +44,10 @@ def trained(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
 
 
 def materialise(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
-    """Gives storage and initial values to layers that were built on the meta device.
+    """Gives storage and initial values to layers built on the meta device.
 
-    Each layer's initialisation is seeded by (seed, layer name), so that it does not depend on the cut. A parameter that
-    layers share stays shared: it has the values of the first of these layers.
+    Each layer is seeded by (seed, layer name), whatever the cut. A parameter that layers share gets the values of the
+    first of them.
 
     Raises:
         CaptureError: a module with parameters of its own has no ``reset_parameters``.
@@ -85,7 +80,7 @@ def materialise(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], devic
 
 
 def drop_foreign(model: nn.Module, own: set[str]) -> None:
-    """Turns parameters and buffers that are not among `own` into meta tensors, in place."""
+    """Turns all parameters and buffers but `own` into meta tensors, in place."""
     kept = {id(tensor) for name, tensor in named_state(model).items() if name in own}
     for module in model.modules():
         both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -109,10 +104,10 @@ def share_initial(
     group: dist.ProcessGroup,
     drawn: Collection[str],
 ) -> None:
-    """Sends rank 0's parameters and buffers of each stage to the ranks of that stage, over gloo.
+    """Sends rank 0's parameters and buffers to the ranks of each stage, over gloo.
 
     Args:
-        drawn: names of those that were on the meta device, to which each owner has given the same values itself.
+        drawn: those from the meta device, for which each owner has drawn the same values.
     """
     state = named_state(model)
     for stage, owned in enumerate(names):
@@ -144,9 +139,9 @@ def collect(
 
     Args:
         own: this rank's tensors.
-        shapes: name -> any tensor, meta or not, of the same shape and dtype.
+        shapes: name -> any tensor, also meta, of the same shape and dtype.
         names: of each stage.
-        group: gloo group of all ranks; None if one process has everything.
+        group: None if one process has everything.
     """
     whole: dict[str, torch.Tensor] = {}
     for stage, owned in enumerate(names):
@@ -164,7 +159,7 @@ def collect(
 
 
 def load(model: nn.Module, state: Mapping[str, torch.Tensor], own: Iterable[str]) -> None:
-    """Copies values into this rank's own parameters and buffers.
+    """Copies values into this rank's own.
 
     Raises:
         CaptureError: a name is missing or a shape differs.

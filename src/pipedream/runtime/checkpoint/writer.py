@@ -9,7 +9,7 @@ Life of a checkpoint:
 4. If there are more than `keep`, the oldest are renamed and then removed.
 
 The contents page is JSON and tensors are read with ``weights_only``: a checkpoint from elsewhere cannot run code. The
-``.metadata`` that torch also writes, for its own tools, is a pickle and is never read here.
+``.metadata`` that torch also writes is a pickle and is never read here.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _NAME = re.compile(r"minibatch-(\d+)")
 
 
 def complete(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints in a folder, the oldest first."""
+    """A folder's complete checkpoints, the oldest first."""
     found = [path for path in folder.glob("minibatch-*") if _NAME.fullmatch(path.name) and (path / CONTENTS).is_file()]
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
 def newest(folder: str | os.PathLike[str]) -> Path | None:
-    """Returns the newest complete checkpoint in a folder, or the folder if it is one itself; None if there is none."""
+    """A folder's newest complete checkpoint, or the folder if it is one itself, or None."""
     path = Path(folder)
     if (path / CONTENTS).is_file():
         return path
@@ -63,7 +63,7 @@ def newest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def contents(path: Path) -> Checkpoint:
-    """Reads a checkpoint's contents page, and checks that its files are complete.
+    """Reads a contents page, and checks its files.
 
     Raises:
         ArtifactError: it cannot be read, or a file is missing or truncated.
@@ -83,7 +83,7 @@ def contents(path: Path) -> Checkpoint:
 
 
 def read(path: Path, page: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Reads tensors of a checkpoint. Each rank reads those that it needs, independently.
+    """Reads the tensors that this rank needs.
 
     Raises:
         ArtifactError: a name is not in it, or a file cannot be read.
@@ -102,11 +102,10 @@ def read(path: Path, page: Checkpoint, names: Iterable[str]) -> dict[str, torch.
 
 
 class Writer:
-    """Writes the checkpoints of a run, one at a time.
+    """Writes a run's checkpoints, one at a time.
 
     Args:
-        group: gloo group of all ranks for this purpose alone, because a save in the background uses it while the
-            training continues; None in a single process.
+        group: gloo group for this alone: training continues during a save; None in a single process.
     """
 
     def __init__(self, rank: int, group: dist.ProcessGroup | None) -> None:
@@ -117,15 +116,12 @@ class Writer:
         self._last: tuple[Path, int] | None = None
 
     def begin(self, folder: Path, page: Checkpoint, tensors: Mapping[str, torch.Tensor], keep: int | None) -> Path:
-        """Starts to write a checkpoint; `finish` ends it. All ranks call it with their own tensors.
+        """Starts to write a checkpoint; all ranks call it. Returns its future path.
 
         Args:
-            folder: of all checkpoints of the run.
-            page: contents, to which tensors and files are added; only rank 0's is written.
-            tensors: name -> tensor of this rank; must not be modified until `finish`.
-            keep: number of complete checkpoints to keep; None keeps all.
-
-        Returns its future path.
+            page: only rank 0's is written.
+            tensors: must not be modified until `finish`.
+            keep: complete checkpoints to keep; None keeps all.
 
         Raises:
             ArtifactError: another run has saved a checkpoint of that name.
@@ -156,7 +152,7 @@ class Writer:
                 shutil.rmtree(left, ignore_errors=True)
         if self._group is not None:
             dist.barrier(self._group)
-        # A daemon, because nothing may wait for this thread if another rank dies during the save.
+        # A daemon, because nothing may wait for it if another rank dies during the save.
         self._thread = threading.Thread(
             target=self._run, args=(write, f"saving the checkpoint of minibatch {page.minibatches}"), daemon=True
         )
@@ -164,7 +160,7 @@ class Writer:
         return path
 
     def finish(self) -> None:
-        """Waits until this rank's part of the checkpoint is complete.
+        """Waits for this rank's part.
 
         Raises:
             WorkerError: it could not be written.
@@ -175,17 +171,13 @@ class Writer:
         self.check()
 
     def check(self) -> None:
-        """Raises the error of a save in the background, if there was one.
-
-        Raises:
-            WorkerError: a checkpoint could not be written.
-        """
+        """Raises the `WorkerError` of a save in the background."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
 
     def loaded(self, path: Path, minibatches: int) -> None:
-        """Notes a checkpoint that the run was resumed from: it need not be saved again."""
+        """The checkpoint of a resumed run need not be saved again."""
         self._last = (path, minibatches)
 
     def _run(self, write: Callable[[], None], what: str) -> None:
@@ -208,7 +200,6 @@ def _failed(rank: int, what: str, error: BaseException) -> WorkerError:
 
 
 def _commit(scratch: Path, path: Path, page: Checkpoint) -> None:
-    """Adds the contents page, then gives the folder its final name."""
     with open(scratch / CONTENTS, "w", encoding="utf-8") as file:
         file.write(page.to_json() + "\n")
         file.flush()
@@ -234,11 +225,7 @@ def _prune(folder: Path, keep: int | None) -> None:
 
 
 def _with_files(page: Checkpoint, written: Metadata, scratch: Path) -> Checkpoint:
-    """Returns the contents page with the tensors and files that the ranks have written.
-
-    Raises:
-        ArtifactError: rank 0 does not see a file of another rank.
-    """
+    """Raises an `ArtifactError` if rank 0 does not see a file of another rank."""
     assert written.storage_data is not None
     tensors, files = {}, {}
     for index, info in written.storage_data.items():
@@ -259,14 +246,13 @@ def _with_files(page: Checkpoint, written: Metadata, scratch: Path) -> Checkpoin
 
 
 class _Reader(FileSystemReader):
-    """Reader that takes the places of tensors from the contents page instead of a pickle."""
+    """Takes the places of tensors from the contents page instead of a pickle."""
 
     def __init__(self, path: Path, page: Checkpoint) -> None:
         super().__init__(path)
         self._page = page
 
     def read_metadata(self, *args: object, **rest: object) -> Metadata:
-        """Returns the contents page as torch's metadata."""
         tensors, places = {}, {}
         for name, stored in self._page.tensors.items():
             size, start = torch.Size(stored.shape), torch.Size([0] * len(stored.shape))
@@ -278,7 +264,7 @@ class _Reader(FileSystemReader):
 
 @contextmanager
 def _single_process() -> Iterator[None]:
-    """Suppresses torch's warning that there is only one process."""
+    """Suppresses torch's warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
@@ -299,6 +285,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def _advice(path: Path) -> str:
-    """Returns the advice for a damaged checkpoint."""
     rest = [other for other in complete(path.parent) if other != path]
     return f"resume from {rest[-1]}" if rest else "its folder has no other checkpoint: start again"
