@@ -1,8 +1,8 @@
-"""One way to save and load plans, profiles and the like: JSON, checked field by field, with a format number.
+"""Saves and loads plans, profiles and the like: JSON, checked field by field, with a format number.
 
-An artifact is a frozen dataclass that inherits `Artifact` and sets ``FORMAT``. A file names its kind
-(``"artifact": "Plan", "format": 1``), so that a Profile instead of a Plan, a file of a newer library, or one edited
-by hand into nonsense is refused with the place and the reason, never half read.
+An artifact is a frozen dataclass that inherits `Artifact` and sets ``FORMAT``. Files name their kind
+(``"artifact": "Plan", "format": 1``), so that one of another kind, a newer library or a careless edit is refused, never
+half read.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ __all__ = ["Artifact", "decode", "encode", "write_text"]
 
 
 class Artifact:
-    """A dataclass that can be saved and loaded: `save` is atomic, `load` refuses what it does not know."""
+    """A dataclass that can be saved and loaded."""
 
     FORMAT: ClassVar[int] = 1
     RENAMED: ClassVar[dict[str, str]] = {}
-    """Names that fields had in older files, each with today's name."""
+    """A field's name in older files -> its name now."""
 
     def to_json(self) -> str:
-        """Returns JSON text, keys in field order."""
         head = {"artifact": type(self).__name__, "format": self.FORMAT}
         return json.dumps(head | encode(self), indent=1)
 
@@ -39,7 +38,7 @@ class Artifact:
         """Reads JSON text.
 
         Raises:
-            ArtifactError: not JSON, another kind of artifact, another format, or a wrong field.
+            ArtifactError: not JSON, another kind or format of artifact, or a wrong field.
         """
         try:
             data = json.loads(text)
@@ -60,7 +59,7 @@ class Artifact:
             raise ArtifactError(f"{source}: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes a file, atomically. Returns the path."""
+        """Writes a file, atomically."""
         return write_text(path, self.to_json() + "\n")
 
     @classmethod
@@ -78,7 +77,7 @@ class Artifact:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
-    """Writes a text file atomically: to a temporary neighbour first, which is then renamed."""
+    """Writes a file atomically, by renaming a temporary neighbour."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
@@ -88,7 +87,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
 
 
 def encode(value: Any) -> Any:
-    """Turns dataclasses, enums, tuples and numbers into JSON values; a class may define its own ``encoded``."""
+    """Returns the JSON values of a value; a class may define its own ``encoded``."""
     if hasattr(type(value), "encoded"):
         return value.encoded()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -103,7 +102,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: Any, value: Any, place: str) -> Any:
-    """Builds a value of an annotated type from JSON, or says where it fails.
+    """Returns a value of an annotated type from JSON; a class may define its own ``decoded``.
 
     Raises:
         ArtifactError: a field is missing, unknown, of the wrong type or not finite.
@@ -136,7 +135,7 @@ def decode(kind: Any, value: Any, place: str) -> Any:
         return kind(value)
     if kind is float:
         _expect(isinstance(value, (int, float)) and not isinstance(value, bool), place, "a number", value)
-        # Larger than any second, byte or rate, and still far enough from overflow to compute with.
+        # Larger than any second, byte or rate, and far from overflow.
         _expect(math.isfinite(value) and abs(value) <= 1e60, place, "a number up to 1e60", value)
         return float(value)
     if kind is int:

@@ -1,6 +1,6 @@
 """A checkpoint's contents page: where a run stood at a drain, and where in its files each tensor lies.
 
-Tensors are kept under the user's own parameter names (``model/NAME``, ``optimizer/NAME/KEY``, ``ema/NAME``,
+Tensors have the user's own parameter names (``model/NAME``, ``optimizer/NAME/KEY``, ``ema/NAME``,
 ``compensation/NAME/KEY``), so that a checkpoint can be loaded under any plan. At a drain each stage has one version of
 its weights, so no stash is kept.
 """
@@ -26,8 +26,7 @@ class Stored:
     """Where a tensor lies.
 
     Attributes:
-        dtype: torch's name, e.g. 'float32'.
-        file: in the checkpoint's folder.
+        dtype: e.g. 'float32'.
         offset, length: in bytes.
     """
 
@@ -40,7 +39,7 @@ class Stored:
     def __post_init__(self) -> None:
         if not _TYPE.fullmatch(self.dtype):
             raise ValueError(f"expected a dtype such as float32, found {self.dtype!r}")
-        # A contents page may come from elsewhere; it must not lead out of its folder.
+        # An untrusted contents page must not lead out of its folder.
         if not _PLAIN_NAME.fullmatch(self.file):
             raise ValueError(f"expected a file name without folders, found {self.file!r}")
         if min((self.offset, self.length, *self.shape)) < 0:
@@ -49,7 +48,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """One parameter group of an optimizer: the names of its parameters, and its options (rate, decay, ...)."""
+    """An optimizer's parameter group: parameter names, and options (rate, decay, ...)."""
 
     names: tuple[str, ...]
     options: dict[str, Any]
@@ -61,13 +60,11 @@ class SavedStage:
 
     Attributes:
         numbers: parameter -> key -> value.
-        scheduler: state of the learning-rate scheduler; None without one.
-        updates: optimizer steps made.
-        scheduled: scheduler steps made.
-        norm_square: square of the newest known global norm of the gradients; 0 before the first.
+        updates, scheduled: steps made by the optimizer and the learning-rate scheduler.
+        norm_square: of the gradients' newest known global norm.
         skipped: updates left out because their gradients were not finite.
-        loss_scale: factor on the loss, and good updates in a row since it changed; None if the loss is not scaled.
-        rounds_before: updates of the input stage under earlier plans and phases, which `updates` does not count.
+        loss_scale: factor on the loss, and good updates in a row since it changed.
+        rounds_before: updates of the input stage under earlier plans and phases.
     """
 
     groups: tuple[ParameterGroup, ...]
@@ -97,14 +94,11 @@ class Position:
     """Where a run stands at a drain.
 
     Attributes:
-        minibatches: done since the start of training.
+        minibatches: since the start of training.
         epoch: of the next minibatch.
-        epoch_batches: minibatches of that epoch that are done.
-        drains: minibatch numbers at which the pipeline was drained; this drain is the last.
+        epoch_batches: minibatches done of that epoch.
+        drains: minibatch numbers of all drains, this one last.
         data: order of the data, and the loader's own state.
-
-    Raises:
-        ValueError: a negative count.
     """
 
     minibatches: int
@@ -129,7 +123,7 @@ class RunRequest:
 
     Attributes:
         phases: as text (`core.schedule.phase`); empty if the method does not change.
-        phases_compensation: asked for the phases that name none themselves; None if none was.
+        phases_compensation: for the phases that name none themselves; None if none was asked for.
     """
 
     seed: int
@@ -140,18 +134,14 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class Checkpoint(RunRequest, Position, Artifact):
-    """The contents page: a run, its position, and its state there.
+    """A run, its position, and its state there.
 
     Attributes:
         schedule, microbatches, compensation: of the current phase.
-        stages: one for each of the plan's.
         tensors: by name.
         files: name -> bytes; a file of another size is damaged.
-        random: for each process, the state of its random number generators.
-        software: versions that saved it.
-
-    Raises:
-        ValueError: the fields contradict each other.
+        random: states of the random number generators of each process.
+        software: versions.
     """
 
     FORMAT = 1

@@ -1,18 +1,10 @@
-"""Everything that can go wrong, on one page.
+"""All errors; each message says what was asked, what was found and what to do.
 
-    PipelineError
-     +-- ArtifactError     a file does not hold what it should, or is of another format
-     +-- CaptureError      the model cannot be cut the way it was asked to
-     +-- ProfileError      the model cannot be measured
-     +-- PlanError         no plan fits, or a plan does not fit the model or the workers
-     |    +-- ShortageError   no plan of a family fits the memory
-     +-- ScheduleError     a schedule or a program breaks a rule; nothing was run
-     |    +-- DeadlockError   its ranks would wait for each other for ever
-     +-- RecipeError       a recipe file does not import, or gives the wrong things
-     +-- WorkerError       a worker failed while it ran; names rank, stage, op and cause
-          +-- PeerError       another worker failed, not this one
-
-Each message says what was asked, what was found and what to do.
+PipelineError
+ +-- ArtifactError, CaptureError, ProfileError, RecipeError
+ +-- PlanError -- ShortageError
+ +-- ScheduleError -- DeadlockError
+ +-- WorkerError -- PeerError
 """
 
 from __future__ import annotations
@@ -36,7 +28,7 @@ __all__ = [
 
 
 BAD_CALL = 2
-"""Exit status for a wrong call or bad input, which would fail again; a run that failed exits with 1."""
+"""Exit status for a wrong call or bad input; a run that failed exits with 1."""
 
 
 class PipelineError(Exception):
@@ -44,11 +36,11 @@ class PipelineError(Exception):
 
 
 class ArtifactError(PipelineError):
-    """A file or a JSON text does not hold what was asked for."""
+    """A file or JSON text is invalid."""
 
 
 class CaptureError(PipelineError):
-    """A model cannot be taken apart into layers, or not at this place."""
+    """A model cannot be divided into layers, or not here."""
 
 
 class ProfileError(PipelineError):
@@ -63,7 +55,7 @@ class ShortageError(PlanError):
     """No plan of a family fits the memory.
 
     Attributes:
-        need_bytes: that a worker needs at least for one of them.
+        need_bytes: the least that a worker needs.
     """
 
     def __init__(self, message: str, need_bytes: int) -> None:
@@ -72,7 +64,7 @@ class ShortageError(PlanError):
 
 
 class ScheduleError(PipelineError):
-    """A schedule or a program breaks a rule; found before anything ran."""
+    """A schedule or program breaks a rule; found before anything ran."""
 
 
 class DeadlockError(ScheduleError):
@@ -87,10 +79,9 @@ class WorkerError(PipelineError):
     """A worker failed while it ran.
 
     Attributes:
-        rank: the rank that failed.
         where: stage and op, as in ``stage 1, 1F17``.
-        cause: one line on what happened there.
-        advice: what the user can do about it; may be empty.
+        cause: in one line.
+        advice: may be empty.
     """
 
     def __init__(self, rank: int, where: str, cause: str, advice: str = "") -> None:
@@ -101,9 +92,9 @@ class WorkerError(PipelineError):
         super().__init__(f"rank {rank}, {where}: {cause}" + (f"\n{advice}" if advice else ""))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions are pickled by their args, which here are the finished text.
+        # Pickling passes `args`, which here are the finished text.
         return type(self), (self.rank, self.where, self.cause, self.advice)
 
 
 class PeerError(WorkerError):
-    """Another worker failed; carries that worker's own words."""
+    """Another worker failed, with the error of that worker."""

@@ -86,7 +86,7 @@ _NAME = re.compile(r"cannot import name '(\w+)'")
 
 
 def moved_import(error: BaseException) -> str:
-    """Returns what to write in place of an import that failed because something has moved; '' for any other error."""
+    """Returns what to write instead of an import of something that has moved; '' for any other error."""
     if not isinstance(error, ImportError) or not (error.name or "").startswith("pipedream."):
         return ""
     module = str(error.name).removeprefix("pipedream.")

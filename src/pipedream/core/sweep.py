@@ -1,4 +1,4 @@
-"""The Sweep: one model by several methods, on several numbers of workers, at several bandwidths."""
+"""The Sweep: one model with several methods, numbers of workers and bandwidths."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DATA_PARALLEL = "data parallel"
 
 @dataclass(frozen=True)
 class Point:
-    """A method on a number of workers, connected by links of a bandwidth.
+    """A method on a number of workers at a bandwidth.
 
     Attributes:
-        config, microbatches: of its plan; '' and 1 without a plan.
+        config, microbatches: '' and 1 without a plan.
         samples_per_s, bubble: simulated; None without a plan.
         peak_bytes: of the fullest worker.
         why: why there is no plan; else ''.
@@ -39,9 +39,8 @@ class Crossover:
     """Where a method's pipelines overtake data parallelism.
 
     Attributes:
-        bandwidth_bytes_per_s: the bandwidth at which both are equally fast; None if they never are.
-        below: the pipeline is faster below that bandwidth, otherwise above it; without a crossover, everywhere or
-            nowhere.
+        bandwidth_bytes_per_s: where both are equally fast; None if nowhere.
+        below: the pipeline is faster below that bandwidth, otherwise above it; or else everywhere or nowhere.
     """
 
     workers: int
@@ -58,7 +57,7 @@ class Crossover:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All points of a sweep, and the crossovers of each worker count."""
+    """All points, and the crossovers of each worker count."""
 
     model: str
     points: tuple[Point, ...]

@@ -1,7 +1,5 @@
-"""Seconds, bytes and bytes per second, as people write them.
+"""Reads and writes seconds, bytes and rates; elsewhere a number's unit is part of its name (``_s``, ``_bytes``).
 
-Inside the library a number's unit is part of its name (``_s``, ``_bytes``, ``_bytes_per_s``); only these functions read
-units from text or write them.
 Decimal prefixes: 1 kB is 1,000 bytes, as in the papers and on network cards.
 """
 
@@ -28,10 +26,10 @@ _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*"
 
 
 def parse_bytes(text: str | float) -> int:
-    """Reads ``16e9``, ``512MB`` or ``2 GiB`` as a number of bytes.
+    """Reads ``16e9``, ``512MB`` or ``2 GiB``.
 
     Raises:
-        ValueError: the text is none of these, or not positive.
+        ValueError: any other text, or a size that is not positive.
     """
     match = re.fullmatch(_NUMBER + r"([kKmMgGtT]i?)?[bB]?\s*", str(text))
     scale = {**_PREFIX, **_BINARY}
@@ -44,7 +42,7 @@ def parse_rate(text: str | float) -> float:
     """Reads ``1e9`` (bytes per second), ``1.25GB/s`` or ``10 Gbit/s`` as bytes per second.
 
     Raises:
-        ValueError: the text is none of these, or not positive.
+        ValueError: any other text, or a rate that is not positive.
     """
     match = re.fullmatch(_NUMBER + r"(?:([kKmMgGtT])?(bit|[bB])(?:/s|ps)?)?\s*", str(text))
     if match is None or float(match[1]) <= 0:
@@ -54,28 +52,28 @@ def parse_rate(text: str | float) -> float:
 
 
 def format_bytes(value: float) -> str:
-    """Writes bytes with three significant digits: ``1.34 MB``."""
+    """Returns three significant digits: ``1.34 MB``."""
     return _scaled(value, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
 
 
 def check_factor(what: str, factor: float) -> None:
-    """Raises PlanError for a factor that is not positive, or infinite."""
+    """Raises PlanError if a factor is not positive and finite."""
     if not 0 < factor < math.inf:
         raise PlanError(f"a {what} of {factor} was asked for; give a positive number")
 
 
 def format_excess(excess: float) -> str:
-    """Writes how far a number may be above another: ``within 27 %``, or above twice as much ``within 2.8 times``."""
+    """Returns the excess 0.27 as ``within 27 %``, and 1.8 as ``within 2.8 times``."""
     return f"within {100 * excess:.2g} %" if excess < 1 else f"within {1 + excess:.2g} times"
 
 
 def format_rate(value: float) -> str:
-    """Writes bytes per second with three significant digits: ``1.25 GB/s``."""
+    """Returns three significant digits: ``1.25 GB/s``."""
     return format_bytes(value) + "/s"
 
 
 def format_seconds(value: float) -> str:
-    """Writes seconds with three significant digits: ``2.41 ms``."""
+    """Returns three significant digits: ``2.41 ms``."""
     return _scaled(value, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
 
 

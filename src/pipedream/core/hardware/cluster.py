@@ -1,9 +1,8 @@
-"""The Cluster: how many workers there are, how fast and how large each is, and how fast they communicate.
+"""The Cluster: the workers' number, speed and memory, and how fast they communicate.
 
 The network is a tree. ``levels`` are innermost first: for example, level 0 joins workers to machines, level 1 machines
-to racks. Each *component* that a level joins has one full-duplex port into it: at level 0 each worker has a port of its
-own, at level 1 all workers of a machine share the machine's port. The classic planner uses the same levels in its own
-way (docs/cost_models.md).
+to racks. Each *component* that a level joins has one full-duplex port into it: a worker its own at level 0, all workers
+of a machine a shared one at level 1. The classic planner uses the levels differently (docs/cost_models.md).
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ class Level:
     """One level of the network.
 
     Attributes:
-        width: components that it joins (workers at the innermost level); the most, if groups are unequal.
+        width: components in a group (at most, if unequal).
         bandwidth_bytes_per_s: at which a component sends.
         latency_s: of one message.
-        receive_bytes_per_s: at which a component receives; None: as it sends.
+        receive_bytes_per_s: None: as it sends.
         sum_bytes_per_s: measured bandwidth of an all-reduce, 2 (n - 1) / n of its bytes over its seconds; None: that of
             the links.
-        sizes: components of each group, if unequal, e.g. machines of 4, 4 and 2 workers; (): all have `width`.
+        sizes: of unequal groups, e.g. machines of 4, 4 and 2 workers; (): all have `width`.
     """
 
     width: int
@@ -69,7 +68,7 @@ class Workers:
 
     Attributes:
         device: in words.
-        speed: relative to the device of the profile.
+        speed: relative to the profile's device.
         memory_bytes: of each; None: unlimited.
     """
 
@@ -92,10 +91,10 @@ class Cluster(Artifact):
     """Workers, their memory and the links between them.
 
     Attributes:
-        levels: network levels, innermost first.
+        levels: innermost first.
         memory_bytes: of one worker; None: unlimited.
-        device: of each worker, in words.
-        kinds: the workers in their order, if they differ; these have their own memory and device. () if all are alike.
+        device: in words.
+        kinds: the workers in order, if they differ, with their own memory and device; () if all are alike.
         sums: the all-reduce algorithm, 'ring' or 'tree' (`cost.all_reduce_s`).
 
     Raises:
@@ -134,14 +133,14 @@ class Cluster(Artifact):
         memory_bytes: int | None = None,
         device: str = "cpu",
     ) -> Cluster:
-        """Returns workers that are all connected by one kind of link (by default 10 Gbit/s Ethernet)."""
+        """Returns workers connected by equal links (by default 10 Gbit/s Ethernet)."""
         return cls((Level(workers, bandwidth_bytes_per_s, latency_s),), memory_bytes, device)
 
     @classmethod
     def here(cls, workers: int | None = None, memory_bytes: int | None = None) -> Cluster:
-        """Returns this machine: by default one worker for each core, each with an equal share of the memory.
+        """Returns this machine: by default a worker for each core, with equal shares of the memory.
 
-        Loopback is assumed to have 2 GB/s and 50 us for each message (gloo: 1 MiB in 0.5 ms, 64 bytes in 40 to 56 us).
+        Loopback is assumed to have 2 GB/s and 50 us per message (gloo: 1 MiB in 0.5 ms, 64 bytes in 40 to 56 us).
         """
         count = workers or os.cpu_count() or 1
         if memory_bytes is None:
@@ -150,14 +149,10 @@ class Cluster(Artifact):
 
     @property
     def workers(self) -> int:
-        """The number of workers."""
         return self.starts(0)[-1]
 
     def starts(self, level: int) -> tuple[int, ...]:
-        """Returns the first worker of each component that a level joins, and at the end the number of all workers.
-
-        At level 0 each worker is a component.
-        """
+        """Returns the first worker of each component that a level joins, then the number of workers."""
         return self._starts[level]
 
     @cached_property
@@ -174,7 +169,6 @@ class Cluster(Artifact):
         return tuple(found)
 
     def component(self, level: int, worker: int) -> int:
-        """Returns the component of a level that a worker belongs to."""
         return self._components[level][worker]
 
     @cached_property
@@ -195,24 +189,24 @@ class Cluster(Artifact):
         return min(one.link_bytes_per_s for one in crossed), max(one.latency_s for one in crossed)
 
     def sum_link(self, level: int) -> tuple[float, float]:
-        """Returns bandwidth (bytes/s) and latency (s) of an all-reduce that crosses the levels up to this one."""
+        """Returns the same of an all-reduce."""
         crossed = self.levels[: level + 1]
         rates = (one.sum_bytes_per_s or one.link_bytes_per_s for one in crossed)
         return min(rates), max(one.latency_s for one in crossed)
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """The speed of each worker relative to the profile's device."""
+        """Relative to the profile's device."""
         return tuple(kind.speed for kind in self._all_kinds for _ in range(kind.count))
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """The device of each worker, in words."""
+        """In words."""
         return tuple(kind.device for kind in self._all_kinds for _ in range(kind.count))
 
     @cached_property
     def memories(self) -> tuple[int | None, ...]:
-        """Memory of each worker; None: unlimited."""
+        """In bytes; None: unlimited."""
         return tuple(kind.memory_bytes for kind in self._all_kinds for _ in range(kind.count))
 
     @property
@@ -221,15 +215,13 @@ class Cluster(Artifact):
 
     @property
     def is_limited(self) -> bool:
-        """Whether any worker's memory is limited."""
         return any(memory is not None for memory in self.memories)
 
     def unlimited(self) -> Cluster:
-        """Returns the same workers with unlimited memory."""
         return self.with_memory(lambda memory: None)
 
     def with_memory(self, change: Callable[[int | None], int | None]) -> Cluster:
-        """Returns the same workers with the memory of each kind changed."""
+        """Returns the workers with the memory of each kind changed."""
         kinds = tuple(replace(kind, memory_bytes=change(kind.memory_bytes)) for kind in self.kinds)
         return replace(self, memory_bytes=change(self.memory_bytes), kinds=kinds)
 
@@ -240,12 +232,12 @@ class Cluster(Artifact):
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
-        """Bandwidth of the slowest level, which a ring over all workers crosses."""
+        """Of the slowest level."""
         return self.link(len(self.levels) - 1)[0]
 
     @property
     def latency_s(self) -> float:
-        """Latency of the slowest level."""
+        """Of the slowest level."""
         return self.link(len(self.levels) - 1)[1]
 
     def __str__(self) -> str:

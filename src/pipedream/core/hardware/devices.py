@@ -1,11 +1,11 @@
-"""The Device: the data-sheet figures of an accelerator, and the seconds of an operation by the roofline model.
+"""The Device: an accelerator's data-sheet figures, and the seconds of an operation by the roofline model.
 
 An operation of F floating-point operations that reads and writes b bytes takes (Williams, Waterman and Patterson, CACM
 2009, with the overhead of a launch added)
 
     launch_s + max(F / (flop_share x peak), b / (byte_share x bandwidth))
 
-From NVIDIA's data sheets, without sparsity and at boost clocks:
+In Tflop/s, from NVIDIA's data sheets, without sparsity and at boost clocks:
 
     name        memory        bandwidth   float64  float32  tf32    float16  bfloat16  source
     V100-16GB   16 GB HBM2    900 GB/s    7.8      15.7     -       125      -         V100 (SXM2) data sheet, 2020
@@ -16,13 +16,13 @@ From NVIDIA's data sheets, without sparsity and at boost clocks:
     H200        141 GB HBM3e  4.8 TB/s    34       67       494.7   989.4    989.4     H200 (SXM) data sheet, 2024
     RTX-4090    24 GB GDDR6X  1,008 GB/s  1.29     82.6     82.6    165.2    165.2     Ada architecture whitepaper, 2022
 
-in Tflop/s. Matrix products of float16 and bfloat16 run on tensor cores and accumulate in float32. float32 runs outside
-them, torch's default; tf32 is used on request (``torch.set_float32_matmul_precision``).
+Matrix products of float16 and bfloat16 run on tensor cores and accumulate in float32. float32 runs outside them,
+torch's default; tf32 is used on request (``torch.set_float32_matmul_precision``).
 
 The shares are assumptions. The best matrix shape reaches 86.9% of the peak on an A100 SXM and 80.3% on an H100 SXM
-(S. Bekman, Machine Learning Engineering, "maximum achievable matmul FLOPS", torch 2.6 and 2.7). The shapes of a model
-are not the best, so 75% and 70% are assumed here, 75% for the other two families, 85% of each bandwidth, and 5 us for
-each launch. The memory is the data sheet's, in powers of ten: what a card has above that is left to its context.
+(S. Bekman, Machine Learning Engineering, "maximum achievable matmul FLOPS", torch 2.6 and 2.7). A model's shapes are
+not the best, so 75% and 70% are assumed, 75% for the other families, 85% of each bandwidth, and 5 us per launch. The
+data sheet's memory is in powers of ten: what a card has above that is left to its context.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pipedream.core.hardware.cluster import Workers
 __all__ = ["DEVICES", "Device", "Work", "device_named", "workers_of"]
 
 Work = Sequence[tuple[float, float]]
-"""(flops, bytes read and written) of each layer."""
+"""(flops, bytes moved) of each layer."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Device(Artifact):
     """What an accelerator can do.
 
     Attributes:
-        flops_per_s: dtype -> peak of matrix products; a dtype that is missing runs as float32.
-        bytes_per_s: bandwidth of the memory, reads and writes together.
-        launch_s: the least seconds of an operation, however small.
-        flop_share, byte_share: the fractions of the peaks that operations reach.
+        flops_per_s: dtype -> peak of matrix products; a missing dtype runs as float32.
+        bytes_per_s: of the memory, reads and writes together.
+        launch_s: the least seconds of an operation.
+        flop_share, byte_share: the fractions of the peaks that are reached.
         small_bytes_per_s: (bytes, bandwidth), smallest first: operations that move at most this many bytes use caches
-            with this bandwidth; (): all use the memory.
-        draw_s: seconds to draw one random number.
+            with this bandwidth.
+        draw_s: seconds per random number.
     """
 
     name: str
@@ -83,9 +83,8 @@ class Device(Artifact):
         """Returns the seconds of an operation, or the total of several identical ones.
 
         Args:
-            flops: floating-point operations; a multiply-add counts as two.
+            flops: a multiply-add counts as two.
             moved_bytes: read and written.
-            launches: the number of operations.
             draws: random numbers.
         """
         peak = self.flops_per_s.get(dtype, self.flops_per_s["float32"])
@@ -94,11 +93,7 @@ class Device(Artifact):
         return launches * self.launch_s + draws * self.draw_s + busy_s
 
     def speed_against(self, other: Device, dtype: str = "float32", work: Work = ((1.0, 0.0),)) -> float:
-        """Returns how many times faster than another device this one computes.
-
-        Args:
-            work: (flops, moved bytes) of the layers; by default only matrix products.
-        """
+        """Returns how many times faster than another device it computes; by default only matrix products."""
         mine, others = (sum(one.op_s(*part, dtype, launches=0) for part in work) for one in (self, other))
         return others / mine
 
@@ -149,11 +144,11 @@ _CUDA_NAMES = {
 def device_named(name: str) -> Device:
     """Returns a device by its name, in any spelling: ``A100-80GB``, ``a100_80gb``, ``rtx4090``.
 
-    The name of a family means its smallest device: V100 the V100-16GB, A100 the A100-40GB. CUDA's names are accepted as
-    they occur in a profile: ``cuda: NVIDIA A100-SXM4-80GB``.
+    A family's name means its smallest device: V100 the V100-16GB. CUDA's names are accepted as they occur in a profile:
+    ``cuda: NVIDIA A100-SXM4-80GB``.
 
     Raises:
-        ProfileError: no device has this name.
+        ProfileError: an unknown name.
     """
     asked = _plain(name)
     asked = _plain(_SHORT.get(asked, asked))
@@ -169,9 +164,7 @@ def workers_of(text: str, other: Device, dtype: str = "float32", work: Work = ((
     """Returns the workers of a text such as ``4xV100,2xRTX-4090``, in this order.
 
     Args:
-        text: counts and names.
-        other: the device of the profile, to which the speeds are relative.
-        dtype, work: see `Device.speed_against`.
+        other: the profile's device, to which the speeds are relative.
 
     Raises:
         ProfileError: an unknown device, or a malformed count.

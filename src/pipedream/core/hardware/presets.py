@@ -1,4 +1,4 @@
-"""The clusters of the papers, by name: those on which PipeDream and PipeDream-2BW were evaluated.
+"""The clusters on which PipeDream and PipeDream-2BW were evaluated, by name.
 
 | name | machines | of workers | inside a machine | between machines |
 | --- | --- | --- | --- | --- |
@@ -9,9 +9,9 @@
 
 Sources. Machines, devices, memory and networks: PipeDream (SOSP 2019), section 5.1 and table 1 (A is Azure's NC24 v3,
 B is AWS's p3.16xlarge, C is private); PipeDream-2BW (ICML 2021), section 5 (8 p3.16xlarge). Bandwidths inside a machine
-are those of the standards, in one direction: PCIe 3.0 has 16 lanes of 8 GT/s with 128 of 130 bits for data; a V100 has
-six NVLinks of 25 GB/s, which are divided among its neighbours, so that a single pair has 25 or 50 GB/s of the 150. The
-papers give no latencies, so they are 0. A program reaches less than all of these; `pipedream probe` measures how much.
+are the standards', in one direction: PCIe 3.0 has 16 lanes of 8 GT/s with 128 of 130 bits for data; a V100 has six
+NVLinks of 25 GB/s, divided among its neighbours, so that a pair has 25 or 50 of the 150 GB/s. The papers give no
+latencies, so they are 0. Programs reach less; `pipedream probe` measures how much.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Preset:
 
     Attributes:
         machines: the number in the paper.
-        workers: of each machine.
-        inside_bytes_per_s, between_bytes_per_s: bandwidth of a worker's port and of a machine's, in one direction.
+        workers: per machine.
+        inside_bytes_per_s, between_bytes_per_s: of a worker's and a machine's port, in one direction.
         memory_bytes: of a worker.
         source: the paper, and the machine's name.
     """
@@ -49,7 +49,6 @@ class Preset:
     source: str
 
     def cluster(self, machines: int | None = None) -> Cluster:
-        """Returns this many of these machines; None: as many as in the paper."""
         count = self.machines if machines is None else machines
         inside, between = Level(self.workers, self.inside_bytes_per_s), Level(count, self.between_bytes_per_s)
         levels = tuple(level for level in (inside, between) if level.width > 1) or (between,)
@@ -74,11 +73,7 @@ PRESETS = {
 
 
 def cluster(name: str, machines: int | None = None) -> Cluster:
-    """Returns a cluster of the papers.
-
-    Args:
-        name: one of `PRESETS`.
-        machines: None: as many as in the paper.
+    """Returns a cluster of the papers, by default with the paper's number of machines.
 
     Raises:
         PlanError: an unknown name, or a number of machines out of range.

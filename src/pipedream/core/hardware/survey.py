@@ -1,8 +1,7 @@
-"""A Survey: measurements of the links and workers of a cluster, and the Cluster that follows from them.
+"""A Survey: measurements of a cluster's links and workers, and the Cluster that follows from them.
 
-A level has one bandwidth for all its ports, so the median stands for all. A message leaves one port and enters another,
-and is as fast as the slower of the two. Which one that is only shows when one port exchanges messages with several at
-once.
+A level has one bandwidth for all its ports, so the median is used. A message is as fast as the slower of the two ports
+that it passes; which one that is only shows when one port exchanges messages with several at once.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ __all__ = ["Fan", "Link", "Seen", "Sum", "Survey", "lower_quartile", "machines_o
 _SAME_SPEED = 0.15
 _SAME_MEMORY = 0.1
 _FASTER = 1.25
-"""Smaller differences are noise of the measurements."""
+"""Smaller differences are noise."""
 
 _HALF_DUPLEX = 0.7
-"""The fraction of its bandwidth that a direction keeps while the other is used too; 0.5 if they share the link."""
+"""Share of its bandwidth that a direction keeps while the other is used too; 0.5 on a shared link."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,8 @@ class Seen:
     """One worker.
 
     Attributes:
-        machine: a text that is the same for all workers of a machine, and differs between machines.
-        device: the model of the device that it computes with.
-        work_s: seconds of a piece of work that is the same for all workers.
+        machine: a name that differs between machines.
+        work_s: seconds of work that is the same for all workers.
         memory_bytes: that it may use.
     """
 
@@ -50,8 +48,7 @@ class Link:
     """Messages from one rank to another.
 
     Attributes:
-        level: outermost level of the network that they cross.
-        sender, receiver: ranks.
+        level: the outermost that they cross.
         latency_s: half of a round trip of a few bytes.
         alone_bytes_per_s: while nothing else is sent.
         both_bytes_per_s: while as much is sent the other way.
@@ -70,8 +67,7 @@ class Fan:
     """One rank that sends to several at once, or receives from several.
 
     Attributes:
-        level: that the messages cross.
-        sends: whether the one rank sends; otherwise it receives.
+        sends: whether the one rank sends.
         ranks: the one, then the others.
         bytes_per_s: of all messages together.
     """
@@ -87,9 +83,8 @@ class Sum:
     """All-reduces over a group.
 
     Attributes:
-        level: outermost level that the group crosses.
-        ranks: of the group.
-        latency_s: of one step of a ring, of which there are 2 (n - 1).
+        level: the outermost that the group crosses.
+        latency_s: of one of the 2 (n - 1) steps of a ring.
         bytes_per_s: 2 (n - 1) / n of the bytes over their seconds.
     """
 
@@ -105,7 +100,6 @@ class Survey(Artifact):
 
     Attributes:
         workers: by rank.
-        links, fans, sums: in the order in which they were measured.
         seconds: that the survey took.
     """
 
@@ -119,7 +113,6 @@ class Survey(Artifact):
 
     @property
     def machines(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each machine (`machines_of`)."""
         return machines_of([seen.machine for seen in self.workers])
 
     def cluster(self) -> Cluster:
@@ -128,7 +121,7 @@ class Survey(Artifact):
         Workers whose speeds differ by less than 15 %, and memories by less than 10 %, count as alike.
 
         Raises:
-            PlanError: the ranks of a machine are not consecutive, or a level was not measured.
+            PlanError: a machine's ranks are not consecutive, or a level was not measured.
         """
         machines = self.machines
         counts = tuple(map(len, machines))
@@ -148,9 +141,9 @@ class Survey(Artifact):
             if width == 1:
                 return Level(1, 1e30)
             raise PlanError(f"no link of level {number} was measured; probe again with more time")
-        # To the planner, ports are full duplex. If they are not, each direction gets the bandwidth that is left. If the
-        # directions differ, the faster one may be slowed down only because its acknowledgements queue with what the
-        # slower one sends; so both directions of a pair must have lost bandwidth.
+        # The planner's ports are full duplex; otherwise each direction gets the bandwidth that is left. A faster
+        # direction may be slowed down only because its acknowledgements queue with what the slower one sends, so both
+        # directions of a pair must have lost bandwidth.
         kept: dict[frozenset[int], float] = {}
         for link in links:
             pair = frozenset((link.sender, link.receiver))
@@ -179,7 +172,6 @@ class Survey(Artifact):
         )
 
     def _kinds(self) -> tuple[Workers, ...]:
-        """The workers in their order; consecutive ones that are alike form one kind."""
         work = _alike([(seen.device, seen.work_s) for seen in self.workers], _SAME_SPEED)
         memory = _alike([("", float(seen.memory_bytes)) for seen in self.workers], _SAME_MEMORY)
 
@@ -230,10 +222,10 @@ class Survey(Artifact):
 
 
 def machines_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Returns the ranks of each machine, from the name of each rank's machine.
+    """Returns the ranks of each machine.
 
     Raises:
-        PlanError: the ranks of a machine are not consecutive.
+        PlanError: they are not consecutive.
     """
     found: list[list[int]] = []
     for rank, name in enumerate(names):
@@ -250,15 +242,14 @@ def machines_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
-    """Returns the lower quartile. Other processes can make a message slower, but nothing makes it faster than its link."""
+    """Returns it: noise can make a message slower than its link, but not faster."""
     return sorted(seconds)[len(seconds) // 4]
 
 
 def slope(sizes_bytes: Sequence[float], seconds: Sequence[Sequence[float]]) -> float:
-    """Returns bytes per second from repeated times at two message sizes, of which the second is larger.
+    """Returns bytes per second from repeated times at two message sizes, the smaller one first.
 
-    The cost that is independent of the size cancels out. If noise hides the difference, only the larger size counts,
-    with all the time that it took.
+    The cost that is independent of the size cancels out; if noise hides the difference, it is counted.
     """
     small_s, large_s = map(lower_quartile, seconds)
     more_bytes, more_s = sizes_bytes[1] - sizes_bytes[0], large_s - small_s
@@ -268,7 +259,7 @@ def slope(sizes_bytes: Sequence[float], seconds: Sequence[Sequence[float]]) -> f
 
 
 def _alike(values: Sequence[tuple[str, float]], tolerance: float) -> list[int]:
-    """The group of each value: that of the first value with the same word and about the same number."""
+    """The group of each value: that of the first with the same word and about the same number."""
     groups: list[tuple[str, float]] = []
     found = []
     for word, number in values:

@@ -1,8 +1,8 @@
 """The layers of a model, and which layer reads which output.
 
-A layer is the unit that the planner may not split. Layers are listed in an order in which they can run, and an edge
-``(i, j)`` means that layer j reads the output of layer i. A chain, which is all that capture returns, has the edges
-``(0, 1), (1, 2), ...``. The planner takes any graph (`planner.cuts.downsets`), the runtime only chains.
+The planner may not split a layer. Layers are in an order in which they can run; edge ``(i, j)`` means that j reads the
+output of i. Capture returns only chains, with edges ``(0, 1), (1, 2), ...``. The planner takes any graph
+(`planner.cuts.downsets`), the runtime only chains.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Layer:
     """One layer of a model.
 
     Attributes:
-        name: the user's own name for it (``features.3``), unique in the graph.
+        name: the user's own (``features.3``), unique in the graph.
         kind: class of the module (``Conv2d``).
-        parameters: names, in the user's state dict, of its parameters and buffers.
+        parameters: names of its parameters and buffers in the user's state dict.
     """
 
     name: str
@@ -35,10 +35,9 @@ class LayerGraph(Artifact):
 
     Attributes:
         layers: at least one.
-        edges: pairs (producer, consumer) of indices, producer before consumer.
-        ties: groups of layers that share a parameter or state; a cut should not separate the layers of a group.
-        whole: those of the ties that no method can train in separate stages, because what the layers share changes
-            without an update.
+        edges: index pairs (producer, consumer), producer before consumer.
+        ties: groups of layers that share a parameter or state; a cut should not separate a group.
+        whole: ties that no method can train in separate stages, because what is shared changes without an update.
 
     Raises:
         ValueError: no layer, a repeated name, an edge or tie out of range, or a group in `whole` that is not a tie.
@@ -69,14 +68,13 @@ class LayerGraph(Artifact):
     def chain(
         cls, layers: tuple[Layer, ...], ties: tuple[tuple[int, ...], ...] = (), whole: tuple[tuple[int, ...], ...] = ()
     ) -> LayerGraph:
-        """Returns the graph of layers that run one after the other."""
+        """Returns a graph of layers in a line."""
         return cls(layers, tuple((i, i + 1) for i in range(len(layers) - 1)), ties, whole)
 
     def cuts(self) -> tuple[int, ...]:
         """Returns the cuts that the runtime supports; i is the cut between layers i - 1 and i.
 
-        Every edge across such a cut starts at layer i - 1 (only one value crosses), and no tied group has members on
-        both sides.
+        All edges across it start at layer i - 1 (only one value crosses), and no tied group has members on both sides.
         """
         return tuple(
             i

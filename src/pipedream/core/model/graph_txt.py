@@ -1,12 +1,12 @@
 """The profile format of the original PipeDream: ``graph.txt``, read and written.
 
-One record per line (github msr-fiddle/pipedream, ``graph/graph.py``). A node, and an edge, which begins with a TAB:
+One record per line (github msr-fiddle/pipedream, ``graph/graph.py``): a node, or, after a TAB, an edge:
 
     node4 -- Conv2d(3, 64) -- forward_compute_time=1.500, backward_compute_time=3.000, activation_size=512.000, ...
         node1 -- node4
 
-Times are milliseconds and sizes are bytes, of one whole minibatch; a node with several outputs has their sizes in
-brackets, ``[512.0; 64.0]``. ``-- stage_id=0`` may end a node's line. Batch, dtype and device are not recorded.
+Times are milliseconds and sizes bytes, of one whole minibatch; several outputs have their sizes in brackets,
+``[512.0; 64.0]``. ``-- stage_id=0`` may end a node's line. Batch, dtype and device are not recorded.
 """
 
 from __future__ import annotations
@@ -37,15 +37,10 @@ class GraphNode:
     """A node of a graph.txt.
 
     Attributes:
-        name: the node's id, unique in the file (``node4``).
-        kind: its description: a module's repr, ``Input0``, ``Add``, ``__getitem__(1)``.
-        forward_ms, backward_ms: milliseconds of one minibatch.
-        output_sizes_bytes: bytes of each output.
-        parameter_bytes: of its parameters.
+        name: unique in the file (``node4``).
+        kind: a module's repr, ``Input0``, ``Add``, ``__getitem__(1)``.
+        forward_ms, backward_ms: of one minibatch.
         stage: that a plan assigned it to.
-
-    Raises:
-        ValueError: a text that could not be read back, or a number that is negative or not finite.
     """
 
     name: str
@@ -74,12 +69,10 @@ class GraphNode:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of forward and backward."""
         return (self.forward_ms + self.backward_ms) / 1000.0
 
     @property
     def output_bytes(self) -> float:
-        """Bytes of all outputs."""
         return sum(self.output_sizes_bytes)
 
     @property
@@ -101,14 +94,11 @@ class GraphNode:
 
 @dataclass(frozen=True)
 class GraphText:
-    """The content of a graph.txt: nodes and edges, both in the order of the file.
+    """The content of a graph.txt.
 
     Attributes:
-        nodes: at least one, in any order; the original's answers depend on which source is the first.
-        edges: pairs (producer, consumer) of indices; the edges into a node are in the order of its arguments.
-
-    Raises:
-        ValueError: no node, a repeated name, an edge out of range, or edges that form a cycle.
+        nodes: in the file's order; the original's answers depend on which source is the first.
+        edges: index pairs (producer, consumer); those into a node are in the order of its arguments.
     """
 
     nodes: tuple[GraphNode, ...]
@@ -131,7 +121,7 @@ class GraphText:
         """Reads a graph.txt.
 
         Raises:
-            ArtifactError: no such file, or not a graph.txt (see `parse`).
+            ArtifactError: no such file, or see `parse`.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -143,11 +133,10 @@ class GraphText:
     def parse(cls, text: str, source: str = "the text") -> Self:
         """Reads the text of a graph.txt.
 
-        In a file of several nodes, one without any edge is taken as a sign of a truncated file, unless it is an input.
+        Among several nodes, one without any edge is a sign of a truncated file, except for an input.
 
         Raises:
-            ArtifactError: a line is malformed, has a number that is negative or not finite, closes a cycle, or names a
-                node that no earlier line defines.
+            ArtifactError: a malformed line or number, a cycle, or an edge to a node that no earlier line defines.
         """
         nodes: list[GraphNode] = []
         places: dict[str, tuple[int, int]] = {}
@@ -182,7 +171,7 @@ class GraphText:
 
     @classmethod
     def of(cls, profile: Profile) -> Self:
-        """Returns a profile in this format, which has no room for the loss, the update and what autograd keeps."""
+        """Returns a profile in this format, which omits the loss, the update and what autograd keeps."""
         names = [_clean(layer.name) for layer in profile.graph.layers]
         unique = names if len(set(names)) == len(names) and all(names) else [f"node{i}" for i in range(len(names))]
         kinds = [_clean(layer.kind) for layer in profile.graph.layers]
@@ -200,19 +189,17 @@ class GraphText:
         return cls(nodes, profile.graph.edges)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the graph.txt, atomically. Returns the path."""
         return write_text(path, f"{self}\n")
 
     def with_stages(self, stages: Iterable[Iterable[str]]) -> Self:
-        """Returns the graph with the stage of each node, given the names of the nodes of each stage."""
+        """Returns the graph with each node's stage, given the node names of each stage."""
         numbers = {name: s for s, names in enumerate(stages) for name in names}
         return replace(self, nodes=tuple(replace(node, stage=numbers.get(node.name)) for node in self.nodes))
 
     def profile(self, model: str = "graph.txt") -> Profile:
-        """Returns it as a Profile, with the nodes in an order in which they can run and without the inputs.
+        """Returns a Profile with the nodes in an order in which they can run and without the inputs.
 
-        Bytes are rounded. The format records neither what autograd keeps, which is assumed to be the output, nor the
-        batch, which is set to 1.
+        Bytes are rounded. The format does not record what autograd keeps, here the output, nor the batch, here 1.
 
         Raises:
             ArtifactError: it has only inputs.
@@ -245,7 +232,7 @@ class GraphText:
 
 
 def in_order(count: int, edges: Iterable[tuple[int, int]], key: Callable[[int], int] = lambda i: 0) -> list[int]:
-    """Returns the nodes in an order in which they can run: of those that can, the smallest (key, index) is next.
+    """Returns the nodes in an order in which they can run; of those that can, the smallest (key, index) is next.
 
     Nodes in a cycle, and after one, are left out.
     """

@@ -1,8 +1,7 @@
 """The Profile: seconds and bytes of every layer, and where and how they were measured.
 
-After PipeDream, SOSP 2019, section 3.1: for each layer the time of forward and backward, and the bytes of its output and
-its parameters. Added, because users of the original asked for them: the spread of each time, what autograd keeps for the
-backward, the time of the optimizer's update, batch, dtype, device and versions.
+After PipeDream, SOSP 2019, section 3.1: each layer's forward and backward times and its bytes of output and parameters.
+Added: the spread of each time, what autograd keeps, the time of the update, batch, dtype, device and versions.
 """
 
 from __future__ import annotations
@@ -23,21 +22,20 @@ class LayerProfile:
     Attributes:
         forward_s, backward_s: medians over the measured runs.
         forward_spread_s, backward_spread_s: distance between the first and third quartile.
-        output_bytes: of its output, all tensors.
+        output_bytes: of all its output tensors.
         activation_bytes: that autograd keeps from its forward until its backward, without parameters.
         forward_fixed_s, backward_fixed_s: the part of the seconds that a smaller batch does not save; 0 if unknown.
-        parameter_bytes: of its own parameters; a shared parameter counts in the layer that uses it first.
-        arriving_bytes: kept by earlier layers and also by it or later layers: a stage that begins here holds its own
-            copy of them.
+        parameter_bytes: a shared parameter counts in the layer that uses it first.
+        arriving_bytes: kept by earlier layers and also from here on: a stage that begins here holds its own copy.
         leaving_bytes: of its output, kept neither by it nor by an earlier layer: a stage that ends here holds them
             until its backward.
-        working_bytes: the most that its forward or backward needs in addition to what is kept (by it and by earlier
-            layers) and to the gradients of its parameters; its input and the gradients that pass through are included.
-        backward_bytes: the most that its backward adds to what is kept when it begins. The gradients of its parameters
-            count; what the backward releases is subtracted.
+        working_bytes: the most that a pass needs beyond what is kept (by it and earlier layers) and its
+            parameters' gradients; its input and the gradients that pass through are included.
+        backward_bytes: the most that its backward adds to what is kept when it begins, with its parameters' gradients
+            and without what it has released.
         largest_parameter_bytes: of its largest parameter, whose gradient is computed before it is accumulated.
-        forward_flops, backward_flops: floating-point operations; 0 if they were not counted.
-        moved_bytes: that its operations read and write, forward and backward; 0 if they were not counted.
+        forward_flops, backward_flops: 0 if they were not counted.
+        moved_bytes: read and written by forward and backward; 0 if they were not counted.
     """
 
     forward_s: float
@@ -74,23 +72,21 @@ class Profile(Artifact):
     """Seconds and bytes of every layer of a model, for one minibatch.
 
     Attributes:
-        model: class of the model.
-        graph: its layers and edges.
-        layers: the costs of each layer, in the order of the graph.
+        model: its class.
+        layers: in the order of the graph.
         batch: samples in the profiled minibatch.
-        input_shapes: of the model's input tensors in that minibatch.
+        input_shapes: of the model's input tensors.
         dtype: that the layers compute with.
         device: in words (``cpu: EPYC``).
-        runs: number of runs whose median was taken; 0 if nothing was run.
+        runs: whose median was taken; 0 if nothing was run.
         update_s: one optimizer step over all parameters.
-        copy_s: copying all parameters, which a stage does before an update if the old version is still needed.
-        optimizer: class of the optimizer that was timed, or ''.
-        optimizer_bytes: bytes of its state after a step.
-        loss_s: forward and backward of the loss.
+        copy_s: copying all parameters, as a stage does before an update if the old version is still needed.
+        optimizer: class of the timed optimizer, or ''.
+        optimizer_bytes: its state after a step.
+        loss_s: its forward and backward.
         loss_bytes: that autograd keeps from the loss.
-        loss_working_bytes: the most that the loss needs in addition to what is kept.
-        update_working_bytes: the most that an optimizer step over all parameters needs in addition to weights, gradients
-            and state.
+        loss_working_bytes: the most that the loss needs beyond what is kept.
+        update_working_bytes: the most that an optimizer step needs beyond weights, gradients and state.
         versions: of python, torch and this library.
         notes: what was assumed or not checked.
     """
@@ -124,38 +120,35 @@ class Profile(Artifact):
 
     @property
     def forward_s(self) -> float:
-        """Seconds of all forwards."""
         return sum(layer.forward_s for layer in self.layers)
 
     @property
     def backward_s(self) -> float:
-        """Seconds of all backwards."""
         return sum(layer.backward_s for layer in self.layers)
 
     @property
     def work(self) -> tuple[tuple[int, int], ...]:
-        """Flops, and bytes read and written, of each layer; ((1, 0),), matrix products only, if they were not counted."""
+        """(flops, bytes moved) of each layer; ((1, 0),), matrix products only, if they were not counted."""
         counted = tuple((c.forward_flops + c.backward_flops, c.moved_bytes) for c in self.layers)
         return counted if self.flops else ((1, 0),)
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of all forwards and backwards; 0 if they were not counted."""
+        """Of all forwards and backwards; 0 if they were not counted."""
         return sum(layer.forward_flops + layer.backward_flops for layer in self.layers)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that all operations read and write; 0 if they were not counted."""
+        """Read and written; 0 if they were not counted."""
         return sum(layer.moved_bytes for layer in self.layers)
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of all parameters."""
         return sum(layer.parameter_bytes for layer in self.layers)
 
     @classmethod
     def of_chain(cls, layers: tuple[LayerProfile, ...], *, batch: int = 1, **rest: object) -> Profile:
-        """Returns a profile of unnamed layers in a line: for studies and tests."""
+        """Returns a profile of unnamed layers in a line, for studies and tests."""
 
         graph = LayerGraph.chain(tuple(Layer(f"layer{i}", "Layer") for i in range(len(layers))))
         return cls("chain", graph, layers, batch, **rest)  # type: ignore[arg-type]

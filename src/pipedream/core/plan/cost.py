@@ -1,7 +1,6 @@
-"""Seconds of messages and of gradient sums: the formulas that planner and simulator share.
+"""Seconds of messages and of gradient sums, for planner and simulator.
 
-Each takes numbers or numpy arrays of them. Legend: b bytes, B bandwidth of one link in one direction (bytes per
-second), l latency (s), n workers.
+Legend: b bytes, B bandwidth of a link in one direction (bytes/s), l latency (s), n workers; numbers or arrays.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ __all__ = [
 ]
 
 Numbers = float | NDArray[Any]
-"""A number, or an array of them: the planner computes many stages at once."""
+"""The planner computes many stages at once."""
 
-# A sum over replicas runs bucket by bucket. As in torch's DistributedDataParallel, a small first bucket starts the
-# network early in the backward. The last one is never hidden, so buckets should be small
-# (benchmarks/reduction_overlap), but each message has a cost. 4 MiB take 34 ms at 1 Gbit/s, 4 ms at 10 Gbit/s, some
-# tenths of a millisecond between GPUs.
+# As in torch's DistributedDataParallel, a small first bucket starts the network early in the backward. The last one is
+# never hidden, so buckets should be small (benchmarks/reduction_overlap), but each message has a cost. 4 MiB take 34 ms
+# at 1 Gbit/s, 4 ms at 10 Gbit/s, some tenths of a millisecond between GPUs.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
 
@@ -48,11 +46,10 @@ def all_reduce_s(
 ) -> Numbers:
     """Returns the seconds of an all-reduce.
 
-    'ring': 2 (n - 1) (l + b / (n B)). Each worker sends, and at the same time receives, 2 (n - 1) / n of the bytes
-    (Patarasuk and Yuan 2009; PipeDream, section 3.1, counts the same bytes per direction).
+    'ring': 2 (n - 1) (l + b / (n B)) (Patarasuk and Yuan 2009; the bytes as in PipeDream, section 3.1).
 
-    'tree': 2 (ceil(log2 n) l + b / B). Two trees, each for half of the bytes, so that every worker sends and
-    receives all of them once on the way up and once on the way down (Sanders, Speck and Traeff 2009; NCCL).
+    'tree': 2 (ceil(log2 n) l + b / B): two trees, each for half of the bytes, so that every worker sends and receives
+    all of them on the way up and again on the way down (Sanders, Speck and Traeff 2009; NCCL).
     """
     if np.ndim(workers) == 0 and workers == 1:
         return 0.0
@@ -63,7 +60,7 @@ def all_reduce_s(
 
 
 def all_reduce_bytes(size_bytes: Numbers, workers: Numbers, *, how: str = "ring") -> Numbers:
-    """Returns the bytes that each of the workers sends, and receives, in an all-reduce (`all_reduce_s`)."""
+    """Returns the bytes that each worker sends, and receives, in an all-reduce."""
     if np.ndim(workers) == 0 and workers == 1:
         return 0.0
     return 2.0 * size_bytes if how == "tree" else 2.0 * size_bytes * (workers - 1) / workers
@@ -79,9 +76,8 @@ def sum_buckets(
 ) -> tuple[tuple[Numbers, Numbers], ...]:
     """Returns the buckets of a sum: a first one of 1 MiB, further ones of 4 MiB, and the rest.
 
-    For each: the share of the gradients in it and in earlier buckets, and the seconds that it and all later buckets
-    take. Between the first and the last of the 4 MiB buckets both numbers change linearly, so that those in between
-    never decide, and are left out.
+    For each: the share of the gradients up to it, and the seconds of it and all later ones. Both are linear from the
+    first to the last of the 4 MiB buckets, so that those in between never decide, and are left out.
     """
     if np.ndim(workers) == 0 and workers == 1:
         return ()
@@ -117,9 +113,9 @@ def visible_sum_s(
 ) -> Numbers:
     """Returns the seconds of a sum that its last backward does not hide.
 
-    Gradients become ready evenly over the backward, counted in bytes; the all-reduce of a bucket begins when it is
-    ready and the one before it is done. With q_k the share of the bytes in buckets up to k, T_k the seconds of bucket k
-    and all later ones, and D those of the backward, max_k (T_k - (1 - q_k) D) are left after the backward's end.
+    Gradients become ready evenly over the backward, counted in bytes; a bucket's all-reduce begins when it is ready and
+    the previous one is done. With q_k the share of the bytes in buckets up to k, T_k the seconds of bucket k and all
+    later ones, and D those of the backward, max_k (T_k - (1 - q_k) D) are left.
     """
     tails = sum_buckets(size_bytes, workers, bandwidth_bytes_per_s, latency_s, how=how)
     visible: Numbers = 0.0

@@ -1,11 +1,10 @@
 """Depth: how many warm-up forwards W_s each stage makes; W_s + 1 are then in flight.
 
-``noam`` is PipeDream's (SOSP 2019, section 3.2): NOAM = ceil(workers / replicas of the input stage)
-minibatches are admitted, which gives W_s = (sum of replicas from s on, minus 1) // r_s. It hides no message
-time: with one-way message time c and slot T the period of a straight pipeline of p stages is
-T + 2c(p - 1)/p, however asynchronous the sends are.
+``noam`` is PipeDream's (SOSP 2019, section 3.2): NOAM = ceil(workers / replicas of the input stage) minibatches are
+admitted: W_s = (sum of replicas from s on, minus 1) // r_s. It hides no messages: with one-way message time c and slot
+T a straight pipeline of p stages has the period T + 2c(p - 1)/p.
 
-``full`` is the smallest depth at which messages and replica barriers are hidden (docs/exact_rules.md, Depth):
+``full`` is the smallest depth that hides messages and replica barriers (docs/exact_rules.md, Depth):
 W_{p-1} = 0; W_s = ceil((W_u r_u + r_s + 2 r_u - 2 gcd(r_s, r_u) + ceil((c_fwd + c_bwd)/T)) / r_s), u = s + 1.
 
 ``auto`` is the deepest between the two that fits the memory (`fitting`).
@@ -17,10 +16,10 @@ A depth is legal if no stage waits for what is never sent: W_u r_u >= X(u, s) fo
               W_s r_s - r_u + 1                         u has one
               (W_s + 1) r_s - r_u                       both have one
 
-Why: minibatch k's backward at s follows the forward of minibatch k + W_s r_s there, or, if s has an update delay, all
-forwards of its round's W_s-th successor, because the update before it waits for those of all replicas. At u the
-forward of minibatch j follows all backwards up to W_u rounds before its own; if u has an update delay, the one W_u + 1
-rounds before it. Together they must not require the backward of k or of a later minibatch.
+Why: minibatch k's backward at s follows the forward of k + W_s r_s or, with an update delay, all forwards of its
+round's W_s-th successor, because the update before it waits for all replicas. At u a forward follows all backwards up
+to W_u rounds (with an update delay, only the one W_u + 1 rounds) before its own. Together they must not require the
+backward of k or of a later minibatch.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ __all__ = ["check_in_flight", "fitting", "full", "legal", "noam"]
 
 Counts = tuple[int, ...]
 
-_MOST_IN_FLIGHT = 10_000  # no memory holds more, and a proof of it would take all of this machine's
+_MOST_IN_FLIGHT = 10_000  # more would not fit any memory, nor the proof
 
 
 def noam(replicas: Counts, update_delay: Counts = ()) -> Counts:
-    """Returns the in-flight count of each stage at the paper's depth, raised where an update delay needs it.
+    """Returns the in-flight counts of the paper's depth, raised where an update delay needs it.
 
     >>> noam((1, 1, 1, 1))
     (4, 3, 2, 1)
@@ -49,13 +48,10 @@ def noam(replicas: Counts, update_delay: Counts = ()) -> Counts:
 
 
 def full(replicas: Counts, round_trip_slots: tuple[float, ...], update_delay: Counts = ()) -> Counts:
-    """Returns the in-flight count of each stage at the depth that hides messages and barriers.
+    """Returns the in-flight counts of the depth that hides messages and barriers.
 
     Args:
-        replicas: workers of each stage.
-        round_trip_slots: for each boundary, (c_fwd + c_bwd) / T: seconds of an activation message and of
-            a gradient message over the period per minibatch.
-        update_delay: of each stage; one may need more depth upstream.
+        round_trip_slots: (c_fwd + c_bwd) / T of each boundary: seconds of its two messages over the period.
 
     >>> full((1, 1, 1), (0.0, 0.0))
     (3, 2, 1)
@@ -73,7 +69,7 @@ def full(replicas: Counts, round_trip_slots: tuple[float, ...], update_delay: Co
 
 
 def legal(in_flight: Counts, replicas: Counts, update_delay: Counts = ()) -> Counts:
-    """Returns the smallest legal counts, none of them below the given ones.
+    """Returns the smallest legal counts, none below the given ones.
 
     >>> legal((1, 1, 3), (2, 1, 1))
     (2, 3, 3)
@@ -87,15 +83,10 @@ def legal(in_flight: Counts, replicas: Counts, update_delay: Counts = ()) -> Cou
 
 
 def fitting(low: Counts, high: Counts, most: Counts, replicas: Counts) -> Counts:
-    """Returns the deepest counts between two depths, none above what its stage's memory can hold.
+    """Returns the deepest counts from `low` to `high`, none above `most`, what its stage's memory can hold.
 
-    A stage holds no more of the added minibatches than the stage before it: what a later stage holds longer is taken
-    from what earlier stages have admitted, and would be missing there. If `low` is legal, so is the result.
-
-    Args:
-        low, high: in-flight counts, usually `noam` and `full`; `high` is nowhere below `low`.
-        most: in-flight counts that each stage's memory has room for; at least `low`.
-        replicas: workers of each stage.
+    A stage holds no more of the added minibatches than the stage before it, which would lack them. If `low` is legal,
+    so is the result.
 
     >>> fitting((3, 2, 1), (7, 4, 1), (5, 9, 9), (1, 1, 1))
     (5, 4, 1)
@@ -111,7 +102,7 @@ def fitting(low: Counts, high: Counts, most: Counts, replicas: Counts) -> Counts
 
 
 def check_in_flight(in_flight: Counts, replicas: Counts, update_delay: Counts = ()) -> None:
-    """Checks a depth written by hand: it must be legal, as defined at the top of this module.
+    """Checks that counts written by hand are legal.
 
     Raises:
         PlanError: wrong length, a count under 1, or a stage that waits for more than is admitted.
@@ -139,7 +130,7 @@ def check_in_flight(in_flight: Counts, replicas: Counts, update_delay: Counts = 
 
 
 def _wanted(u: int, s: int, warmup: int, replicas: Counts, update_delay: Counts) -> int:
-    """Returns X(u, s), from W_s."""
+    """X(u, s), from W_s."""
     here, there = replicas[s], replicas[u]
     if update_delay[s]:
         return (warmup + 1) * here - (there if update_delay[u] else gcd(here, there))
@@ -147,6 +138,6 @@ def _wanted(u: int, s: int, warmup: int, replicas: Counts, update_delay: Counts)
 
 
 def _least(u: int, warmup: list[int], replicas: Counts, update_delay: Counts) -> int:
-    """Returns the least W_u for all later stages; `warmup` begins at stage u."""
+    """The least W_u for all later stages; `warmup` begins at stage u."""
     later = range(u + 1, len(replicas))
     return max((-(-_wanted(u, s, warmup[s - u], replicas, update_delay) // replicas[u]) for s in later), default=0)

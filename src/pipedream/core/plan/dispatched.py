@@ -11,13 +11,10 @@ __all__ = ["Dispatched"]
 
 @dataclass(frozen=True)
 class Dispatched(Placement):
-    """Stages without replicas whose forwards run where they are dispatched, on weights that are fetched from home.
+    """Stages without replicas whose forwards run where they are dispatched, on fetched weights.
 
     Attributes:
         forwards: the rank of each stage's forwards.
-
-    Raises:
-        ValueError: replicas, a stage without a rank for its forwards, or a rank that does not exist.
     """
 
     forwards: tuple[int, ...]

@@ -1,22 +1,20 @@
-"""Bytes that a worker needs: versions, gradients, optimizer state, activations, messages, temporaries.
+"""Bytes that a worker needs; all figures are of one replica, numbers or numpy arrays.
 
 Under 1F1B stage s holds W_s + 1 minibatches in flight, and as many versions of its weights under weight
 stashing (PipeDream, section 3.3), two under double buffering (PipeDream-2BW, section 3.1), one under a
 flush. The newest version is the optimizer's own copy, so it is not counted again.
 
-A worker needs most at one of three moments; what it needs is not the sum of the maxima of each kind:
+A worker needs most at one of three moments:
 
     backward    all in flight, one of them in its backward. Gradients appear as activations go; if they are added to
                 the sums of earlier microbatches, all sums exist already, and the largest gradient exists twice.
     forward     all in flight, the newest in its forward; sums of gradients if an update is still to come.
     update      all gradients, what the optimizer needs besides them, and one microbatch fewer in flight.
 
-With a split backward, the weight gradient needs most. A microbatch that waits for it holds the part of its activations
-that it needs, and the gradients of the layers' outputs. A profile does not contain these, so `DEFERRED_SHARE` times the
-activations are counted. (Measured: 0.1 for a fused recurrent layer, 0.7 to 1.2 for transformers, 1.6 for linear layers
-with ReLU, 1.8 for convolutions with norms.)
-
-All figures are of one replica, and are numbers or numpy arrays of them.
+With a split backward, the weight gradient needs most. A microbatch that waits for it holds part of its activations and
+the gradients of the layers' outputs, which a profile does not contain: `DEFERRED_SHARE` times the activations are
+counted. (Measured: 0.1 for a fused recurrent layer, 0.7 to 1.2 for transformers, 1.6 for linear layers with ReLU, 1.8
+for convolutions with norms.)
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ __all__ = [
 ]
 
 DEFERRED_SHARE = 2
-"""Upper bound of what a microbatch keeps between the halves of its backward, relative to its activations."""
+"""Upper bound of what the halves of a backward keep between them, relative to the activations."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +67,7 @@ class Peers:
 def peers_of(replicas: Sequence[int], in_flight: Sequence[int]) -> tuple[Peers, ...]:
     """Returns the peers of one replica of each stage; minibatches go to replicas in round robin.
 
-    Args:
-        replicas: of each stage.
-        in_flight: microbatches that a replica of each stage holds. That many gradients plus one may be on their way to
-            it unread: before it begins a forward it has ended all backwards except those of what it holds.
+    A replica with n in flight may have n + 1 unread gradients: before a forward it has ended all other backwards.
     """
     found = []
     for s, count in enumerate(replicas):
@@ -84,21 +79,19 @@ def peers_of(replicas: Sequence[int], in_flight: Sequence[int]) -> tuple[Peers, 
 
 @dataclass(frozen=True)
 class StageSizes:
-    """What a stage's layers need.
+    """What a stage's layers need; activations and messages are for one microbatch.
 
     Attributes:
-        parameter_bytes: of one version of its weights.
-        optimizer_bytes: of the optimizer's state for them.
-        activation_bytes: kept for the backward of one microbatch.
-        input_bytes: of what enters for one microbatch.
-        received_bytes, sent_bytes: of its messages to and from both sides for one microbatch; 0 at the model's ends.
-        loaded_bytes: of loaded minibatches that are not processed yet, at the model's input.
+        parameter_bytes: of one version.
+        input_bytes: of what enters.
+        received_bytes, sent_bytes: of its messages on both sides; 0 at the model's ends.
+        loaded_bytes: of minibatches loaded ahead at the model's input.
         working_bytes: that a pass needs at most besides what it keeps.
         relief_bytes: how much less than activations, gradients and working bytes together a backward needs that makes
-            all gradients itself: activations go before the last gradient comes. For a microbatch at least its share of
-            a minibatch's, because gradients are as large.
-        largest_parameter_bytes: of its largest parameter.
-        update_working_bytes: that an optimizer step needs besides weights, state and gradients.
+            all gradients itself, since activations go before the last gradient comes. A microbatch has at least its
+            share of a minibatch's, because gradients are as large.
+        largest_parameter_bytes: of one parameter.
+        update_working_bytes: that an update needs besides weights, state and gradients.
     """
 
     parameter_bytes: Numbers
@@ -119,13 +112,11 @@ class StageMemory:
     """Bytes of one replica of a stage at one moment, by kind.
 
     Attributes:
-        weight_bytes: of the newest version, which the optimizer steps.
+        weight_bytes: of the newest version.
         stash_bytes: of older versions.
-        optimizer_bytes: of the optimizer's state, and of what compensations keep.
-        gradient_bytes: of the gradients that exist.
-        activation_bytes: kept for backwards; if the stage recomputes: inputs, and one microbatch's activations.
+        optimizer_bytes: of its state, and of what compensations keep.
+        activation_bytes: if the stage recomputes: inputs, and one microbatch's activations.
         message_bytes: of receives posted ahead and of messages that may still have to leave.
-        working_bytes: of temporaries.
     """
 
     weight_bytes: int = 0
@@ -159,16 +150,13 @@ def moments(
     """Returns what one replica of a stage holds at its worst moments: a first backward, further passes, the update.
 
     Args:
-        sizes: of its layers, for one microbatch.
-        versions: distinct sets of weights alive at once, including the newest.
+        versions: sets of weights alive at once.
         in_flight: the most microbatches between forward and backward.
         per_update: microbatches of the replica in one update.
-        flushes: nothing is in flight at an update.
         update_delay: 1 if a forward comes between the last backward of an update and the update.
-        recompute: only the input of a microbatch in flight is kept.
         peers: None: one worker in the previous stage, which holds one microbatch more, and one in the next.
-        kept_tensors: tensors that compensations keep for each weight; an update temporarily needs one more.
-        deferred: microbatches in flight that wait for their weight gradients; 0 unless the backward is split.
+        kept_tensors: that compensations keep for each weight; an update temporarily needs one more.
+        deferred: microbatches in flight that wait for their weight gradients.
     """
     own, whole = sizes.activation_bytes, sizes.parameter_bytes
     waiting = sizes.input_bytes if recompute else own
@@ -190,7 +178,7 @@ def moments(
     relief = 0 if deferred else sizes.relief_bytes
     late = np.minimum(relief, whole)  # gradients that do not exist yet at the peak
     found = [at(whole - late, most(in_flight), working - (relief - late))]
-    # A backward, or a forward, while there are sums of other microbatches; a flush ends before there are new ones.
+    # Passes while other microbatches have sums; a flush ends before there are new ones.
     further = min(in_flight, per_update - 1) if flushes else in_flight
     if per_update > 1:
         found.append(at(whole, most(further), working + sizes.largest_parameter_bytes))
@@ -201,13 +189,13 @@ def moments(
 
 
 def stage_memory(sizes: StageSizes, **how: Any) -> StageMemory:
-    """Returns what one replica of a stage holds at the worst of its `moments`; numbers only."""
+    """Returns the worst of the `moments`; numbers only."""
     worst = max(moments(sizes, **how), key=lambda moment: int(moment.total_bytes))
     return StageMemory(*(int(getattr(worst, field.name)) for field in fields(worst)))
 
 
 def stage_bytes(sizes: StageSizes, **how: Any) -> Any:
-    """Returns the peak bytes of one replica of a stage, over its `moments`."""
+    """Returns the peak bytes over the `moments`."""
     first, *others = (moment.total_bytes for moment in moments(sizes, **how))
     for other in others:
         first = np.maximum(first, other)
@@ -215,7 +203,7 @@ def stage_bytes(sizes: StageSizes, **how: Any) -> Any:
 
 
 def part_bytes(whole_bytes: Numbers, parts: int, samples: int = 1) -> Numbers:
-    """Returns the bytes of the largest of `parts` parts of a minibatch: that of ceil(samples / parts) samples.
+    """Returns the bytes of the largest of `parts` parts of a minibatch: ceil(samples / parts) samples.
 
     With fewer samples than parts (a plan without a model) the parts are equal.
     """
@@ -224,15 +212,15 @@ def part_bytes(whole_bytes: Numbers, parts: int, samples: int = 1) -> Numbers:
 
 
 def bucket_bytes(sizes: StageSizes, peers: Peers | None) -> Numbers:
-    """Returns the bytes of the gradients in one bucket of a sum over replicas."""
+    """Returns the bytes of one bucket of a sum over replicas."""
     return np.minimum(FIRST_BUCKET_BYTES, sizes.parameter_bytes) if peers is not None and peers.sums else 0
 
 
 def message_bytes(sizes: StageSizes, in_flight: int, recompute: bool = False, peers: Peers | None = None) -> Numbers:
-    """Returns the bytes of receives posted ahead, of messages that may not have been received, of loaded minibatches.
+    """Returns the bytes of receives posted ahead, messages that may not have been received, and loaded minibatches.
 
-    What was sent is kept until the other stage is known to have received it: as many messages as that has in flight,
-    plus one. Without recomputation outputs are kept for their backwards anyway, except the last one.
+    What was sent is kept until the other stage is known to have it: as many as that has in flight, plus one. Without
+    recomputation outputs are kept for their backwards anyway, except the last one.
     """
     joined = peers or Peers(waiting=in_flight + 2)
     received = joined.before * joined.posted + joined.waiting

@@ -2,9 +2,7 @@
 
 Replicated stages, several chunks per rank, the V shape and two mirrored pipelines are all one table
 ``ranks[stage][replica]`` and one rule, round robin: microbatch k of stage s runs on replica k mod r_s
-(PipeDream, SOSP 2019, section 3.2: 1F1B-RR).
-
-Forwards may run on another rank than the one in the table (`is_remote`); only `core.schedule.dispatch` uses that.
+(PipeDream, SOSP 2019, section 3.2: 1F1B-RR). Forwards may run elsewhere (`is_remote`), in `core.schedule.dispatch`.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ class Placement(Artifact):
 
     @classmethod
     def replicated(cls, replicas: tuple[int, ...]) -> Placement:
-        """Returns one stage replica a rank, stage by stage: 2-1 is ranks 0 and 1, then 2."""
+        """Returns one stage replica per rank: 2-1 is ranks 0 and 1, then 2."""
         rows, rank = [], 0
         for count in replicas:
             rows.append(tuple(range(rank, rank + count)))
@@ -61,17 +59,14 @@ class Placement(Artifact):
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
         return len(self.ranks)
 
     @property
     def workers(self) -> int:
-        """Number of ranks."""
         return 1 + max(max(row) for row in self.ranks)
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Replicas of each stage."""
         return tuple(len(row) for row in self.ranks)
 
     @property
@@ -80,16 +75,13 @@ class Placement(Artifact):
         return lcm(*self.replicas)
 
     def replica(self, stage: int, microbatch: int) -> int:
-        """Returns the replica of a stage that takes a microbatch."""
         return microbatch % len(self.ranks[stage])
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """Returns the rank that runs a microbatch at a stage."""
         row = self.ranks[stage]
         return row[microbatch % len(row)]
 
     def stage_replicas(self, rank: int) -> tuple[StageReplica, ...]:
-        """Returns what lives on a rank."""
         return tuple(
             StageReplica(stage, replica)
             for stage, row in enumerate(self.ranks)
@@ -97,31 +89,29 @@ class Placement(Artifact):
             if owner == rank
         )
 
-    # -- where forwards run; a subclass may put them elsewhere ---------------------------------------
+    # -- overridden where forwards run elsewhere --------------------------------------------------------
 
     def forward_rank(self, stage: int, microbatch: int) -> int:
-        """Returns the rank that runs the forward of a microbatch at a stage."""
         return self.rank_of(stage, microbatch)
 
     def is_remote(self, stage: int) -> bool:
-        """Whether the forwards of a stage run where its weights do not live."""
+        """Whether a stage's forwards run where its weights do not live."""
         return False
 
     @property
     def readers(self) -> tuple[int, ...]:
-        """The ranks of the input stage's forwards, which read the data."""
+        """The ranks that read the data."""
         return self.ranks[0]
 
     def ends(self, carries: str, source: int, target: int, microbatch: int) -> tuple[int, int]:
-        """Returns the ranks that send and receive what a channel carries of a microbatch (`program.Channel`)."""
+        """Returns sender and receiver of what a channel carries (`program.Channel`)."""
         return self.rank_of(source, microbatch), self.rank_of(target, microbatch)
 
     def passes(self, rank: int, *, forward: bool) -> tuple[StageReplica, ...]:
-        """Returns the stage replicas whose forwards, or whose backwards, a rank runs."""
+        """Returns the stage replicas whose forwards, or backwards, a rank runs."""
         return self.stage_replicas(rank)
 
     def remote_forwards(self, rank: int) -> tuple[StageReplica, ...]:
-        """Returns the stage replicas whose forwards a rank runs on weights that live elsewhere."""
         return ()
 
     def __str__(self) -> str:

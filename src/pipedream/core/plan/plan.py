@@ -1,7 +1,6 @@
 """The Plan: which layers form a stage, how many workers share it, how deep the pipeline is filled.
 
-A plan carries the predicted seconds and bytes of its stages, so that it can be simulated without its profile, printed
-with its reasons, edited by hand and checked.
+It carries its stages' predicted seconds and bytes, so that it can be simulated without its profile, and edited by hand.
 """
 
 from __future__ import annotations
@@ -31,20 +30,19 @@ class Plan(Artifact):
     """Stages, their replicas, the depth, and the cluster they were planned for.
 
     Attributes:
-        stages: in the order of the model; each begins where the one before ends.
+        stages: in the order of the model, without gaps.
         in_flight: for each stage the forwards that a replica holds before its first backward.
         update_delay: for each stage, 0 (the update follows its backward) or 1 (the next forward comes between).
-        cluster: the workers and links that it was planned for.
-        model: class of the model; '' for plans without one.
-        batch: samples in the minibatch that the seconds and bytes are for.
-        unit: what the stages' seconds and bytes are for: 'minibatch', or 'microbatch' for a plan without a profile.
+        model: its class, or ''.
+        batch: samples in a minibatch.
+        unit: of the stages' seconds and bytes: 'minibatch', or 'microbatch' for a plan without a profile.
         depth_mode: how in_flight was chosen: 'noam', 'full', 'auto' or 'hand'.
-        note: what the planner promises about it.
-        order: the cluster's workers in the order in which the stages take them, one for each replica; () for their own
-            order. A worker that is listed again runs several stages (chunks).
+        note: what the planner promises.
+        order: the cluster's worker for each replica, stage by stage; () for their own order. A worker that is listed
+            again runs several stages (chunks).
         bound_s: no plan of the space that the note names is faster, in seconds per unit; 0 if nothing is proved.
-        schedule: the method that it was planned for; '' if none.
-        microbatches: parts of a minibatch that it was planned for.
+        schedule: the method that it was planned for, or ''.
+        microbatches: parts of a minibatch.
 
     Raises:
         ValueError: stages with a gap, vectors of the wrong length, or an order with unknown workers.
@@ -110,7 +108,7 @@ class Plan(Artifact):
         replicas: tuple[int, ...] | None = None,
         order: tuple[int, ...] = (),
     ) -> Plan:
-        """Returns a plan of equal stages, in seconds per microbatch: for studies and pictures.
+        """Returns a plan of equal stages, in seconds per microbatch, for studies and pictures.
 
         A message takes ``transfer_s`` each way (one byte over a link of 1 / transfer_s bytes per second).
         """
@@ -124,17 +122,15 @@ class Plan(Artifact):
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Workers of each stage."""
         return tuple(stage.replicas for stage in self.stages)
 
     @property
     def workers(self) -> int:
-        """All workers."""
         return len(set(self.order)) or sum(self.replicas)
 
     @property
     def config(self) -> str:
-        """The plan in the papers' short form: ``2-1-1``; the stages' replica counts."""
+        """The replica counts: ``2-1-1``, as in the papers."""
         return "-".join(map(str, self.replicas))
 
     @property
@@ -147,7 +143,7 @@ class Plan(Artifact):
 
     @property
     def rate_factors(self) -> tuple[float, ...]:
-        """Factor on the learning rate of each stage: r_s / r_0 (PipeDream's released code and paper)."""
+        """Factor on each stage's learning rate: r_s / r_0 (PipeDream's released code and paper)."""
         return tuple(count / self.replicas[0] for count in self.replicas)
 
     def workers_of(self, stage: int) -> tuple[int, ...]:
@@ -158,12 +154,12 @@ class Plan(Artifact):
 
     @property
     def is_shared(self) -> bool:
-        """Some worker has several stages."""
+        """Whether a worker has several stages."""
         return len(set(self.order)) < len(self.order)
 
     @property
     def worker_bytes(self) -> dict[int, int]:
-        """Peak bytes of each of the cluster's workers in use: the sum over its stages, which is an upper bound."""
+        """Cluster's worker -> peak bytes: the sum over its stages, which is an upper bound."""
         return {w: sum(self.stages[s].peak_bytes for s in stages) for w, stages in self._stages_of.items()}
 
     @property
@@ -176,7 +172,6 @@ class Plan(Artifact):
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """The site of each stage: its workers and their ports."""
         taken = [self.workers_of(stage) for stage in range(len(self.stages))]
         before = [None, *(workers[-1] for workers in taken[:-1])]
         after = [*(workers[0] for workers in taken[1:]), None]
@@ -195,9 +190,8 @@ class Plan(Artifact):
     def round_trips_s(self) -> tuple[float, ...]:
         """Seconds, for each boundary, of sending an activation and its gradient, including queues at ports.
 
-        A worker receives from both sides through one port, so a gradient may have to wait for the activations of a
-        round from the previous stage, and an activation for the gradients of the next stage. The messages of all
-        replicas in a machine or a rack follow each other through its port.
+        A worker receives from both sides through one port, so a gradient may wait for a round of activations, and an
+        activation for gradients. All replicas in a machine or a rack share its port.
         """
         counts, transfers_s, cluster = self.replicas, self.transfers_s, self.cluster
         inside = [
@@ -216,7 +210,7 @@ class Plan(Artifact):
                 ),
                 default=0.0,
             )
-            # All replicas that exchange messages with one worker may do so at once, and share its port.
+            # All replicas that exchange messages with one worker may share its port at once.
             sharing = max(-(-counts[s] // counts[s + 1]), -(-counts[s + 1] // counts[s]))
             found.append(2 * seconds * sharing + queue_s)
         return tuple(found)
@@ -250,16 +244,15 @@ class Plan(Artifact):
 
     @property
     def slowest_stage_s(self) -> float:
-        """Predicted seconds per unit of the slowest stage, in a pipeline deep enough to hide messages."""
+        """Predicted seconds per unit of the slowest stage, if the depth hides messages."""
         return max(self.periods_s)
 
     @property
     def period_s(self) -> float:
         """Predicted seconds per unit of the full pipeline: of its slowest stage's compute, or of its busiest port.
 
-        The planner minimises `slowest_stage_s`, stage by stage; if stages share the port of a machine or a rack, this
-        is longer. If a worker has several stages, it is the sum over the busiest worker's stages, each with the longer
-        of its compute and its messages.
+        The planner minimises `slowest_stage_s`; if stages share a machine's or a rack's port, this is longer. If a
+        worker has several stages, it is the sum over them, each with the longer of its compute and its messages.
         """
         if self.is_shared:
             seconds = self.periods_s
@@ -275,7 +268,7 @@ class Plan(Artifact):
         return max(*compute_s, *ports_s(self.cluster, taken, sent, summed).values())
 
     def on(self, cluster: Cluster) -> Self:
-        """Returns the same stages on the workers of another cluster, without what was proved about the plan.
+        """Returns the same stages on another cluster, without what was proved about the plan.
 
         Raises:
             PlanError: it has too few workers.
@@ -289,7 +282,7 @@ class Plan(Artifact):
 
     @property
     def overfull(self) -> int | None:
-        """The first stage whose worker has too little memory for all of its stages; None if all fit."""
+        """The first stage whose worker has too little memory for all of its stages."""
         if self.is_shared:
             needs, memories = self.worker_bytes, self.cluster.memories
             full = {w for w, need in needs.items() if (limit := memories[w]) is not None and need > limit}
@@ -301,17 +294,17 @@ class Plan(Artifact):
 
     @property
     def gap(self) -> float | None:
-        """How far the period may be above that of the best plan, as a share; None if nothing is proved.
+        """How far the period may be above the best plan's, as a share; None if nothing is proved.
 
-        A plan faster than its bound was edited after planning; then the bound proves nothing.
+        A plan faster than its bound was edited after planning.
         """
         found = self.slowest_stage_s / self.bound_s - 1 if self.bound_s > 0 else -1.0
         return None if found < -_SAME else max(found, 0.0)
 
     def method(self, schedule: str | None = None, microbatches: int | None = None) -> tuple[str, int | None]:
-        """Returns the method to use and its microbatches: as given, else those of the plan, else PipeDream.
+        """Returns the method and its microbatches: as given, else the plan's, else PipeDream.
 
-        The plan's microbatches are for the plan's own method only; None leaves the number to the method.
+        The plan's microbatches are for its own method only; None leaves the number to the method.
         """
         if self.schedule and schedule in (None, self.schedule):
             return self.schedule, microbatches or self.microbatches
@@ -340,11 +333,7 @@ class Plan(Artifact):
         return replace(self, in_flight=tuple(wanted), depth_mode="hand")
 
     def check_layers(self, layers: int) -> None:
-        """Checks that the plan covers a model with this many layers.
-
-        Raises:
-            PlanError: it covers fewer or more.
-        """
+        """Raises PlanError if the plan does not cover a model with this many layers."""
         if self.stages[-1].last != layers:
             raise PlanError(
                 f"the plan covers layers 0 to {self.stages[-1].last - 1}, the model has {layers} layers; "
@@ -366,7 +355,7 @@ class Plan(Artifact):
             ("in flight", 9, lambda s, stage: str(self.in_flight[s])),
             ("peak", 9, lambda s, stage: format_bytes(stage.peak_bytes) if stage.peak_bytes else "-"),
         ]
-        if self.microbatches == 1:  # a method that splits minibatches updates once per minibatch, at one rate
+        if self.microbatches == 1:  # otherwise there is one rate
             columns.insert(-1, ("rate", 5, lambda s, stage: f"{self.rate_factors[s]:.3g}"))
         if self.cluster.kinds:
             taken = [

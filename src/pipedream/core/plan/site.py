@@ -1,13 +1,13 @@
-"""The Site: the workers of a stage, and how long the stage takes there. The cost model of planner and plan.
+"""The Site: the workers of a stage, and how long it takes there. The cost model of planner and plan.
 
 A full pipeline is as fast as its slowest stage, and a stage as slow as the slowest of its parts (docs/cost_models.md):
 
     compute     (forward + backward + update + what the backward does not hide of the sum over its replicas) / r
     port        of each level that its messages cross: the bytes of a minibatch through one port / bandwidth
 
-with r replicas, which take r minibatches in the time of one. Messages overlap with compute, so a stage's seconds
-are the greatest of these and not their sum; latency delays a message, which depth hides, but keeps no port busy.
-Activations go one way and their gradients, as large, the other way, so that a port sends what it receives.
+with r replicas. Messages overlap with compute, so a stage's seconds are the maximum and not the sum; latency delays a
+message, which depth hides, but keeps no port busy. Gradients are as large as activations, so a port sends what it
+receives.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class PortLoad:
     """A port that a stage's messages cross: its seconds per byte.
 
     Attributes:
-        before, after: per byte of the stage's input (and its gradient), and of its output.
-        weights: per byte of its parameters, which are summed over the replicas once a round.
+        before, after: of the stage's input (and its gradient), and of its output.
+        weights: of its parameters, summed over the replicas once a round.
     """
 
     before: float
@@ -40,10 +40,7 @@ class PortLoad:
 
 
 def busiest_ports(ports: Iterable[PortLoad]) -> tuple[PortLoad, ...]:
-    """Returns the ports that may be the busiest, in a fixed order.
-
-    Idle ports are left out, and ports that another one dominates in all three kinds.
-    """
+    """Returns the ports that no other one dominates, in a fixed order, without idle ones."""
     kept: list[PortLoad] = []
     for port in sorted(set(ports), key=lambda port: (port.before, port.after, port.weights), reverse=True):
         mine = (port.before, port.after, port.weights)
@@ -61,8 +58,7 @@ class Site:
         speed: of the slowest worker, relative to the profile's device.
         memory_bytes: of the smallest worker; None: unlimited.
         sum_bytes_per_s, sum_latency_s: of the links that their sums cross.
-        sums: 'ring' or 'tree'.
-        ports: that their messages cross, reduced to the `busiest_ports`.
+        ports: the `busiest_ports` that their messages cross.
     """
 
     replicas: int
@@ -78,12 +74,11 @@ class Site:
         """Returns the site of a stage on some workers of a cluster.
 
         Args:
-            workers: of the stage, in the order of its replicas.
             before: last worker of the previous stage; None at the input.
             after: first worker of the next stage; None at the output.
 
-        A boundary counts at a component's port if that neighbour is in another component. What other stages send
-        through the same port is unknown here (`ports_s` counts it).
+        A boundary counts at a component's port if that neighbour is in another component. Other stages that share the
+        port are unknown here (`ports_s` counts them).
         """
         count = len(workers)
         summed = float(all_reduce_bytes(1, count, how=cluster.sums)) / count  # once in as many minibatches
@@ -124,17 +119,12 @@ class Site:
     def compute_s(
         self, forward_s: Numbers, backward_s: Numbers, update_s: Numbers, parameter_bytes: Numbers
     ) -> Numbers:
-        """Returns the seconds per minibatch of a stage's compute and of the sums that it waits for."""
+        """Returns the seconds per minibatch of compute and of the sums that it waits for."""
         passes_s = (forward_s + backward_s + update_s) / self.speed
         return (passes_s + self.sum_s(parameter_bytes, backward_s)) / self.replicas
 
     def port_s(self, parameter_bytes: Numbers, before_bytes: Numbers, after_bytes: Numbers) -> Numbers:
-        """Returns the seconds per minibatch of the stage's busiest port.
-
-        Args:
-            before_bytes: from the previous stage; 0 at the input.
-            after_bytes: to the next stage; 0 at the output.
-        """
+        """Returns the seconds per minibatch of the stage's busiest port."""
         busiest: Numbers = 0.0
         for port in self.ports:
             seconds = port.before * before_bytes + port.after * after_bytes + port.weights * parameter_bytes
@@ -150,7 +140,7 @@ class Site:
         before_bytes: Numbers = 0,
         after_bytes: Numbers = 0,
     ) -> Numbers:
-        """Returns the seconds per minibatch of the slowest part of a stage (see the module's docstring)."""
+        """Returns the seconds per minibatch of the slowest part of a stage."""
         compute_s = self.compute_s(forward_s, backward_s, update_s, parameter_bytes)
         return np.maximum(compute_s, self.port_s(parameter_bytes, before_bytes, after_bytes))
 
@@ -161,10 +151,7 @@ def ports_s(
     output_bytes: Sequence[float],
     parameter_bytes: Sequence[float],
 ) -> dict[tuple[int, int], float]:
-    """Returns the seconds per minibatch of each port that carries something, over all stages of a plan.
-
-    A machine or a rack may have workers of several stages, whose messages and sums all cross its port; here they are
-    added up, wherever these workers are. The keys are (level, component).
+    """Returns the seconds per minibatch of each port in use, by (level, component), over all stages of a plan.
 
     Minibatch k goes from replica k mod r of a stage to replica k mod r' of the next, so that each pair of replicas
     with the same remainder by gcd(r, r') exchanges one in lcm(r, r') minibatches: an activation, and a gradient as

@@ -14,18 +14,18 @@ __all__ = ["Stage"]
 class Stage:
     """Consecutive layers, run by one worker or replicated over several.
 
+    Seconds and bytes are of one worker, for one minibatch or microbatch (`Plan.unit`).
+
     Attributes:
-        first, last: the layers first <= i < last of the model's graph.
-        forward_s, backward_s: of one minibatch (or microbatch, see `Plan.unit`) on one worker.
-        update_s: of one update of the stage: the optimizer's step and `copy_s`.
+        first, last: the layers first <= i < last.
+        update_s: of the optimizer's step and `copy_s`.
         copy_s: of copying the weights before the step, if a version of them is still to be read.
-        output_bytes: of the value it sends on, for the same unit.
-        activation_bytes: kept between its forward and its backward, for the same unit.
-        working_bytes: that a pass needs besides what it keeps, at most, for the same unit.
-        parameter_bytes, optimizer_bytes: of its weights and of their optimizer state.
-        peak_bytes: predicted peak of one worker under the schedule that was planned for; 0 if unknown.
-        names: the layers' names, for display.
-        forward_fixed_s, backward_fixed_s: the part of the seconds that each microbatch takes, however small it is.
+        output_bytes: of the value it sends on.
+        activation_bytes: kept between its forward and its backward.
+        working_bytes: that a pass needs besides, at most.
+        peak_bytes: predicted, under the schedule that was planned for; 0 if unknown.
+        names: of the layers, for display.
+        forward_fixed_s, backward_fixed_s: the part that each microbatch takes, however small it is.
         recompute: only its input is kept between forward and backward, which repeats the forward.
         relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a whole minibatch.
         memory: the parts of its peak.
@@ -103,5 +103,5 @@ class Stage:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of forward, backward and update of one unit on one worker."""
+        """Seconds of forward, backward and update."""
         return self.forward_s + self.redone_s + self.update_s

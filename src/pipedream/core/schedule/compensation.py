@@ -10,9 +10,9 @@ A gradient under an asynchronous method is D updates late. A compensation change
 
       y(t+1) = y(t) - (u_t + p_{t+1} - p_t)
 
-  so that y alone is stored: no second set of weights, nothing to predict and to restore. If u is momentum SGD's and
-  p lies along its velocity, all of them are one family (`OfVelocity`); for any other optimizer there is the difference
-  of its last two updates (`ErrorFeedback`).
+  so that y alone is stored: nothing to predict and to restore. If u is momentum SGD's and p lies along its velocity,
+  all of them are one family (`OfVelocity`); for other optimizers there is the difference of the last two updates
+  (`ErrorFeedback`).
 
 Legend: m momentum, v velocity, g gradient, lr learning rate, D staleness of the stage (`WeightRule.staleness`), T
 horizon in updates, t an update, k an update since the start of training.
@@ -48,12 +48,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Compensation(ABC):
-    """Abstract: one way to compensate for late gradients, with at most one number.
-
-    As text it is its name, with the number after a colon: ``spike``, ``spike:3``.
+    """One way to compensate for late gradients, with at most one number: as text ``spike``, ``spike:3``.
 
     Attributes:
-        name: its name in files, tables and on the command line.
         moves_weights: it changes the step; an update has at most one such compensation.
     """
 
@@ -76,10 +73,8 @@ class Compensation(ABC):
 
     @staticmethod
     def of_text(text: str) -> Compensation:
-        """Returns the compensation that a text names.
-
-        Raises:
-            ScheduleError: an unknown name, or a number that is missing, malformed or out of range.
+        """Raises:
+        ScheduleError: an unknown name, or a number that is missing, malformed or out of range.
         """
         name, colon, number = text.partition(":")
         kind = Compensation.kinds.get(name.strip().lower().replace("-", "_"))
@@ -97,12 +92,11 @@ class Compensation(ABC):
             raise ScheduleError(f"compensation {text!r} takes {wanted}, as in NAME:NUMBER: {found}") from None
 
     def encoded(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
         return {"compensation": self.name} | {f.name: getattr(self, f.name) for f in fields(self)}
 
     @staticmethod
     def decoded(value: dict[str, Any], place: str) -> Compensation:
-        """Reads a compensation from JSON values.
+        """Reads JSON values.
 
         Raises:
             ArtifactError: an unknown kind or wrong fields.
@@ -121,13 +115,13 @@ class Compensation(ABC):
 
 
 class OfVelocity(Compensation):
-    """Abstract: momentum SGD that moves by the velocity and by the newest gradient itself.
+    """Momentum SGD that moves by the velocity and by the newest gradient itself.
 
         v(t+1) = m v(t) + g_t,   y(t+1) = y(t) - lr (a v(t+1) + b g_t),   a = 1 - b (1 - m)
 
-    A gradient moves the weights by lr / (1 - m) in total, whatever b is; b is the part that it moves at once. In the
-    coordinates w = y + lr T v this is momentum SGD on w, with gradients taken at the prediction w - lr T v, T = m b.
-    A coupled weight decay is part of g, and is taken at y.
+    A gradient moves the weights by lr / (1 - m) in total; b is the part that it moves at once. In the coordinates
+    w = y + lr T v this is momentum SGD on w, with gradients taken at the prediction w - lr T v, T = m b. A coupled
+    weight decay is part of g, and is taken at y.
     """
 
     moves_weights = True
@@ -169,7 +163,7 @@ class Nesterov(OfVelocity):
     """Asynchronous Nesterov momentum: b = 1, one update ahead regardless of the delay.
 
     Ajanthan et al., ICML 2025, with a constant momentum: d = m (w(t) - w(t-1)), w(t+1) = w(t) + d - eta (1 - m) grad at
-    the delayed w + d. The learning rate here is eta (1 - m), the paper's discounted one.
+    the delayed w + d. The learning rate here is eta (1 - m).
     """
 
     name: ClassVar[str] = "nesterov"
@@ -227,7 +221,7 @@ class ErrorFeedback(Compensation):
 
     One-Step Gradient Delay, arXiv 2606.30634, ICML 2026, with lambda = 1 for a delay of 1. The same as linear weight
     prediction in the difference form, w + T (w(t) - w(t-1)) (LWPw of Kosson et al.), at horizon T = lambda, kept for
-    the backward. A decoupled weight decay is part of u. Keeps one tensor for each weight.
+    the backward. A decoupled weight decay is part of u.
 
     Attributes:
         strength: lambda; None: the stage's staleness.
@@ -244,7 +238,6 @@ class ErrorFeedback(Compensation):
         return 1 if self.strength_at(staleness) else 0
 
     def strength_at(self, staleness: int) -> float:
-        """Returns lambda."""
         return float(staleness) if self.strength is None else self.strength
 
 
@@ -254,10 +247,10 @@ class LearningRateRescheduling(Compensation):
 
     Yang et al., MLSys 2021; D is the mean over the microbatches of an update, as for its T2
     (`schedules.asynchronous.pipemare`). Late gradients are only stable at rates of the order of 1 / D
-    (docs/lessons.md, Facts). The rate returns to the user's within K updates, which the paper sets to the length of its
-    first phase. A stage whose gradients are at most one update late keeps the user's rate: PipeMare's delays below 1
-    would raise it. If replicas make stages count differently, k counts rounds of the input stage, as learning-rate
-    schedules do.
+    (docs/lessons.md, Facts). The paper's K is the length of its first phase. PipeMare's delays below 1 would raise the
+    rate: a stage at most one update late keeps the user's. k counts rounds of the input stage, as learning-rate
+        schedules
+    do.
 
     Attributes:
         updates: K.
@@ -270,7 +263,7 @@ class LearningRateRescheduling(Compensation):
         _expect(self.updates >= 1, f"T1 ends after at least 1 update, found {self.updates}")
 
     def factor(self, staleness: float, k: int) -> float:
-        """Returns the factor on the rate of update k (from 0); `staleness` is the stage's mean."""
+        """Returns the factor on the rate of update k (from 0)."""
         return math.pow(max(staleness, 1.0), min(k / self.updates, 1.0) - 1.0)
 
 
@@ -281,8 +274,7 @@ class GapAware(Compensation):
     Barkai et al., Gap-Aware Mitigation of Gradient Staleness, ICLR 2020; FTPipe, ATC 2021:
     1 + |w_t - w_read| / (lr_max (sqrt(E[v^2]) + eps)), with w_read the weights that the gradient was taken at, E the
     moving average over the updates made so far, corrected for its start, v = u / lr the step at a rate of 1 (for
-    momentum SGD its velocity), lr_max the greatest rate so far. A coupled weight decay is divided likewise. Keeps one
-    tensor for each weight.
+    momentum SGD its velocity), lr_max the greatest rate so far. A coupled weight decay is divided likewise.
 
     Attributes:
         decay: of the moving average.
@@ -300,7 +292,7 @@ class GapAware(Compensation):
 
 
 def compensations(asked: Any) -> tuple[Compensation, ...]:
-    """Returns compensations from a Compensation, the text of one, or several of these.
+    """Returns compensations from one or several, or their texts.
 
     Raises:
         ScheduleError: anything else.
@@ -327,9 +319,6 @@ def check_compensations(
     """Checks that compensations fit together and fit the method.
 
     Args:
-        chosen: to be used together.
-        weights: the method's weight rule.
-        flushes: the method flushes.
         reads_one: all microbatches of an update read the same version.
 
     Raises:

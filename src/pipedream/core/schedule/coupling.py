@@ -1,16 +1,14 @@
 """What couples the stages besides the data: global norms, gradients that are not finite, shared weights.
 
-A method that flushes clips each update by its own global norm, because all stages update while nothing is in flight.
-Without a flush there is never one global norm: stage 0 ends the backward of a microbatch long after the last stage.
-*Delayed global* clipping takes for update n the norm of update max(b, n - D), the newest that every stage can know
-without waiting; b is the update before the last drain, where all norms are known. D is static, so that a run can be
-repeated, and compared with a serial loop. Update n's own norm is at least each stage's part of it, which that stage
-knows: it clips by the greater of the two. So the first update is clipped too, and a sudden rise at a stage takes effect
-there at once.
+A method that flushes clips each update by its own global norm. Without a flush there is never one: stage 0 ends the
+backward of a microbatch long after the last stage. *Delayed global* clipping takes for update n the norm of update
+max(b, n - D), the newest that every stage can know without waiting; b is the update before the last drain. D is static,
+so that a run can be repeated, and compared with a serial loop. Update n's own norm is at least each stage's part of it,
+which that stage knows: it clips by the greater of the two. So the first update is clipped too, and a sudden rise takes
+effect there at once.
 
-An update with a gradient that is not finite can be skipped: at all stages under a flush, where they hear of each
-other; without a flush only at the stage that finds it. A dynamic loss scale needs the former. docs/couplings.md has
-the table.
+Updates with gradients that are not finite can be skipped: under a flush at all stages, without one only at the stage
+that finds them. A dynamic loss scale needs the former. docs/couplings.md has the table.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ __all__ = ["Policy", "coupled", "norm_delay"]
 
 _CLIP = ("global", "local", "delayed_global")
 _UPPER_LIMITS = {"clip_grad_norm": inf, "ema": 1.0}
-"""The numbers of a policy lie between 0 and these."""
+"""Limits of a policy's numbers, from 0."""
 _ON_NAN = ("error", "continue", "skip")
 
 
@@ -39,9 +37,6 @@ class Policy:
         clip_grad_norm, clip, on_nan, ema: see `Pipeline`.
         scaling: 'constant' or 'dynamic' loss scaling; empty for none.
         tied: stages share weights.
-
-    Raises:
-        ScheduleError: an unknown word, or a number out of range.
     """
 
     clip_grad_norm: float | None = None
@@ -130,7 +125,7 @@ def norm_delay(schedule: Schedule) -> int:
         )
     per_update = updates.per_update[0]
     deepest = max(schedule.plan.in_flight) * max(placement.replicas)
-    enough = (deepest // schedule.cycle + 3) * schedule.cycle  # the order repeats itself by then
+    enough = (deepest // schedule.cycle + 3) * schedule.cycle  # repeats by then
     delay = 1
     for rank in range(placement.workers):
         if len(placement.stage_replicas(rank)) > 1:

@@ -1,11 +1,9 @@
 """Dispatched stages: forwards on a rank where the weights do not live (RoundPipe). No other method needs this module.
 
-Such a stage has a *home*, where its weights live and are updated and where its backwards run. The rank of its forwards
-*fetches* the weights once for each update (op ``H``; ``2H8`` is for the forwards of stage 2 from microbatch 8 on). What
-a forward has read goes home, for the backward.
-
-Two kinds of channel belong to it: 'weights' (from home to the forwards; a message has the number of the first
-microbatch that it is for) and 'stage_input' (what a forward has read, to its home).
+A stage has a *home*, where its weights live and are updated and its backwards run. The rank of its forwards *fetches*
+the weights once per update (op ``H``; ``2H8`` is for the forwards of stage 2 from microbatch 8 on). Channels carry
+'weights' from home (a message has the number of the first microbatch that it is for) and 'stage_input', what a forward
+has read, to its home for the backward.
 """
 
 from __future__ import annotations
@@ -20,13 +18,13 @@ from pipedream.core.schedule.rules import Rules
 __all__ = ["CARRIES", "Lender", "arrivals", "consumer", "departures", "fetches", "producer", "routes"]
 
 CARRIES = ("weights", "stage_input")
-"""What only the channels of dispatched stages carry."""
+"""On channels of dispatched stages alone."""
 
 _NEVER = 2**62  # more microbatches than any run has
 
 
 def fetches(rules: Rules, rank: int, total: int) -> tuple[Op, ...]:
-    """Returns the fetches of a rank in a run of `total` microbatches."""
+    """Returns the fetches of a rank."""
     found = (
         rules.fetch_before(Op(Kind.FORWARD, stage, k, replica))
         for stage, replica in rules.placement.remote_forwards(rank)
@@ -36,7 +34,7 @@ def fetches(rules: Rules, rank: int, total: int) -> tuple[Op, ...]:
 
 
 def routes(placement: Placement) -> Iterator[Route]:
-    """Yields the channels of dispatched stages; one set of weights is large, and enough for an update."""
+    """Yields the channels; one set of weights is large, and enough for an update."""
     for stage in filter(placement.is_remote, range(placement.stages)):
         yield Route("weights", stage, stage, 1)
         yield Route("stage_input", stage, stage, MOST_AHEAD)
@@ -59,10 +57,7 @@ def departures(op: Op, rules: Rules) -> Iterator[Cargo]:
 
 
 class Lender:
-    """Sends the weights of a rank's stages to their forwards: each version once for each update that reads it.
-
-    In a run of forwards alone, all of which read one version, it sends them once.
-    """
+    """Sends the weights of a rank's stages to their forwards, once for each update that reads them (or once)."""
 
     def __init__(self, rules: Rules, rank: int) -> None:
         placement = rules.placement
@@ -80,7 +75,7 @@ class Lender:
 
 
 def producer(channel: Channel, k: int, rules: Rules) -> Op | None:
-    """Returns the op that makes what a channel of `CARRIES` brings; None for the weights of the start."""
+    """Returns the op that makes a message of `CARRIES`; None for the weights of the start."""
     stage = channel.source
     if channel.carries == "stage_input":
         return Op(Kind.FORWARD, stage, k)
@@ -89,5 +84,5 @@ def producer(channel: Channel, k: int, rules: Rules) -> Op | None:
 
 
 def consumer(channel: Channel, k: int, rules: Rules) -> Op:
-    """Returns the op that reads what a channel of `CARRIES` brings."""
+    """Returns the op that reads a message of `CARRIES`."""
     return Op(Kind.FETCH if channel.carries == "weights" else gives_back(rules.kinds), channel.target, k)

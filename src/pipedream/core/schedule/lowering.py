@@ -1,17 +1,14 @@
 """Lowering: from a Schedule, the order of the computation, to a Program, which has the messages too.
 
-1. Each op gets its messages: what it reads is received just before it, what it makes is sent just after it, targets go
-   straight from the input stage to the output stage, and the update of a replicated stage begins with a sum over its
-   replicas.
-2. Each direction across each boundary of stages between two ranks is a channel of its own, in the order in which its
-   sender sends. One channel for both directions deadlocks with two stages: each side's next message queues after its
-   own. Stages on one rank exchange values without messages.
+1. Each op gets its messages, just before and after it. Targets go straight from the input stage to the output stage,
+   and the update of a replicated stage begins with a sum.
+2. Each direction across each boundary of stages between two ranks is a channel of its own: with one for both, two
+   stages deadlock, because each side's next message queues after its own.
 3. The endless order of each rank is folded into a warm-up and a period, and the fold is checked.
 
-Receives are posted ahead; a channel's depth is how many. It covers what may lie between sender and receiver besides the
-message that is being read, so that a send finds its receive posted: the difference of what the two stages hold in
-flight, divided among the channels between them, plus one. It is bounded, so memory for receiving does not grow with
-the run.
+A channel's depth, the receives that are posted ahead, covers what may lie between sender and receiver besides the
+message being read, so that a send finds its receive posted: the difference of what the two stages hold in flight,
+divided among the channels between them, plus one. It is bounded, and so is the memory for receiving.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ from pipedream.core.schedule.schedule import Schedule
 
 __all__ = ["lower", "with_common_channels"]
 
-_MOST_PROVED = 4096  # a proof unrolls two periods on every rank
+_MOST_PROVED = 4096  # a proof unrolls two periods
 
 
 def lower(schedule: Schedule) -> Program:
@@ -85,7 +82,6 @@ def with_common_channels(programs: Sequence[Program]) -> tuple[Program, ...]:
 
 
 def _channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel, ...]:
-    """Returns the channels; their depths follow from what the stages hold in flight (see the module's docstring)."""
     last = placement.stages - 1
     routes: list[Route] = []
     for stage in range(last):
@@ -107,15 +103,11 @@ def _channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel
 
 
 def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, str, int], int]) -> Iterator[Instruction]:
-    """Yields a rank's ops with their messages around them.
-
-    Args:
-        numbers: from (sender, receiver, carries, source) to the number of the channel.
-    """
+    """Yields a rank's ops with their messages; `numbers` maps (sender, receiver, carries, source) to a channel."""
     placement = schedule.placement
 
     def transfers(move: Move, messages: Iterable[Cargo]) -> Iterator[Transfer]:
-        """Yields the transfers of messages; none if both stages are on this rank."""
+        """Skips messages between stages of this rank."""
         for carries, source, target, k in messages:
             number = numbers.get((*placement.ends(carries, source, target, k), carries, source))
             if number is not None:
@@ -134,7 +126,6 @@ def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, str, in
 
 
 def _arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
-    """Yields what an op reads from other stages."""
     kind, stage, k, _ = op
     last = rules.placement.stages - 1
     if kind is Kind.FORWARD and stage:
@@ -146,7 +137,6 @@ def _arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
 
 
 def _departures(op: Op, rules: Rules) -> Iterator[Cargo]:
-    """Yields what an op makes for other stages."""
     kind, stage, k, _ = op
     last = rules.placement.stages - 1
     if kind is Kind.FORWARD and stage < last:
@@ -195,7 +185,7 @@ def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankP
     start = first
     while start and repeats(start - 1):
         start -= 1
-    # A turn must also do all that a cycle of microbatches needs, otherwise only a run of equal ops repeats.
+    # Otherwise only a run of equal ops repeats.
     wanted = schedule.op_count(rank, cycle)
     found = sum(isinstance(item, Op) and item.kind.is_work for item in window[first:second])
     if found != wanted or not all(repeats(i) for i in range(start, len(window) - length)):

@@ -1,7 +1,4 @@
-"""A method's name and options as text: ``paci[backward_rule=recompute]``, ``FILE.py:NAME[a=1,b=2]``.
-
-This module only splits the text; `schedules.options` gives the options their meaning.
-"""
+"""Splits a method's name and options: ``paci[backward_rule=recompute]``, ``FILE.py:NAME[a=1,b=2]``."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from pipedream.core.errors import ScheduleError
 __all__ = ["OPTIONS", "listed", "name_and_options"]
 
 OPTIONS = r"(?:\[[^\[\]]*\])?"
-"""Pattern of the options after a name."""
+"""Pattern of options."""
 
 _NAMED = re.compile(r"(.*)\[([^\[\]]*)\]")
 _FILE = re.compile(r".*\.(?i:csv|py)(?::[^\[\]]*)?")
@@ -20,15 +17,15 @@ _COMMA = re.compile(r",(?![^\[\]]*\])")
 
 
 def listed(text: str) -> list[str]:
-    """Splits a list at its commas, except for those between brackets."""
+    """Splits a list at its commas, except for those in brackets."""
     return _COMMA.split(text)
 
 
 def name_and_options(text: str) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Returns the name of a method or file, and its options as (option, value) pairs.
+    """Returns the name of a method or file, and its (option, value) pairs.
 
     Raises:
-        ScheduleError: brackets of another form, or an option given twice.
+        ScheduleError: malformed brackets, or an option given twice.
     """
     found = _NAMED.fullmatch(text)
     name, inside = (text, None) if found is None else found.groups()

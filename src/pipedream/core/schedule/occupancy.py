@@ -1,7 +1,7 @@
 """What a stage holds under a method: microbatches in flight, and versions of its weights.
 
-It is read from the schedule's order and weight rule, so that a new method needs no formula here. At the paper's depth,
-for a straight pipeline of p stages and m microbatches: 1F1B holds min(p - s, m) in flight, GPipe m, the naive order 1;
+Read from the schedule's order and weight rule, so that a new method needs no formula. At the paper's depth, for a
+straight pipeline of p stages and m microbatches: 1F1B holds min(p - s, m) in flight, GPipe m, the naive order 1;
 PipeDream p - s versions, vertical sync p, 2BW 2, a flush 1.
 """
 
@@ -21,11 +21,10 @@ class StageOccupancy:
     """The most that a replica of a stage holds.
 
     Attributes:
-        in_flight: microbatches between their forward and the end of their backward (with a split backward, their
-            weight gradient).
-        versions: distinct sets of weights alive at once, including the newest, and buffers of the same size.
-        kept_tensors: tensors that compensations keep for each weight.
-        deferred: microbatches in flight that have their input gradient and not yet their weight gradient.
+        in_flight: microbatches between their forward and the end of their backward.
+        versions: distinct sets of weights alive at once, and buffers of the same size.
+        kept_tensors: that compensations keep for each weight.
+        deferred: microbatches that wait for their weight gradient alone.
     """
 
     in_flight: int
@@ -46,10 +45,10 @@ def occupancy(schedule: Schedule) -> tuple[StageOccupancy, ...]:
 
 
 def _in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
-    """Returns the most in flight, and the most of them that wait for their weight gradients.
+    """Returns the most in flight, and the most that wait for their weight gradients.
 
     Follows the first replica, which has the most microbatches of a minibatch, until the first forward after the
-    warm-up: by then a flushed minibatch has forwarded all of its microbatches, and an endless order only repeats.
+    warm-up: by then a flushed minibatch has made all its forwards, and an endless order only repeats.
     """
     if schedule.placement.is_remote(stage):
         return schedule.microbatches, 0  # all inputs of a minibatch wait at home for their backwards
@@ -75,12 +74,9 @@ def _in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
 
 
 def most_in_flight(program: Program, total: int | None = None) -> tuple[int, ...]:
-    """Returns, for a replica of each stage, the most microbatches between their forward and the end of their backward.
+    """Returns the most in flight in a replica of each stage, in a run of `total` microbatches or without end.
 
     An evaluation has no backwards: it holds what its plan admits.
-
-    Args:
-        total: microbatches of the run; None for a run without end.
     """
     if not program.trains:
         return program.plan.in_flight

@@ -1,7 +1,7 @@
 """The words of a schedule, and THE dependency rule.
 
-PyTorch's letters: F forward, B backward, I input gradient, W weight gradient, U update. An op is written
-``2F5``: stage 2, forward, microbatch 5. ``2U3`` is the update that makes version 3 of stage 2's weights.
+PyTorch's letters: F forward, B backward, I input gradient, W weight gradient, U update. ``2F5`` is stage 2, forward,
+microbatch 5; ``2U3`` the update that makes version 3 of stage 2's weights.
 
 What must be done before an op is decided here and in `Rules.requires`, nowhere else.
 """
@@ -29,7 +29,7 @@ class Kind(StrEnum):
 
     @property
     def is_work(self) -> bool:
-        """Whether the rank computes; otherwise it only waits for a message."""
+        """Whether the rank computes, and does not only wait for a message."""
         return self is not Kind.FETCH
 
 
@@ -50,7 +50,7 @@ class Op(NamedTuple):
 
 
 def ends_backward(kinds: Collection[Kind]) -> Kind:
-    """Returns the kind of op that completes a microbatch's backward at a stage."""
+    """Returns the kind of op that completes a microbatch's backward."""
     return Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in kinds else Kind.BACKWARD
 
 
@@ -60,13 +60,10 @@ def gives_back(kinds: Collection[Kind]) -> Kind:
 
 
 def data_requirements(op: Op, placement: Placement, kinds: Collection[Kind] = ()) -> tuple[Op, ...]:
-    """Returns the ops that make the activations and gradients that an op reads; none for an update.
-
-    `Rules.requires` adds what an op needs of the weights, which depends on the weight rule and the update rule.
+    """Returns the ops that make what an op reads, except for weights (`Rules.requires`).
 
     Args:
-        placement: decides which replica has a microbatch at the neighbouring stages.
-        kinds: kinds of op that a microbatch needs at a stage; I and W among them replace B.
+        kinds: I and W among them replace B.
     """
     kind, stage, k, replica = op
     if kind is Kind.FORWARD:

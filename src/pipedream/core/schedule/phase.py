@@ -1,14 +1,13 @@
 """Phases: a run may change its method at a drain, for example from a synchronous warm-up to an asynchronous method.
 
 PipeMare trains its first epochs synchronously (Yang et al., MLSys 2021, T3); Zhang & Abdelrahman (2021) end an
-asynchronous run synchronously. A change of phase is a drain: each stage then has one version of its weights, so the
-same stages, optimizers, averages and data continue under another program of the same placement.
+asynchronous run synchronously. At a drain each stage has one version of its weights, so the same stages, optimizers,
+averages and data continue under another program of the same placement.
 
-As text, a run's phases are ``1f1b/4:200,pipedream+spike:3e,1f1b/4``. Each is a method; ``/``, the number of
-microbatches that it splits a minibatch into; ``+`` and a compensation (``+t1=500``, repeated for several, ``+none``);
-``:`` and where it ends, in minibatches or epochs (e) since the start of training. The method may be a file,
-``FILE.csv``, ``FILE.py`` or ``FILE.py:NAME``, and may have options, ``paci[backward_rule=recompute]/4:200``. A Schedule
-object is written ``<NAME>``, which cannot be read back.
+As text, phases are ``1f1b/4:200,pipedream+spike:3e,1f1b/4``: a method; ``/`` and its microbatches; ``+`` and a
+compensation (``+t1=500``, repeated for several, ``+none``); ``:`` and where it ends, in minibatches or epochs (e) since
+the start of training. The method may be a file, ``FILE.csv``, ``FILE.py`` or ``FILE.py:NAME``, and may have options,
+``paci[backward_rule=recompute]/4:200``. A Schedule object is written ``<NAME>``, which cannot be read back.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ class Phase:
     Attributes:
         schedule: a method's name, a file that declares one, or a Schedule.
         until: minibatches since the start of training at which it ends; rounded up to whole rounds of replicas.
-        until_epoch: epochs since the start of training at which it ends. Every phase but the last has one end.
-        microbatches: parts of a minibatch, for methods that split it; by default the method's own number.
+        until_epoch: the same in epochs. Every phase but the last has one end.
+        microbatches: parts of a minibatch; None for the method's own number.
         compensation: one or several of `core.schedule.compensation`, or their texts; () for none, None for the
-            method's own. Kept as a tuple.
+            method's own.
 
     Raises:
         ScheduleError: an unknown compensation, or a count below 1.
@@ -73,7 +72,6 @@ class Phase:
 
     @property
     def name(self) -> str:
-        """The method's name."""
         return self.schedule if isinstance(self.schedule, str) else self.schedule.name
 
     def is_over(self, minibatches: int, epochs: int) -> bool:
@@ -95,7 +93,7 @@ class Phase:
 
 
 def phases_text(phases: Sequence[Phase]) -> str:
-    """Returns phases as text, which `read_phases` reads."""
+    """Returns what `read_phases` reads."""
     return ",".join(map(str, phases))
 
 
@@ -160,16 +158,16 @@ def check_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
 
 
 def next_border(phases: Sequence[Phase], epoch: int, until: int) -> int:
-    """Returns the first epoch after `epoch` and before `until` at which one of the phases ends, or `until`.
+    """Returns the first epoch between `epoch` and `until` at which one of the phases ends, or `until`.
 
-    The data is opened anew there. All coming phases count, so that a phase that ends at a minibatch does not make the
-    next one open the data in the middle of an epoch.
+    The data is opened anew there. All coming phases count, so that one that ends at a minibatch does not make the next
+    one open the data in the middle of an epoch.
     """
     return min((p.until_epoch for p in phases if p.until_epoch and epoch < p.until_epoch < until), default=until)
 
 
 def phase_after(phases: Sequence[Phase], number: int, minibatches: int, epochs: int) -> int:
-    """Returns the number of the phase after this many minibatches and whole epochs; the current one is `number`.
+    """Returns the number of the phase at this point; `number` is the current one.
 
     Warns of a phase that is skipped because its end, in the other unit, has passed.
     """
@@ -184,5 +182,5 @@ def phase_after(phases: Sequence[Phase], number: int, minibatches: int, epochs: 
 
 
 def phase_at(phases: Sequence[Phase], minibatches: int, epochs: int) -> int:
-    """Returns the number of the first phase that is not over after this many minibatches and whole epochs."""
+    """Returns the number of the first phase that is not over."""
     return next(number for number, phase in enumerate(phases) if not phase.is_over(minibatches, epochs))

@@ -8,8 +8,7 @@ A prediction from version t is w_t + T d_t: T its horizon in updates, d_t what o
 - *difference*: d_t = w_t - w_{t-1}, the last update itself, of any optimizer (Kosson et al., LWP^w).
 - *average*: d_t = gamma d_{t-1} + (1 - gamma)(w_t - w_{t-1}), gamma = decay^(1/|T|) (PipeMare, MLSys 2021, T2).
 
-T > 0 looks ahead; T < 0 goes back towards weights that are gone. At T = 0 the prediction is the version itself. Before
-the first update d = 0.
+T < 0 goes back towards weights that are gone. Before the first update d = 0.
 """
 
 from __future__ import annotations
@@ -27,13 +26,10 @@ class WeightPrediction:
     """How a prediction is computed from a version.
 
     Attributes:
-        by: what one update is assumed to add: 'velocity', 'difference' or 'average'.
-        horizons: T of each stage, in updates.
+        by: what one update is assumed to add.
+        horizons: T of each stage.
         decay: what is left of an average after |T| updates; exp(-2) is PipeMare's, which makes its correction exact to
             first order.
-
-    Raises:
-        ValueError: an unknown `by`, a horizon that is not finite, or a decay outside of (0, 1).
     """
 
     by: str
@@ -47,7 +43,7 @@ class WeightPrediction:
             raise ValueError(f"a prediction needs a finite horizon for each stage, found {self.horizons}")
         if not 0 < self.decay < 1:
             raise ValueError(f"an average's decay lies between 0 and 1, found {self.decay}")
-        # 1 and 1.0 are the same horizon, and the same in a file.
+        # So that 1 and 1.0 are the same in a file.
         object.__setattr__(self, "horizons", tuple(map(float, self.horizons)))
 
     def gamma(self, stage: int) -> float:

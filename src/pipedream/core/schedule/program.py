@@ -1,12 +1,10 @@
 """The Program: a schedule with its messages, finite, to be verified once and run for a million microbatches.
 
-Lowering adds to each rank's ops the messages that carry activations, gradients and model inputs, and the
-sums over the replicas of a stage. The result is a warm-up and a period: repetition t of the period is
-the same instructions with each index advanced by t strides. The drain needs no text of its own: it is the
+Each rank has a warm-up and a period; repetition t of the period has each index advanced by t strides. The drain is the
 same stream without the instructions of microbatches that do not exist.
 
-Text form, one token per instruction: ``2F5`` an op; ``>3:5`` send microbatch 5 on channel 3; ``<3:5``
-receive it; ``=0:2`` sum the gradients of update 2 over the replicas of stage 0.
+Text form: ``2F5`` an op; ``>3:5`` send microbatch 5 on channel 3; ``<3:5`` receive it; ``=0:2`` sum the gradients of
+update 2 over the replicas of stage 0.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ Instruction = Op | Transfer
 
 
 class Cargo(NamedTuple):
-    """One message, of a microbatch from stage to stage; `carries` as in `Channel`."""
+    """One message; `carries` as in `Channel`."""
 
     carries: str
     source: int
@@ -79,7 +77,7 @@ class Cargo(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A channel-to-be, wherever its stages live; `depth` as in `Channel`."""
+    """A channel, wherever its stages live."""
 
     carries: str
     source: int
@@ -88,7 +86,7 @@ class Route(NamedTuple):
 
 
 MOST_AHEAD = 8
-"""The most receives that a channel posts ahead."""
+"""Bound of a channel's depth."""
 
 _CARRIES = ("activation", "gradient", "input", "weights", "stage_input")
 
@@ -99,10 +97,9 @@ class Channel:
 
     Attributes:
         sender, receiver: ranks.
-        carries: 'activation' (to the next stage), 'gradient' (to the previous stage) or 'input' (a part of the batch,
-            such as the targets, straight from the input stage to the stage that reads it). 'weights' and 'stage_input' are
-            for dispatched stages alone (`core.schedule.dispatch`).
-        source, target: the stages at its ends.
+        carries: 'activation', 'gradient' or 'input' (a part of the batch, such as the targets, straight from the input
+            stage); 'weights' and 'stage_input' for dispatched stages alone (`core.schedule.dispatch`).
+        source, target: stages.
         depth: receives that are posted ahead; receive i waits for the consumer of receive i - depth.
     """
 
@@ -122,7 +119,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What one rank does: the warm-up once, then the period again and again."""
+    """What one rank does: the warm-up once, then the period repeatedly."""
 
     warmup: tuple[Instruction, ...]
     period: tuple[Instruction, ...]
@@ -134,8 +131,6 @@ class Program(Rules, Artifact):
 
     Attributes:
         cycle: microbatches by which one period advances.
-        channels: the ends of the messages.
-        ranks: the instructions of each rank.
 
     Raises:
         ValueError: parts that are not for the same stages and ranks, or a wrong cycle.
@@ -157,7 +152,7 @@ class Program(Rules, Artifact):
                 f"the placement has {stages} stages, the plan {len(self.plan.stages)}, the update rule "
                 f"{len(self.updates.per_update)}"
             )
-        # 0 where a count is 0: no cycle is a multiple of that.
+        # 0 if a count is 0.
         least = self.shortest_cycle
         if least < 1 or self.cycle < 1 or self.cycle % least:
             raise ValueError(
@@ -171,7 +166,6 @@ class Program(Rules, Artifact):
         return self.placement.cycle if self.updates.mean_of_rounds else 1
 
     def stream(self, rank: int) -> Iterator[Instruction]:
-        """Yields the instructions of a rank without end."""
         mine = self.ranks[rank]
         yield from mine.warmup
         turn = 0
@@ -184,9 +178,9 @@ class Program(Rules, Artifact):
         """Yields the instructions of a rank for a run of `total` microbatches, drain included.
 
         Args:
-            total: the number, or a function that returns it as soon as it is known: a worker learns from
-                the data, or from an earlier worker, where the stream ends. It is called before each
-                instruction; all earlier instructions must exist, except for the op that found the end.
+            total: the number, or a function that returns it once it is known: a worker learns from the data, or from an
+                earlier worker, where the stream ends. It is called before each instruction; all earlier ones must
+                exist, except for the op that found the end.
 
         Raises:
             ScheduleError: the program never yields an op that is still missing.
@@ -222,7 +216,7 @@ class Program(Rules, Artifact):
             raise ScheduleError(f"program {self.name!r}: rank {rank} lacks {missing} ops of {known} microbatches")
 
     def exists(self, total: int) -> Callable[[Instruction], bool]:
-        """Returns a function that tests whether an instruction belongs to a run of `total` microbatches."""
+        """Returns a test whether an instruction belongs to a run of `total` microbatches."""
         per_update = self.updates.per_update
 
         def test(instruction: Instruction) -> bool:
@@ -239,8 +233,7 @@ class Program(Rules, Artifact):
     def ends_update(self, rank: int) -> Callable[[Op], Op | None]:
         """Returns a function: from a backward of a rank to the update that it completes the gradients for, if any.
 
-        It does if the next backward or update of its stage in the rank's program is an update. Weight gradients count
-        as backwards.
+        It does if the next backward or update of its stage in the rank's program is an update.
         """
         text = self.ranks[rank]
         next_turn = (self._advanced(instruction, 1) for instruction in text.period)
@@ -277,7 +270,6 @@ class Program(Rules, Artifact):
         return f"stage {channel.source}, sending {channel.carries} of microbatch {instruction.index}"
 
     def to_json(self) -> str:
-        """Returns the program as JSON text; the instructions of a rank are one line of tokens."""
         data = {"artifact": "Program", "format": self.FORMAT} | encode(self)
         data["weights"] = self.weights.to_dict()
         data["ranks"] = [
@@ -288,7 +280,7 @@ class Program(Rules, Artifact):
 
     @classmethod
     def decoded(cls, value: Any, place: str) -> Program:
-        """Builds a program from JSON values: `decode` for a noun that has abstract and textual fields."""
+        """`decode`, for abstract and textual fields."""
         value = {"norm_delay": 0} | {cls.RENAMED.get(name, name): item for name, item in value.items()}
         hints = get_type_hints(cls)
         names = {one.name for one in fields(cls)}
@@ -347,7 +339,7 @@ def advanced(instruction: Instruction, microbatches: int, updates: UpdateRule) -
 
 
 def format_instructions(instructions: tuple[Instruction, ...]) -> str:
-    """Writes instructions as tokens (see the module's docstring)."""
+    """Returns the text form."""
     return " ".join(map(str, instructions))
 
 

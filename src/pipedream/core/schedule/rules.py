@@ -1,4 +1,4 @@
-"""The rules that a schedule and its program share: what must be done, and what must be done before it."""
+"""What a schedule and its program share: what must be done, and what must be done before it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class OpRange(NamedTuple):
     indices: range
 
     def ops(self) -> tuple[Op, ...]:
-        """Returns the ops one by one."""
         return tuple(Op(self.kind, self.stage, index, self.replica) for index in self.indices)
 
 
@@ -33,16 +32,11 @@ class Rules:
     """What a method decides for one plan, except for the order of the ops.
 
     Attributes:
-        name: the method's name.
-        plan: stages, replicas, depth.
-        placement: where each (stage, replica) lives.
-        weights: which version a forward and a backward read.
-        updates: which microbatches an update holds.
         microbatches: m, how many a minibatch is split into.
         flushes: an update waits until nothing is in flight.
         kinds: kinds of op that each microbatch needs at each stage.
         couples_updates: the updates of all stages wait for each other (clipping by the global norm).
-        norm_delay: with coupled updates, D: update n waits for the norm of update n - D; 0 is its own norm.
+        norm_delay: D: a coupled update n waits for the norm of update n - D; 0 is its own norm.
     """
 
     name: str
@@ -58,21 +52,21 @@ class Rules:
 
     @property
     def trains(self) -> bool:
-        """There are backwards and updates; an evaluation has forwards alone."""
+        """Whether there are backwards and updates, as in all but an evaluation."""
         return len(self.kinds) > 1
 
     @property
     def splits_backward(self) -> bool:
-        """The method has I and W instead of B."""
+        """Whether I and W replace B."""
         return Kind.INPUT_GRADIENT in self.kinds
 
     @property
     def shortest_cycle(self) -> int:
-        """The fewest microbatches that are whole rounds of replicas, whole minibatches and whole updates everywhere."""
+        """The fewest microbatches that are whole rounds of replicas, minibatches and updates."""
         return lcm(self.placement.cycle, self.microbatches, *self.updates.per_update)
 
     def expected_ops(self, rank: int, total: int) -> tuple[OpRange, ...]:
-        """Returns the work of a rank in a run of `total` microbatches, each op once, in no particular order."""
+        """Returns the work of a rank in a run of `total` microbatches, in no particular order."""
         found = [
             OpRange(kind, stage, replica, range(replica, total, self.placement.replicas[stage]))
             for kind in self.kinds
@@ -83,18 +77,13 @@ class Rules:
         return tuple(found)
 
     def op_count(self, rank: int, total: int) -> int:
-        """Returns the number of `expected_ops`."""
         return sum(len(row.indices) for row in self.expected_ops(rank, total))
 
     def requires(self, op: Op, total: int | None = None) -> tuple[Op, ...]:
         """Returns the ops that must be done before an op: by data, by weights, by updates.
 
-        A pass needs what it reads (`op.data_requirements`), and the update that made the version it reads. An update
-        needs the gradients of all its members, over all replicas, and the update before it.
-
-        Args:
-            op: any op.
-            total: microbatches in the run; None for a run without end.
+        A pass needs what it reads, and the update that made the version it reads. An update needs the gradients of all
+        its members, over all replicas, and the update before it.
         """
         kind, stage, index, replica = op
         if kind is Kind.UPDATE:
@@ -109,22 +98,19 @@ class Rules:
         return (*data, Op(Kind.UPDATE, stage, version, replica)) if version > 0 else data
 
     def fetch_before(self, forward: Op) -> Op:
-        """Returns the fetch of the weights that a remote forward reads (`core.schedule.dispatch`).
-
-        There is one for all forwards of an update, or, in a run of forwards alone, for the whole run.
-        """
+        """Returns the fetch of the weights that a remote forward reads: one per update, without updates one per run."""
         _, stage, k, replica = forward
         first = self.updates.members(stage, self.updates.update_of(stage, k)).start if self.trains else 0
         return Op(Kind.FETCH, stage, first, replica)
 
     def _version_awaited(self, op: Op) -> int:
-        """Returns the version that must have been made before an op that reads weights; 0 if none."""
+        """The version that must have been made before an op; 0 if none."""
         kind, stage, index, _ = op
         if kind is Kind.WEIGHT_GRADIENT or not self.trains:
             return 0
         version = self.weights.forward_version(stage, index)
         if kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-            # Its own forward has already waited for the version that both read.
+            # Its forward has already waited for the version that both read.
             newer = self.weights.backward_version(stage, index)
             return newer if newer > version else 0
         return version

@@ -1,7 +1,7 @@
 """The Schedule: a method's answers to four questions (order, placement, weights, updates), and its paper's claims.
 
-It is drawn, verified, lowered, simulated and run from this one object. An order yields ops lazily and never ends. A
-run of n microbatches is the same order without the ops of the microbatches from n on: this is how a pipeline drains.
+It is drawn, verified, lowered, simulated and run from this one object. A run of n microbatches is the endless order
+without the ops of the microbatches from n on: this is how a pipeline drains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipedream.core.schedule.rules import Rules
 __all__ = ["Claims", "Order", "Schedule"]
 
 Order = Callable[[int], Iterator[Op]]
-"""From a rank to its ops, in order, endless."""
+"""Rank -> its ops, endless."""
 
 _PATIENCE = 1_000_000
 
@@ -27,8 +27,9 @@ _PATIENCE = 1_000_000
 class Claims:
     """The paper's closed forms, as functions; None where it has none.
 
-    Legend: p workers, m microbatches per minibatch (or in the run, for orders without a flush), s worker: for one with
-    several stages, what they hold is added up. A split backward holds a microbatch until its weight gradient.
+    Legend: p workers, m microbatches per minibatch (or in the run, for orders without a flush), s worker, with all of
+        its
+    stages added up. A split backward holds a microbatch until its weight gradient.
 
     Attributes:
         assumption: under which the forms hold.
@@ -57,7 +58,6 @@ class Schedule(Rules):
     """A method, for one plan: rules and an order.
 
     Attributes:
-        order: rank -> ops, lazily and without end.
         claims: the paper's closed forms.
 
     Raises:
@@ -101,11 +101,7 @@ class Schedule(Rules):
             )
 
     def compensated(self, asked: Any) -> Schedule:
-        """Returns the schedule with other compensations instead of its own.
-
-        Args:
-            asked: one or several of `core.schedule.compensation`, or their texts, as in ``spike`` or ``t1:500``; ()
-            for none.
+        """Returns the schedule with other compensations (see `Phase`) instead of its own.
 
         Raises:
             ScheduleError: an unknown one, or one that makes no sense here.
@@ -114,7 +110,7 @@ class Schedule(Rules):
 
     @property
     def _reads_one(self) -> bool:
-        """All microbatches of an update read one version; checked after the warm-up, for a whole cycle."""
+        """All microbatches of an update read one version; checked after the warm-up, for a cycle."""
         for stage, count in enumerate(self.updates.per_update):
             settled = self.weights.staleness(stage) + self.cycle // count
             for update in range(1, settled + self.cycle // count + 1):
@@ -153,7 +149,7 @@ class Schedule(Rules):
             yield op
 
     def coupled(self) -> Schedule:
-        """Returns the schedule with the updates of all stages waiting for each other (clipping by the global norm).
+        """Returns the schedule with the updates of all stages waiting for each other.
 
         A rank that has several stages makes their updates together, after the last of their gradients.
         """

@@ -1,8 +1,7 @@
-"""The Timeline: what ran when, simulated or measured.
+"""The Timeline: what ran when, simulated or measured, in seconds from the start of the run.
 
-Times are seconds from the start of the run. A span of kind ``F``, ``B``, ``I``, ``W`` or ``U`` is work of
-its rank; ``wait`` is a rank that waits for a message or for a sum; ``send`` is a message on its way, drawn
-at its sender, which keeps working.
+A span of kind ``F``, ``B``, ``I``, ``W`` or ``U`` is work of its rank; in ``wait`` it waits for a message or a sum;
+``send`` is a message on its way, drawn at its sender, which keeps working.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pipedream.core.units import format_seconds
 __all__ = ["WORK", "GradientVersions", "MemoryStep", "Span", "Timeline"]
 
 WORK = ("F", "B", "I", "W", "U")
-"""Kinds of span in which a rank computes."""
+"""Spans in which a rank computes."""
 
 
 class Span(NamedTuple):
@@ -26,7 +25,6 @@ class Span(NamedTuple):
         kind: an op's letter, ``wait`` or ``send``.
         stage: for a send, the sending one.
         index: microbatch or update.
-        start_s, end_s: seconds since the start of the run.
     """
 
     rank: int
@@ -41,8 +39,8 @@ class GradientVersions(NamedTuple):
     """The versions at which a gradient was taken, and the version that it updates.
 
     Attributes:
-        forward_version, backward_version: what its forward and its backward read.
-        applied_to: the version that its update started from; update ``applied_to + 1`` holds it.
+        forward_version, backward_version: that its passes read.
+        applied_to: that its update started from; update ``applied_to + 1`` holds it.
     """
 
     stage: int
@@ -53,7 +51,7 @@ class GradientVersions(NamedTuple):
 
     @property
     def staleness(self) -> int:
-        """Updates between the version it was taken at and the one it updates."""
+        """In updates."""
         return self.applied_to - self.forward_version
 
 
@@ -61,9 +59,7 @@ class MemoryStep(NamedTuple):
     """The most that a rank holds from a point in time until the next step.
 
     Attributes:
-        at_s: seconds since the start of the run.
-        held_bytes: weights and stash, gradients, optimizer state, activations in flight, messages, temporaries
-            (`core.plan.memory`).
+        held_bytes: of all kinds in `core.plan.memory`.
     """
 
     at_s: float
@@ -120,11 +116,9 @@ class Timeline(Artifact):
         return max(span.end_s for span in self.spans) - min(span.start_s for span in self.spans)
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
-        """Returns the spans of one rank."""
         return tuple(span for span in self.spans if span.rank == rank)
 
     def work(self) -> tuple[Span, ...]:
-        """Returns the spans in which a rank computes."""
         return tuple(span for span in self.spans if span.kind in WORK)
 
     def between(self, start_s: float, end_s: float) -> Timeline:

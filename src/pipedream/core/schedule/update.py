@@ -5,8 +5,6 @@ microbatches it holds is arithmetic. Gradients are averaged in one of two ways:
 
 - a *flushing* or *accumulating* update divides the sum of gradients by the summed loss weight, once;
 - a *round* of PipeDream normalises each minibatch by itself and takes the plain mean over the replicas.
-
-Compensations (`core.schedule.compensation`) define what an update makes of late gradients.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ class UpdateRule:
     """How many microbatches each update of each stage holds.
 
     Attributes:
-        per_update: for each stage, microbatches in one update, over all replicas.
-        mean_of_rounds: each microbatch is a whole minibatch, normalised by itself (PipeDream); otherwise the sum of
-            gradients is divided by the summed loss weight.
+        per_update: for each stage, over all replicas.
+        mean_of_rounds: each microbatch is a whole minibatch, normalised by itself (PipeDream).
         compensation: for late gradients.
     """
 
@@ -34,21 +31,19 @@ class UpdateRule:
     compensation: tuple[Compensation, ...] = ()
 
     def members(self, stage: int, update: int, total: int | None = None) -> range:
-        """Returns the microbatches whose gradients update n of a stage holds, of `total` in the run."""
+        """Returns the microbatches whose gradients an update holds, of `total` in the run."""
         count = self.per_update[stage]
         stop = update * count if total is None else min(update * count, total)
         return range((update - 1) * count, stop)
 
     def update_of(self, stage: int, microbatch: int) -> int:
-        """Returns the update that holds a microbatch's gradient."""
         return microbatch // self.per_update[stage] + 1
 
     def updates(self, stage: int, total: int) -> int:
-        """Returns how many updates a stage makes for `total` microbatches."""
         return -(-total // self.per_update[stage])
 
     def kept_tensors(self, staleness: int) -> int:
-        """Returns how many tensors compensations keep for each weight of a stage, `staleness` updates late."""
+        """Returns how many tensors compensations keep for each weight of a stage."""
         return sum(one.kept_tensors(staleness) for one in self.compensation)
 
     def rate_factor(self, stage: int, staleness: float, rounds: int) -> float:

@@ -1,8 +1,8 @@
 """Weight rules: which weights a forward reads, and which its backward.
 
-A rule answers with static version numbers, counted from the last drain: version 0 is what the stage held
-there, version n is made by update n. Nobody reads "whatever has arrived", so a program's staleness and its
-memory are known before it runs, and the versions that the runtime has noted are compared with them.
+A rule answers with static version numbers, counted from the last drain: version n is made by update n. Nobody reads
+"whatever has arrived", so a program's staleness and its memory are known before it runs, and the versions that the
+runtime has noted are compared with them.
 
 If a backward reads a newer version than its forward, one of these holds:
 
@@ -10,10 +10,10 @@ If a backward reads a newer version than its forward, one of these holds:
 - *graph*: the activations stay those of the forward, but autograd multiplies with the backward's weights: the gradient
   of no function. Pipelined backpropagation, PipeMare and similar methods train this way, with one set of weights.
 
-A prediction (`core.schedule.prediction`) is computed from a version, and has that version's number.
+A prediction (`core.schedule.prediction`) has the number of the version that it is computed from.
 
 Legend: s stage, k microbatch (from 0, since the drain), r_s replicas, W_s warm-up forwards, m microbatches
-per minibatch, all from the plan and the schedule.
+per minibatch.
 """
 
 from __future__ import annotations
@@ -48,13 +48,12 @@ _RENAMED = {"tagged": "stamped"}  # rules in older files
 
 @dataclass(frozen=True)
 class WeightRule(ABC):
-    """Abstract: the version that each forward and each backward of a stage reads.
+    """The version that each forward and each backward of a stage reads.
 
     Attributes:
-        name: its name in files and tables.
         backward_rule: 'stash': the true gradient at the weights that the forward read; 'recompute' or 'graph' if the
             backward reads others.
-        forward_prediction, backward_prediction: what a pass reads instead of its version; None: the version itself.
+        forward_prediction, backward_prediction: what a pass reads instead of its version.
     """
 
     name: ClassVar[str]
@@ -70,10 +69,9 @@ class WeightRule(ABC):
 
     @abstractmethod
     def forward_version(self, stage: int, microbatch: int) -> int:
-        """Returns the version that a forward reads; never falls as the microbatches of a replica grow."""
+        """Never falls as the microbatches of a replica grow."""
 
     def backward_version(self, stage: int, microbatch: int) -> int:
-        """Returns the version that the backward reads."""
         return self.forward_version(stage, microbatch)
 
     def readable(
@@ -83,7 +81,6 @@ class WeightRule(ABC):
 
         Args:
             microbatch: of the next forward.
-            newest: the newest version made so far.
             step: from one microbatch of the replica to its next: the stage's number of replicas.
             total: microbatches in the run; None while unknown.
         """
@@ -100,7 +97,7 @@ class WeightRule(ABC):
         """Returns the most updates between the version a gradient is taken at and the one it updates."""
 
     def mean_staleness(self, stage: int) -> float:
-        """Returns the mean staleness over the microbatches of an update."""
+        """Returns the mean over the microbatches of an update."""
         return float(self.staleness(stage))
 
     def predictions(self, stage: int) -> tuple[WeightPrediction, ...]:
@@ -111,7 +108,7 @@ class WeightRule(ABC):
         return tuple(prediction for prediction in given if prediction.horizons[stage])
 
     def kept_until(self, stage: int) -> Kind | None:
-        """Returns the last pass that reads a forward's prediction that is kept; None if none is kept."""
+        """Returns the last pass that reads a forward's kept prediction."""
         return None
 
     @property
@@ -134,13 +131,12 @@ class WeightRule(ABC):
         return 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the rule as JSON values."""
         fields: dict[str, Any] = encode(self)
         return {"rule": self.name} | fields
 
     @staticmethod
     def from_dict(data: Any, place: str = "weights") -> WeightRule:
-        """Reads a rule from JSON values.
+        """Reads JSON values.
 
         Raises:
             ArtifactError: an unknown rule or wrong fields.
@@ -204,8 +200,8 @@ class VerticalSync(WeightRule):
 
     PipeDream, SOSP 2019, section 3.3: w(t+1) = w(t) - lr grad f(w_0(t-p+1), ..., w_{p-1}(t-p+1)). The stamp that
     travels is a count of minibatches, a multiple of L = lcm(r), so that every stage has a version for it. It is
-    W_0 + update_delay_0 rounds of the input stage late, or more if a later stage's update delay means that it has not
-    yet made that version.
+    W_0 + update_delay_0 rounds of the input stage late, or more if a later stage with an update delay has not yet made
+    that version.
     """
 
     name: ClassVar[str] = "vertical_sync"
@@ -230,7 +226,7 @@ class VerticalSync(WeightRule):
         )
 
     def staleness(self, stage: int) -> int:
-        # The most over one cycle: the stamp does not change for a cycle while the stage keeps updating.
+        # The stamp does not change for a cycle while the stage keeps updating.
         return max(
             newest - self.forward_version(stage, newest * self.replicas[stage]) for newest in self._settled(stage)
         )
@@ -247,7 +243,7 @@ class VerticalSync(WeightRule):
         return max(-(-(wait + update_delay) * count // self.replicas[0]) for wait, update_delay, count in each)
 
     def _settled(self, stage: int) -> range:
-        """Returns one cycle of updates of a stage after the warm-up."""
+        """One cycle of updates of a stage after the warm-up."""
         cycle = lcm(*self.replicas)
         first = ((self._rounds_late + 1) * self.replicas[0] // cycle + 2) * cycle
         return range(first // self.replicas[stage], (first + cycle) // self.replicas[stage])
@@ -261,7 +257,7 @@ class DoubleBuffer(WeightRule):
     both passes and at all stages.
 
     Attributes:
-        per_update: m, microbatches in one update, over all replicas.
+        per_update: m, over all replicas.
     """
 
     name: ClassVar[str] = "double_buffer"
@@ -283,19 +279,12 @@ class Latest(WeightRule):
 
     One set of weights, which the optimizer writes while microbatches are in flight: update n of a stage follows the
     last backward of its microbatches (or, with an update delay, the next forward), so which version is newest at an op
-    is arithmetic. With the rule 'stash', what a forward has read (its prediction or the version itself) is kept, and
-    the backward reads it too.
+    is arithmetic. With the rule 'stash', the backward reads what its forward has read.
 
     Attributes:
-        warmup, replicas, update_delay: for each stage.
-        per_update: for each stage, microbatches in one update, over all replicas; at least its number of replicas.
-        backward_rule: see the module's docstring.
-        forward_prediction, backward_prediction: what a pass reads instead of the newest weights.
+        per_update: for each stage, over all replicas; at least its number of replicas.
         shares_prediction: microbatches that share the forward prediction computed for the first of them (XPipe's
             bellwether): 1, or all those of an update.
-
-    Raises:
-        ValueError: arguments that do not fit together.
     """
 
     name: ClassVar[str] = "latest"
@@ -376,13 +365,13 @@ class Latest(WeightRule):
         return aside + len(ways)
 
     def _late(self, stage: int) -> int:
-        """Returns how many microbatches a forward is ahead of the backward next to it in the order."""
+        """How many microbatches a forward is ahead of the backward next to it in the order."""
         return (self.warmup[stage] + self.update_delay[stage]) * self.replicas[stage]
 
 
 @dataclass(frozen=True)
 class NewerBackward(WeightRule):
-    """Abstract: several versions, and a backward that reads the newest; for the order nF1B.
+    """Several versions, and a backward that reads the newest; for the order nF1B.
 
     A forward is W_s r_s microbatches ahead of the backward next to it in the order.
 
@@ -390,9 +379,6 @@ class NewerBackward(WeightRule):
         warmup, replicas: for each stage; W_s r_s does not grow from one stage to the next.
         per_update: m, microbatches in one update of every stage, over all replicas.
         backward_rule: 'graph' or 'recompute'.
-
-    Raises:
-        ValueError: arguments that do not fit together.
     """
 
     warmup: tuple[int, ...]
@@ -419,7 +405,6 @@ class NewerBackward(WeightRule):
         return microbatch // self.per_update
 
     def _late(self, stage: int) -> int:
-        """Returns how many microbatches a forward is ahead of the backward next to it in the order."""
         return self.warmup[stage] * self.replicas[stage]
 
 
@@ -431,7 +416,7 @@ class Stamped(NewerBackward):
 
     TiMePReSt, 2024 (arXiv 2410.14312), section 3.1. A later stage makes its updates sooner than the input stage, so it
     keeps ceil((W_0 r_0 - W_s r_s) / m) versions besides the newest for forwards still to come: the input stage none,
-    the last stage the most, the reverse of PipeDream. No version is kept for a backward. All stages are equally late.
+    the last stage the most, the reverse of PipeDream. All stages are equally late.
     """
 
     name: ClassVar[str] = "stamped"
