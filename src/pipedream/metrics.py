@@ -1,6 +1,6 @@
 """Metrics of a timeline, simulated or measured: bubble, throughput, in flight, versions, staleness, bytes.
 
-Nothing here depends on where the spans come from: there may be gaps between them.
+Gaps between spans are allowed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class RankMetrics:
     """What one rank did.
 
     Attributes:
-        busy_s, wait_s: seconds in which it computed, and in which it waited for a message or an all-reduce.
-        send_s: seconds in which at least one of its messages was being sent.
-        peak_in_flight: the most microbatches between forward and backward, over its stages; 0 for a run of forwards.
-        peak_versions: the most distinct weight versions alive at once; None if unknown.
-        staleness: the most updates by which a gradient of its stages was late; None if unknown.
+        busy_s: computing.
+        wait_s: waiting for a message or an all-reduce.
+        send_s: with at least one of its messages being sent.
+        peak_in_flight: most microbatches between forward and backward, over its stages; 0 for a run of forwards.
+        peak_versions: most weight versions alive at once; None if unknown.
+        staleness: most updates by which a gradient of its stages was late; None if unknown.
         peak_bytes: None if unknown.
     """
 
@@ -54,11 +55,10 @@ class Metrics(Artifact):
 
     Attributes:
         name, source: of the timeline.
-        makespan_s: seconds of the run or the window.
-        bubble: fraction of the workers' time in which they do not compute: 1 - busy / (workers x makespan).
+        makespan_s: of the run or the window.
+        bubble: idle fraction of the workers' time: 1 - busy / (workers x makespan).
         throughput_per_s: microbatches per second.
-        samples_per_s: samples per second.
-        per_rank: one for each rank; peaks are those of the whole run.
+        per_rank: peaks are those of the whole run.
     """
 
     FORMAT = 1
@@ -73,7 +73,7 @@ class Metrics(Artifact):
 
     @property
     def busy_shares(self) -> tuple[float, ...]:
-        """The fraction of the time in which each rank computes."""
+        """Each rank's fraction of the time that it computes."""
         return tuple(row.busy_s / self.makespan_s if self.makespan_s else 0.0 for row in self.per_rank)
 
     def __str__(self) -> str:
@@ -104,10 +104,11 @@ def run_metrics(timeline: Timeline) -> Metrics:
 
 
 def steady_metrics(timeline: Timeline, *, skip: int = 0) -> Metrics:
-    """Returns the metrics of the steady part of a run: without warm-up and drain (`steady_window`).
+    """Returns the metrics of a run without warm-up and drain (`steady_window`).
 
-    Throughput counts the microbatches that the input stage finishes between two ends of backwards in the window, so that
-    no fraction of a microbatch is lost at its borders.
+    Throughput counts the microbatches between the ends of the input stage's first and last backwards in the window, so
+    that
+    no fraction is lost at its borders.
 
     Raises:
         ValueError: the run is too short to have such a part.
@@ -124,15 +125,14 @@ def steady_metrics(timeline: Timeline, *, skip: int = 0) -> Metrics:
 
 
 def between_updates(timeline: Timeline, first: int, last: int, *, per_update: int) -> Metrics:
-    """Returns the metrics between two updates of the input stage, each finished on all replicas: whole periods.
+    """Returns the metrics of whole periods, between two updates of the input stage, each finished on all replicas.
 
     Args:
-        timeline: of a training run.
         first, last: numbers of the updates, from 1.
-        per_update: microbatches in one update of the input stage.
+        per_update: microbatches in one.
 
     Raises:
-        ValueError: the run does not make both updates, one after the other.
+        ValueError: the run does not make both updates in this order.
     """
     ends: dict[int, float] = {}
     for span in timeline.spans:
@@ -145,15 +145,14 @@ def between_updates(timeline: Timeline, first: int, last: int, *, per_update: in
 
 
 def steady_window(timeline: Timeline, *, skip: int = 0) -> tuple[float, float]:
-    """Returns the start and the end of a run's steady part, in seconds.
+    """Returns start and end of a run's steady part, in seconds.
 
-    It begins when each worker of the input stage has finished its first backward, because the pipeline is full then. It
-    ends when the first of them has finished its last forward, because the pipeline drains from then on.
+    It begins when each worker of the input stage has finished its first backward (the pipeline is full), and ends when
+    the
+    first of them has finished its last forward (it begins to drain).
 
     Args:
-        timeline: of a training run.
-        skip: further backwards of the input stage to leave out, for runs whose replicas or messages take longer to
-            become regular.
+        skip: further backwards of the input stage to leave out, if replicas or messages take longer to become regular.
 
     Raises:
         ValueError: the run is too short, or has no backwards.
@@ -180,11 +179,12 @@ def steady_window(timeline: Timeline, *, skip: int = 0) -> tuple[float, float]:
 
 
 def in_flight(timeline: Timeline, rank: int) -> int:
-    """Returns the most microbatches of a rank that were between forward and backward, over its stages.
+    """Returns the most microbatches of a rank between forward and backward, over its stages.
 
     A split backward ends with its weight gradient. A run of forwards only has none. If the backward is on another rank,
-    that rank holds one microbatch while it runs. The rank of the forward holds the microbatches of a minibatch until its
-    next minibatch at the stage, because the timeline does not show when the other rank fetches them.
+    that rank holds one microbatch while it runs; the rank of the forward holds a minibatch's until its next minibatch
+    at
+    the stage, because the timeline does not show when the other rank fetches them.
     """
     return _in_flight(timeline.of_rank(rank), timeline, _apart(timeline))
 
@@ -192,7 +192,7 @@ def in_flight(timeline: Timeline, rank: int) -> int:
 def staleness(timeline: Timeline, stage: int) -> int:
     """Returns the most updates by which a gradient of a stage was late.
 
-    The first gradients of a run are never staler than those of the steady state, so this is the steady state's.
+    The first gradients of a run are never staler than the steady state's.
 
     Raises:
         ValueError: the timeline has no gradient versions of this stage.
@@ -241,7 +241,7 @@ def _metrics(timeline: Timeline, start_s: float, end_s: float, throughput_per_s:
 
 
 def _seconds(spans: Iterable[Span], start_s: float, end_s: float) -> float:
-    """The seconds of a window that spans cover; overlaps count once. Spans are ordered by their start."""
+    """Seconds of a window covered by spans in order of their start; overlaps count once."""
     covered, reached = 0.0, start_s
     for span in spans:
         start, end = max(span.start_s, reached), min(span.end_s, end_s)
@@ -252,7 +252,7 @@ def _seconds(spans: Iterable[Span], start_s: float, end_s: float) -> float:
 
 
 def _apart(timeline: Timeline) -> set[int]:
-    """The stages whose backwards are not on the ranks of their forwards."""
+    """Stages whose backwards are not on the ranks of their forwards."""
     ranks: dict[int, tuple[set[int], set[int]]] = {}
     for span in timeline.spans:
         if span.kind in ("F", *_ENDS):

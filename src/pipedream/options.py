@@ -6,7 +6,7 @@
       PipelineOptions both: the keyword arguments of `pipedream.Pipeline`
       TrainingOptions what one run of a recipe chooses: `pipedream.run` and the command `pipedream train`
 
-`keywords` lets a function take the fields of one of these as keyword arguments, checked by a type checker.
+`keywords` lets a function take these fields as keyword arguments that a type checker checks.
 """
 
 from __future__ import annotations
@@ -37,24 +37,23 @@ class ModelOptions:
     Attributes:
         metrics: name -> ``metric(output, batch)``, a mean over samples or (sum, weight).
         inputs: batch -> the model's input, a tuple for several; by default the first of a pair, else the batch.
-        targets: batch -> what the loss and the metrics get; by default the second of a pair for torch's own losses,
-            else the whole batch.
+        targets: batch -> what loss and metrics get; by default the second of a pair for torch's own losses, else the
+            batch.
         weight: batch -> number that the loss is a mean over (samples, tokens), for losses that do not return it.
         scheduler: factory from an optimizer to a learning-rate scheduler; stepped once per update.
         clip_grad_norm: greatest norm of an update's gradients.
-        clip: 'global' (norm over all stages; flushing methods only), 'local' (norm of each stage), or
-            'delayed_global': the global norm of an earlier update, for methods without a flush
-            (`core.schedule.coupling`).
+        clip: 'global' (norm over all stages; flushing methods only), 'local' (each stage's norm), or 'delayed_global':
+            the global norm of an earlier update, for methods without a flush (`core.schedule.coupling`).
         ema: decay of an exponential moving average of the weights, between 0 and 1.
         autocast: low-precision dtype of the forwards (torch.bfloat16).
         on_nan: 'error' at a loss that is not a number, 'continue' past it, or 'skip' updates whose gradients are not
             finite (docs/couplings.md).
         grad_scaler: a constant factor on the loss, or a torch.amp.GradScaler whose state is copied (needs a flush).
-        sample: the model's input for one minibatch, to profile the model and to find its layers; a recipe uses its
-            first training batch by default.
+        sample: the model's input for one minibatch, to profile it and find its layers; by default a recipe's first
+            training batch.
         compensation: correction of late gradients in place of the method's own: one or several of
             `core.schedule.compensation`, or texts: 'spike', 'nesterov', 'error_feedback', 't1:500'; () for none. It
-            applies to the phases that do not flush and name none themselves.
+            applies to phases that do not flush and name none themselves.
         phases: methods that take turns, each until a minibatch or an epoch (`Phase`), or as text
             (`core.schedule.phase`): ``"1f1b/4:200,pipedream"``. Each change drains the pipeline. Excludes schedule and
             microbatches.
@@ -76,7 +75,7 @@ class ModelOptions:
     phases: str | Sequence[Phase] | None = None
 
     def policy(self, *, scaling: str = "", tied: bool = False) -> Policy:
-        """Returns the rules that couple the stages; for the arguments see `Policy`.
+        """Returns the rules that couple the stages, see `Policy`.
 
         Raises:
             ScheduleError: clip_grad_norm, clip, ema or on_nan has no meaning.
@@ -84,7 +83,7 @@ class ModelOptions:
         return Policy(self.clip_grad_norm, self.clip, self.on_nan, scaling, tied, self.ema)
 
     def problems(self) -> Iterator[str]:
-        """Yields what is wrong with the options that are functions, phases or metrics."""
+        """Yields what is wrong with functions, phases or metrics."""
         for name in ("inputs", "targets", "weight", "scheduler"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -102,13 +101,13 @@ class MethodOptions:
     """By which method, and on which devices, the workers train.
 
     Attributes:
-        schedule: a method's name (`pipedream schedules`), a CSV file of PyTorch's, or a Schedule; by default the
-            plan's method, or PipeDream's.
-        microbatches: parts of a minibatch, for methods that split it; by default those of the plan.
-        seed: of everything random inside the layers, and of a recipe; 0 by default.
+        schedule: a method's name (`pipedream schedules`), a CSV file of PyTorch's, or a Schedule; by default the plan's
+            method, or PipeDream's.
+        microbatches: parts of a minibatch, for methods that split it; by default the plan's.
+        seed: of all randomness inside the layers, and of a recipe; 0 by default.
         device: 'cpu', 'cuda' (each process its own: LOCAL_RANK) or 'cuda:N'.
-        stuck_after_s: a run on several processes is ended if an operation or the loader takes longer than this and
-            than 20 times its longest time so far; 0 sets no limit.
+        stuck_after_s: ends a run on several processes if an operation or the loader takes longer than this and than 20
+            times its longest time so far; 0 for no limit.
     """
 
     schedule: str | Schedule | None = None
@@ -147,14 +146,14 @@ class PipelineOptions(MethodOptions, ModelOptions):
 class TrainingOptions(MethodOptions):
     """What one run of a recipe chooses: the options of `pipedream.run` and of the command `pipedream train`.
 
-    A resumed run takes schedule, compensation, phases, plan, microbatches and seed from its checkpoint unless they are
-    given; otherwise phases, compensation and epochs come from the recipe by default.
+    A resumed run takes schedule, compensation, phases, plan, microbatches and seed from its checkpoint by default;
+    otherwise phases, compensation and epochs come from the recipe.
 
     Attributes:
         schedule: a method's name, as in `Pipeline`; 'auto' takes the fastest by simulation (`pipedream.plan`).
         phases: as in `Pipeline`. The plan is made for the first phase that does not flush.
         compensation: as in `Pipeline`; the recipe's applies only to methods that do not flush.
-        workers: of the run; under torchrun the number of processes; 2 by default.
+        workers: under torchrun the number of processes; 2 by default.
         plan: a finished plan; by default the model is profiled and planned here.
         shape: what to plan, see `pipedream.plan`; 'pipeline' and 'any' use all workers.
         update_delay: 1 moves the updates of replicated stages after their next forward.
@@ -162,18 +161,18 @@ class TrainingOptions(MethodOptions):
         in_flight: depth: 'noam', 'full', 'auto' or counts.
         chunks: stages per worker, for methods that put several on one.
         allow_asynchronous: 'auto' may choose a method whose gradients are late.
-        epochs: number of epochs since the start of training.
-        minibatches: number of minibatches since the start of training after which to stop; by default all.
+        epochs: since the start of training.
+        minibatches: since the start of training, after which to stop; by default all.
         evaluate_every: epochs between evaluations, each of which drains the pipeline; 0 evaluates only at the end.
         checkpoint_every: minibatches between checkpoints, each of which drains the pipeline; None saves whenever an
             evaluation drains it, 0 never. Checkpoints lie in the run folder, under ``checkpoints``.
         keep: number of checkpoints to keep.
-        resume: run folder or checkpoint to continue from; a new plan is made for another number of workers. After a
-            restart by the launcher the run continues from the newest checkpoint of its run folder without this.
+        resume: run folder or checkpoint to continue from; another number of workers gets a new plan. After a restart by
+            the launcher the run continues from its newest checkpoint without this.
         cluster: workers and links; by default this machine.
         weights: file of a state dict to start from.
         out: run folder; by default a new one under ``runs/``, or that of `resume`.
-        logs: logs to write into it: 'csv', 'tensorboard'.
+        logs: to write into it: 'csv', 'tensorboard'.
         quiet: print nothing.
     """
 
@@ -210,12 +209,12 @@ class TrainingOptions(MethodOptions):
 
 
 def model_options(options: ModelOptions) -> dict[str, Any]:
-    """Returns the fields of `ModelOptions` by name, e.g. of a recipe for a pipeline."""
+    """Returns the fields of `ModelOptions` by name."""
     return {one.name: getattr(options, one.name) for one in dataclasses.fields(ModelOptions)}
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options as JSON has them, for a summary: functions and mappings by name; other nouns are left out."""
+    """Returns options for JSON: functions and mappings by name; other nouns are left out."""
     found = {name: _plain(value) for name, value in options.items()}
     return {name: value for name, value in found.items() if value is not ...}
 
@@ -262,7 +261,6 @@ class keywords(Generic[_Fields, _Options]):
     ) -> Callable[Concatenate[_First, _Second, _Third, _Fields], _Result]: ...
 
     def __call__(self, function: Callable[..., _Result]) -> Callable[..., _Result]:
-        """Returns the function that takes keyword arguments."""
         *others, last = inspect.signature(function).parameters.values()
         own = {parameter.name for parameter in others}
 

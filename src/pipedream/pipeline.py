@@ -46,16 +46,16 @@ class Pipeline:
     """One model, cut by a plan, trained by a schedule: ``Pipeline(model, plan, loss=..., optimizer=..., **options)``.
 
     Args:
-        model: the user's module, a chain of modules (`pipedream.capture`). It is not rewritten. On several
-            processes each rank keeps its own stage's parameters and the others become meta tensors.
-        plan: stages, replicas, depth.
-        options: given as keyword arguments, see `PipelineOptions`.
+        model: a chain of modules (`pipedream.capture`). It is not rewritten; on several processes the parameters of
+            other
+            ranks' stages become meta tensors.
+        options: keyword arguments, see `PipelineOptions`.
 
     Attributes:
-        phases: of the run, with their compensation; one if the method does not change.
-        prepared: for each phase its schedule, program and proof.
+        phases: with their compensation; one if the method does not change.
+        prepared: each phase's schedule, program and proof.
         schedule, program, proof: of the current phase.
-        ready: results of minibatches that a drain has finished and `train` has yet to yield.
+        ready: results that a drain has finished and `train` has yet to yield.
         drains: minibatch numbers at which the pipeline was drained.
 
     Raises:
@@ -122,12 +122,13 @@ class Pipeline:
     def train(self, loader: Iterable[Any], *, epochs: int = 1) -> Iterator[Done]:
         """Trains; yields each minibatch once its gradients are in the weights, the same on every rank.
 
-        It is one stream: the pipeline is not drained between epochs. After a `break` the admitted minibatches are
-        finished (the loggers receive them, the loop does not), and the next call continues from `position`; the rest
-        of an epoch counts as its first epoch.
+        It is one stream, not drained between epochs. After a `break` the admitted minibatches are finished (the loggers
+        receive them, the loop does not), and the next call continues from `position`; the rest of an epoch counts as
+        its
+        first epoch.
 
         Args:
-            loader: an iterable of batches, iterated once per epoch. Only the input stage's workers read it.
+            loader: batches, iterated once per epoch, only by the input stage's workers.
 
         Raises:
             WorkerError: a worker failed; names rank, stage, op and cause.
@@ -167,7 +168,7 @@ class Pipeline:
             self._raise_interrupt()
 
     def _advance(self) -> bool:
-        """Takes the next result of the running segment. Returns whether there was one."""
+        """Takes the running segment's next result. Returns whether there was one."""
         if self._segment is None:
             return False
         self._session.check_saved(wait=False)
@@ -197,7 +198,7 @@ class Pipeline:
         self.proof = self.prepared[phase].proof
 
     def drain(self) -> int:
-        """Finishes the admitted minibatches. Returns the number of minibatches done. Every rank calls it."""
+        """Finishes the admitted minibatches. Returns the total of minibatches. Every rank calls it."""
         if self._segment is not None:
             self._session.stop()
             while self._advance():
@@ -213,7 +214,7 @@ class Pipeline:
     # -- other uses of the pipeline -----------------------------------------------------------------
 
     def evaluate(self, loader: Iterable[Any], *, ema: bool = False) -> dict[str, float]:
-        """Returns the means of the loss and of the metrics over a loader, on every rank; drains first.
+        """Returns the means of loss and metrics over a loader, on every rank; drains first.
 
         Batches may have any size. With `ema` the averaged weights are used.
         """
@@ -223,7 +224,7 @@ class Pipeline:
         return {"loss": done.loss, **done.metrics}
 
     def predict(self, loader: Iterable[Any], *, ema: bool = False) -> Iterator[Any]:
-        """Yields the model's output for each batch of a loader, at rank 0 only; drains first.
+        """Yields the model's output for each batch, at rank 0 only; drains first.
 
         Every rank must iterate it to its end. The loader may yield pairs or bare inputs.
         """
@@ -233,9 +234,9 @@ class Pipeline:
         self._raise_interrupt()
 
     def _raise_interrupt(self) -> None:
-        """Raises an interrupt that arrived outside of training; within training the stream ends first."""
+        """Raises an interrupt from outside of training; within it the stream ends first."""
         if self._session.interrupts.heard and not self._training:
-            # Raised once: the caller may still want to evaluate or to save.
+            # Raised once: the caller may still want to evaluate or save.
             self._session.interrupts.heard = False
             self._interrupted = True
             raise KeyboardInterrupt
@@ -245,13 +246,14 @@ class Pipeline:
 
         If a compensation trains predicted weights, these are returned, as they are evaluated and averaged; with
         `predicted=False` the weights they are predicted from, w of `core.schedule.compensation`, which SpecTrain and
-        LWP evaluate.
+        LWP
+        evaluate.
         """
         self.drain()
         return self._session.state_dict(ema, predicted)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the weights of a plain state dict of the model; drains. Optimizer state stays as it is.
+        """Loads weights from a plain state dict; drains. Optimizer state stays.
 
         Raises:
             CaptureError: a name is missing or a shape differs.
@@ -263,13 +265,13 @@ class Pipeline:
         """Writes a checkpoint ``folder/minibatch-N``: weights, optimizers, schedules, averages, random states, data.
 
         Drains first. A checkpoint is atomic: an incomplete one is never visible. Every rank calls it, in its loop or
-        after it; all ranks must share the folder.
+        after it;
+        all ranks must share the folder.
 
         Args:
             folder: of this run's checkpoints.
-            keep: number of newest checkpoints to keep; None keeps all.
-            wait: return when it is complete; otherwise it is written while the training continues, and a later call
-                raises its error.
+            keep: newest checkpoints to keep; None keeps all.
+            wait: until it is complete; otherwise training continues meanwhile, and a later call raises its error.
 
         Raises:
             WorkerError: this checkpoint or the one before could not be written; names the rank.
@@ -283,8 +285,7 @@ class Pipeline:
     def load(self, folder: str | os.PathLike[str]) -> tuple[int, int]:
         """Loads a checkpoint of this model, saved under any plan and schedule. Returns the position.
 
-        With the same plan, schedule and data the training continues bit for bit like a run that was drained there and
-        not stopped.
+        With the same plan, schedule and data, training continues bit for bit like a run that was only drained there.
 
         Args:
             folder: a checkpoint, or a folder whose newest is taken.
@@ -313,12 +314,12 @@ class Pipeline:
 
     @property
     def trained(self) -> dict[int, tuple[int, int]]:
-        """Number of a phase -> (begin, end) in minibatches, for the phases trained so far."""
+        """Phase -> (begin, end) in minibatches, for the phases trained so far."""
         return dict(self._session.trained)
 
     @property
     def rank(self) -> int:
-        """This process's rank; 0 if one process has all workers."""
+        """0 if one process has all workers."""
         return self._session.rank
 
     @property
@@ -327,10 +328,10 @@ class Pipeline:
         return self._session.distributed
 
     def timeline(self, phase: int | None = None) -> Timeline:
-        """Returns the measured timeline of a phase, on all ranks; drains. Every rank calls it.
+        """Returns a phase's measured timeline, on all ranks; drains. Every rank calls it.
 
         Args:
-            phase: its number; by default the last one that was trained. All phases have the same zero of time.
+            phase: by default the last one trained. All phases have the same zero of time.
 
         Raises:
             PipelineError: no such phase.
@@ -348,7 +349,7 @@ class Pipeline:
         return self._session.sent_bytes()
 
     def skipped_updates(self) -> tuple[int, ...]:
-        """Returns the number of updates that each stage has skipped. Every rank calls it."""
+        """Returns each stage's skipped updates. Every rank calls it."""
         return self._session.skipped_updates()
 
     def learning_rates(self) -> tuple[float, ...]:

@@ -6,8 +6,8 @@
     if __name__ == "__main__":
         pipedream.run(recipe)
 
-The same file is trained by ``pipedream train file.py``, by plain ``python file.py`` (all workers in one
-process) and by ``torchrun file.py``. A recipe is a program: to run it is to run its code.
+It is trained by ``pipedream train file.py``, by ``python file.py`` (all workers in one process) and by
+``torchrun file.py``. To run a recipe is to run its code.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Recipe(ModelOptions):
         model: a chain of modules (`pipedream.capture`).
         loss: ``loss(output, batch)``, one of torch's own, or None if the model's output carries ``.loss``.
         optimizer: factory from a list of (name, parameter) to an optimizer.
-        train: loader of the training batches; iterated once per epoch.
-        test: loader of the batches that the result is measured on.
-        epochs: how many, unless the run chooses.
-        target: (metric, value) to reach; the seconds until then are reported. For 'loss', lower is better.
-        name: of the recipe; by default that of its file.
+        train: loader of training batches; iterated once per epoch.
+        test: loader of batches to evaluate.
+        epochs: unless the run chooses.
+        target: (metric, value); the seconds until it is reached are reported. For 'loss', lower is better.
+        name: by default that of its file.
 
     Raises:
-        RecipeError: a field that cannot be trained with; names all of them.
+        RecipeError: names all fields that cannot be trained with.
     """
 
     model: Any
@@ -86,8 +86,8 @@ class Recipe(ModelOptions):
             yield f"name is {self.name!r}, not a text"
 
     def first_batch(self) -> Any:
-        """Returns a training batch, without changing the order of the data."""
-        from pipedream.runtime.data.rng import preserved_rng  # here, because describing a recipe should not load torch
+        """Returns a training batch; leaves the order of the data as it is."""
+        from pipedream.runtime.data.rng import preserved_rng  # describing a recipe should not load torch
 
         with preserved_rng(self.train):
             return self._first_batch()
@@ -106,10 +106,7 @@ class Recipe(ModelOptions):
 
 
 def load_recipe(path: str, *, seed: int = 0, function: str = "recipe") -> Recipe:
-    """Imports a recipe's file and calls its function.
-
-    Args:
-        seed: passed to the function if it takes one.
+    """Imports a recipe's file and calls its function, with `seed` if it takes one.
 
     Raises:
         RecipeError: no such file, it does not import, or the function is missing, fails or returns something else.
@@ -141,7 +138,7 @@ def load_recipe(path: str, *, seed: int = 0, function: str = "recipe") -> Recipe
 
 
 def make_recipe(make: Callable[..., Any], *, seed: int = 0, name: str = "") -> Recipe:
-    """Calls a recipe's function, with ``seed=`` if it takes one; names the recipe if it has no name.
+    """Calls a recipe's function, with ``seed=`` if it takes one; names a recipe without a name.
 
     Raises:
         RecipeError: it fails, or does not return a Recipe.
@@ -164,11 +161,7 @@ def make_recipe(make: Callable[..., Any], *, seed: int = 0, name: str = "") -> R
 def blaming(when: str) -> Iterator[None]:
     """Turns an exception of the recipe's own code into a `RecipeError` with its place.
 
-    Args:
-        when: continues the sentence "the recipe failed".
-
-    Raises:
-        RecipeError: the code inside raised anything but one of this library's errors.
+    `when` continues the sentence "the recipe failed". This library's own errors pass.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Comparison: trains a recipe on one worker, by data parallelism and by some methods, in turn."""
+"""Compares methods: trains a recipe on one worker, by data parallelism and by some methods, in turn."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ __all__ = ["compare_recipe", "comparison_table"]
 def compare_recipe(
     recipe: str, schedules: tuple[str, ...], options: TrainingOptions, out: Path
 ) -> list[dict[str, Any]]:
-    """Trains each variant in its own processes and returns a row of figures for each.
+    """Trains each variant in its own processes; returns a row of figures for each.
 
     Args:
-        recipe: its file.
         schedules: methods to compare with one worker and with data parallelism.
-        options: workers of the parallel variants; epochs, minibatches, seed and device of all. The others are ignored.
+        options: only workers (of the parallel variants), epochs, minibatches, seed and device are used.
         out: folder for the run folders.
 
     Raises:
@@ -62,7 +61,7 @@ def compare_recipe(
 
 
 def comparison_table(rows: list[dict[str, Any]]) -> str:
-    """Returns the rows as a table; speed-ups are relative to the first row."""
+    """Returns the rows as a table; speed-ups are relative to the first."""
     names = list(rows[0]["metrics"])
     head = (
         f"{'variant':<24}  {'workers':>7}  {'samples/s':>9}  {'speed-up':>8}  {'predicted':>9}  {'bubble':>6}  "

@@ -1,4 +1,4 @@
-"""Emulation: runs a plan by the real runtime with waits in place of computation; compares predicted and measured."""
+"""Emulation: the real runtime runs a plan with waits for computation; compares predicted and measured."""
 
 from __future__ import annotations
 
@@ -40,18 +40,16 @@ def emulate(
     """Runs a plan with waits in place of computation, and writes a run folder like training. Returns its summary.
 
     Every worker is a process, so under torchrun each calls it; `pipedream emulate` starts them. Messages travel over
-    the network that the processes have. The prediction assumes the plan's network, with its bandwidth times
-    `byte_scale` / `dilation`.
+    the
+    processes' own network; the prediction assumes the plan's, with its bandwidth times `byte_scale` / `dilation`.
 
     Args:
         schedule: a method's name; by default the plan's, or PipeDream.
         microbatches: parts of a minibatch, for methods that split it.
-        minibatches: how many to run.
         in_flight: depth; by default the plan's.
-        dilation: factor on all seconds, so that short ones stand out from the machine's own overhead.
+        dilation: factor on all seconds, so that short ones stand out from the machine's overhead.
         byte_scale: factor on all bytes, for machines with less memory or slower links.
         out: run folder; by default a new one under ``runs/``.
-        quiet: print nothing.
 
     Raises:
         PlanError: the number of processes is not the plan's number of workers, or a factor makes no sense.
@@ -108,7 +106,6 @@ def emulate(
 
 
 def _join_group(plan: Plan) -> tuple[int, int]:
-    """Joins the other processes. Returns rank and number of processes."""
     rank, processes = process_group.join_group("cpu")
     if processes != plan.workers:
         raise PlanError(
@@ -120,9 +117,7 @@ def _join_group(plan: Plan) -> tuple[int, int]:
 
 
 def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Plan:
-    """Returns the plan of a model with one layer per stage, with all seconds and bytes multiplied.
-
-    Its cluster is the one on which a message takes the multiplied seconds.
+    """Returns the plan of a model with one layer per stage, all seconds and bytes multiplied by positive factors.
 
     Raises:
         PlanError: factors that are not positive.
@@ -172,11 +167,7 @@ def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) ->
 
 
 def emulated_pipeline(plan: Plan, *, schedule: str = "pipedream", microbatches: int | None = None) -> Pipeline:
-    """Returns a pipeline that waits where it should compute; train it on `emulated_batches`.
-
-    Args:
-        plan: from `emulated_plan`.
-    """
+    """Returns a pipeline that waits where it should compute, for an `emulated_plan`; train it on `emulated_batches`."""
     from pipedream.runtime.stage import emulated  # here, because scaling a plan should not load torch
 
     built = schedules.build(schedule, plan, microbatches)
@@ -198,7 +189,7 @@ def emulated_pipeline(plan: Plan, *, schedule: str = "pipedream", microbatches: 
 
 
 def emulated_batches(pipeline: Pipeline, minibatches: int) -> Iterator[Any]:
-    """Yields minibatches for a pipeline of `emulated_pipeline`."""
+    """Yields minibatches for `emulated_pipeline`."""
     from pipedream.runtime.stage import emulated
 
     for _ in range(minibatches):
@@ -227,7 +218,6 @@ def _at_speed(stage: Stage, speed: float) -> Stage:
 
 
 def _result_text(summary: dict[str, Any], folder: Path) -> str:
-    """Returns the result to print."""
     rate, bubble = summary["throughput"], summary["bubble"]
     lines = [
         f"throughput: {rate['measured_per_s']:.4g} samples/s measured, {rate['predicted_per_s']:.4g} predicted "

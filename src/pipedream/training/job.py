@@ -38,10 +38,9 @@ class Process:
     """This process of a run.
 
     Attributes:
-        count: processes of the run; 1 if all workers run in this one.
-        device: torch device of this process's workers.
+        count: 1 if all workers run in this one.
         console: silent on all ranks but 0.
-        began_s: time at which the run began, by `time.perf_counter`.
+        began_s: by `time.perf_counter`.
     """
 
     rank: int
@@ -52,7 +51,7 @@ class Process:
 
     @classmethod
     def join(cls, options: TrainingOptions) -> Process:
-        """Joins the other processes of the run, if a launcher started several."""
+        """Joins the run's other processes, if there are any."""
         began_s = time.perf_counter()
         device = process_group.process_device(options.device)
         rank, count = process_group.join_group(device)
@@ -66,13 +65,10 @@ class Job:
     """What a run trains, settled as far as it can be without a plan.
 
     Attributes:
-        options: as they were given.
-        resumed: where an earlier run is continued; None for a new run.
-        schedule: a method's name or file, or 'auto'; of a run with several phases that of the one that is planned for.
+        resumed: None for a new run.
+        schedule: a method's name or file, or 'auto'; with several phases that of the one that is planned for.
         phases: empty if the run has one method.
-        compensation: that was given or saved; None leaves it to the recipe and the methods.
-        workers: number of workers of the run.
-        folder: run folder.
+        compensation: None leaves it to the recipe and the methods.
     """
 
     options: TrainingOptions
@@ -88,7 +84,7 @@ class Job:
 
     @property
     def epochs(self) -> int:
-        """Epochs since the start of training."""
+        """Since the start of training."""
         return self.options.epochs or self.recipe.epochs
 
 
@@ -97,9 +93,9 @@ class PlannedJob:
     """A job with its plan.
 
     Attributes:
-        profile: of the model; None if the plan was given or saved without one.
-        phases: of the run; one if the method does not change.
-        compensation: of the phases that do not flush and name none themselves; None leaves it to the methods.
+        profile: None if the plan was given or saved without one.
+        phases: one if the method does not change.
+        compensation: for phases that do not flush and name none; None leaves it to the methods.
     """
 
     job: Job
@@ -110,13 +106,10 @@ class PlannedJob:
 
 
 def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Process) -> Job:
-    """Settles what is trained: what the options give, else the checkpoint, the plan, the recipe, the defaults.
-
-    Args:
-        make: from a seed to the recipe.
+    """Settles what is trained: by the options, else the checkpoint, the plan, the recipe, the defaults.
 
     Raises:
-        PlanError: the number of workers is not that of the plan or of the processes, or a plan and a shape are given.
+        PlanError: the number of workers is not that of the plan or of the processes.
         RecipeError: both weights and a checkpoint, or a target on an unknown metric.
         ArtifactError: the checkpoint is missing or damaged, or a new run would overwrite one.
     """
@@ -164,10 +157,10 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
 
 
 def plan_job(job: Job, process: Process) -> PlannedJob:
-    """Plans a job, by the given plan, the checkpoint's, or a new one for a profile of the recipe's model.
+    """Plans a job: the given plan, the checkpoint's, or a new one for a profile.
 
     Raises:
-        PlanError: no plan fits, or the plan does not have the memory for all phases.
+        PlanError: no plan fits, or memory is short in one of the phases.
     """
     options, recipe = job.options, job.recipe
     plan, profile = options.plan, None
@@ -200,7 +193,7 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
         schedule, microbatches = plan.method(None, microbatches)
     phases = job.phases or (Phase(schedule, microbatches=microbatches),)
     if compensation is None and not all_flush(plan, phases):
-        # A compensation that was asked of this run is refused by a method that flushes; the recipe's does not apply.
+        # Methods that flush refuse a compensation asked of this run; the recipe's does not apply to them.
         compensation = recipe.compensation
     check_phases_fit(plan, compensated(plan, phases, compensation), profile)
     return PlannedJob(job, plan, profile, phases, compensation)
@@ -215,7 +208,7 @@ def profile_recipe(
     seed: int = 0,
     runs: int = 10,
 ) -> Profile:
-    """Profiles a recipe's model on its first training batch, with its loss and its optimizer."""
+    """Profiles a recipe's model on its first training batch, with loss and optimizer."""
     batch = recipe.first_batch()
     loss = Loss(recipe.loss, recipe.weight)
     _, targets = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss))(batch)
@@ -234,12 +227,11 @@ def profile_recipe(
 
 
 def model_input(recipe: Recipe, batch: Any) -> Any:
-    """Returns the recipe's sample, or the model's input in a batch."""
+    """Returns the recipe's sample, else the model's input in a batch."""
     return recipe.sample if recipe.sample is not None else BatchAdapter(recipe.inputs).input_of(batch)
 
 
 def _method(options: TrainingOptions, resumed: ResumePoint | None) -> tuple[str, int | None]:
-    """Returns schedule and microbatches of a run with one method."""
     schedule, microbatches = options.schedule, options.microbatches
     if resumed is None:
         if options.plan is not None:
@@ -252,11 +244,7 @@ def _method(options: TrainingOptions, resumed: ResumePoint | None) -> tuple[str,
 
 
 def _workers(options: TrainingOptions, resumed: ResumePoint | None, processes: int) -> int:
-    """Returns the number of workers.
-
-    Raises:
-        PlanError: options, plan and processes disagree.
-    """
+    """Raises a `PlanError` if options, plan and processes disagree."""
     requested, config, planned = options.workers, "", 0
     if options.plan is not None:
         config, planned = options.plan.config, options.plan.workers
@@ -274,7 +262,7 @@ def _workers(options: TrainingOptions, resumed: ResumePoint | None, processes: i
 
 
 def _phases(options: TrainingOptions, resumed: ResumePoint | None, recipe: Recipe) -> tuple[Phase, ...]:
-    """Returns the phases of the run: the given ones, else the checkpoint's, else the recipe's; none for one method."""
+    """The given phases, else the checkpoint's, else the recipe's; none for one method."""
     phases = options.phases
     if phases is None and options.schedule is None:
         phases = recipe.phases

@@ -1,4 +1,4 @@
-"""The training loop of one run: results as they come, evaluations, checkpoints, and the figures of the training."""
+"""The training loop of one run: results as they come, evaluations, checkpoints and figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class CheckpointPolicy:
 
     Attributes:
         every: minibatches between them; None: whenever the pipeline is drained anyway; 0: never.
-        keep: number of checkpoints to keep.
     """
 
     folder: Path
@@ -33,7 +32,6 @@ class CheckpointPolicy:
     keep: int
 
     def is_due(self, number: int, drained: bool) -> bool:
-        """Whether one is due after minibatch `number`."""
         return drained if self.every is None else self.every > 0 and (number + 1) % self.every == 0
 
 
@@ -45,10 +43,10 @@ class TrainingLoop:
 
     Attributes:
         losses: (number, loss) of each minibatch.
-        metrics: of the last evaluation, name -> value.
-        evaluations: metrics of each evaluation, with its place in the run.
-        seconds_to_target: None if the recipe's target is not reached.
-        train_s: seconds of the training, with its evaluations.
+        metrics: the last evaluation's.
+        evaluations: metrics of each, with its place in the run.
+        seconds_to_target: None if it is not reached.
+        train_s: with evaluations.
         samples_per_s: of each epoch, without its first minibatch.
     """
 
@@ -70,10 +68,7 @@ class TrainingLoop:
         self._console = console
 
     def train(self, epochs: int, minibatches: int | None) -> bool:
-        """Trains until a count of epochs or of minibatches since the start of training, whichever comes first.
-
-        Returns whether Ctrl-C ended it.
-        """
+        """Trains to a total of epochs or minibatches; returns whether Ctrl-C ended it."""
         start = time.perf_counter()
         interrupted = False
         mark: tuple[float, int] | None = None  # seconds and samples at the epoch's first result here
@@ -99,29 +94,28 @@ class TrainingLoop:
                     if is_last:
                         break
             except KeyboardInterrupt:
-                # The admitted minibatches are finished. A second signal must not interrupt the saving.
+                # A second signal must not interrupt the saving.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 interrupted = True
                 self._console.print("interrupted: the pipeline is drained, writing the run folder")
         self.train_s = time.perf_counter() - start
         if self.recipe.test is not None and self._evaluated_at != self.pipeline.drain():
-            # The figures should be of the weights that are saved. After Ctrl-C there is no time for an evaluation:
-            # a launcher ends its workers half a minute later.
+            # The figures should be of the saved weights. After Ctrl-C there is no time: a launcher ends its workers
+            # half a minute later.
             self.metrics = {} if interrupted else self.pipeline.evaluate(self.recipe.test)
         if self._checkpoints.every != 0:
             self._save()
         return interrupted
 
     def _save(self) -> None:
-        """Saves in the background, and writes the losses so far into the run folder."""
+        """Saves in the background; keeps the losses so far in the run folder."""
         self.pipeline.save(self._checkpoints.folder, keep=self._checkpoints.keep, wait=False)
         if self.pipeline.rank == 0:
-            # The checkpoint includes minibatches that the drain has finished and this loop has not yet been given.
+            # The checkpoint includes minibatches that the drain has finished and this loop has yet to be given.
             known = [*self.losses, *((done.number, done.loss) for done in self.pipeline.ready)]
             write_text(self._checkpoints.folder.parent / "losses.json", json.dumps(known))
 
     def figures(self) -> dict[str, Any]:
-        """Returns the summary's figures of the training itself."""
         found: dict[str, Any] = {
             "drains": self.pipeline.drains,
             "epochs": self.pipeline.position[0],

@@ -19,11 +19,7 @@ _EVERY_S = 0.5
 
 
 class Progress:
-    """Shows how a run goes: minibatches per second, loss, and each stage's busy share and peak memory.
-
-    Args:
-        console: quiet on all ranks but 0.
-    """
+    """Shows minibatches per second, loss, and each stage's busy share and peak memory."""
 
     def __init__(self, console: Console, workers: int) -> None:
         self._console = console
@@ -36,7 +32,7 @@ class Progress:
         self._epoch_number = -1
 
     def show(self, done: Done, pipeline: Pipeline) -> None:
-        """Takes a minibatch. Twice a second it draws the table; every rank also sends its busy share to the others."""
+        """Draws the table twice a second. Every rank calls it, to send its busy share."""
         now = time.perf_counter()
         if self._epoch_number < 0:
             self._epoch_s, self._epoch_number = now, done.number
@@ -63,7 +59,6 @@ class Progress:
         self._live.update(table, refresh=True)
 
     def epoch(self, done: Done, result: dict[str, float]) -> None:
-        """Prints the line of an epoch."""
         now = time.perf_counter()
         rate = (done.number - self._epoch_number) / (now - self._epoch_s) if now > self._epoch_s else 0.0
         self._epoch_s, self._epoch_number = now, done.number

@@ -26,7 +26,7 @@ class ResumePoint:
 
     Attributes:
         page: its contents page.
-        folder: the run folder; None if the checkpoint does not lie in one.
+        folder: the run folder; None if the checkpoint is not in one.
     """
 
     path: Path
@@ -35,13 +35,13 @@ class ResumePoint:
 
     @property
     def profile(self) -> Profile | None:
-        """The profile that the run folder has kept, for a new plan."""
+        """The run folder's, for a new plan."""
         path = self.folder / "profile.json" if self.folder is not None else None
         return Profile.load(path) if path is not None and path.exists() else None
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """(number, loss) of the minibatches before the checkpoint, as far as the run folder has them."""
+        """(number, loss) before the checkpoint, as far as the run folder has them."""
         if self.folder is None:
             return []
         try:
@@ -54,12 +54,12 @@ class ResumePoint:
 def resume_point(
     resume: str | os.PathLike[str] | None, out: str | os.PathLike[str] | None, rank: int
 ) -> ResumePoint | None:
-    """Returns the checkpoint to continue from: the requested one, or after a launcher's restart the run's newest.
+    """Returns the requested checkpoint, or after a launcher's restart the run's newest.
 
     Args:
-        resume: a run folder, a folder of checkpoints, or a checkpoint; None for a new run, unless it was restarted.
+        resume: a run folder, a folder of checkpoints, or a checkpoint; or None.
         out: the run folder.
-        rank: of this process; rank 0 decides for all.
+        rank: rank 0 decides for all.
 
     Raises:
         ArtifactError: there is no complete checkpoint, or it is damaged.
@@ -87,7 +87,7 @@ def resume_point(
 
 
 def is_shared(folder: Path, rank: int) -> bool:
-    """Whether all ranks see the folder that rank 0 sees; the same on every rank. Every rank calls it."""
+    """Whether all ranks see rank 0's folder; every rank calls it, with the same result."""
     mark = folder / ".shared"
 
     def marked() -> str:
@@ -110,11 +110,7 @@ def is_shared(folder: Path, rank: int) -> bool:
 
 
 def check_unused(folder: Path) -> None:
-    """Checks that a new run does not overwrite the checkpoints of another.
-
-    Raises:
-        ArtifactError: the folder has checkpoints.
-    """
+    """Raises an `ArtifactError` if a new run would overwrite the folder's checkpoints."""
     if complete(folder / CHECKPOINTS):
         raise ArtifactError(
             f"the run folder {folder} holds checkpoints of an earlier run; continue it (--resume {folder}), or "

@@ -43,7 +43,7 @@ __all__ = [
 
 
 def last_segment(measured: Timeline, drains: list[int]) -> Timeline:
-    """Returns the measured timeline between the last two drains, which nothing interrupts."""
+    """Returns the timeline between the last two drains, which nothing interrupts."""
     m = measured.minibatch_microbatches
     stop = measured.microbatches
     start = max((drain * m for drain in drains if drain * m < stop), default=0)
@@ -63,13 +63,13 @@ def summarise(
     learning_rates: Sequence[float],
     samples_per_s: Sequence[float],
 ) -> dict[str, Any]:
-    """Returns the part of a summary that follows from timelines: stages, throughput, bubble.
+    """Returns what follows from timelines in a summary: stages, throughput, bubble.
 
     Args:
-        predicted, measured: timelines of the same part of the run.
-        sent_bytes: rank -> bytes sent over the whole run.
+        predicted, measured: the same part of the run.
+        sent_bytes: by rank, over the whole run.
         learning_rates: of each stage at the end.
-        samples_per_s: measured in each epoch; their median is the throughput. Empty: that of the timeline.
+        samples_per_s: of each epoch; their median is the throughput, if there are any.
     """
     before, after = _steady(predicted), _steady(measured)
     stages = []
@@ -113,7 +113,7 @@ def summarise(
 def phase_figures(
     timelines: Mapping[int, Timeline], trained: Mapping[int, tuple[int, int]], drains: list[int]
 ) -> list[dict[str, Any]]:
-    """Returns a summary's row for each phase: method, microbatches, begin and end, throughput, bubble.
+    """Returns each phase's method, microbatches, begin and end, throughput, bubble.
 
     Args:
         timelines: measured, by phase.
@@ -138,12 +138,12 @@ def phase_figures(
 def _steady(timeline: Timeline) -> metrics.Metrics:
     try:
         return metrics.steady_metrics(timeline)
-    except ValueError:  # too short a run to have a steady part
+    except ValueError:  # too short for a steady part
         return metrics.run_metrics(timeline)
 
 
 def software_versions() -> dict[str, str]:
-    """Returns the versions of Python, platform and libraries."""
+    """Of Python, platform and libraries."""
     installed = {name: version(name) for name in ("torch", "numpy")}
     return {
         "python": platform.python_version(),
@@ -154,7 +154,7 @@ def software_versions() -> dict[str, str]:
 
 
 def keep_plan(folder: Path, plan: Plan, profile: Profile | None) -> None:
-    """Writes plan and profile into the run folder; creates it if needed."""
+    """Writes plan and profile into the run folder."""
     plan.save(folder / "plan.json")
     if profile is not None:
         profile.save(folder / "profile.json")
@@ -165,10 +165,10 @@ class RunFiles:
     """The contents of a run folder.
 
     Attributes:
-        measured: timeline of each phase, for the trace.
-        steady: the part of one of them that the report shows.
+        measured: each phase's, for the trace.
+        steady: the part that the report shows.
         losses: (number, loss) of each minibatch.
-        weights, average: state dicts; None if there are none.
+        weights, average: state dicts, or None.
     """
 
     summary: dict[str, Any]
@@ -199,7 +199,7 @@ def write_run(folder: Path, files: RunFiles) -> None:
 
 
 def write_report(folder: Path) -> Path:
-    """Writes ``report.html`` into a run folder, from its other files. Returns its path.
+    """Writes ``report.html`` from the run folder's other files; returns its path.
 
     Raises:
         ArtifactError: the folder is not a run folder.

@@ -46,7 +46,7 @@ def run(recipe: Callable[..., Recipe], options: TrainingOptions) -> dict[str, An
 
     Args:
         recipe: function that returns the recipe, called with ``seed=`` if it takes one.
-        options: given as keyword arguments, see `TrainingOptions`.
+        options: keyword arguments, see `TrainingOptions`.
 
     Returns the run's summary. Raises as `train_recipe`.
     """
@@ -58,8 +58,8 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
     """Profiles, plans, trains and reports a recipe. Returns the run's summary.
 
     Args:
-        make: from a seed to the recipe.
-        options: given as keyword arguments, see `TrainingOptions`.
+        make: seed -> recipe.
+        options: keyword arguments, see `TrainingOptions`.
 
     Raises:
         PipelineError: see the errors of each part.
@@ -84,18 +84,15 @@ class Outcome:
     """What a run has left, before its pipeline was closed.
 
     Attributes:
-        interrupted: Ctrl-C ended the training.
-        phases: of the pipeline, with their compensation.
-        trained: phase -> (begin, end), counts of minibatches.
-        timelines: phase -> what ran when, as measured.
-        drains: minibatch numbers at which the pipeline was drained.
-        sent_bytes: rank -> bytes.
-        learning_rates, skipped_updates: of each stage.
-        weights: the whole model's state dict at rank 0.
-        average: the averaged weights; None if no average is kept.
-        program: of the phase that the report shows, in which most minibatches were trained.
+        phases: with their compensation.
+        trained: phase -> (begin, end) in minibatches.
+        timelines: measured, by phase.
+        drains: minibatch numbers.
+        weights: at rank 0.
+        average: None if no average is kept.
+        program: of the phase that trained most minibatches.
         steady: its measured timeline after the last drain.
-        predicted: simulated timeline of the same program.
+        predicted: simulated from `program`.
     """
 
     loop: TrainingLoop
@@ -115,7 +112,7 @@ class Outcome:
 
 
 def run_job(planned: PlannedJob, process: Process) -> Outcome:
-    """Trains a planned job, from its checkpoint if it is resumed."""
+    """Trains a planned job, from its checkpoint if resumed."""
     job, plan = planned.job, planned.plan
     options, recipe, console = job.options, job.recipe, process.console
     if process.rank == 0:
@@ -158,7 +155,7 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
 
 
 def _checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
-    """Returns when the run saves; never if not all machines see the run folder.
+    """Saves nothing if not all machines see the run folder.
 
     Raises:
         PlanError: checkpoints were asked for and the folder is not shared.
@@ -176,14 +173,14 @@ def _checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
 
 
 def _outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Plan) -> Outcome:
-    # Nothing may have been left to train.
+    # Nothing may have been left to train
     trained = pipeline.trained or {len(pipeline.phases) - 1: (pipeline.drain(),) * 2}
     timelines = {number: pipeline.timeline(number) for number in sorted(trained)}
     sent_bytes = pipeline.sent_bytes()
     weights = pipeline.state_dict()
     average = pipeline.state_dict(ema=True) if loop.recipe.ema is not None else None
     skipped_updates = pipeline.skipped_updates()
-    # Of a resumed run only the later phases have spans.
+    # Only the later phases of a resumed run have spans
     longest = max(trained, key=lambda number: (bool(timelines[number].spans), trained[number][1] - trained[number][0]))
     program, steady = pipeline.prepared[longest].program, last_segment(timelines[longest], pipeline.drains)
     return Outcome(
@@ -205,7 +202,7 @@ def _outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Pl
 
 
 def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str, Any]:
-    """Returns the summary of a run; at rank 0 also writes the run folder and prints the result."""
+    """Returns a run's summary; rank 0 also writes the run folder and prints the result."""
     job, plan, program, loop = planned.job, planned.plan, outcome.program, outcome.loop
     summary = summarise(
         plan=plan,

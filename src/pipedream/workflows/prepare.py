@@ -1,4 +1,4 @@
-"""Prepares the phases of a run: the method of each, lowered and proved, over one set of channels."""
+"""Prepares a run's phases: the method of each, lowered and proved, over one set of channels."""
 
 from __future__ import annotations
 
@@ -35,11 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Prepared:
-    """A phase that can be run.
-
-    Attributes:
-        program: the lowered schedule, with the channels of all phases.
-    """
+    """A phase that can be run; its program has the channels of all phases."""
 
     phase: Phase
     schedule: Schedule
@@ -50,10 +46,10 @@ class Prepared:
 def phases_of(
     schedule: str | Schedule | None, microbatches: int | None, phases: str | Sequence[Phase] | None
 ) -> tuple[Phase, ...]:
-    """Returns the phases of a run: one if its method does not change.
+    """Returns the phases of a run; one if its method does not change.
 
     Raises:
-        ScheduleError: phases that cannot follow each other, or phases together with a schedule or microbatches.
+        ScheduleError: phases that cannot follow each other, or are given with a schedule or microbatches.
     """
     if not phases:
         return (Phase(schedule if schedule is not None else "", microbatches=microbatches),)
@@ -68,13 +64,12 @@ def all_flush(plan: Plan, phases: Sequence[Phase]) -> bool:
 
 
 def compensated(plan: Plan, phases: Sequence[Phase], compensation: Any) -> tuple[Phase, ...]:
-    """Returns the phases with a compensation for those that do not flush and name none themselves.
+    """Gives a compensation to the phases that do not flush and name none themselves.
 
-    If all of them flush, all are given it, so that `prepare` refuses it with the reason.
+    If all flush, all get it, so that `prepare` refuses it with the reason.
 
     Args:
-        compensation: one or several of `core.schedule.compensation`, or their texts; () for none; None leaves the
-            phases as they are.
+        compensation: () for no compensation; None leaves the phases as they are.
 
     Raises:
         ScheduleError: an unknown one, or a method that does not work with this plan.
@@ -106,17 +101,17 @@ def prepare(plan: Plan, phases: Sequence[Phase], policy: Policy) -> tuple[Prepar
 
 
 def evaluation_of(schedule: Schedule) -> Program:
-    """Returns the program of forwards alone for a method's stages, proved."""
+    """Returns the proved program of forwards alone for a method's stages."""
     program = lower(schedules.evaluation(schedule.plan, schedule.placement))
     verify(program)
     return program
 
 
 def check_phases_fit(plan: Plan, phases: Sequence[Phase], profile: Profile | None) -> None:
-    """Checks that a plan, made for one phase or read from a file, has memory for each phase and its compensation.
+    """Checks that a plan has memory for each phase and its compensation.
 
     Args:
-        profile: of the model; None uses the plan's bytes as they are.
+        profile: None uses the plan's bytes as they are.
 
     Raises:
         PlanError: memory is short; names the phase and the stage.
@@ -130,9 +125,9 @@ def check_phases_fit(plan: Plan, phases: Sequence[Phase], profile: Profile | Non
 
 
 def planned_for(phases: Sequence[Phase]) -> Phase:
-    """Returns the phase that a run's plan is made for: the first with late gradients, or the last if all flush.
+    """Returns the phase to plan for: the first with late gradients, or the last if all flush.
 
-    The memory of the others is not known before there is a plan; see `check_phases_fit`.
+    The others' memory is unknown without a plan; see `check_phases_fit`.
     """
 
     def flushes(phase: Phase) -> bool:
