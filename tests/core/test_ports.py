@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.plan.cost import all_reduce_s
 from pipedream.core.plan.site import Site, ports_s
 
 SIZES = st.lists(st.integers(0, 9), min_size=3, max_size=3)
@@ -78,3 +79,10 @@ def test_a_stage_between_two_machines_by_hand() -> None:
     assert site.port_s(0, 18, 18) == pytest.approx(12.0)
     assert site.port_s(9, 18, 18) == pytest.approx(12.0 + 4.0)
     assert ports_s(cluster, [(0, 1), (2, 3, 4), (5, 6, 7)], [0, 18, 0], [0, 9, 0])[1, 0] == pytest.approx(4.0 + 12.0)
+
+
+def test_seconds_of_an_all_reduce() -> None:
+    """A ring of 4 makes 6 steps of a quarter of the bytes; a tree goes two levels up and down with all of them."""
+    assert all_reduce_s(100.0, 4, 10.0, 0.5) == pytest.approx(6 * (0.5 + 2.5))
+    assert all_reduce_s(100.0, 4, 10.0, 0.5, how="tree") == pytest.approx(2 * (2 * 0.5 + 10.0))
+    assert all_reduce_s(100.0, 1, 10.0, 0.5) == 0.0

@@ -97,3 +97,14 @@ def test_what_does_not_fit_into_a_header_is_refused() -> None:
         encode_header(Message(0, tensors=(torch.ones((1,) * 9),)), 0)
     with pytest.raises(ValueError, match="at most 64 numbers"):
         encode_header(Message(0, numbers=(0.0,) * 65), 0)
+
+
+def test_a_transposed_tensor_arrives_transposed() -> None:
+    for tensor in (torch.arange(12.0).reshape(3, 4).t(), torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)):
+        message = Message(0, tensors=(tensor,))
+        payload = join_payload(message, CPU)
+        header, _, specs = decode_header(encode_header(message, payload.numel()))
+        (found,) = split_payload(header, specs, payload.clone()).tensors
+        assert found is not None
+        assert torch.equal(found, tensor)
+        assert found.stride() == tensor.stride()
