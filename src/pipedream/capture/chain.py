@@ -1,9 +1,7 @@
 """Finds the chain of modules that a model consists of.
 
-A module is replaced by the modules that it calls if each of these gets exactly what the one before returned, so that
-running them one after the other is the same as running the module. This holds for `nn.Sequential`, nested or not, and
-for every forward that only calls its children one after the other. Any other module stays one layer. So does a module
-with parameters, buffers or hooks of its own, which a list of its children would lose.
+A module is replaced by the modules that it calls if each of these gets exactly what the one before returned. Any other
+module stays one layer, and so does one with parameters, buffers or hooks of its own, which its children would lose.
 """
 
 from __future__ import annotations
@@ -36,11 +34,9 @@ _ADVICE = (
 class Captured:
     """A model split into layers.
 
-    Layer 0 is called with the model's inputs, each later layer with one argument: the output of the layer before it, a
-    tensor or a tuple.
+    Layer 0 is called with the model's inputs, each later layer with one argument, a tensor or a tuple.
 
     Attributes:
-        graph: names, parameters and ties of the layers.
         layers: the user's own modules, one for each layer of the graph; a module that runs twice occurs twice.
     """
 
@@ -56,7 +52,7 @@ class Captured:
 
 
 def capture_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
-    """Captures a model that is a chain. See `pipedream.capture.capture`.
+    """Captures a model that is a chain.
 
     Raises:
         CaptureError: the model is not a chain; says where, and what to change.
@@ -90,11 +86,7 @@ def capture_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
 
 
 def find_layers(model: nn.Module, names: Sequence[str]) -> Captured:
-    """Finds the layers of a chain by their names, as a profile or a plan of the same model lists them.
-
-    Raises:
-        CaptureError: the model has no module of that name.
-    """
+    """Finds the layers of a chain by the names that a profile or a plan lists. Raises CaptureError."""
     layers = []
     modules = dict(model.named_modules())
     for name in names:
@@ -112,9 +104,8 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> Captured:
 def tied_layers(layers: Sequence[nn.Module]) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
     """Returns the groups of layers that share a parameter or state, and those of them that share state.
 
-    To share means to use the same storage, so a view of a weight is tied to it. State means running statistics, or a
-    module with buffers that runs twice. Other buffers shared by different modules are constants (masks, tables) and tie
-    nothing.
+    To share means to use the same storage. State means running statistics, or a module with buffers that runs twice;
+    other shared buffers are constants (masks, tables) and tie nothing.
     """
     users: dict[int, set[int]] = {}
     moving: dict[int, set[int]] = {}
@@ -171,7 +162,7 @@ def _trace_in_mode(model: nn.Module, sample: tuple[Any, ...], training: bool, de
     mode = "training" if training else "evaluation"
     with preserve_state([model], devices):
         for module in model.modules():
-            module.training = training  # not train(): a user's own train() may have side effects
+            module.training = training  # a user's own train() may have side effects
         copies: dict[int, torch.Tensor] = {}
         try:
             return trace(model, tree_map(lambda leaf: _copy(leaf, copies), sample))
@@ -227,13 +218,9 @@ def _describe(model: nn.Module, layers: list[nn.Module], names: dict[int, str]) 
 
 
 def _check_equal_to_model(model: nn.Module, captured: Captured, sample: tuple[Any, ...], devices: list[int]) -> None:
-    """Runs the model and the layers on the sample, in training and in evaluation mode, with the same seed.
+    """Compares the outputs and buffers of the model and the layers bitwise, in training and in evaluation mode.
 
-    Gradients are not compared: if every tensor is passed on as the same object, in the same modes, the autograd graph is
-    the same.
-
-    Raises:
-        CaptureError: outputs or buffers are not bitwise equal; says in which mode.
+    Gradients need no comparison: tensors are passed on as the same objects, so the autograd graph is the same.
     """
 
     def run_layers(*inputs: Any) -> Any:

@@ -15,9 +15,8 @@ __all__ = ["preserve_state"]
 def preserve_state(modules: Iterable[nn.Module], devices: Iterable[int] = (), seed: int = 0) -> Iterator[None]:
     """A context in which the modules work on copies of their buffers, and after which they are as before.
 
-    Buffers are replaced by copies, not copied back, so that the user's own tensors are never written. Training flags,
-    plain attributes that a forward sets, and the random generators of the CPU and of the given CUDA devices are restored
-    too; within the context, these generators are seeded with `seed`.
+    Training flags, plain attributes, and the random generators of the CPU and of these CUDA devices, which `seed` seeds
+    within the context, are restored too.
     """
     devices = list(devices)
     every = {id(module): module for root in modules for module in root.modules()}
@@ -42,7 +41,7 @@ def preserve_state(modules: Iterable[nn.Module], devices: Iterable[int] = (), se
 
 
 def _seed_generators(seed: int, devices: Iterable[int]) -> None:
-    """Seeds the generators of the CPU and of these CUDA devices, and no others."""
+    """Of the CPU and of these CUDA devices only."""
     torch.default_generator.manual_seed(seed)
     for index in devices:
         torch.cuda.default_generators[index].manual_seed(seed)

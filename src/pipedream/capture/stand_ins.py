@@ -18,13 +18,11 @@ __all__ = ["is_stand_in", "stand_ins"]
 def stand_ins(model: nn.Module, sample: tuple[Any, ...], dtype: torch.dtype | None = None) -> Iterator[tuple[Any, ...]]:
     """A context in which the model has stand-ins and computes nothing; yields the sample as stand-ins too.
 
-    A stand-in (torch's FakeTensor) has shape, strides, dtype and a storage, but no numbers. Its device is the CPU,
-    wherever the original tensor is: then torch chooses kernels that keep what those of a GPU keep (attention without a
-    matrix of scores), which it does not do on the meta device. Tensors that share a storage have stand-ins that share
-    one. A plain attribute that is a tensor, or a list or dict of tensors, is replaced as well.
+    A stand-in (torch's FakeTensor) has no numbers. It is on the CPU: then torch chooses kernels that keep what those of
+    a GPU keep (attention without a matrix of scores), unlike on the meta device. Shared storage stays shared.
 
     Args:
-        model: on any device, including the meta device; it is restored afterwards.
+        model: restored afterwards.
         dtype: of all floating-point tensors; None: their own.
     """
     made: dict[Any, torch.Tensor] = {}
@@ -51,12 +49,12 @@ def stand_ins(model: nn.Module, sample: tuple[Any, ...], dtype: torch.dtype | No
 
 
 def is_stand_in(leaf: Any) -> bool:
-    """Returns whether a value is a tensor without numbers: a stand-in, or one on the meta device."""
+    """Returns whether a value is a stand-in, or a tensor on the meta device."""
     return isinstance(leaf, torch.Tensor) and (leaf.is_meta or isinstance(leaf, FakeTensor))
 
 
 def _tensor_attributes(module: nn.Module) -> dict[str, Any]:
-    """The plain attributes that are or contain tensors, such as a recurrent module's list of its weights."""
+    """The plain attributes that are or contain tensors, such as a recurrent module's list of weights."""
     return {
         name: value
         for name, value in module.__dict__.items()

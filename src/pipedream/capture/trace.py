@@ -1,7 +1,4 @@
-"""Traces one forward of a model: which module calls which, with what arguments, and what each returns.
-
-Tensors are recognised by identity, and by marks that show in-place changes between two calls.
-"""
+"""Traces one forward of a model: which module calls which, with what, and what each returns."""
 
 from __future__ import annotations
 
@@ -22,8 +19,7 @@ class Values:
     """Arguments or an output, as they were at the time of a call.
 
     Attributes:
-        leaves: the tensors and plain values, kept alive so that identity is meaningful.
-        spec: the structure around them.
+        leaves: kept alive so that identity is meaningful.
         marks: for each leaf, what an in-place operation would change.
     """
 
@@ -33,12 +29,11 @@ class Values:
 
     @classmethod
     def of(cls, value: Any) -> Values:
-        """Returns the record of a value."""
         leaves, spec = tree_flatten(value)
         return cls(tuple(leaves), spec, tuple(_mark(leaf) for leaf in leaves))
 
     def same(self, other: Values | None) -> bool:
-        """Whether the other has the very same tensors, with no changes in between."""
+        """Whether the other has the very same tensors, unchanged."""
         return (
             other is not None
             and self.spec == other.spec
@@ -62,11 +57,10 @@ class Call:
     """One call of a module.
 
     Attributes:
-        inputs: its positional arguments, a tuple.
-        keywords: whether it got keyword arguments.
-        context: gradient, autocast and saved-tensor modes at the call.
-        calls: the calls that it made, in order; of its own children or of their children.
-        output: its output, as a tuple of one; None if it raised.
+        keywords: whether there are any.
+        context: gradient, autocast and saved-tensor modes.
+        calls: in order; of its own children or of their children.
+        output: as a tuple of one; None if it raised.
     """
 
     module: nn.Module
@@ -96,7 +90,7 @@ def trace(model: nn.Module, sample: tuple[Any, ...]) -> Call:
     handles = []
     try:
         for module in model.modules():
-            # The first to enter and the last to leave, outside of any hooks of the user.
+            # Outside of any hooks of the user.
             handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(leave, with_kwargs=True))
         with torch.enable_grad():
@@ -108,12 +102,7 @@ def trace(model: nn.Module, sample: tuple[Any, ...]) -> Call:
 
 
 def why_not_a_chain(call: Call, names: dict[int, str]) -> str:
-    """Returns why a call is not the same as its inner calls, one after the other; '' if it is.
-
-    Args:
-        call: a call with at least one inner call.
-        names: the name of each module, by its id.
-    """
+    """Returns why a call is not the same as its inner calls (at least one), one after the other; '' if it is."""
     first, last = call.calls[0], call.calls[-1]
     if call.keywords:
         return "it is called with keyword arguments"
@@ -147,7 +136,7 @@ def _mark(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         version = 0 if leaf.is_inference() else leaf._version
         return version, leaf.requires_grad, leaf.is_leaf, len(leaf._backward_hooks or ())
-    # An object that is not a tensor may contain hidden tensors, so it equals nothing, not even itself.
+    # May contain hidden tensors, so it equals nothing, not even itself.
     return None if isinstance(leaf, _PLAIN) else object()
 
 
@@ -156,6 +145,6 @@ def _context() -> tuple[Any, ...]:
     for device in ("cpu", "cuda"):
         enabled = torch.is_autocast_enabled(device)
         modes += [enabled, torch.get_autocast_dtype(device) if enabled else None]
-    # Non-reentrant checkpointing does not change tensors and is only visible here; private, so it may be missing.
+    # Non-reentrant checkpointing is only visible here; private, so it may be missing.
     saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return (*modes, saved_hooks(False) if saved_hooks is not None else None)

@@ -1,7 +1,7 @@
-"""Measures links: messages of growing size between ranks, one way, both ways and to several at once, and all-reduces.
+"""Measures links: messages between ranks, one way, both ways and to several at once, and all-reduces.
 
 Each function is called by exactly the ranks that it names. Times are taken on one rank, from before a message until a
-reply of a few bytes. Large messages are chosen so that one takes about `target_s`.
+short reply. `target_s`: about how long a large message should take.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ECHOES = 30
 _REPEATS = 5
 _LEAST_BYTES, _MOST_BYTES = 1 << 18, 1 << 26
 _MOST_SUM_BYTES = 1 << 24
-_PART = 4  # the smaller of the two sizes is a quarter of the larger
+_PART = 4  # ratio of the two sizes
 
 
 def echo(rank: int, pair: tuple[int, int], device: torch.device) -> float:
@@ -48,7 +48,7 @@ def echo(rank: int, pair: tuple[int, int], device: torch.device) -> float:
 
 
 def one_way(rank: int, sender: int, receiver: int, device: torch.device, target_s: float) -> tuple[float, int]:
-    """Measures messages from one rank to another; returns bytes/s and the bytes of the large messages, on both ranks."""
+    """Returns bytes/s from one rank to another and the bytes of the large messages, on both ranks."""
     token = torch.zeros(1, dtype=torch.uint8, device=device)
     if rank == receiver:
         while size := _receive_size(sender, device):
@@ -74,23 +74,20 @@ def one_way(rank: int, sender: int, receiver: int, device: torch.device, target_
 
 
 def both_ways(rank: int, pair: tuple[int, int], size: int, device: torch.device) -> float:
-    """Measures messages that are sent both ways at once; returns the bandwidth (bytes/s) at which this rank receives."""
+    """Returns the bytes/s at which this rank receives while both send."""
     other = pair[1] if rank == pair[0] else pair[0]
     token = torch.zeros(1, dtype=torch.uint8, device=device)
     given, taken = _payload(size, device), _payload(size, device)
     seconds = []
     for _ in range(_REPEATS):
-        _exchange(token, token.clone(), other)  # so that both begin together
+        _exchange(token, token.clone(), other)
         start = time.perf_counter()
         seconds.append(_exchange(given, taken, other) - start)
     return size / lower_quartile(seconds)
 
 
 def fan(rank: int, ranks: Sequence[int], device: torch.device, target_s: float, *, sends: bool) -> float:
-    """Measures one rank (the first) that sends to all others at once, or receives from them.
-
-    Returns the bandwidth (bytes/s) of all messages together on that rank, 0 on the others.
-    """
+    """Returns the bytes/s that the first rank sends to all others at once, or receives; 0 on the others."""
     centre, *others = ranks
     token = torch.zeros(1, dtype=torch.uint8, device=device)
     if rank != centre:
@@ -128,10 +125,7 @@ def fan(rank: int, ranks: Sequence[int], device: torch.device, target_s: float, 
 
 
 def sum_over(group: Any, members: int, device: torch.device, target_s: float) -> tuple[float, float]:
-    """Measures all-reduces over a group; returns the latency (s) of a step of its ring and its bandwidth (bytes/s).
-
-    The bandwidth is 2 (n - 1) / n of the bytes over their seconds. All members get the same.
-    """
+    """Measures all-reduces: returns the latency (s) of a ring's step, and 2 (n - 1) / n of the bytes per second."""
     steps = 2 * (members - 1)
 
     def seconds(size: int) -> float:
@@ -151,7 +145,6 @@ def sum_over(group: Any, members: int, device: torch.device, target_s: float) ->
 
 
 def _large_enough(seconds: Callable[[int], float], least: int, most: int, target_s: float) -> int:
-    """A size that takes at least `target_s`, or the largest allowed."""
     size = least
     while True:
         taken = min(seconds(size), seconds(size))
@@ -170,7 +163,7 @@ def _rate(seconds: Callable[[int], float], size: int) -> float:
 
 
 def _exchange(given: torch.Tensor, taken: torch.Tensor, other: int) -> float:
-    """Sends and receives at once; returns the time when everything was received."""
+    """Returns the time when everything was received."""
     works = dist.batch_isend_irecv([dist.P2POp(dist.isend, given, other), dist.P2POp(dist.irecv, taken, other)])
     works[-1].wait()
     _finish(given.device)

@@ -15,19 +15,12 @@ _MATRIX = {"cpu": 384, "cuda": 4096}
 
 
 def machine_name() -> str:
-    """Returns a text that all processes of a machine share, and that differs between machines.
-
-    A container or a network namespace counts as a machine of its own, because messages cross the network between them.
-    """
+    """Returns a text that all processes of a machine share. A container or a network namespace counts as a machine."""
     return "/".join((platform.node(), _boot(), _network()))
 
 
 def available_bytes(device: torch.device, sharing: int) -> int:
-    """Returns the memory that a worker may use: that of its GPU, or its share of the machine's.
-
-    Args:
-        sharing: the number of workers that share the machine's memory.
-    """
+    """Returns the memory of a worker: its GPU's, or its share of the machine's among `sharing` workers."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

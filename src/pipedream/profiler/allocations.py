@@ -1,8 +1,7 @@
 """Live bytes over time, from the allocator, in sections.
 
-On a CPU the figures are the allocator's events as torch's profiler records them, including temporaries inside kernels.
-On a GPU they are those of the caching allocator, which counts blocks of 512 bytes. On a CPU, freeing a tensor that
-existed before is not seen: keep references to everything that the work does not own.
+On a CPU, freeing a tensor that existed before is not seen: keep references to everything that the work does not own.
+On a GPU the caching allocator counts blocks of 512 bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _MARK = "pipedream: a section begins"
 
 @dataclass(frozen=True)
 class Section:
-    """Live bytes in addition to those when the watch began: at the start, at the peak and at the end of the section."""
+    """Live bytes in addition to those when the watch began."""
 
     start_bytes: int
     peak_bytes: int
@@ -30,15 +29,13 @@ class Section:
 
     @property
     def rise_bytes(self) -> int:
-        """From the start to the peak."""
         return self.peak_bytes - self.start_bytes
 
 
 class Allocations:
-    """Watches the allocations of this thread: ``with Allocations(device) as watch: ...; watch.mark(); ...``.
+    """Watches the allocations of this thread; `mark` begins the next section. `sections` is complete after the context.
 
-    `mark` ends a section and begins the next; `sections` is complete after the context has ended. Only one watch, or
-    profiler of torch, can run at a time (`is_free`).
+    Only one watch, or profiler of torch, can run at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +45,7 @@ class Allocations:
 
     @staticmethod
     def is_free() -> bool:
-        """Returns whether a watch can begin: no profiler of torch runs in this thread."""
+        """Whether a watch can begin: no profiler of torch runs in this thread."""
         return not torch._C._autograd._profiler_enabled()
 
     def __enter__(self) -> Self:
@@ -68,7 +65,6 @@ class Allocations:
         return self
 
     def mark(self) -> None:
-        """Ends a section and begins the next."""
         if self._device.type == "cuda":
             self._close()
         else:

@@ -17,9 +17,9 @@ from pipedream.profiler.environment import device_text
 
 __all__ = ["device_of", "dtype_of", "here", "measure_device"]
 
-_PRODUCT = 512  # rows and columns of the matrices that are multiplied
+_PRODUCT = 512  # side of the square matrices
 _CUDA_PRODUCT = 8192
-_SUMS_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)  # of a tensor; the largest exceeds the caches
+_SUMS_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)  # the largest exceeds the caches
 _CUDA_SUMS_BYTES = (1 << 30,)
 _COLD_BYTES = 1 << 26
 _CHAIN = 20
@@ -43,11 +43,7 @@ def here() -> str:
 
 
 def dtype_of(name: str | torch.dtype | None) -> torch.dtype | None:
-    """Returns a floating-point dtype by its name, as in ``bfloat16``.
-
-    Raises:
-        ProfileError: torch has no such floating-point dtype.
-    """
+    """Returns a floating-point dtype by its name, such as ``bfloat16``. Raises ProfileError."""
     if name is None or isinstance(name, torch.dtype):
         return name
     found = getattr(torch, name, None)
@@ -57,13 +53,9 @@ def dtype_of(name: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def measure_device(device: str | torch.device = "cpu", *, seconds: float = 1.5) -> Device:
-    """Measures what the roofline model needs, with the number of threads that torch is set to.
+    """Measures what the roofline model needs, in about `seconds`.
 
-    Peaks are measured with products of large matrices, bandwidths with additions of small and of large tensors, all as
-    cold in the caches as those of a model. The overhead is that of an operation on a few numbers, forward and backward.
-
-    Args:
-        seconds: the approximate time to take.
+    Peaks come from products of large matrices, bandwidths from additions, both as cold in the caches as a model's.
     """
     place = torch.device(device)
     cuda = place.type == "cuda"
@@ -79,7 +71,7 @@ def measure_device(device: str | torch.device = "cpu", *, seconds: float = 1.5) 
     for size in sums_bytes:
         terms = _many((size // 4,), torch.float32, place)
         rate = 2 * size / _op_s(_turns(terms, lambda one: one + 1.0), place, share_s)
-        rates.append((2 * size, min([rate, *(known for _, known in rates)])))  # larger tensors are never faster
+        rates.append((2 * size, min([rate, *(known for _, known in rates)])))
     memory = (
         torch.cuda.get_device_properties(place).total_memory
         if cuda
@@ -107,7 +99,7 @@ def _many(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> l
 
 
 def _turns(tensors: list[torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
-    """Returns work on one tensor after another; each result is kept for one cycle, like activations."""
+    """Work on one tensor after another; each result is kept for one cycle, like activations."""
     results: list[torch.Tensor | None] = [None] * len(tensors)
     turn = cycle(range(len(tensors)))
 
@@ -119,7 +111,6 @@ def _turns(tensors: list[torch.Tensor], work: Callable[[torch.Tensor], torch.Ten
 
 
 def _chain(few: torch.Tensor) -> None:
-    """Some operations on a few numbers, and as many in the backward."""
     value = few
     for _ in range(_CHAIN):
         value = value.relu()
@@ -127,8 +118,6 @@ def _chain(few: torch.Tensor) -> None:
 
 
 def _op_s(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """The median seconds of an operation over a few batches of operations, which take about `seconds`."""
-
     def batch_s(count: int) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

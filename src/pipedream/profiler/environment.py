@@ -1,4 +1,4 @@
-"""The device, and the versions of the software, that a profile was measured with."""
+"""The device and the software versions that a profile was measured with."""
 
 from __future__ import annotations
 

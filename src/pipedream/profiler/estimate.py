@@ -1,8 +1,6 @@
 """Profiles a chain of layers without running it: bytes from stand-ins, seconds from a device's roofline.
 
-The counterpart of `measure`, for a model or a device that is not available. All tensors should be stand-ins, without
-numbers (`pipedream.capture.stand_ins`): then nothing is allocated, and a layer takes some milliseconds, however large it
-is.
+With stand-ins for all tensors (`pipedream.capture.stand_ins`) nothing is allocated.
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ def estimate(
             activation_bytes=size.activation_bytes + more,
             arriving_bytes=size.arriving_bytes,
             leaving_bytes=size.leaving_bytes,
-            # Temporaries inside operations are not visible; gradients that enter and leave the backward are.
+            # Temporaries inside operations are not visible.
             working_bytes=size.output_bytes + entering,
             backward_bytes=size.output_bytes + entering + own,
             largest_parameter_bytes=largest,
@@ -118,7 +116,7 @@ def estimate(
 def _laps_of_layers(
     layers: Sequence[nn.Module], passes: Passes, costs: OpCosts, sample: tuple[Any, ...]
 ) -> tuple[list[tuple[Lap, Lap]], tuple[Any, ...], list[int]]:
-    """Returns the forward and backward laps of each layer, the last output, and the bytes that stand-ins do not show."""
+    """Forward and backward laps of each layer, the last output, and the bytes that stand-ins do not show."""
     known: dict[Any, tuple[Lap, Lap, Any]] = {}
     laps, hidden = [], []
     arguments = sample
@@ -156,17 +154,15 @@ def _notes(
 
 
 def _structure_of(module: nn.Module) -> Any:
-    """Returns a key that is equal only for modules that do the same operations on inputs of the same shape.
+    """A key that is equal only for modules that do the same operations on inputs of the same shape.
 
-    It consists of the class, the shapes and dtypes of parameters and buffers, which of them share storage, and all plain
-    attributes. A module with an attribute that is some other object equals only itself.
+    A module with an attribute that is not plain equals only itself.
     """
     storages: dict[int, int] = {}
     return _structure(module, storages)
 
 
 def _value_shape(value: Any) -> Any:
-    """Returns a key that is equal only for values of the same structure, shapes, strides, dtypes and gradient flags."""
     leaves, spec = tree_flatten(value)
     return spec, tuple(_tensor(leaf) if isinstance(leaf, torch.Tensor) else _setting(leaf) for leaf in leaves)
 

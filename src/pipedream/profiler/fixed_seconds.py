@@ -1,7 +1,6 @@
 """The part of a layer's seconds that a smaller batch does not save, measured by also running half of the sample.
 
-With t(n) = fixed + n k for n samples, a half of h of them gives fixed = (n t(h) - h t(n)) / (n - h). For each microbatch
-of a split minibatch, kernels are launched and Python runs again. This limits how finely it is worth splitting.
+With t(n) = fixed + n k for n samples, a half of h of them gives fixed = (n t(h) - h t(n)) / (n - h).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["fixed_s", "half_of"]
 
 
 def half_of(sample: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
-    """Returns the first half of each tensor of a sample that has the batch along dimension 0, and everything else."""
+    """Returns a sample with the first half of each tensor that has the batch along dimension 0."""
 
     def halved(leaf: Any) -> Any:
         has_batch = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
@@ -40,13 +39,11 @@ def fixed_s(
 ) -> list[float]:
     """Returns the fixed seconds of each lap; all 0 if the layers cannot run half of the sample.
 
-    A fixed part that is not greater than the spread of the laps counts as 0.
+    A fixed part that is not greater than the spread counts as 0.
 
     Args:
         run: runs a sample and returns its laps.
-        batch: the number of samples.
-        whole: for each lap of the whole batch, its median and its spread in seconds.
-        warmup, runs: runs that do not count, and runs that do.
+        whole: median and spread of each lap of the whole batch.
     """
     half = batch // 2
     if not half:

@@ -1,7 +1,7 @@
 """Measures a chain of layers: the Profile that the planner plans with.
 
-After PipeDream, SOSP 2019, section 3.1, which runs a few hundred minibatches on one worker and notes, for
-each layer, the time of forward and backward, the bytes of its output and of its weights.
+After PipeDream, SOSP 2019, section 3.1: a few minibatches on one worker give, for each layer, the seconds of forward
+and backward and the bytes of its output and of its weights.
 """
 
 from __future__ import annotations
@@ -52,24 +52,18 @@ def measure(
 ) -> Profile:
     """Measures every layer of a chain on one minibatch.
 
-    The layers are left unchanged: parameters, gradients, buffers, training flags and random generators. They run in
-    training mode, unless some are in it already: then each runs in its own mode. The times hold for the number of
-    threads that torch is set to.
+    The layers' state and the random generators are left unchanged. They run in training mode, unless some are in it
+    already: then each runs in its own mode. The times hold for torch's number of threads.
 
     Args:
-        layers: the modules, in run order; all parameters are on `device`.
-        graph: the chain of these layers.
-        sample: the model's positional inputs: one minibatch.
-        model_name: written into the profile.
-        preserve_state: (modules, CUDA devices, seed) -> a context in which the modules work on copies of their buffers
-            and with seeded generators, and after which everything is as before (`pipedream.capture.preserve_state`).
-        loss: from the last layer's output to a tensor of one number, as in training.
-        optimizer: from a list of (name, parameter) to an optimizer, which is timed on copies.
-        device: where to measure.
+        layers: in run order; all parameters are on `device`.
+        sample: one minibatch.
+        preserve_state: (modules, CUDA devices, seed) -> a context, see `pipedream.capture.preserve_state`.
+        loss: from the last layer's output to a tensor of one number.
+        optimizer: from (name, parameter) pairs to an optimizer, which is timed on copies.
         warmup: runs that do not count.
         runs: runs that count; times are their medians.
-        autocast: dtype of mixed precision for the forwards; None: no autocast.
-        seed: of the random numbers that layers draw.
+        autocast: of the forwards; None: no autocast.
 
     Raises:
         ProfileError: a layer, the loss or the optimizer fails, or the model is not on `device`.
@@ -139,13 +133,6 @@ def _layer_profiles(
     needs: Sequence[Need],
     fixed: Sequence[float],
 ) -> tuple[LayerProfile, ...]:
-    """The costs of the layers.
-
-    Args:
-        laps: forwards and backwards of each layer.
-        needs: of each layer; that of the loss, which comes last, is not used.
-        fixed: fixed seconds of forward and backward of each layer, in turn.
-    """
     return tuple(
         LayerProfile(
             forward_s=median(forward),
@@ -187,8 +174,8 @@ def _fixed_seconds(
     warmup: int,
     runs: int,
 ) -> list[float]:
-    """The fixed seconds of each layer's forward and backward; not of the loss, which takes the whole batch."""
-    watch = Stopwatch(device)  # of its own, because a run that fails leaves laps in it
+    """Of each layer's forward and backward in turn; not of the loss, which takes the whole batch."""
+    watch = Stopwatch(device)  # its own, because a failed run leaves laps in it
     passes = Passes(layers, graph, None, watch, device, autocast)
 
     def laps_of(part: tuple[Any, ...]) -> list[float]:
@@ -201,11 +188,7 @@ def _fixed_seconds(
 
 
 def check_chain(layers: Sequence[nn.Module], graph: LayerGraph, sample: tuple[Any, ...]) -> None:
-    """Checks that the layers form a chain, and that the sample is a minibatch.
-
-    Raises:
-        ProfileError: modules and layers differ in number, the graph branches, or the sample is not a minibatch.
-    """
+    """Checks that the layers form a chain, and that the sample is a minibatch. Raises ProfileError."""
     if len(layers) != len(graph.layers) or graph.edges != LayerGraph.chain(graph.layers).edges:
         raise ProfileError(
             f"only a chain with one module for each layer can be measured, found {len(layers)} modules, "

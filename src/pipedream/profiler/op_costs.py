@@ -1,8 +1,7 @@
 """Floating-point operations and bytes of each operation that torch dispatches, and its seconds on a device.
 
-Flops come from torch's own formulas (``torch.utils.flop_counter``), with rules added for fused kernels that it does not
-cover. Bytes are those of the distinct tensors that an operation reads and writes; views and empty tensors cost nothing.
-Operations without a formula, which are all but products and convolutions, cost only their bytes.
+Flops come from torch's formulas (``torch.utils.flop_counter``), with rules added for fused kernels. Bytes are those of
+the distinct tensors read and written; views cost nothing. Operations without a formula cost only their bytes.
 """
 
 from __future__ import annotations
@@ -36,13 +35,7 @@ OPAQUE = {"mkldnn_rnn_layer"}
 
 @dataclass(frozen=True)
 class Lap:
-    """The cost of the operations of a lap.
-
-    Attributes:
-        moved_bytes: read and written.
-        seconds: by the roofline of a device.
-        opaque: names of the operations that keep bytes which are not visible (`OPAQUE`).
-    """
+    """The cost of the operations of a lap; `opaque` names those that keep bytes which are not visible (`OPAQUE`)."""
 
     flops: int = 0
     moved_bytes: int = 0
@@ -59,10 +52,7 @@ class Lap:
 
 
 class OpCosts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A stopwatch that adds up the roofline costs of all operations between `start` and `stop`.
-
-    Enter it as a context, inside the mode of the stand-ins; then take any number of laps.
-    """
+    """A stopwatch that adds up roofline costs. Enter it as a context, inside the mode of the stand-ins."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,25 +62,20 @@ class OpCosts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._laps: list[Lap] = []
 
     def start(self) -> None:
-        """Begins a lap."""
         self._open, self._lap = True, Lap()
 
     def stop(self) -> None:
-        """Ends the lap."""
         self._laps.append(self._lap)
         self._open = False
 
     def laps(self) -> list[Lap]:
-        """Returns the laps since the last call, and forgets them."""
         found, self._laps = self._laps, []
         return found
 
     def laps_s(self) -> list[float]:
-        """Returns the seconds of the laps since the last call, and forgets them."""
         return [lap.seconds for lap in self.laps()]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation, and adds its cost to the lap."""
         out = func(*args, **(kwargs or {}))
         if self._open:
             self._lap += _lap_of(func, args, kwargs or {}, out, self._device)
@@ -100,8 +85,8 @@ class OpCosts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def opaque_bytes(module: torch.nn.Module, arguments: Any) -> int:
     """Returns the bytes of the workspaces that LSTMs keep, by a rule of thumb; 0 for a module without an LSTM.
 
-    16 numbers for each step, sample and unit of each layer and direction: 15.4 to 18.6 were measured on CPUs (oneDNN),
-    which keep gates, states and room for their gradients. cuDNN keeps less.
+    16 numbers for each step, sample and unit of each layer and direction: 15.4 to 18.6 were measured on CPUs (oneDNN);
+    cuDNN keeps less.
     """
     first = next((leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)), None)
     total = 0
@@ -118,7 +103,7 @@ def _lap_of(func: Any, args: Any, kwargs: Any, out: Any, device: Device) -> Lap:
         return Lap()
     inputs, outputs = _tensors((args, kwargs)), _tensors(out)
     if not outputs or (not func._schema.is_mutable and _places(outputs) <= _places(inputs)):
-        return Lap()  # a view: the same storage under another shape
+        return Lap()  # a view
     read = inputs
     if name in _GATHERS:
         read = inputs[1:] + outputs
@@ -144,7 +129,7 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
     if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):
         layer = [t for t in args if isinstance(t, torch.Tensor)]
         steps = prod(layer[0].shape[:-1])
-        # The weights of the input and of the hidden state, once for each step; twice that in the backward.
+        # Input and hidden weights once for each step; twice that in the backward.
         return 2 * steps * (layer[1].numel() + layer[2].numel()) * (2 if name.endswith("backward") else 1)
     return 0
 

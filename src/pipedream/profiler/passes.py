@@ -32,12 +32,10 @@ LossFunction = Callable[[Any], torch.Tensor]
 
 
 class Passes:
-    """Runs the layers of a chain on one sample.
+    """Runs the layers of a chain on one sample, with two laps for each layer and two for the loss.
 
-    `timed_run` may be called any number of times; each call takes two laps for each layer, and two for the loss. The
-    backward of a layer comes right after its forward, by `torch.autograd.grad` with a gradient of ones, so no ``.grad``
-    is written. A layer's input requires a gradient if it did as an output: the raw data, and what a frozen first layer
-    makes of them, do not.
+    The backward of a layer comes right after its forward, with a gradient of ones; no ``.grad`` is written. A layer's
+    input requires a gradient if it did as an output.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class Passes:
         self._parameters = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
 
     def timed_run(self, sample: tuple[Any, ...]) -> None:
-        """Takes the laps of one run: forward and backward of each layer, then of the loss.
+        """Takes the laps of one run.
 
         Raises:
             ProfileError: a layer or the loss fails; names it, its input shapes and the cause.
@@ -70,27 +68,14 @@ class Passes:
             self.timed_loss(arguments)
 
     def timed_layer(self, index: int, arguments: tuple[Any, ...]) -> Any:
-        """Takes two laps, the forward and the backward of one layer, and returns its output.
-
-        Raises:
-            ProfileError: the layer fails.
-        """
+        """Takes the laps of one layer, and returns its output."""
         return self._timed_call(f"the {self._named(index)}", self._layers[index], arguments, self._parameters[index])
 
     def timed_loss(self, arguments: tuple[Any, ...]) -> None:
-        """Takes two laps, the forward and the backward of the loss.
-
-        Raises:
-            ProfileError: the loss fails.
-        """
         self._timed_call("the loss", self._loss_of, arguments, [])
 
     def run_layer(self, index: int, arguments: tuple[Any, ...]) -> Any:
-        """Runs one layer forward, without timing it.
-
-        Raises:
-            ProfileError: the layer fails.
-        """
+        """Runs one layer forward, untimed."""
         try:
             with self._autocast_mode():
                 return self._layers[index](*arguments)
@@ -98,11 +83,6 @@ class Passes:
             raise _failure(f"the {self._named(index)}", arguments, error) from error
 
     def run_loss(self, output: Any) -> torch.Tensor:
-        """Runs the loss forward, without timing it.
-
-        Raises:
-            ProfileError: the loss fails.
-        """
         try:
             with self._autocast_mode():
                 return self._loss_of(output)
@@ -144,7 +124,7 @@ class Passes:
         watch: Allocations,
         adds: bool,
     ) -> Any:
-        """Marks three sections: before the forward, the forward, the backward. If `adds`, it adds to existing gradients."""
+        """Marks three sections: before, forward, backward. If `adds`, it adds to existing gradients."""
         leaves: list[torch.Tensor] = []
         own = [p.grad for p in parameters]
         with torch.enable_grad():
@@ -220,13 +200,11 @@ def _enter(leaf: Any, leaves: list[torch.Tensor]) -> Any:
     start = leaf.detach()
     if leaf.requires_grad:
         leaves.append(start.requires_grad_())
-    # A layer may work in place, which autograd allows on a copy and not on the leaf. The copy's own
-    # backward hands the gradient on and costs nothing.
+    # A layer may work in place, which autograd allows on a copy and not on the leaf.
     return start.clone()
 
 
 def _leave(leaf: Any) -> Any:
-    # Without its graph, but with the memory of whether it took a gradient.
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 

@@ -56,15 +56,8 @@ def measure_sizes(
 ) -> tuple[tuple[Sizes, ...], int]:
     """Returns each layer's sizes, and the bytes that autograd keeps from the loss.
 
-    The layers run one after the other as in training, with one autograd graph through all of them. A storage counts
-    once, in the first layer that saves a tensor in it: the output of a ReLU counts there, and not again in the Linear
-    that saves it as its input. Parameters and buffers do not count, but copies of them that autocast makes do.
-
-    Args:
-        layers: in run order.
-        sample: inputs of the first layer.
-        run_layer: calls layer i with its arguments.
-        loss: of the last layer's output.
+    A storage counts once, in the first layer that saves a tensor in it: the output of a ReLU counts there, and not in
+    the Linear that saves it as its input. Parameters and buffers do not count; copies of them that autocast makes do.
     """
     held = {t.untyped_storage()._cdata for layer in layers for t in [*layer.parameters(), *layer.buffers()]}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -72,7 +65,7 @@ def measure_sizes(
     index = 0
 
     def pack(tensor: torch.Tensor) -> None:
-        # No backward runs here, so autograd may hold None; `kept` keeps the storage alive instead.
+        # No backward runs here, so autograd may hold None.
         storage = tensor.untyped_storage()
         if storage._cdata not in held:
             kept.setdefault(storage._cdata, storage)

@@ -26,8 +26,7 @@ class Watch(Protocol):
 class Stopwatch:
     """Takes laps: the time of the work between `start` and `stop`.
 
-    On a CPU it reads the clock. On CUDA it records events on the current stream and reads them in `laps_s`, which
-    synchronises with the device only once, so that timing does not slow the work down.
+    On CUDA it records events and reads them in `laps_s`, which synchronises with the device only once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,15 +35,12 @@ class Stopwatch:
         self._marks: list[Any] = []
 
     def start(self) -> None:
-        """Begins a lap."""
         self._mark()
 
     def stop(self) -> None:
-        """Ends the lap."""
         self._mark()
 
     def laps_s(self) -> list[float]:
-        """Returns the seconds of the laps since the last call, and forgets them."""
         pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
         self._marks = []
         if self._cuda:

@@ -26,14 +26,11 @@ OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """One optimizer step over all parameters.
+    """One optimizer step over all parameters; median seconds.
 
     Attributes:
-        name: class of the optimizer.
-        update_s: median seconds of a step.
-        copy_s: median seconds of copying all parameters.
-        state_bytes: of the tensors in its state.
-        working_bytes: the most that a step needs in addition to its state, the weights and the gradients.
+        copy_s: of copying all parameters.
+        working_bytes: in addition to state, weights and gradients.
     """
 
     name: str = ""
@@ -46,11 +43,7 @@ class UpdateCost:
 def measure_update(
     optimizer: OptimizerFactory, parameters: NamedParameters, watch: Watch, *, warmup: int, runs: int
 ) -> UpdateCost:
-    """Times an optimizer on copies of the parameters that require gradients; there must be some.
-
-    Raises:
-        ProfileError: the optimizer cannot be created or its step fails.
-    """
+    """Times an optimizer on copies of the parameters that require gradients (at least one). Raises ProfileError."""
     copies = [(name, nn.Parameter(tensor.detach().clone())) for name, tensor in parameters]
     with _named_failure(len(copies)):
         stepper = optimizer(copies)
@@ -76,10 +69,7 @@ def measure_update(
 def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, watch: Watch) -> UpdateCost:
     """Adds up the costs of the parameters, each stepped alone; of those with the same shape and dtype only one is run.
 
-    The factory gets all parameters as usual, because an optimizer skips those without a gradient.
-
-    Raises:
-        ProfileError: the optimizer cannot be created or its step fails.
+    The factory gets all parameters, because an optimizer skips those without a gradient. Raises ProfileError.
     """
     copies = [(name, nn.Parameter(tensor.detach().clone())) for name, tensor in parameters]
     alike: dict[Any, list[nn.Parameter]] = {}
@@ -104,7 +94,7 @@ def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, wa
 
 def _step(stepper: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], watch: Watch) -> None:
     for parameter in parameters:
-        # Small, so that weights stay finite; renewed each time, because some optimizers write into it.
+        # Small, so that weights stay finite; renewed, because some optimizers write into it.
         parameter.grad = torch.full_like(parameter, 1e-4)
     watch.start()
     stepper.step()

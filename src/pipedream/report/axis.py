@@ -40,7 +40,7 @@ def _count(low: float, high: float, step: float) -> int:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """Returns a suitable unit for a length of time, and the seconds of this unit.
+    """Returns a suitable unit and its seconds.
 
     >>> time_unit(0.25)
     ('ms', 0.001)

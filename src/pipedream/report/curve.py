@@ -30,11 +30,10 @@ def curve_svg(
     """Returns the picture of a curve. Many points become a line of means, in a band from minimum to maximum.
 
     Args:
-        points: (x, y); those that are not finite are left out, and their number is given below the picture.
-        title: shown above the picture, and read by screen readers.
-        marks: x of dashed vertical lines (drains).
-        named: x and label of vertical lines (phases).
-        standalone: False for a picture inside an HTML page, which has the style already.
+        points: those that are not finite are only counted below the picture.
+        marks: dashed vertical lines.
+        named: labelled vertical lines.
+        standalone: False inside an HTML page.
     """
     given = list(points)
     kept = sorted((x, y) for x, y in given if math.isfinite(x) and math.isfinite(y))

@@ -19,15 +19,12 @@ _GRID_WIDTH = 150
 
 @dataclass(frozen=True)
 class GalleryEntry:
-    """One method of the gallery.
+    """One method of the gallery, with Markdown texts.
 
     Attributes:
-        schedule: for a straight plan of equal stages.
         shown: the timeline to draw.
         run: the timeline for the metrics: one minibatch of a flushing schedule, a long run of any other.
         picture: link to the SVG file.
-        about: what the method is; Markdown.
-        choose: when to choose it.
     """
 
     schedule: Schedule
@@ -42,8 +39,7 @@ def gallery(entries: Iterable[GalleryEntry], compensated: Iterable[tuple[Schedul
     """Returns the Markdown page.
 
     Args:
-        entries: methods with an order of their own.
-        compensated: (schedule, what it is, when to choose it) of methods that add a delay compensation to one of these.
+        compensated: (schedule, what it is, when to choose it) of methods that add a delay compensation to an entry.
     """
     entries = list(entries)
     head = [
@@ -84,7 +80,6 @@ def prose(docstring: str | None) -> str:
 
 
 def _bubble(entry: GalleryEntry) -> float:
-    """The bubble of one minibatch if a schedule flushes, otherwise that of the middle of a long run."""
     return (run_metrics if entry.schedule.flushes else steady_metrics)(entry.run).bubble
 
 
@@ -153,7 +148,7 @@ def _claims(entry: GalleryEntry) -> list[str]:
     where = "over one minibatch" if schedule.flushes else "in steady state"
 
     def promised(form: Callable[[int, int, int], int] | None) -> str:
-        counted = m if schedule.flushes else entry.run.microbatches  # the claims' m: of a minibatch, or of the run
+        counted = m if schedule.flushes else entry.run.microbatches
         return NOTHING if form is None else _together(form(p, counted, s) for s in range(p))
 
     rows = [
@@ -184,7 +179,7 @@ def _tidy(value: float) -> float:
 
 
 def _together(values: Iterable[int | None]) -> str:
-    """Writes one number where all workers are alike, else all of them.
+    """One number where all workers are alike, else all of them.
 
     >>> _together([3, 2, 1]), _together([1, 1])
     ('3, 2, 1', '1')

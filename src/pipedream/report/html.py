@@ -54,10 +54,8 @@ def page(
 
     Args:
         summary: the content of the run's ``summary.json``.
-        plan, profile: of the run.
-        predicted, measured: the timelines of the simulator and of the workers.
         losses: (minibatch number, loss).
-        title: of the page; '': the recipe and the schedule.
+        title: '': the recipe and the schedule.
     """
     heading = title or f"{summary.get('recipe') or 'Run'}: {summary.get('schedule') or 'pipeline'}"
     known = [(timeline.source, timeline) for timeline in (predicted, measured) if timeline is not None]
@@ -87,7 +85,7 @@ def page(
 
 
 def save_page(path: str | os.PathLike[str], summary: Mapping[str, Any], **parts: Any) -> Path:
-    """Writes the page of `page` to a file, atomically. Returns the path."""
+    """Writes a `page` to a file, atomically. Returns the path."""
     return write_text(path, page(summary, **parts))
 
 
@@ -104,7 +102,6 @@ def _subtitle(summary: Mapping[str, Any], plan: Plan | None) -> str:
 
 
 def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The key figures: name, value, note."""
     found = []
     target = _mapping(summary.get("target"))
     metrics = dict(_mapping(summary.get("metrics")))
@@ -139,7 +136,7 @@ def _metric(name: str, value: Any) -> str:
 
 
 def _timelines(runs: Runs, drains: list[int]) -> str:
-    """A part in the middle of the run, and its start; predicted above measured, on one scale of time."""
+    """Middle and start of the run; predicted above measured, on one scale of time."""
     if not runs:
         return ""
     boxes = []
@@ -153,7 +150,7 @@ def _timelines(runs: Runs, drains: list[int]) -> str:
 
 
 def _count(timeline: Timeline) -> int:
-    """The number of microbatches to show, which make a few dozen ops."""
+    """A few dozen ops."""
     m = timeline.minibatch_microbatches
     return min(max(12, 2 * m if m > 1 else 12), 40)
 
@@ -205,7 +202,6 @@ def _curve(summary: Mapping[str, Any], losses: Iterable[tuple[int, float]]) -> s
 
 
 def _phases(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the phases of a run; nothing, where it has but one."""
     found = [phase for phase in _list(summary.get("phases")) if isinstance(phase, Mapping)]
     return found if len(found) > 1 else []
 

@@ -31,12 +31,11 @@ NOTHING = "-"
 def table(
     caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1, show_caption: bool = True
 ) -> str:
-    """Returns a table.
+    """Returns a table of HTML cells.
 
     Args:
-        rows: cells as HTML.
-        words: the number of columns, from the first, that contain words and are aligned left.
-        show_caption: False leaves the caption to screen readers, if a heading shows it already.
+        words: the number of columns, from the first, that are aligned left.
+        show_caption: False leaves the caption to screen readers.
     """
 
     def cells(row: Sequence[str]) -> str:
@@ -57,7 +56,7 @@ def table(
 
 
 def phase_table(phases: Iterable[Mapping[str, Any]]) -> str:
-    """Returns the phases of a run as a table."""
+    """Returns the phases of a run."""
     heads = ("phase", "microbatches", "from minibatch", "to", "samples per second", "bubble")
     rows = [
         (
@@ -71,7 +70,7 @@ def phase_table(phases: Iterable[Mapping[str, Any]]) -> str:
 
 
 def pairs(caption: str, values: Mapping[str, Any]) -> str:
-    """Returns a table of names and values; names in nested mappings are joined with dots."""
+    """Returns a table of names and values; nested names are joined with dots."""
     return table(caption, ("name", "value"), list(_flat(values)) or [(NOTHING, NOTHING)], words=2, show_caption=False)
 
 

@@ -13,11 +13,10 @@ __all__ = ["Window", "middle_window", "rows", "start_window"]
 
 @dataclass(frozen=True)
 class Window:
-    """A part of a run.
+    """A part of a run, in seconds since its start.
 
     Attributes:
         first, last: the microbatches first <= k < last whose forwards at the input stage begin in it.
-        start_s, end_s: seconds since the start of the run.
     """
 
     first: int
@@ -27,7 +26,6 @@ class Window:
 
     @property
     def length_s(self) -> float:
-        """Seconds of the window."""
         return self.end_s - self.start_s
 
 
@@ -54,11 +52,10 @@ def start_window(timeline: Timeline, count: int) -> Window | None:
 
 
 def middle_window(timeline: Timeline, count: int, drains: Iterable[int] = ()) -> Window | None:
-    """Returns the middle of the longest part of a run without a drain; None if that is shorter than twice `count`.
+    """Returns the middle of the longest part without a drain; None if that is shorter than twice `count` microbatches.
 
     Args:
-        count: microbatches to show.
-        drains: minibatch numbers at which the pipeline was drained.
+        drains: minibatch numbers.
     """
     starts = _starts(timeline)
     m = timeline.minibatch_microbatches
@@ -75,7 +72,6 @@ def middle_window(timeline: Timeline, count: int, drains: Iterable[int] = ()) ->
 
 
 def _starts(timeline: Timeline) -> dict[int, float]:
-    """The start of each microbatch's forward at the input stage."""
     return {span.index: span.start_s for span in timeline.spans if span.kind == "F" and span.stage == 0}
 
 

@@ -1,4 +1,4 @@
-"""SVG pictures of predicted against measured numbers: both axes are logarithmic, and a line shows equality."""
+"""SVG pictures of predicted against measured numbers, on logarithmic axes with a line of equality."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _SIDE, _LEFT, _TOP, _FOOT, _RIGHT = 400, 74, 44, 46, 20
 
 @dataclass(frozen=True)
 class Pair:
-    """One case.
+    """One case, both numbers above 0.
 
     Attributes:
-        predicted, measured: in the same unit, both above 0.
-        label: shown before both numbers when the pointer rests on the point.
+        label: of the tooltip.
         series: cases of one series have the same colour.
         filled: False draws a ring.
     """
@@ -43,15 +42,12 @@ def scatter_svg(
     write: Callable[[float], str] = figure,
     standalone: bool = True,
 ) -> str:
-    """Returns the picture of predicted and measured numbers.
+    """Returns the picture of at least one pair.
 
     Args:
-        pairs: at least one.
-        title: above the picture, and what a screen reader says.
-        unit: named at both axes.
         tolerance: dashed lines where the measured is by this share above or below the predicted.
-        write: makes a number of a tick short.
-        standalone: False for a picture inside an HTML page, which has the style already.
+        write: formats a tick.
+        standalone: False inside an HTML page.
 
     Raises:
         ValueError: no pair, or a number that is not positive.

@@ -1,7 +1,6 @@
 """Colours of pictures and pages, light and dark, for SVG, HTML and the terminal.
 
-Forwards are blue and backwards green, as in PipeDream's figures; an input gradient is orange, a weight
-gradient violet, an update grey. Neighbouring microbatches alternate between two shades.
+Forwards are blue and backwards green, as in PipeDream's figures. Neighbouring microbatches alternate two shades.
 """
 
 from __future__ import annotations
@@ -81,13 +80,13 @@ def colour_class(kind: str, index: int) -> str:
 
 
 def variables(selector: str) -> str:
-    """Returns CSS that defines all colours as variables on a selector, for light and for dark screens."""
+    """Returns CSS that defines all colours as variables, light and dark."""
     light, dark = (";".join(f"--pd-{name}:{pair[i]}" for name, pair in COLOURS.items()) for i in (0, 1))
     return f"{selector}{{{light}}}@media(prefers-color-scheme:dark){{{selector}{{{dark}}}}}"
 
 
 def svg_style() -> str:
-    """Returns the CSS of a picture. Each shape also has its light colour as an attribute, for viewers without CSS."""
+    """Returns the CSS of a picture. Shapes also have their light colour as an attribute, for viewers without CSS."""
     fills = "".join(f".pd .{name}{{fill:var(--pd-{name})}}" for name in COLOURS)
     rules = (
         f".pd text{{font-family:{FONT}}}.pd .tick{{stroke:var(--pd-line)}}"
@@ -98,7 +97,7 @@ def svg_style() -> str:
 
 
 def line_style() -> str:
-    """Returns the CSS of the colours of `LINES`: classes for strokes (``of-NAME``) and fills."""
+    """Returns the CSS of the colours of `LINES`, for strokes (``of-NAME``) and fills."""
     light, dark = (";".join(f"--pd-{name}:{pair[i]}" for name, pair in LINES.items()) for i in (0, 1))
     drawn = "".join(f".pd .{name}{{fill:var(--pd-{name})}}.pd .of-{name}{{stroke:var(--pd-{name})}}" for name in LINES)
     return (

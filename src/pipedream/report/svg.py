@@ -1,8 +1,4 @@
-"""Timelines as pictures: one self-contained SVG, light or dark like the reader's screen.
-
-Each rank has a lane. Filled boxes are ops, light ones waiting, and thin lines under a lane are the messages that its rank
-sends. A box shows its microbatch and, on request, the version of the weights that it reads; tooltips show the rest.
-"""
+"""Timelines as pictures: one self-contained SVG, light or dark like the reader's screen."""
 
 from __future__ import annotations
 
@@ -50,15 +46,12 @@ def timeline_svg(
     """Returns the picture of a timeline.
 
     Args:
-        timeline: simulated or measured.
-        title: shown above the picture, and read by screen readers.
-        width_px: of the whole picture, if `px_per_s` is not given.
-        px_per_s: the scale of time, for pictures that are to be compared.
+        width_px: if `px_per_s` is not given.
+        px_per_s: for pictures that are to be compared.
         start_s, end_s: the part to show; None: from the start, to the end. The axis counts from `start_s`.
-        versions: show in each forward and backward the version that it reads, if `timeline.gradient_versions` or
-            `program` has it.
-        program: its weight rule gives the versions of a timeline that has none (from the start of the run).
-        standalone: False for a picture inside an HTML page, which has the style and needs no namespace.
+        versions: show the weight versions that passes read, if `timeline.gradient_versions` or `program` has them.
+        program: gives the versions of a timeline that has none (from the start of the run).
+        standalone: False inside an HTML page.
     """
     begin = min((span.start_s for span in timeline.spans), default=0.0) if start_s is None else start_s
     end = max((span.end_s for span in timeline.spans), default=1.0) if end_s is None else end_s
@@ -114,7 +107,6 @@ def text(
 
 
 def _versions(timeline: Timeline, program: Program | None) -> Callable[[Span], int | None]:
-    """From an op to the version that it reads, or None if unknown."""
     tags = {(tag.stage, tag.microbatch): tag for tag in timeline.gradient_versions}
 
     def read(span: Span) -> int | None:
@@ -140,7 +132,6 @@ def _axis(seconds: float, scale: float, top: float, bottom: float) -> list[str]:
             f'<line class="tick" x1="{length(x)}" x2="{length(x)}" y1="{length(top - 4)}" '
             f'y2="{length(bottom)}" stroke="{COLOURS["line"][0]}"/>'
         )
-        # A label at the edge would be cut off.
         anchor = "end" if x > LEFT + seconds * scale - 14 else "middle"
         parts.append(text(x, bottom + 13, f"{figure(tick)} {unit}", colour="faint", anchor=anchor))
     return parts
@@ -171,8 +162,6 @@ def _boxes(
     lane_px: float,
     read: Callable[[Span], int | None],
 ) -> list[str]:
-    """A rectangle for each span, grouped by colour."""
-
     def colour(span: Span) -> str:
         return "wait" if span.kind == "wait" else colour_class(span.kind, span.index)
 
@@ -184,7 +173,6 @@ def _boxes(
         parts.append(f'<g class="{name}" fill="{COLOURS[name][0]}">')
         for span in group:
             left, right = x(span.start_s), x(span.end_s)
-            # Leaves a thin gap between neighbours; an op is always wide enough to be visible.
             thick = max(right - left - (0.8 if right - left > 4 else 0), 1.5)
             inset = 6 if span.kind == "wait" else 0
             kind = "op" if span.kind in WORK else "idle"
@@ -215,7 +203,7 @@ def _labels(
     lane_px: float,
     read: Callable[[Span], int | None] | None,
 ) -> list[str]:
-    """The numbers of microbatches, where there is room; below them the stage if a rank has several, else the version."""
+    """Microbatches, where there is room; below them the stage if a rank has several, else the version."""
     stages: dict[int, set[int]] = defaultdict(set)
     for span in spans:
         stages[span.rank].add(span.stage)

@@ -1,7 +1,6 @@
 """Sweeps as pictures: throughput, bubble and memory over the bandwidth, with a column for each number of workers.
 
-If there is only one bandwidth, they are drawn over the number of workers. Each line is a method, the dashed one data
-parallelism. A vertical line shows where a method crosses data parallelism.
+With only one bandwidth, over the number of workers. A vertical line shows where a method crosses data parallelism.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ Scale = Callable[[float], float]
 
 
 def sweep_svg(sweep: Sweep, *, title: str = "", standalone: bool = True) -> str:
-    """Returns the picture of a sweep.
+    """Returns the picture of a sweep of at least one point.
 
     Args:
-        sweep: with at least one point.
-        title: above the picture; '': the model's name.
-        standalone: False for a picture inside an HTML page, which has the style already.
+        title: '': the model's name.
+        standalone: False inside an HTML page.
     """
     over_workers = len({one.bandwidth_bytes_per_s for one in sweep.points}) == 1
     names = list(dict.fromkeys(one.schedule for one in sweep.points))
@@ -107,7 +105,6 @@ def _place(point: Point, over_workers: bool) -> float:
 
 
 def _across(points: Sequence[Point], over_workers: bool, left: float) -> tuple[Scale, list[tuple[float, str]]]:
-    """The scale of x, which is logarithmic, and its ticks."""
     places = sorted({_place(one, over_workers) for one in points})
     low, high = (places[0] / 1.3, places[-1] * 1.3) if places[0] < places[-1] else (places[0] / 2, places[0] * 2)
     marks = places if len(places) <= 4 else list(log_ticks(low, high))
@@ -119,7 +116,7 @@ def _across(points: Sequence[Point], over_workers: bool, left: float) -> tuple[S
 
 
 def _scale(values: Sequence[float], is_share: bool, top: float) -> tuple[Scale, list[float]]:
-    """The scale of y and its ticks: linear from 0, or logarithmic if values differ tenfold."""
+    """Linear from 0, or logarithmic if values differ tenfold."""
     finite = [value for value in values if math.isfinite(value)]
     high = 1.0 if is_share else max(finite, default=1.0) * 1.05 or 1.0
     low = min((value for value in finite if value > 0), default=high)
@@ -177,14 +174,13 @@ def _line(points: Sequence[tuple[float, float, str]], number: int) -> list[str]:
 
 
 def _look(number: int) -> tuple[str, str]:
-    """Colour and dashes of a line; data parallelism, which is the first, is faint and dashed."""
+    """Data parallelism comes first."""
     if number == 0:
         return "faint", ' stroke-dasharray="5 4"'
     return list(LINES)[(number - 1) % len(LINES)], ""
 
 
 def _colour(name: str) -> str:
-    """The light colour of a name, for viewers without CSS."""
     return {**COLOURS, **LINES}[name][0]
 
 
@@ -208,7 +204,6 @@ def _crossings(
     across: tuple[Scale, list[tuple[float, str]]],
     top: float,
 ) -> list[str]:
-    """A vertical line for each crossover within the picture."""
     place, parts = across[0], []
     edges = place(across[1][0][0]) - 20, place(across[1][-1][0]) + 20
     for one in crossovers:

@@ -13,12 +13,7 @@ __all__ = ["schedule_table", "stage_memory_table"]
 
 
 def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> str:
-    """Returns a row for each method: flush, m, bubble, and the in-flight count, staleness and versions of each stage.
-
-    Args:
-        claimed: name -> the claims of its paper (`schedules.claims_at`).
-        stages: the number of stages that the claims are for.
-    """
+    """Returns a row for each method, of the claims of its paper (`schedules.claims_at`) for this many stages."""
     width = max(len(name) for name in claimed)
     lines = [
         f"claims at p = {stages} stages and minibatches of m microbatches; without a flush, of a long run",
@@ -38,7 +33,7 @@ def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> 
 
 
 def stage_memory_table(plan: Plan) -> str:
-    """Returns a row for each stage: the parts of one worker's predicted peak memory (`core.plan.memory`)."""
+    """Returns the parts of one worker's predicted peak memory, a row for each stage (`core.plan.memory`)."""
     names = [field.name for field in fields(plan.stages[0].memory)]
     heads = [name.removesuffix("_bytes") for name in names]
     lines = ["  ".join([f"{'stage':>5}", *(f"{head:>10}" for head in heads), f"{'peak':>10}"])]

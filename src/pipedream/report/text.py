@@ -37,9 +37,8 @@ def grid(timeline: Timeline, *, slot_s: float | None = None, width: int | None =
     """Returns the picture of a timeline.
 
     Args:
-        timeline: simulated or measured.
-        slot_s: seconds of a column; None: those of the shortest op. A column shows what its rank does at its middle. An
-            op that covers no column's middle is shown in the column of its own middle, if nothing else is.
+        slot_s: seconds of a column; None: those of the shortest op. A column shows what its rank does at its middle, or
+            else an op whose middle is in it.
         width: the most characters in a row; longer rows end in ``...``.
     """
     return "\n".join(
@@ -49,7 +48,7 @@ def grid(timeline: Timeline, *, slot_s: float | None = None, width: int | None =
 
 
 def grid_rich(timeline: Timeline, *, slot_s: float | None = None, width: int | None = None) -> Text:
-    """Returns the picture of `grid` in colour, for a rich console."""
+    """Returns a `grid` in colour."""
     picture = Text(no_wrap=True)
     for number, (head, pieces) in enumerate(_rows(timeline, slot_s or slot(timeline), width)):
         picture.append("\n" if number else "").append(head, "dim" if not number else "bold")
@@ -61,8 +60,7 @@ def grid_rich(timeline: Timeline, *, slot_s: float | None = None, width: int | N
 def slot(timeline: Timeline) -> float:
     """Returns the seconds of the shortest kind of op: the least median over each stage's forwards, backwards, ...
 
-    A median, because a single disturbed measurement must not stretch the picture. Updates count only if there are no
-    other ops.
+    A median, because one disturbed measurement must not stretch the picture. Updates count only if nothing else exists.
     """
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for span in timeline.work():
@@ -73,7 +71,7 @@ def slot(timeline: Timeline) -> float:
 
 
 def _rows(timeline: Timeline, slot_s: float, width: int | None) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The rows: the text before the bar, and the pieces after it with the names of their colours."""
+    """The text before the bar, and the pieces after it with the names of their colours."""
     names = ["time", *(f"rank {rank}" for rank in range(timeline.workers))]
     heads = [f"{name:<{max(map(len, names))}} | " for name in names]
     work = timeline.work()
@@ -106,7 +104,6 @@ def _when(span: Span) -> tuple[float, float]:
 
 
 def _cells(ops: list[Span], begin: float, slot_s: float, slots: int) -> list[_Cell]:
-    """The cells of a rank up to its last op."""
     stages = len({span.stage for span in ops})
     filled: dict[int, Span] = {}
     short: dict[int, Span] = {}
@@ -136,7 +133,7 @@ def _cells(ops: list[Span], begin: float, slot_s: float, slots: int) -> list[_Ce
 
 
 def _scale(slots: int, column: int, slot_s: float) -> str:
-    """The head row: the time at every fourth slot, or fewer if the columns are narrow."""
+    """Times at every fourth slot, or fewer if the columns are narrow."""
     every = _TICK_SLOTS
     while every * column < 10:
         every *= 2

@@ -1,7 +1,6 @@
 """Timelines as trace files, in Chrome's trace event format (ui.perfetto.dev, chrome://tracing).
 
-A run is a process and a rank is a thread; messages have threads of their own next to their sender's. Arrows (flows) lead
-a microbatch from a stage's forward to the next stage's, and from backward to backward.
+A run is a process, a rank a thread; messages have threads next to their sender's. Arrows (flows) follow microbatches.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def trace(*timelines: Timeline) -> dict[str, Any]:
 
 
 def save_trace(timeline: Timeline | Sequence[Timeline], path: str | os.PathLike[str]) -> Path:
-    """Writes the trace of a timeline, or of several, to a file, atomically. Returns the path."""
+    """Writes the trace of one or several timelines to a file, atomically. Returns the path."""
     timelines = [timeline] if isinstance(timeline, Timeline) else timeline
     return write_text(path, json.dumps(trace(*timelines)) + "\n")
 
@@ -108,7 +107,7 @@ def _letter(span: Span) -> str:
 
 
 def _flows(run: int, timeline: Timeline) -> list[dict[str, Any]]:
-    """The arrows: pairs of events with the same id, each inside the slice that it belongs to."""
+    """Pairs of events with the same id, each inside the slice that it belongs to."""
     found = {(span.kind, span.stage, span.index): span for span in timeline.work()}
     events: list[dict[str, Any]] = []
     number = 0
