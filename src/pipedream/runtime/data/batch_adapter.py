@@ -19,10 +19,8 @@ class BatchAdapter:
     """Maps a batch to the model's input and the loss's targets.
 
     Attributes:
-        inputs: batch -> the model's input, a tuple for several. Default: the first of a pair, else the batch.
-        targets: batch -> what the loss and the metrics receive. Default: the second of a pair for torch's own losses,
-            else the whole batch.
-        torch_loss: the loss is one of torch's own.
+        inputs: by default the first of a pair, else the batch.
+        targets: by default the second of a pair for torch's own losses, else the whole batch.
     """
 
     inputs: Callable[[Any], Any] | None = None
@@ -30,11 +28,7 @@ class BatchAdapter:
     torch_loss: bool = False
 
     def __call__(self, batch: Any) -> tuple[Any, Any]:
-        """Returns (inputs, targets).
-
-        Raises:
-            PipelineError: targets are needed and the batch is not a pair.
-        """
+        """Raises PipelineError if targets are needed and the batch is not a pair."""
         if self.targets is not None:
             return self.input_of(batch), self.targets(batch)
         if not self.torch_loss:
@@ -47,7 +41,6 @@ class BatchAdapter:
         return self.input_of(batch), batch[1]
 
     def input_of(self, batch: Any) -> Any:
-        """Returns the model's input."""
         if self.inputs is not None:
             return self.inputs(batch)
         return batch[0] if _is_pair(batch) else batch

@@ -1,7 +1,4 @@
-"""The minibatches of one worker of the input stage, counted from the last drain.
-
-A feed stops where it is asked to: for a drain, after which it continues, or by an interrupt, after which it does not.
-"""
+"""The minibatches of one worker of the input stage, counted from the last drain."""
 
 from __future__ import annotations
 
@@ -14,17 +11,14 @@ __all__ = ["Feed"]
 class Feed:
     """Minibatches that enter the pipeline at one worker of the input stage.
 
-    Args:
-        reader: of the loader; it may leave out the minibatches of other replicas.
-
     Attributes:
-        stopped: why the stream ends before its next round, if it does.
+        stopped: why the stream ends before its next round.
         ended_at: minibatches of the stream, once it has ended.
     """
 
     def __init__(self, reader: MinibatchReader) -> None:
         self._reader = reader
-        self._base = 0  # minibatches of the reader before this stream
+        self._base = 0
         self.stopped: Ending | None = None
         self.ended_at = 0
         self.begin()
@@ -34,14 +28,12 @@ class Feed:
 
         Args:
             cycle: a drain comes after a multiple of this number of minibatches, so that no stage's round is broken.
-            until: minibatches of this stream after which it drains by itself, rounded up to a multiple of the cycle;
-                None continues to the end of the data.
+            until: minibatches before a drain, rounded up to a multiple of the cycle; None: all data.
         """
         self._cycle = cycle
         self._until = None if until is None else -(-until // cycle) * cycle
 
     def stop(self, ending: Ending) -> None:
-        """Lets the stream end before the next round; an interrupt is not weakened to a drain."""
         if self.stopped is None or ending is Ending.INTERRUPT:
             self.stopped = ending
 
@@ -51,12 +43,7 @@ class Feed:
         self.stopped = None
 
     def read(self, number: int, replica: int = 0) -> Minibatch | Ending:
-        """Returns minibatch `number` since the last drain, or why the stream has ended; `ended_at` is then the count.
-
-        Args:
-            number: greater than in any call before.
-            replica: of the input stage, which trains on it.
-        """
+        """Returns minibatch `number` since the last drain, or why the stream has ended; the numbers must grow."""
         if self._until is not None and number >= self._until:
             self.stop(Ending.DRAIN)
         if self.stopped is not None and number % self._cycle == replica % self._cycle:

@@ -1,14 +1,11 @@
 """The microbatches of one worker of the input stage, each with its header.
 
-Where the replicas of the input stage cannot load their own parts (an iterable data set, or a minibatch whose
-microbatches are spread over them), replica 0 alone reads the data and sends the others theirs, each on a channel of
-its own. When it reads a minibatch of its own, it reads the whole round, or all microbatches of that minibatch, and
-sends before it continues. The end of the stream is a message too, and the others stop where replica 0 stops.
+If the replicas of the input stage cannot load their own parts (an iterable data set, or a minibatch that is spread over
+them), replica 0 alone reads, a whole round at a time, and sends the others theirs, and the end of the stream.
 
-No deadlock is possible. A forward of replica c waits until replica 0 reads the round that it belongs to. Replica 0
-reads a round at its first forward of it, which waits only for forwards and backwards of earlier rounds, because no
-stage has more in flight than the input stage. By induction every round is read. (A sent message stays with the sender
-until it is received, and sending waits only for the receipt of much earlier rounds.)
+No deadlock is possible. A forward of replica c waits until replica 0 reads its round. Replica 0 reads a round at its
+first forward of it, which waits only for ops of earlier rounds, because no stage has more in flight than the input
+stage. By induction every round is read. (Sending waits only for the receipt of much earlier rounds.)
 """
 
 from __future__ import annotations
@@ -31,9 +28,6 @@ class Microbatches(ABC):
     """Abstract: the microbatches of one worker of the input stage.
 
     Life: `begin` a stream; `take` each microbatch until the answer is an `Ending`; after a drain, `resume`.
-
-    Attributes:
-        ended_at: minibatches of the stream, once it has ended.
     """
 
     ended_at: int = 0
@@ -43,16 +37,14 @@ class Microbatches(ABC):
         """Begins a stream.
 
         Args:
-            per_minibatch: microbatches of a minibatch.
-            replica: of the input stage, which trains on them.
             base: minibatches done before this stream.
             cycle: as for `Feed.begin`.
-            until: minibatches since the start of training at which the stream drains by itself; None: it does not.
+            until: minibatches since the start of training before a drain; None: all data.
         """
 
     @abstractmethod
     def take(self, microbatch: int) -> tuple[Message, Message] | Ending:
-        """Returns the input of the first layer and that of the loss, or why there is nothing."""
+        """Returns the input of the first layer and that of the loss."""
 
     @abstractmethod
     def stop(self, ending: Ending) -> None:
@@ -64,12 +56,10 @@ class Microbatches(ABC):
 
 
 class LocalMicrobatches(Microbatches):
-    """Minibatches that this process reads, each when the first of its microbatches is taken here.
+    """Minibatches that this process reads, each when the first of its microbatches is taken.
 
     Args:
-        feed: of the minibatches.
-        adapt: batch -> (inputs, targets).
-        senders: other replica of the input stage -> channel, if this one reads for them.
+        senders: to the other replicas of the input stage, if this one reads for them.
     """
 
     def __init__(self, feed: Feed, adapt: AdaptBatch, senders: Mapping[int, Sender] | None = None) -> None:
@@ -161,7 +151,7 @@ class LocalMicrobatches(Microbatches):
 
 
 class ReceivedMicrobatches(Microbatches):
-    """Microbatches that replica 0 of the input stage reads and sends; it alone decides where a stream ends."""
+    """Microbatches that replica 0 of the input stage reads and sends."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver

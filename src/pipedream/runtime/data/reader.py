@@ -1,8 +1,7 @@
 """Reading a loader: its minibatches in order over the epochs, and the way back to a position.
 
-`IterableReader` reads anything that can be iterated. All of its draws, the data's own among them, use the order's
-random state (`rng.py`), since nobody can know which of them decide the order. `sharded_loader.py` reads map-style
-DataLoaders.
+`IterableReader` reads any iterable; as nobody can know which of its draws decide the order, all of them use the order's
+random state (`rng.py`). `sharded_loader.py` reads map-style DataLoaders.
 """
 
 from __future__ import annotations
@@ -40,14 +39,7 @@ _END = object()
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One minibatch of a loader.
-
-    Attributes:
-        number: counted from the first one that the reader yields or leaves to other replicas.
-        epoch: from 0.
-        batch: what the loader yielded.
-        ends_epoch: it is the epoch's last one.
-    """
+    """One minibatch of a loader; `number` also counts those that are left to other replicas."""
 
     number: int
     epoch: int
@@ -57,7 +49,7 @@ class Minibatch:
 
 @dataclass(frozen=True)
 class EpochRange:
-    """The part of the data that is read: epochs first <= epoch < end, without `skip` minibatches of the first."""
+    """Epochs first <= epoch < end, without `skip` minibatches of the first."""
 
     first: int = 0
     end: int = 1
@@ -68,7 +60,7 @@ class MinibatchReader(ABC):
     """Abstract: an iterator over the minibatches of one worker.
 
     Attributes:
-        count: minibatches for all replicas together, known once the iterator has ended.
+        count: minibatches of all replicas, known once the iterator has ended.
     """
 
     count: int | None = None
@@ -84,12 +76,11 @@ class MinibatchReader(ABC):
 
     @abstractmethod
     def _next(self) -> Minibatch:
-        """Returns the next minibatch for this reader; raises StopIteration and sets `count` at the end."""
+        """Raises StopIteration and sets `count` at the end."""
 
     def has_minibatch(self, number: int) -> bool:
-        """Returns whether there is a minibatch `number`, which precedes the next one that this reader's worker needs.
-
-        Nothing is loaded that is not needed anyway: the reader goes no further than that minibatch.
+        """Returns whether there is a minibatch `number`; it precedes this worker's next one, so nothing extra is
+        loaded.
         """
         while self._last < number:
             if next(self, None) is None:
@@ -98,11 +89,9 @@ class MinibatchReader(ABC):
 
 
 class LoaderReader(MinibatchReader):
-    """Abstract: reads a user's loader, and knows the way back to where it is.
+    """Abstract: reads a user's loader.
 
     Args:
-        order: random state that decides the order.
-        epochs: what is read.
         state: from `state`, to continue there; None to begin.
     """
 
@@ -125,8 +114,7 @@ class LoaderReader(MinibatchReader):
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
         """Returns what is needed to continue after `batches` minibatches of an epoch, as JSON values.
 
-        It holds the order at the start of that epoch or of an earlier one: the minibatches up to the position are
-        drawn again and skipped.
+        It holds the order at the start of that epoch or an earlier one; the minibatches since are drawn again.
 
         Raises:
             PipelineError: the reader is not at this position.
@@ -142,7 +130,6 @@ class LoaderReader(MinibatchReader):
         return dict(self._epoch_states[max(before)])
 
     def _save_epoch_state(self, epoch: int) -> None:
-        """Keeps the state at the start of an epoch; those of the last two epochs are kept."""
         self._epoch_states[epoch] = {"epoch": epoch, "order": self._order.snapshot(self._loader)}
         while len(self._epoch_states) > 2:
             del self._epoch_states[min(self._epoch_states)]
@@ -151,9 +138,8 @@ class LoaderReader(MinibatchReader):
 class IterableReader(LoaderReader):
     """Reads any iterable, one minibatch ahead within an epoch to know which one ends it.
 
-    A position is found again by iterating and throwing away, which loads what is thrown away. A loader with
-    ``state_dict`` and ``load_state_dict`` is queried for its state before each read instead, so that its state after
-    any count of yielded minibatches is known although one was read ahead.
+    A position is found again by loading and throwing away. A loader with ``state_dict`` and ``load_state_dict`` is
+    instead queried for its state before each read.
     """
 
     def __init__(self, loader: Any, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None) -> None:
@@ -234,7 +220,7 @@ class IterableReader(LoaderReader):
         self.count = number
 
     def _restore_loader(self, epoch: int) -> int | None:
-        """Lets a loader continue from its own state; returns the minibatches before it, None if it cannot."""
+        """Returns the minibatches before the loader's own state; None if it cannot continue from one."""
         own = (self._initial_state or {}).get("loader")
         position = (self._epochs.first, self._epochs.skip)
         if not self._stateful or own is None or epoch != position[0] or (own["epoch"], own["batches"]) != position:
@@ -243,7 +229,7 @@ class IterableReader(LoaderReader):
         self._start_epoch()
         self._order.restore(own["order"], self._loader)
         if not own["batches"]:
-            # The state at an epoch's end: an iterator that continues from it ends at once, and may have drawn for
+            # An iterator that continues from the state at an epoch's end ends at once, and may have drawn for
             # the next epoch.
             self._close_iterator()
             self._start_epoch()
@@ -251,14 +237,7 @@ class IterableReader(LoaderReader):
 
 
 class _TeeReader(MinibatchReader):
-    """One of several readers that all see every minibatch of a source, each loaded once.
-
-    Not itertools.tee: that keeps up to 57 minibatches that all readers have had.
-
-    Args:
-        queues: of all readers, with the minibatches that each has not had yet.
-        queue: this reader's.
-    """
+    """Not itertools.tee: that keeps up to 57 minibatches that all readers have had."""
 
     def __init__(self, source: LoaderReader, queues: Sequence[deque[Minibatch]], queue: deque[Minibatch]) -> None:
         self._source = source
@@ -310,7 +289,7 @@ def empty_epoch_error(epoch: int) -> WorkerError:
 
 
 def shut_down_workers(iterator: Any) -> None:
-    """Ends the worker processes of a DataLoader's iterator, if it has any; calling it twice is harmless."""
+    """Ends a DataLoader iterator's worker processes, if any; calling it twice is harmless."""
     shut_down = getattr(iterator, "_shutdown_workers", None)
     if shut_down is not None:
         with suppress(AttributeError):  # raised by torch if the iterator was never completed

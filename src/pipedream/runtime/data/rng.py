@@ -1,13 +1,10 @@
 """Random states: those of the process, and those that decide the order of the data.
 
-A DataLoader without a generator draws from torch's global one; a user's sampler may also draw from `random` or
-numpy. So does everything else in a process, and what else there is differs from rank to rank and from plan to plan.
-A `DataOrder` therefore keeps a state of the global generators for the data alone: it is in force while a loader or
-sampler draws and is put aside otherwise. The order of the data then depends on nothing else and can be saved. In a
-script where nothing else draws, it is the order of a plain ``for batch in loader``.
+Loaders and samplers draw from the global generators of torch, `random` and numpy; but what else in a process draws from
+them differs from rank to rank and from plan to plan. So a `DataOrder` keeps a state of them that is in force only while
+a loader or sampler draws. If nothing else draws, the order is that of a plain ``for batch in loader``.
 
-A `torch.Generator` that the user gave to the loader or a sampler is drawn from in place. It has the same state on all
-ranks and is saved with the order.
+A `torch.Generator` of the user's is drawn from in place; it has the same state on all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ _GENERATORS = ("generator", "sampler.generator", "batch_sampler.generator", "bat
 
 
 class RngStates(NamedTuple):
-    """States of the global CPU generators; None for one that was not read, and for numpy where it is not loaded."""
+    """States of the global CPU generators; None if not read, or if numpy is not loaded."""
 
     torch: torch.Tensor
     python: Any
@@ -38,14 +35,13 @@ class RngStates(NamedTuple):
 
     @classmethod
     def read(cls, only_torch: bool = False) -> RngStates:
-        """Returns the present states; only torch's where the others cannot matter, which is 100 us faster."""
+        """Returns the present states; reading only torch's is 100 us faster."""
         if only_torch:
             return cls(torch.get_rng_state(), None, None)
         numpy: Any = sys.modules.get("numpy")
         return cls(torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state())
 
     def apply(self) -> None:
-        """Sets the global generators; one whose state is None is left alone."""
         torch.set_rng_state(self.torch)
         if self.python is not None:
             random.setstate(self.python)
@@ -63,11 +59,7 @@ class RngStates(NamedTuple):
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> RngStates:
-        """Returns the states that `to_json` wrote.
-
-        Raises:
-            KeyError, ValueError, TypeError: `found` does not hold states.
-        """
+        """Raises KeyError, ValueError or TypeError if `found` does not hold states."""
         version, words, normal = found["python"]
         numpy = found.get("numpy") if "numpy" in sys.modules else None
         return cls(
@@ -78,7 +70,7 @@ class RngStates(NamedTuple):
 
 
 def saved_rng(device: torch.device) -> str:
-    """Returns the states of all global generators, the GPU's included, as text for a checkpoint."""
+    """Returns the states of all global generators, the GPU's included, as text."""
     found = RngStates.read().to_json()
     if device.type == "cuda":
         found["cuda"] = _text_of(torch.cuda.get_rng_state(device))
@@ -101,7 +93,7 @@ def restore_rng(text: str, device: torch.device) -> None:
 
 
 def generators_of(loader: Any) -> dict[str, torch.Generator]:
-    """Returns the generators that the user gave to a loader and its samplers, by attribute path."""
+    """Returns attribute path -> generator of a loader and its samplers."""
     found = {}
     for path in _GENERATORS:
         value = loader
@@ -137,11 +129,7 @@ class DataOrder:
 
     @contextmanager
     def drawing(self, only_torch: bool = False) -> Iterator[None]:
-        """Puts the state of the order in force.
-
-        Args:
-            only_torch: everything drawn inside comes from torch alone.
-        """
+        """Puts the state of the order in force; `only_torch` if nothing else draws inside."""
         if self._inside:
             yield
             return
@@ -158,13 +146,13 @@ class DataOrder:
             others.apply()
 
     def snapshot(self, loader: Any) -> dict[str, Any]:
-        """Returns the state, the loader's own generators included, as JSON values."""
+        """Returns the state, with the loader's generators, as JSON values."""
         states = self._current()
         own = {path: _text_of(generator.get_state()) for path, generator in generators_of(loader).items()}
         return states.to_json() | {"generators": own}
 
     def restore(self, state: Mapping[str, Any], loader: Any) -> None:
-        """Continues from a snapshot; a generator of the loader that it does not know is left as it is."""
+        """Continues from a snapshot; a generator that it does not contain keeps its state."""
         self._states = RngStates.from_json(state)
         for path, generator in generators_of(loader).items():
             if path in state["generators"]:
@@ -177,7 +165,6 @@ class DataOrder:
 
 
 def _text_of(state: torch.Tensor) -> str:
-    """Returns a generator's state, uint8[n], as text."""
     return base64_of(state.cpu().numpy().tobytes())
 
 

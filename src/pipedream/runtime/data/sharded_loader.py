@@ -1,9 +1,8 @@
-"""Sharding a map-style DataLoader: each replica of the input stage loads its own minibatches and no others.
+"""Sharding a map-style DataLoader: each replica of the input stage loads only its own minibatches.
 
-Every replica runs the user's own batch sampler with the same random state (`rng.py`) and keeps the index lists of its
-own minibatches; a DataLoader of its own over the same data set loads them. It looks ahead in the lists, not in the
-data, so it knows without loading which minibatch ends the epoch and where the data ends, and finds a position again
-by skipping lists. A single replica reads all of the data in the same way.
+Every replica runs the user's batch sampler with the same random state (`rng.py`) and loads its own index lists with
+another DataLoader. Looking ahead in the lists, it knows without loading which minibatch ends the epoch, and finds a
+position again by skipping lists.
 """
 
 from __future__ import annotations
@@ -42,18 +41,16 @@ def can_be_sharded(loader: Any) -> bool:
 
 
 def _is_torchs(sampler: Any) -> bool:
-    """Returns whether a sampler and its inner one are torch's own, which draw from torch's generators only."""
+    """Returns whether a sampler and its inner one are torch's own, which draw only from torch's generators."""
     inner = getattr(sampler, "sampler", None)
     return type(sampler).__module__.startswith("torch.utils.data.") and (inner is None or _is_torchs(inner))
 
 
 class ShardedLoader:
-    """One replica's share of a user's DataLoader, loaded by a DataLoader of its own; it lives as long as the user's.
+    """One replica's share of a user's DataLoader, which itself is never iterated.
 
     Args:
-        loader: the user's, which is never iterated.
-        replica: of the input stage; loads the minibatches k with k mod replicas = replica.
-        replicas: of the input stage.
+        replica: loads the minibatches k with k mod replicas = replica.
     """
 
     def __init__(self, loader: DataLoader[Any], replica: int = 0, replicas: int = 1) -> None:
@@ -70,9 +67,8 @@ class ShardedLoader:
     def begin_epoch(self, order: DataOrder) -> tuple[Iterator[Any], torch.Tensor]:
         """Draws what torch's DataLoader draws at the start of an epoch, in its order.
 
-        Returns: the index lists of the epoch; the generator state from which the own DataLoader draws its workers'
-            seed. Replica 0 draws the same seed as the user's DataLoader would; the others have seeds of their own,
-            or the augmentations of all replicas would be alike.
+        Returns the index lists, and the generator state from which the own DataLoader draws its workers' seed: at
+        replica 0 that of the user's DataLoader; elsewhere another, or all replicas would augment alike.
         """
         user = self.loader
         with order.drawing(self._only_torch):
@@ -89,13 +85,12 @@ class ShardedLoader:
         return lists, state
 
     def next_indices(self, lists: Iterator[Any], order: DataOrder) -> Any:
-        """Returns the next index list, or `_END`."""
+        """Returns `_END` at the end."""
         with order.drawing(self._only_torch):
             indices = next(lists, _END)
         return list(indices) if isinstance(indices, list) else indices  # a sampler may use its list again
 
     def load(self, epoch: _EpochIndices) -> Iterator[Any]:
-        """Yields the loaded batches of an epoch's index lists."""
         self._seeds.set_state(epoch.seeds)
         self._own_sampler.indices = epoch
         if self._own_loader is None:
@@ -108,7 +103,6 @@ class ShardedLoader:
                 shut_down_workers(iterator)
 
     def close(self) -> None:
-        """Ends persistent workers."""
         if self._own_loader is not None:
             shut_down_workers(self._own_loader._iterator)
             self._own_loader = None
@@ -130,8 +124,6 @@ class ShardedLoader:
 
 
 class _OwnSampler:
-    """The sampler of an own DataLoader: yields the index lists of the current epoch."""
-
     indices: _EpochIndices
 
     def __iter__(self) -> Iterator[Any]:
@@ -142,14 +134,14 @@ class _EpochIndices:
     """One replica's index lists of one epoch; always knows whether another one follows.
 
     Args:
-        skip: lists to leave out because they were trained on already.
+        skip: lists that were trained on already.
         first: number of the first list after those.
-        ended: called once, when the last list of all replicas has been drawn.
+        ended: called once all replicas' last list has been drawn.
 
     Attributes:
         seeds: generator state for the seeds of the loading processes.
         number: of the next list of all replicas.
-        loading: (number, ends the epoch) of the lists that were given out and not yet loaded.
+        loading: (number, ends the epoch) of the lists that are being loaded.
         empty: there was no list at all.
     """
 
@@ -175,7 +167,6 @@ class _EpochIndices:
 
     @property
     def has_more(self) -> bool:
-        """Whether another list of this replica follows."""
         return self._ahead is not None
 
     def __iter__(self) -> Iterator[Any]:
@@ -190,7 +181,6 @@ class _EpochIndices:
         return indices
 
     def _seek(self) -> tuple[int, Any] | None:
-        """Draws lists up to this replica's next one."""
         while (indices := self._loader.next_indices(self._lists, self._order)) is not _END:
             self.empty = False
             if self._skip:
@@ -205,12 +195,7 @@ class _EpochIndices:
 
 
 class ShardedReader(LoaderReader):
-    """Reads a replica's minibatches of a map-style DataLoader.
-
-    Args:
-        sharded: of the replica.
-        order, epochs, state: as for `LoaderReader`.
-    """
+    """Reads a replica's minibatches of a map-style DataLoader."""
 
     def __init__(
         self, sharded: ShardedLoader, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None
@@ -244,11 +229,10 @@ class ShardedReader(LoaderReader):
 
     @property
     def _drawn(self) -> int:
-        """Index lists that have been drawn."""
         return self._open_epochs[-1].number if self._open_epochs else self._number
 
     def _open_epoch(self) -> bool:
-        """Draws the start of the next epoch; returns whether there is one."""
+        """Returns whether there is another epoch."""
         epoch = self._next_epoch
         if epoch >= self._epochs.end:
             return False

@@ -1,12 +1,10 @@
-"""The data of a session: which workers of the input stage read the loader, and with which random state.
+"""Which workers of the input stage read the loader, and with which random state.
 
 - All workers in one process: one reader serves all of them.
-- One replica, or minibatches that are not split and a map-style DataLoader: each replica loads its own
-  (`sharded_loader.py`). A run of several methods does so if none of them splits its minibatches.
+- One replica, or a map-style DataLoader and minibatches that are never split: each replica loads its own.
 - Anything else: replica 0 reads and sends the others their parts (`microbatches.py`).
 
-The way of a minibatch: `DataSource` opens the loader with a `LoaderReader`; a `Feed` counts its minibatches from the
-last drain; `Microbatches` splits them for the worker.
+A `LoaderReader` reads the loader, a `Feed` counts minibatches from the last drain, `Microbatches` splits them.
 """
 
 from __future__ import annotations
@@ -36,10 +34,9 @@ class DataSource:
     """The data for the workers of one process.
 
     Args:
-        programs: of the training, one for each of its phases.
-        ranks: of the workers of this process.
+        programs: one for each phase of the training.
         group: of all ranks; None in a single process.
-        senders: other replica of the input stage -> channel, at replica 0 of several processes.
+        senders: to the other replicas of the input stage, at replica 0 of several processes.
         receiver: from replica 0, at the others.
     """
 
@@ -64,12 +61,10 @@ class DataSource:
     def open_training(
         self, loader: Any, adapt: AdaptBatch, epochs: EpochRange, state: Mapping[str, Any] | None
     ) -> dict[int, Microbatches]:
-        """Opens a loader for training; returns rank -> microbatches for the input stage's workers in this process.
+        """Returns rank -> microbatches for the input stage's workers in this process.
 
         Args:
-            adapt: batch -> (inputs, targets).
-            epochs: what is read.
-            state: from `state`, for the position where it begins; None keeps the order as it is.
+            state: from `state`, to continue there; None keeps the order as it is.
         """
         return self._open(self._training, self._splits, loader, adapt, epochs, state)
 
@@ -80,14 +75,14 @@ class DataSource:
         return self._open(self._evaluation, False, loader, adapt, EpochRange(), None)
 
     def close_evaluation(self) -> None:
-        """Ends what `open_evaluation` began, and restores the loader's generators, which may be the training's."""
+        """Restores the loader's generators, which may be the training's."""
         self._evaluation.close_reader()
         for generator, state in self._borrowed:
             generator.set_state(state)
         self._borrowed = []
 
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
-        """Returns what is needed to continue reading the training data from a position; empty where it is not read.
+        """Returns what is needed to continue reading from a position; empty where the loader is not read.
 
         Raises:
             PipelineError: the reader is not at this position, or JSON cannot hold the loader's own state.
@@ -96,7 +91,6 @@ class DataSource:
         return {} if reader is None else reader.state(epoch, batches)
 
     def close(self) -> None:
-        """Ends all loading processes."""
         self._training.close()
         self._evaluation.close()
 
@@ -118,7 +112,7 @@ class DataSource:
                 rank: LocalMicrobatches(Feed(reader), adapt)
                 for rank, reader in zip(self._ranks_here, readers, strict=True)
             }
-        # The replicas of the input stage are processes; replica 0 decides how they read.
+        # Replica 0 decides how all replicas read.
         replicas = len(self._input_ranks)
         replica = self._input_ranks.index(self._ranks_here[0]) if self._ranks_here else None
         text = ""
@@ -150,7 +144,7 @@ class DataSource:
 
 
 class _OpenLoader:
-    """A loader that is being read for one purpose, and the random state that decides its order."""
+    """A loader that is being read, and the random state that decides its order."""
 
     def __init__(self) -> None:
         self.order = DataOrder()
@@ -160,7 +154,6 @@ class _OpenLoader:
     def open(
         self, loader: Any, epochs: EpochRange, state: Mapping[str, Any] | None, replica: int = 0, replicas: int = 1
     ) -> LoaderReader:
-        """Begins to read a loader, or the part of one replica."""
         if can_be_sharded(loader):
             self.reader = ShardedReader(self._shard(loader, replica, replicas), self.order, epochs, state)
         else:
@@ -168,7 +161,7 @@ class _OpenLoader:
         return self.reader
 
     def initial_state(self, loader: Any, epochs: EpochRange, replicas: int) -> dict[str, Any]:
-        """Returns the state with which all replicas begin: that of replica 0."""
+        """Returns replica 0's state, with which all replicas begin."""
         seeded = self._shard(loader, 0, replicas).seeded
         return {"epoch": epochs.first, "order": self.order.snapshot(loader), "seeded": seeded}
 
@@ -184,7 +177,7 @@ class _OpenLoader:
             self._sharded = None
 
     def _shard(self, loader: Any, replica: int, replicas: int) -> ShardedLoader:
-        """Returns one replica's share of a loader: the same object for the same loader, whose workers may live on."""
+        """Returns the same object for the same loader, whose workers may live on."""
         known = self._sharded
         if known is None or known.loader is not loader or known.replicas != replicas:
             if known is not None:

@@ -1,4 +1,4 @@
-"""Values that may contain tensors as JSON, for the state of a loader; nothing is pickled."""
+"""Values that may contain tensors as JSON; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def to_json(value: Any, where: str = "the loader's state_dict()") -> Any:
     """Returns a value that JSON can hold: tensors, tuples and bytes become marked dicts.
 
     Raises:
-        PipelineError: it holds something else, or a dict whose keys are not strings; names the place.
+        PipelineError: it holds anything else, or a dict whose keys are not strings.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
