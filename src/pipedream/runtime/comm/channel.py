@@ -26,11 +26,11 @@ class Pending(ABC, Generic[Result]):
 
     @abstractmethod
     def ready(self) -> bool:
-        """Returns, without waiting, whether `result` would return at once; False may also mean unknown."""
+        """Returns at once; False may also mean unknown."""
 
     @abstractmethod
     def result(self) -> Result:
-        """Returns the result; waits for it if the implementation can."""
+        """Waits for the result if the implementation can."""
 
 
 Waiting = Generator[Pending[Any], None, Result]
@@ -42,10 +42,10 @@ class Sender(ABC):
 
     @abstractmethod
     def send(self, message: Message) -> None:
-        """Sends without waiting; the message's tensors must not be written to afterwards."""
+        """Does not wait; the message's tensors must not be written to afterwards."""
 
     def close_begin(self) -> None:
-        """Announces that nothing more follows, so that the receiver can end; does not wait."""
+        """Announces, without waiting, that nothing more follows, so that the receiver can end."""
         return
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class Receiver(ABC):
 
     @abstractmethod
     def receive(self) -> Pending[Message]:
-        """Returns the next message, which may still be under way. Its tensors belong to the caller."""
+        """Returns the next message, whose tensors belong to the caller."""
 
     def close(self) -> None:
         """Completes the receives that were posted ahead; the sender has begun to close."""
@@ -71,7 +71,7 @@ class Receiver(ABC):
 
 
 def close_all(ends: Sequence[Sender | Receiver]) -> None:
-    """Closes ends of channels; the other ends are closed in the same way."""
+    """Closes ends of channels; the other ends are closed in the same order."""
     for end in ends:
         if isinstance(end, Sender):
             end.close_begin()
@@ -88,10 +88,10 @@ class Group(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
-        """Starts to sum a tensor over all members of the group, in place; does not wait.
+        """Starts to sum a tensor over all members of the group, in place.
 
-        Every member calls it in the same order, with the same size and type. Nobody may read or write the tensor
-        before the result is ready.
+        Every member calls it in the same order, with the same size and type. Nobody may touch the tensor before the
+        result is ready.
         """
 
 
@@ -131,18 +131,17 @@ class _QueueHead(Pending[Message]):
 
 
 class LocalGroup:
-    """Sums between workers of one process; `member` returns the `Group` of each."""
+    """Sums between workers of one process."""
 
     def __init__(self, members: int) -> None:
         self._members = members
         self._contributed: dict[int, dict[int, torch.Tensor]] = {}
 
     def member(self, index: int) -> Group:
-        """Returns the group as one member sees it."""
         return _LocalMember(self, index)
 
     def contribute(self, turn: int, index: int, tensor: torch.Tensor) -> None:
-        """Takes one member's tensor; the last one triggers the sum, in the order of the members."""
+        """The last member's call triggers the sum, in the order of the members."""
         contributed = self._contributed.setdefault(turn, {})
         contributed[index] = tensor
         if len(contributed) == self._members:
@@ -154,7 +153,7 @@ class LocalGroup:
                 other.copy_(total)
 
     def is_complete(self, turn: int) -> bool:
-        """Returns whether all members have contributed; called by a member that has."""
+        """Called by a member that has contributed."""
         return turn not in self._contributed
 
 

@@ -1,20 +1,17 @@
 """Channels and groups on torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-Headers always use gloo, from and to the CPU, so that no worker has to wait for its GPU to read one; payloads use the
-data backend. On gloo, channels differ by their tags; on NCCL each channel has its own process group, because a
-communicator runs its messages in one order.
+Headers always use gloo between CPUs, so that no worker waits for its GPU to read one; payloads use the data backend. On
+gloo, channels differ by their tags; on NCCL each has its own process group, because a communicator runs its messages in
+one order.
 
 Receives are posted ahead without negotiating sizes. Message i finds a posted receive of ``capacity(i)`` bytes, the
-largest payload among the messages up to i - depth, which both ends know. A smaller payload is padded. The rest of a
-larger one follows in another message, whose receive is posted when the header has been read: by gloo with its own tag,
-because receives for later messages are posted already. Between CPUs a small posted payload is joined to its header as
-one message, because each message has a fixed cost. So equal shapes, the common case, are always posted ahead, the first
-`depth` messages and growing ones cost one more message, and no byte is ever cut off.
+largest payload among the messages up to i - depth, which both ends know. A smaller payload is padded; the rest of a
+larger one follows in another message, by gloo with its own tag, because receives for later messages are posted already.
+Between CPUs a small payload is joined to its header, because each message has a fixed cost.
 
 Nothing waits for a send on the critical path. The tensors are kept until the message has been sent; a worker waits for
-the oldest message only when more are under way than its schedule can have unread. That bound is as small as the
-schedule allows, because gloo reports that a message has been sent only to those who wait, and what is kept takes
-memory.
+the oldest message only when more are under way than its schedule can have unread. That bound is tight to save memory,
+because gloo reports that a message has been sent only to those who wait.
 """
 
 from __future__ import annotations
@@ -38,8 +35,8 @@ from pipedream.runtime.comm.message import (
 __all__ = ["ChannelEndpoint", "DistributedGroup", "DistributedReceiver", "DistributedSender"]
 
 _HEADER_BYTES = 8 * HEADER_WORDS
-_MOST_JOINED_BYTES = 1 << 17  # copying these costs less than the 50 us of a second message of gloo
-_CLOSED = 1 << 30  # `flags` of the messages that complete the posted receives when a channel closes
+_MOST_JOINED_BYTES = 1 << 17  # copying these takes less than the 50 us of another message
+_CLOSED = 1 << 30  # `flags` of messages that close a channel
 
 
 class ChannelEndpoint:
@@ -50,8 +47,7 @@ class ChannelEndpoint:
         number: distinct for each channel of the run.
         depth: receives posted ahead.
         headers: gloo process group of all ranks.
-        payloads: process group of the payloads; `headers` itself on gloo.
-        device: of the payloads.
+        payloads: the same on gloo.
     """
 
     def __init__(
@@ -65,7 +61,7 @@ class ChannelEndpoint:
     ) -> None:
         self.peer = peer
         self.number = number
-        self._tag = 3 * number + 3  # the first three tags are left to messages without a tag, such as parameters
+        self._tag = 3 * number + 3  # tags 0 to 2 are for messages without one, such as parameters
         self.depth = depth
         self.headers = headers
         self.payloads = payloads
@@ -76,7 +72,6 @@ class ChannelEndpoint:
         return _started(dist.isend(payload, self.peer, self.headers, tag=self._tag + 2))
 
     def receive_rest(self, payload: torch.Tensor) -> None:
-        """Waits for what did not fit into the posted receive."""
         _started(dist.irecv(payload, self.peer, self.headers, tag=self._tag + 2)).wait()
 
     def joins_header(self, capacity: int) -> bool:
@@ -88,15 +83,12 @@ class ChannelEndpoint:
         return _started(dist.isend(header, self.peer, self.headers, tag=self._tag))
 
     def send_payload(self, payload: torch.Tensor) -> dist.Work:
-        """Starts to send a payload."""
         return _started(dist.isend(payload, self.peer, self.payloads, tag=self._tag + 1))
 
     def receive_header(self, header: torch.Tensor) -> dist.Work:
-        """Posts the receive of a header, uint8[n], alone or joined with its payload."""
         return _started(dist.irecv(header, self.peer, self.headers, tag=self._tag))
 
     def receive_payload(self, payload: torch.Tensor) -> dist.Work:
-        """Posts the receive of a payload."""
         return _started(dist.irecv(payload, self.peer, self.payloads, tag=self._tag + 1))
 
 
@@ -106,7 +98,7 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 
 class _Capacity:
-    """The size in bytes of receives that are posted `depth` messages ahead; the same at both ends."""
+    """Bytes of receives that are posted `depth` messages ahead; the same at both ends."""
 
     def __init__(self, depth: int) -> None:
         self._recent: deque[int] = deque(maxlen=depth)
@@ -114,7 +106,7 @@ class _Capacity:
         self.size_bytes = 0
 
     def of_next(self, payload_bytes: int) -> int:
-        """Returns the capacity of the receive for the next message, and records the message's size."""
+        """Returns the capacity for the next message, and records the message's size."""
         if len(self._recent) == self._depth:
             self.size_bytes = max(self.size_bytes, self._recent[0])
         self._recent.append(payload_bytes)
@@ -122,11 +114,7 @@ class _Capacity:
 
 
 class DistributedSender(Sender):
-    """The sending end.
-
-    Args:
-        max_unread: messages that are kept; any older one has been received at the other end.
-    """
+    """The sending end; waits for all but the last `max_unread` messages."""
 
     def __init__(self, endpoint: ChannelEndpoint, max_unread: int) -> None:
         self._endpoint = endpoint
@@ -164,7 +152,7 @@ class DistributedSender(Sender):
 
     def _reap(self) -> None:
         if self._endpoint.device.type == "cuda":
-            # Only a look: Work.wait would make the compute stream wait for the message.
+            # Work.wait would make the compute stream wait for the message.
             while self._out and all(work.is_completed() for work in self._out[0][0]):
                 self._out.popleft()
             return
@@ -214,7 +202,7 @@ class DistributedReceiver(Receiver):
         return _Arrival(self)
 
     def take(self, repost: bool = True) -> Message:
-        """Waits for the next message, posts another receive, and returns the message."""
+        """Waits for the next message and posts another receive."""
         header, words, work, payload = self._posted.popleft()
         header.wait()
         message, size, specs = decode_header(words)
@@ -229,7 +217,7 @@ class DistributedReceiver(Receiver):
             self._endpoint.receive_rest(rest)
             whole[have:].copy_(rest)
             payload = whole
-        # The receive posted now is for the message `depth` later: it may rely on the sizes up to this one.
+        # The next receive is for the message `depth` later: it may rely on the sizes so far.
         self._size_bytes = max(self._size_bytes, size)
         if repost:
             self._post()

@@ -1,9 +1,7 @@
 """A message and its header.
 
-Every message has a header of fixed size, so that its receive can be posted before anything is known about it. The
-header holds the minibatch and the microbatch, the version of the weights, the loss weight, the kind of message (data,
-an empty microbatch, the end of a stream), and the type and shape of each tensor. A shape is therefore never guessed or
-taken from an earlier batch: a smaller last minibatch or a longer sequence needs no negotiation.
+The header has a fixed size, so that its receive can be posted before anything is known about the message. It holds the
+type and shape of each tensor, so a smaller last minibatch or a longer sequence needs no negotiation.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ class Content(IntEnum):
     """The kind of a message."""
 
     DATA = 0
-    EMPTY = 1  # a microbatch without samples: the minibatch has fewer samples than microbatches
+    EMPTY = 1  # the minibatch has fewer samples than microbatches
     END = 2  # no further microbatch; `microbatch` is their count
 
 
@@ -63,11 +61,7 @@ class Ending(IntEnum):
 
 
 class TensorSpec(NamedTuple):
-    """The layout of a tensor in a payload.
-
-    Attributes:
-        order: dimensions in the order of memory (`dimension_order`).
-    """
+    """The layout of a tensor in a payload; `order` as in `dimension_order`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -80,18 +74,16 @@ class Message:
 
     Attributes:
         microbatch: number since the last drain.
-        content: data, empty, or the end of the stream.
         tensors: None for a gradient that does not exist.
         structure: how the tensors form a value (`values.flatten`).
         gradients: for each tensor, whether its gradient is sent back.
         minibatch: number since the start of training.
-        epoch: of the minibatch.
         samples: in the microbatch.
         version: of the sending stage's weights that the forward read.
         flags: `ENDS_EPOCH` with data, an `Ending` with the end of a stream.
         weight: loss weight of the microbatch.
         share: of the minibatch's samples that are in the microbatch.
-        numbers: further floating point numbers (losses, metrics).
+        numbers: losses and metrics.
     """
 
     microbatch: int
@@ -115,12 +107,11 @@ class Message:
         gradients: tuple[bool, ...] | None = None,
         version: int = 0,
     ) -> Message:
-        """Returns the message with other tensors; by default no gradients are sent back."""
+        """By default no gradients are sent back."""
         wants = (False,) * len(tensors) if gradients is None else gradients
         return replace(self, tensors=tensors, structure=structure, gradients=wants, version=version)
 
     def without_tensors(self) -> Message:
-        """Returns the message with its header only."""
         return replace(self, tensors=(), structure="", gradients=())
 
 
@@ -158,7 +149,7 @@ def encode_header(message: Message, payload_bytes: int) -> torch.Tensor:
 def decode_header(
     words: torch.Tensor,
 ) -> tuple[Message, int, list[TensorSpec | None]]:
-    """Reads a header. Returns the message without tensors, the payload's bytes, each tensor's place in it."""
+    """Returns the message without tensors, the payload's bytes, and each tensor's place in it."""
     ints = words.numpy()
     (
         content, microbatch, minibatch, epoch, samples, version, flags, payload, count, weight, share, numbers,
@@ -217,7 +208,7 @@ def split_payload(message: Message, specs: list[TensorSpec | None], payload: tor
             tensors.append(None)
             continue
         size = prod(spec.shape) * spec.dtype.itemsize
-        # `.data`: as views for autograd, a tensor's neighbours would be rewritten when it enters the graph.
+        # `.data`: autograd must not take these for views, or would rewrite a tensor's neighbours.
         tensors.append(_restored(payload[place : place + size].view(spec.dtype), spec.shape, spec.order).data)
         place += _aligned(size) if place + _aligned(size) <= payload.numel() else size
     structure = bytes(payload[place:].cpu().numpy()).decode() if place < payload.numel() else ""
@@ -238,7 +229,7 @@ def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def copy_as_received(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor as it would be received: a dense copy, its dimensions in the same order of memory."""
+    """Returns a dense copy, its dimensions in the same order of memory."""
     order = dimension_order(tensor)
     numbers = tensor.detach().permute(order).clone(memory_format=torch.contiguous_format).view(-1)
     return _restored(numbers, tuple(tensor.shape), order).data

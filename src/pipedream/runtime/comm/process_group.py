@@ -75,7 +75,7 @@ def broadcast_text(text: str, group: dist.ProcessGroup | None) -> str:
 
 
 def run_on_rank_0(make: Callable[[], str], device: str) -> str:
-    """Returns the result of `make`, which on several processes only rank 0 calls (`from_rank_0`)."""
+    """Returns the result of `make`, which only rank 0 calls (`from_rank_0`)."""
     if not is_distributed():
         return make()
     rank, _ = join_group(device)
@@ -137,14 +137,7 @@ def leave_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def check_same_on_all_ranks(what: str, text: str, group: dist.ProcessGroup | None) -> None:
-    """Checks that all ranks have the same text.
-
-    Args:
-        what: description of the text, for the error.
-
-    Raises:
-        PlanError: they differ; names the ranks that differ from rank 0.
-    """
+    """Raises PlanError if the texts differ; `what` describes them for the error."""
     texts = gather_texts(text, group)
     differ = [rank for rank, other in enumerate(texts) if other != texts[0]]
     if differ:

@@ -1,8 +1,7 @@
 """Values that are sent: a minibatch, its microbatches, and what crosses between two stages.
 
-A value is a tensor, or tensors in tuples, lists and dicts, possibly with plain numbers and strings. It is sent as a
-flat tuple of tensors and a structure, a JSON text that describes how to reassemble them; nothing is pickled. The
-structure of a single tensor is the empty text.
+A value is a tensor, or tensors in tuples, lists and dicts with plain numbers and strings. It is sent as a flat tuple of
+tensors and a JSON text of how to reassemble them (empty for a single tensor); nothing is pickled.
 """
 
 from __future__ import annotations
@@ -70,11 +69,7 @@ def unflatten(structure: str, tensors: tuple[torch.Tensor, ...]) -> Any:
 
 
 def count_samples(value: Any) -> int:
-    """Returns the number of samples: the first dimension of the first tensor (1 for a scalar).
-
-    Raises:
-        WorkerError: the value holds no tensor.
-    """
+    """Returns the first dimension of the first tensor (1 for a scalar); raises WorkerError without a tensor."""
     _, tensors = flatten(value)
     if not tensors:
         raise WorkerError(0, "the loader", "the batch holds no tensor", "let the loader yield tensors")
@@ -84,8 +79,8 @@ def count_samples(value: Any) -> int:
 def split_batch(value: Any, count: int, parts: int) -> list[Any]:
     """Splits a minibatch of `count` samples into microbatches as equal as possible, larger ones first.
 
-    A tensor is split if its first dimension is the number of samples; everything else goes to each microbatch.
-    With fewer samples than parts, the last microbatches are empty.
+    A tensor is split if its first dimension is the number of samples; everything else goes to each microbatch. With
+    fewer samples than parts, the last microbatches are empty.
     """
     if parts == 1:
         return [value]

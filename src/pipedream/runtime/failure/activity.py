@@ -14,12 +14,7 @@ __all__ = ["Activity", "TaskDurations"]
 
 
 class TaskDurations:
-    """How long tasks of one kind take on this rank.
-
-    Attributes:
-        done: finished tasks.
-        longest_s: duration of the longest one.
-    """
+    """How long tasks of one kind take on this rank."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -29,14 +24,12 @@ class TaskDurations:
 class Activity:
     """What a rank is doing.
 
-    Life: `describe_op` is set once there is a worker; `begin` and `end` enclose each task, `at` encloses anything
-    that is not an op.
+    Life: `describe_op` is set once there is a worker; `begin` and `end` enclose each task, `at` anything that is no op.
 
     Attributes:
-        place: description of what is done outside of the program ("the training loop"); None while the program runs.
-        task: (kind, number) of the running task; None while the rank waits or its caller runs.
+        place: what is done outside of the program ("the training loop"); None while the program runs.
+        task: (kind, number); None while the rank waits or its caller runs.
         durations: by kind of task.
-        describe_op: returns a description of the current op.
     """
 
     def __init__(self) -> None:
@@ -54,7 +47,7 @@ class Activity:
         self.task = (kind, self._number)
 
     def end(self) -> None:
-        """Ends the task, if there is one, and records its duration."""
+        """Ends the task, if any, and records its duration."""
         if self.task is None:
             return
         took_s = time.monotonic() - self._start_s
@@ -69,7 +62,6 @@ class Activity:
 
     @contextmanager
     def running(self, kind: str) -> Iterator[None]:
-        """Context of a task."""
         self.begin(kind)
         try:
             yield

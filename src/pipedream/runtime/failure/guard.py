@@ -1,10 +1,10 @@
 """The guard: when one worker fails, all workers end.
 
 Each rank exchanges its status and the first reported failure through the process group's store (`heartbeat.py`), and a
-thread judges what the others send (`verdict.py`). The main thread usually wakes up by itself when a worker dies,
-because that worker's connections close. If it waits for a stopped or for a healthy third worker, it would wait
-forever, and a blocking wait of gloo cannot be cancelled from Python; so after a grace period the thread ends the
-process. An unresponsive worker of the same machine is killed too: it may be stopped, and would never end.
+thread judges the others' (`verdict.py`). When a worker dies, the main thread usually wakes up because connections
+close. If it waits for a stopped or a healthy third worker, it would wait forever, as a blocking wait of gloo cannot be
+cancelled from Python; so after a grace period the thread ends the process. It also kills an unresponsive worker of the
+same machine, which may be stopped and would never end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GRACE_S = 3.0
 
 
 class Guard:
-    """Watches for a failure of any rank of a run, from its creation until `end`. Every rank creates one.
+    """Watches for a failure of any rank of a run until `end`. Every rank creates one.
 
     Args:
         store: of the process group; the guard uses its own clients of it.
@@ -59,7 +59,7 @@ class Guard:
         atexit.register(self.end)
 
     def report(self, error: WorkerError) -> PeerError | None:
-        """Reports this rank's failure to all; returns the failure that another rank reported before, if any."""
+        """Reports this rank's failure to all; returns the one that another rank reported before, if any."""
         first = self._heartbeat.report_failure(Verdict(error.rank, error.where, error.cause, error.advice))
         return None if first is None or first[0] == self._rank else _peer_error(first[1])
 
@@ -102,12 +102,11 @@ class Guard:
                 return
 
     def _announce(self, verdict: Verdict) -> None:
-        """Reports this rank's own verdict to all, and ends."""
         if self._stopped.is_set():
             return
         reports = True
         if verdict.store_lost:
-            # The other ranks of this machine see the same: one of them prints it.
+            # One rank of this machine prints it.
             reports = self._rank == min(self._ranks_here())
             if self._store_is_rank_0s and self._rank and (server := self._detector.process_of(0)):
                 verdict = self._blame_rank_0(verdict, server)
@@ -133,7 +132,7 @@ class Guard:
         return [self._rank, *(rank for rank in here if rank or not self._store_is_rank_0s)]
 
     def _end_process(self, verdict: Verdict) -> None:
-        """Kills an unresponsive process; ends this process unless the main thread does so within the grace period."""
+        """Kills an unresponsive process; ends this one unless the main thread does so within the grace period."""
         if verdict.unresponsive and verdict.rank != self._rank:
             process = self._detector.process_of(verdict.rank)
             if process is not None:
@@ -143,8 +142,8 @@ class Guard:
 
 
 def _own_client(store: Any, rank: int) -> Any:
-    """Returns a client of the store for the guard alone, whose keys belong to this run alone."""
-    # A process group may have several runs, and restarts may share a store: failures of earlier runs do not count.
+    """Returns a client of the store whose keys belong to this run's guard alone."""
+    # Runs may share a process group, and restarts a store: failures of earlier ones do not count.
     number = store.add(f"pipedream/runs/{rank}", 1)
     key = f"pipedream/run/{number}"
     if rank == 0:
@@ -157,7 +156,7 @@ def _peer_error(verdict: Verdict) -> PeerError:
 
 
 def _print_verdict(verdict: Verdict) -> None:
-    """Prints the verdict once for the run: through our own launcher if it is running, otherwise here."""
+    """Prints once for the run: through our own launcher if it is running, otherwise here."""
     text = f"pipedream: {_peer_error(verdict)}"
     left = notes.write_error(text, verdict=True)
     if not (left and notes.is_launched_here()):
@@ -165,7 +164,7 @@ def _print_verdict(verdict: Verdict) -> None:
 
 
 def _exit_now() -> None:
-    """Ends this process and the processes of its loaders at once."""
+    """Ends this process and its loaders' processes at once."""
     with suppress(Exception):
         for child in multiprocessing.active_children():
             child.kill()

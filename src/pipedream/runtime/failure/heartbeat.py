@@ -1,7 +1,7 @@
 """The heartbeat: the status of each rank and the first failure, exchanged through the process group's store.
 
 It has its own thread and store client, because a call to a store whose server is stopped returns only after its
-timeout, which must not hold up the main thread or the one that judges.
+timeout, which must not hold up the other threads.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _REPORT = "failure"
 
 
 class Heartbeat:
-    """Writes this rank's status and reads those of the others, from its creation until `end`.
+    """Writes this rank's status and reads those of the others until `end`.
 
     Args:
         store: a client that nobody else uses, with keys that no other run has.
         ranks: their count.
-        where: returns a description of what this rank is doing.
+        where: describes what this rank is doing.
 
     Attributes:
         exchanges: successful ones so far.
         statuses: rank -> newest status of the others.
-        report: (reporting rank, failure) of the first failure; None while all is well.
+        report: (reporting rank, failure), the first; None while all is well.
     """
 
     def __init__(self, store: Any, rank: int, ranks: int, where: Callable[[], str]) -> None:
@@ -59,8 +59,9 @@ class Heartbeat:
         self._thread.start()
 
     def report_failure(self, verdict: Verdict, wait_s: float = 1.0) -> tuple[int, Verdict] | None:
-        """Reports a failure to all ranks. Returns the first reported one, which may be another rank's; None if the
-        store does not answer."""
+        """Reports a failure to all ranks. Returns the first reported one, which may be another rank's; None without an
+        answer.
+        """
         self._own_failure = verdict
         end_s = time.monotonic() + wait_s
         while self.report is None and time.monotonic() < end_s:
@@ -80,7 +81,7 @@ class Heartbeat:
         self._exchanged.wait(max(0.0, end_s - time.monotonic()))
 
     def end(self) -> None:
-        """Marks this rank as ended in order, if the store answers in time, and stops."""
+        """Marks this rank as ended in order, if the store answers in time."""
         self._ending = True
         self._wake.set()
         self._thread.join(timeout=1.0)

@@ -13,11 +13,8 @@ class Interrupts:
     """Records SIGINT instead of raising it.
 
     Args:
-        patient: a second one is only recorded too, because a launcher passes on to its workers what the terminal has
-            sent them already. Otherwise the second one raises KeyboardInterrupt at once.
-
-    Attributes:
-        heard: an interrupt came.
+        patient: record a second one too, because a launcher passes on to its workers what the terminal has sent them
+            already. Otherwise it raises KeyboardInterrupt.
     """
 
     def __init__(self, patient: bool) -> None:
@@ -26,7 +23,7 @@ class Interrupts:
         self.heard = False
 
     def start(self) -> None:
-        """Begins to listen; does nothing outside of the main thread, which alone receives signals."""
+        """Does nothing outside of the main thread, which alone receives signals."""
         if self._before is None and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGINT, self._hear)
 

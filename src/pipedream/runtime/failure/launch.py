@@ -1,7 +1,7 @@
 """Starting the workers of a local run: torch's elastic launcher, with one message when it fails.
 
-The workers meet at a store of the launcher that listens on 127.0.0.1 only. The one that torch's own rendezvous makes
-listens on all interfaces of the machine and asks nobody for a password.
+The workers meet at a store that listens on 127.0.0.1 only; torch's own rendezvous listens on all interfaces, without a
+password.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BACKEND = "pipedream-loopback"
 
 
 def set_threads(processes: int) -> None:
-    """Gives each of several local processes its share of the cores; does nothing for a single process."""
+    """Gives each of several local processes its share of the cores."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     if local > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
@@ -49,7 +49,7 @@ def set_threads(processes: int) -> None:
 
 @dataclass(frozen=True)
 class _Failure:
-    """How an attempt failed: the message to print, and the exit status."""
+    """The message to print, and the exit status."""
 
     text: str
     status: int
@@ -66,14 +66,14 @@ def launch(
     """Runs ``python ARGUMENTS`` in `workers` local processes under torch's elastic agent.
 
     Args:
-        arguments: of each process; when the number of workers is reduced, ``--workers N`` is added to them.
+        arguments: of each process; with fewer workers, ``--workers N`` is added.
         silent: drop the workers' standard output.
-        max_restarts: how often all workers are restarted after a failure (TORCHELASTIC_RESTART_COUNT is the number of
-            the attempt); not after a wrong call or bad input (exit status 2), which would only fail again.
-        fewest: when the restarts are used up, start with one worker fewer, down to this number; None does not.
+        max_restarts: restarts of all workers after a failure (TORCHELASTIC_RESTART_COUNT counts them); not after exit
+            status 2, a wrong call or bad input, which would only fail again.
+        fewest: after the restarts, start with one worker fewer, down to this number.
 
-    Returns the exit status: 0; 130 after Ctrl-C; otherwise that of the worker that failed first. Its message is
-    printed once on standard error, and so is each restart.
+    Returns the exit status: 0; 130 after Ctrl-C; otherwise that of the worker that failed first. Its message and each
+    restart are printed once on standard error.
     """
     _quiet_torch()
     rendezvous_handler_registry.register(_BACKEND, _loopback_rendezvous)
@@ -117,7 +117,7 @@ def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool)
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.OUT if silent else Std.NONE),
         )
         threads = os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // workers))
-        # The agent overrides this process's variables for its workers; `env` sets the count after it.
+        # `env` sets the count after the agent has overridden it.
         variables = (f"OMP_NUM_THREADS={threads}", f"TORCHELASTIC_RESTART_COUNT={attempt}")
         try:
             elastic_launch(config, "env")(*variables, sys.executable, *arguments)
@@ -133,7 +133,7 @@ def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool)
 
 
 def _quiet_torch() -> None:
-    """Silences torch's own loggers and the warnings of its stores: errors are printed here, once."""
+    """Silences torch's own loggers: errors are printed here, once."""
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -150,8 +150,6 @@ def _silent_end(rank: int, exitcode: int, place: str | None) -> str:
 
 
 class _LoopbackRendezvous(StaticTCPRendezvous):
-    """One agent with all workers, and the store for them."""
-
     def get_backend(self) -> str:
         return _BACKEND
 

@@ -1,4 +1,4 @@
-"""Files in which a worker informs its launcher why it failed, and what it was doing in case it is killed.
+"""Files in which a worker writes for its launcher why it failed, and what it was doing in case it is killed.
 
 They are in the folder of the error file that torch's elastic agent gives each worker (TORCHELASTIC_ERROR_FILE).
 """
@@ -37,7 +37,7 @@ def is_launched_here() -> bool:
 
 
 def write_error(message: str, *, verdict: bool = False) -> bool:
-    """Writes a failing worker's message to where its elastic agent looks for it; returns whether there is an agent.
+    """Writes a failing worker's message for its elastic agent; returns whether there is an agent.
 
     Args:
         verdict: the message is about another rank, or one that could not report itself; it counts for the run.
@@ -64,12 +64,12 @@ def write_place(where: str) -> None:
 
 
 def read_error(error_file: str) -> str | None:
-    """Returns the message that a worker wrote, if it did."""
+    """Returns the message that a worker wrote."""
     return next((message for message, _ in _errors(Path(error_file))), None)
 
 
 def read_verdict(folder: Path) -> str | None:
-    """Returns the verdict that a worker of a run wrote, if one did."""
+    """Returns the verdict that a worker of a run wrote."""
     files = sorted(folder.rglob("error.json"))
     return next((message for file in files for message, verdict in _errors(file) if verdict), None)
 
@@ -84,7 +84,7 @@ def read_place(folder: Path, rank: int) -> str | None:
 
 
 def _errors(file: Path) -> Iterator[tuple[str, bool]]:
-    """Yields (message, is a verdict) if the file holds an error."""
+    """Yields (message, is a verdict)."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(file.read_text(encoding="utf-8"))
         yield str(found["message"]["message"]), bool(found.get("verdict"))

@@ -17,7 +17,6 @@ class RankProcess:
 
     Attributes:
         host: boot id of the machine and namespace of its process ids.
-        pid: id in that namespace.
         started: start time in kernel ticks; unlike an id it is not used again.
     """
 
@@ -27,17 +26,15 @@ class RankProcess:
 
     @staticmethod
     def this() -> RankProcess:
-        """Returns this process."""
         pid = os.getpid()
         return RankProcess(_this_host(), pid, _started(pid))
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a process of this machine and of this namespace of ids."""
         return bool(self.host) and self.host == _this_host()
 
     def kill(self) -> bool:
-        """Kills it, if it runs on this machine and is still the same process; returns whether it did."""
+        """Returns whether it was still the same process on this machine."""
         if not self.is_local or not self.started:
             return False
         with suppress(OSError):
@@ -71,7 +68,7 @@ def _started(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat after the command's name, which may hold anything; [] without it."""
+    """Returns the fields of /proc/PID/stat after the command's name; [] without it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

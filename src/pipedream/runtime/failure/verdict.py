@@ -1,8 +1,7 @@
 """The guard's decision: from the ranks' statuses to a verdict. It uses no clock, store or process itself.
 
-Time is counted in checks, each for at most a second. A detector that did not run for a while (its process was stopped,
-its machine slept) therefore blames nobody for what it did not see, and a store that did not answer for a while does
-not make all ranks look silent.
+Time is counted in checks, each for at most a second. So a detector that did not run for a while (its process was
+stopped, its machine slept) blames nobody for what it did not see.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class RankStatus:
 
     Attributes:
         count: of its heartbeats so far; it must keep growing.
-        where: description of what the rank was doing.
-        ended: the rank ended in order and sends nothing more.
+        where: what the rank was doing.
+        ended: in order; it sends nothing more.
     """
 
     count: int
@@ -48,8 +47,7 @@ class Verdict:
     """What is wrong with a rank.
 
     Attributes:
-        rank: the one that failed.
-        where: description of what it did last.
+        where: what it did last.
         cause, advice: as in WorkerError.
         unresponsive: it sends nothing; if its process still exists, it may be killed.
         store_lost: the store does not answer, so the others cannot be informed.
@@ -67,7 +65,6 @@ class FailureDetector:
     """Judges the other ranks, the store, and this rank's own main thread.
 
     Args:
-        rank, activity: of this worker.
         stuck_after_s: how long a task may always take; 0 sets no limit.
         store_owner: description of the process that serves the store.
     """
@@ -86,7 +83,7 @@ class FailureDetector:
         self._task_s = 0.0
 
     def receive(self, now_s: float, statuses: Mapping[int, RankStatus]) -> None:
-        """Takes the others' newest statuses from an exchange with the store that has just succeeded."""
+        """Takes the others' newest statuses from an exchange that has just succeeded."""
         since_s = 0.0 if self._exchanged_at_s is None else now_s - self._exchanged_at_s
         self._exchanged_at_s = now_s
         self._unanswered_s = 0.0
@@ -105,7 +102,6 @@ class FailureDetector:
         return self._stuck(since_s) or self._silence() or self._store(since_s)
 
     def process_of(self, rank: int) -> RankProcess | None:
-        """Returns the process of another rank, if its status is known."""
         return self._statuses[rank].process if rank in self._statuses else None
 
     @property

@@ -23,11 +23,7 @@ class Logger(Protocol):
 
 
 class CSVLogger:
-    """Writes one row per minibatch: number, epoch, loss, weight, samples, rate, metrics.
-
-    Args:
-        path: of the file; its folder is created.
-    """
+    """Writes one row per minibatch: number, epoch, loss, weight, samples, rate, metrics. Creates the file's folder."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +32,6 @@ class CSVLogger:
         self._named = False
 
     def log(self, done: Done) -> None:
-        """Writes one row."""
         if not self._named:
             self._writer.writerow(["number", "epoch", "loss", "weight", "samples", "rate", *done.metrics])
             self._named = True
@@ -45,7 +40,6 @@ class CSVLogger:
         )
 
     def close(self) -> None:
-        """Writes what is still in memory."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -60,9 +54,6 @@ class CSVLogger:
 class TensorBoardLogger:
     """Writes scalars ``train/loss``, ``train/rate`` and ``train/<metric>`` for TensorBoard.
 
-    Args:
-        folder: of the event files.
-
     Raises:
         ImportError: the package tensorboard is not installed.
     """
@@ -73,20 +64,16 @@ class TensorBoardLogger:
         self._writer: Any = SummaryWriter(str(folder))
 
     def log(self, done: Done) -> None:
-        """Writes one point of each curve."""
         for name, value in {"loss": done.loss, "rate": done.rate, **done.metrics}.items():
             self._writer.add_scalar(f"train/{name}", value, done.number)
 
     def close(self) -> None:
-        """Writes what is still in memory."""
         self._writer.close()
 
 
 def loggers_of(names: Sequence[str], folder: Path) -> list[CSVLogger | TensorBoardLogger]:
-    """Returns the loggers named 'csv' and 'tensorboard', writing into a run folder.
-
-    Raises:
-        RecipeError: an unknown name.
+    """Returns the loggers named 'csv' and 'tensorboard', writing into a run folder; raises RecipeError for another
+    name.
     """
     found: list[CSVLogger | TensorBoardLogger] = []
     for name in names:

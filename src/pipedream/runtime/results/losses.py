@@ -3,8 +3,7 @@
 A minibatch's loss is a mean over something: samples, tokens that count, elements. A pipeline sees it in parts, and the
 mean of the parts' means is not the mean of the whole. So each microbatch has a *weight*, the amount that its mean is
 over; gradients and losses are summed as weight x mean and divided once by the summed weight. The weights of PyTorch's
-own losses are known. Any other loss returns (sum, weight), is accompanied by ``weight=fn(batch)``, or counts as a mean
-over samples.
+own losses are known. Any other loss returns (sum, weight), has a ``weight=fn(batch)``, or is a mean over samples.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Loss:
         """Returns (value, weight, is_sum): the value is a mean over `weight`, or a sum to be divided by it.
 
         Args:
-            batch: the second argument of the loss: the targets for torch's own losses.
+            batch: the targets for torch's own losses.
             samples: in the microbatch.
             share: of the minibatch's samples that are in the microbatch.
 
@@ -82,11 +81,7 @@ class Loss:
         return found, float(samples if weight is None else weight), False
 
     def weight_from_shapes(self, output: Any, batch: Any, samples: int, share: float) -> float:
-        """Returns the weight that follows from shapes alone: proportional to the samples, whatever the targets hold.
-
-        Args:
-            output, batch, samples, share: as for a call.
-        """
+        """Returns the weight that follows from shapes alone: proportional to the samples, whatever the targets hold."""
         if self._weight is not None or not is_torch_loss(self._loss):
             return float(samples)
         reduction = self._option("reduction", "mean")
@@ -96,11 +91,7 @@ class Loss:
         return float(count if count and count % samples == 0 else samples)
 
     def value(self, output: Any, batch: Any) -> torch.Tensor:
-        """Returns the mean or the sum without its weight, for which the targets would have to be read.
-
-        Raises:
-            TypeError: the loss returned neither a scalar tensor nor a pair.
-        """
+        """Returns the mean or the sum without its weight, for which the targets would have to be read."""
         found = self._evaluated(output, batch)
         return found[0] if isinstance(found, tuple) else self._scalar(found)
 

@@ -25,11 +25,8 @@ Moment = float | torch.cuda.Event
 class Recorder:
     """Records one worker's spans and tags.
 
-    Args:
-        device: provides the clock.
-
     Attributes:
-        phase: current phase of the run; microbatches are counted by its method.
+        phase: of the run; microbatches are counted by its method.
         peaks: phase -> (most versions that a stage held, `peak_bytes`).
     """
 
@@ -54,29 +51,26 @@ class Recorder:
         self.peaks[self.phase] = versions, peak_bytes(self._device)
 
     def mark(self) -> Moment:
-        """Returns the present moment."""
         return self._watch.mark()
 
     def note(self, kind: str, stage: int, index: int, start: Moment) -> None:
-        """Records a span that began at `start` and ends now."""
+        """Records a span that ends now."""
         self._spans.append((self.phase, kind, stage, index, start, self._watch.mark()))
 
     def tag(self, tag: GradientVersions) -> None:
-        """Records the versions of a gradient."""
         self._tags.append((self.phase, tag))
 
     @property
     def began_s(self) -> float | None:
-        """When the first span of all phases began, in seconds of this machine's clock; None without spans."""
+        """Start of the first span of all phases, by this machine's clock; None without spans."""
         return self._watch.resolve()(self._spans[0][4]) if self._spans else None
 
     def spans(self, phase: int) -> list[Span]:
-        """Returns the spans of a phase so far, in seconds of this machine's clock; waits for a GPU."""
+        """Returns the spans of a phase, in seconds of this machine's clock; waits for a GPU."""
         resolve = self._watch.resolve()
         return [Span(self._rank, k, s, i, resolve(a), resolve(b)) for p, k, s, i, a, b in self._spans if p == phase]
 
     def tags(self, phase: int) -> list[GradientVersions]:
-        """Returns the tags of a phase so far."""
         return [tag for p, tag in self._tags if p == phase]
 
     def busy_share(self) -> float:
@@ -104,7 +98,6 @@ class OpTimer:
         self._origin_s = 0.0
 
     def mark(self) -> Moment:
-        """Returns the present moment."""
         if not self._cuda:
             return time.perf_counter()
         event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

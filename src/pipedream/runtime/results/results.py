@@ -1,8 +1,7 @@
 """Losses, metrics and outputs: from the workers of the last stage to all ranks.
 
-Each worker of the last stage sums up what it sees of a minibatch and sends the sums to every rank, over gloo and off
-the compute path. A rank receives them when its own weights contain the minibatch; they have been sent long before,
-because the gradient came from the same worker.
+Each worker of the last stage sends its sums of a minibatch to every rank, over gloo and off the compute path. A rank
+receives them when its own weights contain the minibatch; they were sent long before, as the gradient came from there.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ class MinibatchSums:
     numbers: list[float] = field(default_factory=list)
 
     def add(self, numbers: Sequence[float], samples: int) -> None:
-        """Adds the sums of further microbatches."""
         self.numbers = [a + b for a, b in zip(self.numbers, numbers, strict=True)] if self.numbers else list(numbers)
         self.samples += samples
 
@@ -74,7 +72,6 @@ class Results:
         owners: ranks of the last stage's replicas.
         senders: other rank -> channel, at the last stage.
         receivers: rank of the last stage -> channel.
-        metrics: names.
     """
 
     def __init__(
@@ -93,7 +90,7 @@ class Results:
         self.begin()
 
     def begin(self) -> None:
-        """Begins a stream; drops what is left of an earlier one."""
+        """Drops what is left of an earlier stream."""
         self._open: dict[int, MinibatchSums] = {}
         self._own: dict[int, MinibatchSums] = {}
         self._outputs: dict[int, Message] = {}
@@ -130,7 +127,7 @@ class Results:
         return sorted({k % count for k in range(key * microbatches, (key + 1) * microbatches)})
 
     def collect(self, key: int, replicas: Iterable[int], rate: float) -> Waiting[Done]:
-        """Receives and combines a minibatch's sums, in the order of the replicas that saw some of it."""
+        """Combines a minibatch's sums, in the order of the replicas that saw some of it."""
         total: MinibatchSums | None = None
         for replica in replicas:
             owner = self._owners[replica]
@@ -169,7 +166,6 @@ class Results:
             self.senders[0].send(message)
 
     def receive_output(self, index: int, owner: int) -> Waiting[Output]:
-        """Receives output `index`, at rank 0."""
         message = self._outputs.pop(index) if owner == self._rank else (yield from self._received(owner))
         return Output(message.minibatch, unflatten(message.structure, message.tensors))  # type: ignore[arg-type]
 

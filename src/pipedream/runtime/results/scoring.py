@@ -22,8 +22,6 @@ class Scorer:
     """Computes losses and metrics of microbatches at the last stage.
 
     Args:
-        loss, metrics: the user's.
-        results: receives the sums.
         on_nan: 'error' raises for a loss that is not a number; 'continue' and 'skip' do not.
     """
 
@@ -54,7 +52,6 @@ class Scorer:
         Args:
             key: of the minibatch in this stream.
             message: of the microbatch.
-            rank, where: for the error.
             again: this is a recomputation; nothing is recorded.
 
         Raises:
@@ -71,7 +68,7 @@ class Scorer:
                 "continue regardless with on_nan='continue'",
             )
         if not weight:
-            # Nothing counts in this microbatch (e.g. all its tokens are padding), and 0/0 is not a number.
+            # Nothing counts here (e.g. all tokens are padding), and 0/0 is not a number.
             value = torch.stack([t.sum() for t in flatten(output)[1] if t.requires_grad]).sum() * 0.0
         if not again:
             self._record(key, message, _detached(output), targets, loss, weight, is_sum)
@@ -88,7 +85,7 @@ class Scorer:
         return 2.0 ** round(log2(max(round(weight / message.share), 1)))
 
     def score_evaluation(self, message: Message, output: Any, targets: Any) -> None:
-        """Records loss and metrics of a batch of an evaluation; all sums have the key 0."""
+        """Records loss and metrics of an evaluation's batch; all sums have the key 0."""
         value, weight, is_sum = self._loss(output, targets, message.samples, message.share)
         self._record(0, message, output, targets, float(value), weight, is_sum)
 
