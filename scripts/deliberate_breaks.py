@@ -481,7 +481,7 @@ BREAKS = (
         "core/schedule/phase.py",
         "if not phase.is_over(minibatches, epochs)",
         "if not phase.is_over(minibatches - 1, epochs)",
-        ("training/test_phases.py",),
+        ("training/test_phases.py::test_phases_as_text",),
     ),
     Break(
         "report: a trace is in milliseconds",

@@ -52,7 +52,7 @@ OLD_PHRASES = {
     r"\btold\b": 0,
     r"\btells?\b": 1,
     r"\bmend(s|ed|ing)?\b": 0,
-    r"\bis none\b": 5,
+    r"(?<!there )\bis none\b": 0,
     r"\bgoes on\b": 0,
     r"\bstands in\b": 0,
     r"\bof equals\b": 0,
