@@ -1,20 +1,17 @@
 """RoundPipe: stages have no fixed worker but are dispatched in round robin; their weights travel from a home.
 
 Efficient Training on Multiple Consumer GPUs with RoundPipe (arXiv 2604.27085). A minibatch is a row of *slots*: the
-forwards of stage 0, 1, ..., then the backwards down to stage 0; the last stage's forward and backward are one slot.
-Each slot goes to the next worker, which runs all m microbatches of it, and later the slot p further on. A backward
-repeats its forward, from the same input. So the number of stages need not be a multiple of p, and with n equal slots
-p - 1 of one microbatch are idle at either end of a minibatch: a bubble of p (p - 1)/(n m + p (p - 1)), where p divides
-n and m >= p. The digits are stage and microbatch; a forward away from home has fetched its weights.
+forwards of stage 0, 1, ..., then the backwards down to stage 0; the last stage's two passes are one slot. Each slot
+goes to the next worker, which runs all m microbatches of it. A backward repeats its forward. So the number of stages
+need not be a multiple of p; with n equal slots the bubble is p (p - 1)/(n m + p (p - 1)), where p divides n and m >= p.
 
     rank 0 | .    1F0  1F1  3F0  3B0  3F1  3B1' 1B0  1B1'
     rank 1 | 0F0  0F1  2F0  2F1  .    2B0  .    2B1' 0B0  0B1'
 
-What differs from the paper: weights live on the workers, not in host memory. The home of a stage is the worker of its
-backwards, so gradients stay there, and weights travel once per minibatch to the worker of the stage's forwards, or not
-at all if that is the same. The paper cuts forwards more coarsely than backwards, which take about three times as long
-with recomputation: one slot may hold the forwards of several stages. The update is the synchronous one: a minibatch
-starts when the one before has ended, with a round robin of its own.
+Differences from the paper: weights live on the workers, not in host memory. The home of a stage is the worker of its
+backwards, so gradients stay there, and weights travel once per minibatch to the worker of the stage's forwards. The
+paper cuts forwards more coarsely than backwards, which take about three times as long; here one slot may hold the
+forwards of several stages. The update is the synchronous one: a minibatch starts when the one before has ended.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ __all__ = ["METHODS", "dispatched", "homes", "roundpipe"]
 
 
 def homes(workers: int, stages: int) -> tuple[int, ...]:
-    """Returns the workers of any number of stages whose backwards follow each other in round robin."""
+    """Returns the workers of the stages, with backwards in round robin."""
     return tuple((stages - 1 - s) % workers for s in range(stages))
 
 
@@ -61,9 +58,6 @@ def roundpipe(plan: Plan, microbatches: int | None = None, *, forwards: int = 1)
         plan: at least as many stages as workers, on their `homes`. All but the last one are made to recompute.
         microbatches: from m = p on workers do not wait between their slots.
         forwards: number of stages whose forwards are one slot.
-
-    Raises:
-        ScheduleError: the plan is laid out differently.
     """
     p, last = plan.workers, len(plan.stages) - 1
     taken = plan.order or tuple(range(sum(plan.replicas)))

@@ -1,16 +1,14 @@
 """After I-TiMePReSt: nF1B with weight stashing, and backwards at weights between the stashed and the newest ones.
 
-I-TiMePReSt, 2025 (arXiv 2509.23241), keeps the weights that a forward read. The backward uses intermediate weights,
-closer to the newest, in which the significance of the stale weights decays exponentially with the degree of staleness.
-The full formula was not found in print, so this is an interpretation and not the authors' method to the letter: the
-backward of a forward that is d updates old uses w_new + share^d (w_old - w_new), share = 1/e. With share = 0 it is
-V-TiMePReSt; with share = 1 it is weight stashing in this order.
+I-TiMePReSt, 2025 (arXiv 2509.23241): the significance of the stale weights decays exponentially with the staleness. The
+full formula was not found in print, so this is an interpretation: the backward of a forward that is d updates old uses
+w_new + share^d (w_old - w_new), share = 1/e. With share = 0 it is V-TiMePReSt, with 1 weight stashing in this order.
 
     rank 0 | F0  F1  F2  F3  B0  B1' F4  F5  B2  B3'
     rank 1 | .   F0  F1  B0  B1' F2  F3  B2  B3' F4
 
-Everything that only this method needs is in this file: the order is `timeprest`'s, and `Interpolated` is a weight rule
-that computes the weights of a backward itself (`WeightRule.backward_reader`).
+All that only this method needs is in this file: `Interpolated` computes the weights of a backward itself
+(`WeightRule.backward_reader`).
 """
 
 from __future__ import annotations
@@ -29,14 +27,7 @@ __all__ = ["METHODS", "Between", "Interpolated", "timeprest_interpolated"]
 
 @dataclass(frozen=True)
 class Between:
-    """Weights between those that a forward read and the newest, d updates later: w_new + share^d (w_old - w_new).
-
-    Attributes:
-        share: of the old weights if they are one update old; 0 is the newest weights, 1 the old ones.
-
-    Raises:
-        ValueError: the share is not between 0 and 1.
-    """
+    """Weights between those that a forward read and the newest, d updates later: w_new + share^d (w_old - w_new)."""
 
     share: float = exp(-1)
 
@@ -51,13 +42,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Interpolated(NewerBackward):
-    """Weight stashing, but the backward reads weights between the stashed and the newest ones.
-
-    A forward reads the newest weights of its stage, which are kept until its backward.
-
-    Attributes:
-        between: how much of the stashed weights a backward reads.
-    """
+    """Weight stashing, but the backward reads weights between the stashed and the newest ones."""
 
     name: ClassVar[str] = "interpolated"
     between: Between = field(default_factory=Between, kw_only=True)
@@ -106,13 +91,8 @@ def timeprest_interpolated(
     """Returns nF1B with interpolated backwards; by default 3 microbatches per minibatch.
 
     Args:
-        plan: its in-flight counts are replaced; this order has a depth of its own.
-        share: of the old weights in those of a backward, if they are one update old; from 0 to 1.
+        share: of weights that are one update old in those of a backward; from 0 to 1.
         backward_rule: 'graph' or 'recompute'.
-
-    Raises:
-        ScheduleError: fewer microbatches than a stage has replicas.
-        ValueError: the share is not between 0 and 1.
     """
     return nf1b(
         "timeprest_interpolated",

@@ -1,7 +1,6 @@
 """Methods: one published method per file, all answers to the same four questions (docs/exact_rules.md).
 
-A method's file, built in or a user's, needs no other import than this package: besides the functions below it has all
-of `pipedream.schedules.kit`.
+This package exports all that a method's file needs.
 """
 
 from pipedream.schedules import kit

@@ -17,11 +17,7 @@ __all__ = ["evaluation"]
 
 
 def evaluation(plan: Plan, placement: Placement | None = None) -> Schedule:
-    """Returns a schedule of forwards only, all with the newest weights.
-
-    Args:
-        placement: of the stages; by default the plan's. Remote weights are fetched once and kept.
-    """
+    """Returns a schedule of forwards only, all with the newest weights; remote weights are fetched once."""
     placed = placement or plan.placement
 
     def order(rank: int) -> Iterator[Op]:

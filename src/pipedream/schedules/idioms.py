@@ -1,12 +1,11 @@
 """Building blocks of methods: orders of ops, schedules with and without a flush, and common checks.
 
-Orders are iterators of ops that never end. Legend: a stage replica is a (stage, replica); with r replicas, its
-microbatches are replica, replica + r, replica + 2 r, ...; W_s is the number of warm-up forwards of stage s.
+Orders never end. W_s: warm-up forwards of stage s. m: microbatches of a minibatch.
 
 Options that several methods share:
 
-- ``by``: what a weight prediction is computed from (`WeightPrediction`): 'velocity' (SGD with momentum, Adam, AdamW) or
-  'difference' (any optimizer);
+- ``by``: what a weight prediction is computed from: 'velocity' (SGD with momentum, Adam, AdamW) or 'difference' (any
+  optimizer);
 - ``backward_rule``: how a backward reads newer weights than its forward (`core.schedule.weights`): 'graph' or
   'recompute', with which all stages recompute.
 """
@@ -65,7 +64,7 @@ I, W = Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741  # the field's le
 SPLIT = (F, I, W)
 """Kinds of op of a microbatch whose backward is split."""
 
-_ALL = 2**62  # more microbatches than any run has
+_ALL = 2**62
 
 
 # -- ops ------------------------------------------------------------------------------------------------
@@ -105,16 +104,12 @@ def update(stage_replica: tuple[int, int], number: int) -> Op:
 
 
 def all_microbatches(stage_replica: StageReplica, replicas: int) -> range:
-    """Returns the microbatches of a stage replica in a run without end."""
+    """Returns the microbatches of a stage replica in an endless run."""
     return range(stage_replica.replica, _ALL, replicas)
 
 
 def one_stage_per_rank(placement: Placement, ops: Callable[[StageReplica], Iterator[Op]]) -> Order:
-    """Returns the order of ranks with one stage replica each, from the ops of a stage replica.
-
-    Raises:
-        ScheduleError: a rank has several stages.
-    """
+    """Returns the order of ranks with one stage replica each; raises ScheduleError for any other placement."""
     for rank in range(placement.workers):
         if len(stage_replicas := placement.stage_replicas(rank)) > 1:
             stages = ", ".join(str(stage) for stage, _ in stage_replicas)
@@ -131,12 +126,7 @@ def one_stage_per_rank(placement: Placement, ops: Callable[[StageReplica], Itera
 
 
 def one_forward_one_backward(stage_replica: StageReplica, *, mine: range, warmup: int) -> Iterator[Op]:
-    """Yields `warmup` forwards, then one forward and one backward in turn, then the remaining backwards.
-
-    Args:
-        mine: the stage replica's microbatches.
-        warmup: W_s, forwards before the first backward, not counting the one right before it.
-    """
+    """Yields `warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
     for i in range(len(mine) + warmup):
         if i < len(mine):
             yield forward(stage_replica, mine[i])
@@ -147,12 +137,7 @@ def one_forward_one_backward(stage_replica: StageReplica, *, mine: range, warmup
 def one_forward_one_input_gradient(
     stage_replica: StageReplica, *, mine: range, warmup: int, deferred: int
 ) -> Iterator[Op]:
-    """Yields 1F1B with split backwards: weight gradients follow `deferred` input gradients later.
-
-    Args:
-        mine, warmup: see `one_forward_one_backward`.
-        deferred: input gradients between that of a microbatch and its weight gradient.
-    """
+    """Yields 1F1B with split backwards: a weight gradient follows `deferred` input gradients after its own."""
     for i in range(len(mine) + warmup):
         if i < len(mine):
             yield forward(stage_replica, mine[i])
@@ -167,8 +152,7 @@ def with_updates(ops: Iterator[Op], *, replicas: int, per_update: int, update_de
     """Yields the ops of a stage replica with its updates, each after the last backward of its microbatches.
 
     Args:
-        ops: forwards and backwards; backwards, or the weight gradients of split ones, in order.
-        replicas: of the stage.
+        ops: backwards, or the weight gradients of split ones, must be in the order of microbatches.
         per_update: microbatches in an update, over all replicas; at least `replicas`.
         update_delay: 1 puts the next forward before the update.
     """
@@ -185,12 +169,7 @@ def with_updates(ops: Iterator[Op], *, replicas: int, per_update: int, update_de
 def each_minibatch(
     plan: Plan, stage_replica: StageReplica, microbatches: int, ops: Callable[[range], Iterator[Op]]
 ) -> Iterator[Op]:
-    """Yields, for each minibatch, the ops on the stage replica's microbatches and then one update.
-
-    Args:
-        microbatches: m, of a minibatch.
-        ops: from the stage replica's microbatches of one minibatch to its ops.
-    """
+    """Yields, for each minibatch, the ops on the stage replica's microbatches and then one update."""
     replicas = plan.replicas[stage_replica.stage]
     for number in count():
         first = number * microbatches
@@ -199,10 +178,9 @@ def each_minibatch(
 
 
 def minibatch_by_minibatch(m: int, ops: Callable[[int, range], Iterator[Op]]) -> Order:
-    """Returns the order of ranks that have several stages without replicas; a stage updates after its last backward.
+    """Returns the order of ranks with several stages without replicas; a stage updates after its last backward.
 
     Args:
-        m: microbatches of a minibatch.
         ops: (rank, microbatches of one minibatch) -> its forwards and backwards.
     """
 
@@ -217,12 +195,8 @@ def steady_1f1b(plan: Plan, per_update: int | None = None) -> Order:
     """Returns 1F1B without a flush, at the plan's depth.
 
     Args:
-        plan: with one stage replica per rank.
         per_update: microbatches in an update, over all replicas, without an update delay. None: one microbatch of each
             replica, with the plan's update delay.
-
-    Raises:
-        ScheduleError: a rank has several stages.
     """
 
     def ops(stage_replica: StageReplica) -> Iterator[Op]:
@@ -238,11 +212,7 @@ def steady_1f1b(plan: Plan, per_update: int | None = None) -> Order:
 
 
 class MicrobatchProgress:
-    """Which ops a worker with several stages has done on the microbatches of a minibatch.
-
-    Args:
-        mine: the microbatches; each kind of op takes them in this order.
-    """
+    """Which ops a worker with several stages has done; each kind of op takes the microbatches in order."""
 
     def __init__(self, mine: range) -> None:
         self._mine = mine
@@ -253,11 +223,7 @@ class MicrobatchProgress:
         return len(self._mine) - self._done[kind, stage_replica]
 
     def take(self, *steps: tuple[Kind, tuple[int, int]], times: int = 1) -> Iterator[Op]:
-        """Yields the next op of each step, `times` over.
-
-        Leaves out steps without an op that can be done: a backward needs its forward, a weight gradient its input
-        gradient.
-        """
+        """Yields the next op of each step, `times` over; skips a step that has no op ready."""
         for _ in range(times):
             for kind, stage_replica in steps:
                 before = {F: None, B: F, I: F, W: I}[kind]
@@ -274,14 +240,9 @@ class MicrobatchProgress:
 def flushing(
     name: str, plan: Plan, m: int, order: Order, claims: Claims, *, kinds: tuple[Kind, ...] = (F, B)
 ) -> Schedule:
-    """Returns the schedule of an order that flushes: at each stage one update per minibatch, of all its microbatches.
+    """Returns the schedule of an order (updates included) that flushes: one update per minibatch.
 
-    Args:
-        m: microbatches of a minibatch.
-        order: rank -> ops, updates included.
-        claims: of the method; by default its gradients are 0 updates late, with one version of the weights of each
-            stage that a worker has.
-        kinds: of op that each microbatch needs at each stage.
+    Claims default to no staleness and one version of each stage's weights.
     """
     stages_per_worker = sum(plan.replicas) // plan.workers
     claims = replace(
@@ -304,14 +265,11 @@ def flushing(
 
 
 def unflushed(name: str, plan: Plan, weights: WeightRule, claims: Claims, *, m: int | None = None) -> Schedule:
-    """Returns the schedule of 1F1B without a flush, at the plan's depth.
+    """Returns the schedule of `steady_1f1b`.
 
     Args:
-        m: microbatches of a minibatch, which is one update. None for a method that does not split a minibatch: an
-            update then averages one minibatch of each replica of the stage.
-
-    Raises:
-        ScheduleError: a rank has several stages.
+        m: one update. None for a method that does not split a minibatch: an update then averages one minibatch of each
+            replica of the stage.
     """
     updates = UpdateRule(plan.replicas, mean_of_rounds=True) if m is None else UpdateRule((m,) * len(plan.stages))
     return Schedule(
@@ -335,7 +293,7 @@ def latest_weights(
     backward_prediction: WeightPrediction | None = None,
     shares_prediction: int = 1,
 ) -> Latest:
-    """Returns the rule by which the passes of `steady_1f1b` read the newest weights, or predictions from them."""
+    """Returns the rule by which `steady_1f1b` reads the newest weights, or predictions from them."""
     return Latest(
         warmup=warmup_forwards(plan),
         replicas=plan.replicas,
@@ -357,16 +315,12 @@ def warmup_forwards(plan: Plan) -> tuple[int, ...]:
 
 
 def max_in_flight(plan: Plan) -> int:
-    """Returns the most microbatches that a stage holds in flight, over its replicas."""
+    """Returns the most microbatches that a stage holds, over its replicas."""
     return max(count * replicas for count, replicas in zip(plan.in_flight, plan.replicas, strict=True))
 
 
 def with_backward_rule(plan: Plan, backward_rule: str, rules: tuple[str, ...] = ("graph", "recompute")) -> Plan:
-    """Returns the plan for a backward rule: with 'recompute', all its stages recompute.
-
-    Raises:
-        ValueError: the method does not have this rule.
-    """
+    """Returns the plan for a backward rule; raises ValueError if the rule is not one of `rules`."""
     if backward_rule not in rules:
         raise ValueError(f"its backward rule is {' or '.join(rules)}, found {backward_rule!r}")
     if backward_rule != "recompute":
@@ -391,11 +345,7 @@ def choose_microbatches(name: str, plan: Plan, wanted: int | None, default: int)
 
 
 def refuse_microbatches(name: str, microbatches: int | None) -> None:
-    """Checks that no minibatch is to be split.
-
-    Raises:
-        ScheduleError: more than one microbatch is asked for; the method updates after every minibatch.
-    """
+    """Raises ScheduleError if a minibatch is to be split."""
     if microbatches not in (None, 1):
         raise ScheduleError(
             f"schedule {name!r} updates after every minibatch and does not split it, but {microbatches} microbatches "
@@ -404,11 +354,7 @@ def refuse_microbatches(name: str, microbatches: int | None) -> None:
 
 
 def refuse_update_delay(name: str, plan: Plan) -> None:
-    """Checks that the in-flight counts of a plan do not depend on its update delay.
-
-    Raises:
-        ScheduleError: they do; the method updates once per minibatch and has no update delay.
-    """
+    """Raises ScheduleError if the in-flight counts of a plan depend on its update delay."""
     if legal(plan.in_flight, plan.replicas) != plan.in_flight:
         raise ScheduleError(
             f"schedule {name!r} at in-flight counts {plan.in_flight}: they need the plan's update delay "
@@ -418,11 +364,7 @@ def refuse_update_delay(name: str, plan: Plan) -> None:
 
 
 def check_input_replicas(name: str, plan: Plan, m: int) -> None:
-    """Checks that the replicas of the input stage, one of which reads minibatches for all, do not deadlock.
-
-    Raises:
-        ScheduleError: replica 0 would have to admit a minibatch before its turn.
-    """
+    """Raises ScheduleError if the input stage, whose replica 0 reads minibatches for all, would deadlock."""
     replicas, wait = plan.replicas[0], plan.in_flight[0] - 1
     if replicas > 1 and m // replicas < wait:
         raise ScheduleError(

@@ -1,7 +1,4 @@
-"""What a method's file needs, in one place: the methods of this library import it from here.
-
-A user's file imports the same names from `pipedream.schedules`.
-"""
+"""What a method's file imports: here for the methods of this library; a user's file uses `pipedream.schedules`."""
 
 from __future__ import annotations
 

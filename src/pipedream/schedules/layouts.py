@@ -1,7 +1,4 @@
-"""Which worker gets which stage, for methods that give a worker several.
-
-The planner cuts a model into a row of stages. A layout says which worker each stage of such a row goes to.
-"""
+"""Which worker gets which stage, for methods that give a worker several."""
 
 from __future__ import annotations
 
@@ -19,10 +16,9 @@ class Layout:
     """How a method lays stages out on p workers.
 
     Attributes:
-        words: describes the layout in errors and notes.
-        order: (p, v) -> the workers of the stages in the order of `Plan.order`, with v stages per worker (chunks) if the
-            method leaves the choice; raises ScheduleError for a number of workers that it cannot use.
-        replicas: workers of each stage.
+        words: for errors and notes.
+        order: (p, v) -> workers in the order of `Plan.order`, for v stages per worker (chunks); raises ScheduleError
+            for a number of workers that it cannot use.
         chunks: default v; None if the method leaves no choice.
     """
 
@@ -36,11 +32,7 @@ class Layout:
         return len(self.order(workers, chunks or self.chunks or 1)) // self.replicas
 
     def check(self, name: str, plan: Plan, wanted: int | None = None) -> int:
-        """Checks that a plan is laid out like this; returns v, its stages per worker.
-
-        Args:
-            name: of the method.
-            wanted: the only v that the method works with; None for any.
+        """Returns v, the stages per worker of a plan; `wanted` is the only v that the method works with.
 
         Raises:
             ScheduleError: the plan is laid out differently, or has another v.

@@ -1,8 +1,4 @@
-"""What a method's file declares besides its order: names, layout, properties, and its entry in the gallery.
-
-The registry reads `METHODS` of every file in the folders of methods, and of a user's file whose path is given in place
-of a name. So a new method is one new file.
-"""
+"""What a method's file declares besides its order, in `METHODS`: the registry needs no other change."""
 
 from __future__ import annotations
 
@@ -19,13 +15,7 @@ __all__ = ["Method", "Picture"]
 
 @dataclass(frozen=True)
 class Picture:
-    """What the gallery draws of a method.
-
-    Attributes:
-        title: above the picture.
-        microbatches: m; None for a method that does not split a minibatch.
-        total: microbatches drawn.
-    """
+    """What the gallery draws of a method: `total` microbatches, m of them in a minibatch (None: not split)."""
 
     title: str
     microbatches: int | None = None
@@ -42,11 +32,9 @@ class Method:
         name: by default that of `build`.
         since: year of its paper, by which lists are ordered; 0 for a baseline.
         aliases: other names that papers use.
-        layout: which worker gets which stage, if a worker has several; None for one stage per worker.
-        compensates: it is another method plus a compensation of delay, with that method's time and memory.
-        properties: with the options at their defaults. None: read off small schedules when planning asks for them
-            (`schedules.properties_of`).
-        picture: for the gallery.
+        layout: which worker gets which stage, if a worker has several.
+        compensates: another method plus a compensation of delay, with that method's time and memory.
+        properties: with options at their defaults. None: derived from small schedules (`properties_of`).
         choose: when to choose it; Markdown.
     """
 

@@ -1,9 +1,8 @@
 """Options of a method: keyword arguments in Python, brackets after the name in text.
 
-A method's options are the keyword-only parameters of its builder, also in a user's file. In text (on the command line,
-in plans, checkpoints and phases) they follow the name: ``pb_lwp[by=difference,scale=2]``. A parameter's annotation
-determines how its text is read: ``str``, ``int``, ``float``, ``bool`` (true, false), a tuple of one of these
-(``horizons=3/2/1``), or None (``none``) where the annotation allows it.
+They are the keyword-only parameters of the method's builder, whose annotations determine how text is read: ``str``,
+``int``, ``float``, ``bool`` (true, false), a tuple of one of these (``horizons=3/2/1``), or None (``none``) where the
+annotation allows it.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", NoneT
 
 
 def options_of(method: Method) -> dict[str, inspect.Parameter]:
-    """Returns the options of a method in the order of its signature, with evaluated annotations.
-
-    Raises:
-        ScheduleError: an annotation names something that its file does not define.
-    """
+    """Returns the options of a method in the order of its signature, with evaluated annotations."""
     try:
         found = inspect.signature(method.build, eval_str=True).parameters
     except NameError as error:
@@ -47,9 +42,8 @@ def read_options(name: str, method: Method, texts: Mapping[str, str], values: Ma
     """Returns the options of a method that differ from their defaults, in the order of its signature.
 
     Args:
-        name: as the method was asked for, for errors.
-        texts: options given as text, after the name.
-        values: options given as keyword arguments.
+        texts: given after the name.
+        values: given as keyword arguments.
 
     Raises:
         ScheduleError: the method does not have an option, it is given twice, or its value is of the wrong type.
@@ -75,12 +69,11 @@ def read_options(name: str, method: Method, texts: Mapping[str, str], values: Ma
 
 
 def options_text(values: Mapping[str, Any]) -> str:
-    """Returns options as text, with brackets; '' if there are none."""
+    """Returns options as text, with brackets; '' for no options."""
     return f"[{','.join(f'{option}={_text(value)}' for option, value in values.items())}]" if values else ""
 
 
 def _read(name: str, option: inspect.Parameter, text: str) -> Any:
-    """Returns the value of an option that is given as text."""
     kinds = _kinds(name, option)
     if NoneType in kinds and text.lower() == "none":
         return None
@@ -99,10 +92,7 @@ def _read(name: str, option: inspect.Parameter, text: str) -> Any:
 
 
 def _check(name: str, option: inspect.Parameter, value: Any) -> Any:
-    """Returns the value of an option that is given in Python, as its text would be read.
-
-    A schedule is named with its options in plans and checkpoints, so a value without a text form cannot be one.
-    """
+    """Returns an option's value, which must have a text form: plans and checkpoints name it."""
     text = _text(value)
     try:
         _, ((_, written),) = name_and_options(f"name[{option.name}={text}]")
@@ -121,7 +111,6 @@ def _check(name: str, option: inspect.Parameter, value: Any) -> Any:
 
 
 def _kinds(name: str, option: inspect.Parameter) -> tuple[Any, ...]:
-    """Returns the types that an option's annotation allows."""
     annotation = option.annotation
     if annotation is inspect.Parameter.empty:
         raise ScheduleError(

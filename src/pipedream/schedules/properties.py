@@ -19,10 +19,7 @@ __all__ = ["derive_properties", "properties_of"]
 
 
 def properties_of(name: str) -> MethodProperties:
-    """Returns the properties of a method, or of a file.
-
-    Those that a method declares are for the default values of its options; with other values, or if it declares none
-    (a user's file may not), they are derived.
+    """Returns the properties of a method, or of a file: declared, or derived if options differ from their defaults.
 
     Raises:
         ScheduleError: there is no such method, or it does not work on equal stages of 1 to 8 workers.
@@ -35,11 +32,7 @@ def properties_of(name: str) -> MethodProperties:
 
 
 def derive_properties(name: str) -> MethodProperties:
-    """Returns the properties of a method as its schedules for plans of two to five stages show them.
-
-    Raises:
-        ScheduleError: it does not work on equal stages of 1 to 8 workers.
-    """
+    """Returns the properties that a method's schedules for two to five stages show."""
     found = _on_fewest_workers(name)
     weights = found.weights
     facts = MethodProperties(
@@ -73,7 +66,6 @@ def derive_properties(name: str) -> MethodProperties:
 
 
 def _on_fewest_workers(name: str) -> Schedule:
-    """Returns a method's schedule on as few equal stages as it works with."""
     if is_torch_csv(name):
         return build(name, uniform(name, None))
     for workers in range(1, 8):

@@ -1,24 +1,20 @@
 """PyTorch's own notation of schedules, a CSV file: one row per rank, one action per cell, an empty cell for a wait.
 
-``torch.distributed.pipelining`` writes schedules like this, and runs them from such files:
+``torch.distributed.pipelining`` writes and runs such files (torch 2.13: ``_Action``, ``_load_csv``, ``_dump_csv``):
 
     0F0,0F1,,0B0,,0B1
     ,1F0,1B0,1F1,1B1
 
-``2F5`` is stage 2, forward, microbatch 5, as here; ``B`` is a whole backward, ``I`` and ``W`` are its two halves.
+``2F5`` is stage 2, forward, microbatch 5; ``B`` is a whole backward, ``I`` and ``W`` are its two halves.
 ``(0F1;1B0)OVERLAP_F_B`` is a forward and a backward that run together. A lowered file also has
 
-- ``2SEND_F5``, ``3RECV_F5``, ``3SEND_B5``, ``2RECV_B5``: stage 2 sends the activation of microbatch 5 to stage 3, which
-  sends back its gradient. A send does not wait; at a receive the message must have arrived;
+- ``2SEND_F5``, ``3RECV_F5``, ``3SEND_B5``, ``2RECV_B5``: messages of microbatch 5 between stages 2 and 3. A send does
+  not wait; at a receive the message must have arrived;
 - ``2UNSHARD``, ``2RESHARD``: where the shards of a stage's weights are gathered and released (FSDP);
 - ``2REDUCE_GRAD``: where the stage's gradients are summed over data-parallel copies, after its last backward.
 
-(torch.distributed.pipelining.schedules, torch 2.13: ``_Action``, ``_ComputationType``, ``_load_csv``, ``_dump_csv``.)
-
-A file is one flushed minibatch. The `Schedule` read from it repeats this minibatch, with an update of each stage after
-its last backward; which stages a rank runs and the number of microbatches follow from the file. Its messages are
-checked and then left to our own lowering, its empty cells to the clock. That it neither deadlocks nor runs a pass
-before what it needs is left to the proof (`verify`).
+A file is one flushed minibatch; the `Schedule` repeats it, with an update of each stage after its last backward.
+Messages are checked and left to our own lowering, empty cells to the clock, deadlocks to the proof (`verify`).
 """
 
 from __future__ import annotations
@@ -64,12 +60,7 @@ _HALVES = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 @dataclass(frozen=True)
 class _Repeated:
-    """An order that repeats one minibatch.
-
-    Attributes:
-        rows: for each rank, the ops of the first minibatch, updates included.
-        microbatches: m.
-    """
+    """An order that repeats one minibatch; `rows` are the ops of each rank, updates included."""
 
     rows: tuple[tuple[Op, ...], ...]
     microbatches: int
@@ -82,16 +73,12 @@ class _Repeated:
 
 
 def is_torch_csv(name: str) -> bool:
-    """Returns whether a name given for a method is that of such a file."""
+    """Returns whether a method's name is such a file."""
     return name.lower().endswith(".csv")
 
 
 def load_torch_csv(path: str | Path, plan: Plan | None = None) -> Schedule:
-    """Reads a file, after which the schedule is named; see `from_torch_csv`.
-
-    Raises:
-        ScheduleError: it cannot be read or run.
-    """
+    """Reads a file, after which the schedule is named; see `from_torch_csv`."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -104,13 +91,10 @@ def load_torch_csv(path: str | Path, plan: Plan | None = None) -> Schedule:
 def from_torch_csv(text: str, *, name: str = "torch_csv", plan: Plan | None = None) -> Schedule:
     """Reads a schedule in PyTorch's notation, either with passes only or lowered.
 
-    If any backward is split into I and W, all are: a B becomes an I directly followed by its W, which is the same. The
-    two of an OVERLAP_F_B come one after the other, in its order. Messages must be consistent; UNSHARD and RESHARD are
-    skipped, a REDUCE_GRAD is the sum that an update starts with.
+    If any backward is split into I and W, all are: a B becomes an I directly followed by its W. The two of an
+    OVERLAP_F_B come one after the other.
 
     Args:
-        text: of the file.
-        name: of the schedule.
         plan: its stages, on the same ranks; None for equal stages (`Plan.uniform`).
 
     Raises:
@@ -174,7 +158,7 @@ def to_torch_csv(schedule: Schedule | Program) -> str:
 
 
 def _ranks(rows: Sequence[Sequence[_Action]]) -> tuple[int, ...]:
-    """Returns the rank of each stage, which runs its passes."""
+    """Returns the rank of each stage."""
     owner: dict[int, _Action] = {}
     for action in (action for row in rows for action in row if action.computes):
         first = owner.setdefault(action.stage, action)
@@ -287,9 +271,7 @@ class _Action(NamedTuple):
     """One action, and where it is in the file.
 
     Attributes:
-        word: F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, or REDUCE_GRAD.
         microbatch: -1 for REDUCE_GRAD.
-        rank: of its row.
         place: position among all actions of the row; those of a pair count one by one.
         column: of its cell, from 1.
     """
@@ -303,7 +285,6 @@ class _Action(NamedTuple):
 
     @property
     def computes(self) -> bool:
-        """Whether it is a pass of a stage, not a message or a sum."""
         return self.word in _LETTERS
 
     def __str__(self) -> str:
@@ -311,18 +292,14 @@ class _Action(NamedTuple):
 
     @property
     def where(self) -> str:
-        """Row, column and text, with which errors begin."""
         return f"{_where(self.rank, self.column)}: {self}"
 
 
 def _read_rows(text: str) -> list[list[_Action]]:
-    """Reads the actions of each rank; those of a pair in its order. Shards are skipped.
+    """Reads the actions of each rank, those of a pair in its order.
 
-    An UNSHARD or a RESHARD is about where the weights of a stage are kept meanwhile, not about what is computed, and
-    PyTorch's own lowering writes them for stages without shards too; the stages here have whole weights.
-
-    Raises:
-        ScheduleError: a cell is not an action, or a row is empty; names row, column and cell.
+    Shards are skipped: they do not change what is computed, PyTorch writes them for stages without shards too, and the
+    stages here have whole weights.
     """
     lines = text.removeprefix("\ufeff").splitlines()
     while lines and not lines[-1].strip():
@@ -360,11 +337,7 @@ def _where(rank: int, column: int) -> str:
 
 
 def _check_sums(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -> None:
-    """Checks that a stage's gradients are summed at most once, on its own rank, after its last backward.
-
-    Raises:
-        ScheduleError: they are not; names row, column and cell.
-    """
+    """Checks that a stage's gradients are summed at most once, on its own rank, after its last backward."""
     for row in rows:
         summed: dict[int, _Action] = {}
         for action in row:
@@ -382,12 +355,8 @@ def _check_sums(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -> No
 def _check_messages(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -> None:
     """Checks the messages of a lowered file; a file may also have none.
 
-    Each message must be needed, sent once and received once, on the right ranks, after the pass that makes it and
-    before the pass that reads it; messages from one rank to another must be received in the order in which they are
-    sent; and ranks must not wait for each other forever.
-
-    Raises:
-        ScheduleError: a rule is broken; names row, column and cell.
+    Each is needed, sent once and received once, on the right ranks, after the pass that makes it and before the pass
+    that reads it; two ranks receive in the order of sending; and ranks do not wait for each other forever.
     """
     messages = [action for row in rows for action in row if action.word in _MESSAGES]
     if not messages:
@@ -441,7 +410,6 @@ def _check_ends(action: _Action, rank_of: Sequence[int]) -> None:
 def _check_message(
     action: _Action, word: str, found: Mapping[tuple[int, str, int], _Action], rank_of: Sequence[int]
 ) -> None:
-    """Checks that what a pass reads is received before it, or that what it makes is sent after it."""
     peer = action.stage + _MESSAGES[word]
     if not 0 <= peer < len(rank_of) or rank_of[peer] == action.rank:
         return

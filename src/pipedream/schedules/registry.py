@@ -1,4 +1,4 @@
-"""From a name to a method and its schedule: the methods of this library, and those in users' files."""
+"""From a name to a method and its schedule."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ __all__ = [
 ]
 
 _FOLDERS = ("pipedream.schedules.synchronous", "pipedream.schedules.asynchronous", "pipedream.experimental")
-"""Packages of methods, one file each. They are only ever imported from here; a missing one is skipped."""
+"""Packages of methods, one file each; imported only here, and skipped if missing."""
 
 
 def _declared() -> dict[str, Method]:
-    """Returns the methods that all files declare, by name; those of older papers first."""
+    """Returns the methods of all files by name, those of older papers first."""
     methods: list[Method] = []
     for folder in _FOLDERS:
         try:
@@ -52,7 +52,6 @@ def _declared() -> dict[str, Method]:
 
 
 METHODS = _declared()
-"""All methods by name."""
 
 Build = Callable[[Plan, int | None], Schedule]
 
@@ -66,23 +65,20 @@ LAYOUTS = {name: method.layout for name, method in METHODS.items() if method.lay
 """Of methods with several stages per worker: which worker gets which stage."""
 
 ALIASES = {alias: name for name, method in METHODS.items() for alias in method.aliases}
-"""Other names that papers use."""
 
 
 def build(name: str, plan: Plan, microbatches: int | None = None, **options: Any) -> Schedule:
     """Returns a method's schedule for a plan, e.g. ``build("pb_lwp", plan, by="difference", scale=2)``.
 
     Args:
-        name: of the method, in any case, with ``-`` or ``_``. Or the path of a file: a schedule in PyTorch's notation
-            that ends in ``.csv`` (`pytorch_csv`), or Python with a method in it (`user_file`). Options may follow the
-            name, as in plans and checkpoints: ``pb_lwp[by=difference,scale=2]``.
+        name: in any case, with ``-`` or ``_``; or a file: ``.csv`` (`pytorch_csv`) or ``.py`` (`user_file`). Options
+            may follow: ``pb_lwp[by=difference,scale=2]``.
         microbatches: m, into how many a minibatch is split; None for the method's own choice.
-        options: of the method (`options`).
 
     Raises:
         ScheduleError: there is no such method or option, or it does not work with this plan or number.
 
-    The schedule can be built again from its own name, which is `canonical`.
+    The schedule's own name is `canonical`: it can be built again from that.
     """
     if microbatches is not None and microbatches < 1:
         raise ScheduleError(f"a minibatch is split into at least 1 microbatch, found {microbatches}")
@@ -109,11 +105,7 @@ def build(name: str, plan: Plan, microbatches: int | None = None, **options: Any
 
 
 def canonical(name: str, **options: Any) -> str:
-    """Returns the one name of a method: not an alias, followed by those options that differ from their defaults.
-
-    Raises:
-        ScheduleError: there is no such method or option.
-    """
+    """Returns the one name of a method: not an alias, followed by those options that differ from their defaults."""
     if is_torch_csv(name) and not options:
         return name
     bare, _, values = _resolve(name, options)
@@ -121,7 +113,7 @@ def canonical(name: str, **options: Any) -> str:
 
 
 def with_options(name: str, **options: Any) -> str:
-    """Returns a method with options as the one text that every ``schedule=`` takes.
+    """Returns a method with options as the text that every ``schedule=`` takes.
 
     For example ``Pipeline(model, plan, schedule=with_options("pb_lwp", by="difference", scale=2), ...)``.
 
@@ -132,22 +124,14 @@ def with_options(name: str, **options: Any) -> str:
 
 
 def layout_of(name: str) -> Layout | None:
-    """Returns which worker a method gives which stage, if a worker has several; else None.
-
-    Raises:
-        ScheduleError: there is no such method.
-    """
+    """Returns which worker a method gives which stage; None for one stage per worker, or a file that names them."""
     if is_torch_csv(name):
         return None  # the file itself names the workers
     return method_of(name).layout
 
 
 def check_chunks(name: str, chunks: int | None) -> None:
-    """Checks that a method can run with a number of stages per worker, if one is asked for.
-
-    Raises:
-        ScheduleError: the method leaves no choice, or there is no such method.
-    """
+    """Raises ScheduleError if a method cannot run with this number of stages per worker."""
     layout = layout_of(name)
     if chunks is None or (layout is not None and layout.chunks is not None):
         return
@@ -159,11 +143,7 @@ def check_chunks(name: str, chunks: int | None) -> None:
 
 
 def method_of(name: str) -> Method:
-    """Returns the method of a name or of a user's file, whatever options follow.
-
-    Raises:
-        ScheduleError: there is no such method.
-    """
+    """Returns the method of a name or a user's file, ignoring options; raises ScheduleError if it does not exist."""
     bare, given = name_and_options(name)
     if given and is_torch_csv(bare):
         raise ScheduleError(f"schedule {name!r}: a file in PyTorch's notation has no options; leave the brackets out")

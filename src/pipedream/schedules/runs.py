@@ -1,4 +1,4 @@
-"""How long a schedule runs where it is drawn or simulated, and in how many microbatches per minibatch."""
+"""How long a schedule runs where it is drawn or simulated."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ def uniform(
     """Returns a plan of equal stages that a method can work with, for studies and pictures (`Plan.uniform`).
 
     Args:
-        name: of a method, or of a file.
-        workers: None takes those of a CSV file, or 4 for a method.
+        workers: None takes those of a CSV file, or 4.
         forward_s, backward_s: of one microbatch at one stage.
-        chunks: stages per worker, for methods that leave the choice; None for the method's default.
+        chunks: stages per worker, for methods that leave the choice.
 
     Raises:
         ScheduleError: there is no such method, the file is for another number of workers, or the method leaves no
@@ -53,12 +52,9 @@ def uniform(
 
 
 def claims_at(schedule: Schedule, stages: int, run: int) -> dict[str, object]:
-    """Returns what a method's paper claims for p workers, as JSON values.
+    """Returns what a method's paper claims for p = `stages` workers, as JSON values.
 
-    Args:
-        schedule: of the method, for its m.
-        stages: p.
-        run: microbatches of a run without a flush; if the schedule flushes, the claims are for one minibatch.
+    The claims are for one minibatch if the schedule flushes, else for a run of `run` microbatches.
     """
     claims, m = schedule.claims, schedule.microbatches
     counted = m if schedule.flushes else run
@@ -83,14 +79,13 @@ def claims_at(schedule: Schedule, stages: int, run: int) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Run:
-    """A schedule, and the number of minibatches that it runs from an empty pipeline to an empty one."""
+    """A schedule, and how many minibatches it runs from an empty pipeline to an empty one."""
 
     schedule: Schedule
     minibatches: int
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of the whole run."""
         return self.minibatches * self.schedule.microbatches
 
     def __str__(self) -> str:
@@ -111,13 +106,12 @@ def run_of(
     """Returns a method's schedule for a plan, and the length of its run.
 
     Args:
-        schedule: a method's name, a file (`build`), or a schedule.
-        plan: to build it for.
-        microbatches: m, the microbatches of a minibatch; 1 for a method that does not split it.
+        schedule: a method's name, a file, or a schedule.
+        microbatches: m; 1 for a method that does not split a minibatch.
         minibatches: of the run. By default one if the method flushes; else enough to show the steady state, at least
             two, and at least `usual` microbatches.
         split: m if `microbatches` is None.
-        usual: m if neither is given, for methods that flush and work with this m; the method's own m otherwise.
+        usual: m if neither is given, for methods that flush and work with it; other methods choose their own.
 
     Raises:
         ScheduleError: the method does not work with the plan or with m.
@@ -140,7 +134,6 @@ def run_of(
 
 
 def _built(name: str, plan: Plan, microbatches: int | None, split: int | None, usual: int) -> Schedule:
-    """Returns a schedule by name, built for the m that was asked for if the method splits a minibatch."""
     if is_torch_csv(name):
         return build(name, plan, microbatches or split)
     if microbatches is not None:
@@ -158,7 +151,7 @@ def _built(name: str, plan: Plan, microbatches: int | None, split: int | None, u
 
 
 def _keeps_minibatches(schedule: Schedule) -> bool:
-    """Whether microbatches are whole minibatches: an update follows each of them, or each round of replicas."""
+    """Whether microbatches are whole minibatches."""
     return schedule.updates.mean_of_rounds
 
 

@@ -3,9 +3,6 @@
     from pipedream.schedules import Method, Plan, Schedule, ...
     ...
     METHODS = (Method(two_by_two),)
-
-The file is a module like those of the built-in methods: a function from a plan to a schedule, and `METHODS` at its end.
-If it declares several, ``FILE.py:NAME`` picks one.
 """
 
 from __future__ import annotations
@@ -28,19 +25,12 @@ __all__ = ["built_by", "is_method_file", "load_method"]
 
 
 def is_method_file(name: str) -> bool:
-    """Returns whether a name given for a method is a Python file, or one method of such a file."""
+    """Returns whether a method's name is ``FILE.py``, or ``FILE.py:NAME``, one of several methods."""
     return _parts(name)[0].lower().endswith(".py")
 
 
 def load_method(name: str) -> Method:
-    """Returns the method that a file declares.
-
-    Args:
-        name: ``FILE.py``, or ``FILE.py:NAME`` if it declares several.
-
-    Raises:
-        ScheduleError: the file cannot be read or run, or does not declare this one method.
-    """
+    """Returns the method of a file; raises ScheduleError if the file fails or does not declare this one method."""
     path, wanted = _parts(name)
     try:
         text = Path(path).read_bytes()
@@ -60,15 +50,7 @@ def load_method(name: str) -> Method:
 
 
 def built_by(method: Method, name: str, plan: Plan, microbatches: int | None, options: Mapping[str, Any]) -> Schedule:
-    """Returns the schedule that a user's method builds; an error in it is reported as the file's, not the library's.
-
-    Args:
-        name: of the file, with the method's options.
-        options: keyword arguments of the method's builder.
-
-    Raises:
-        ScheduleError: the method refuses the plan, fails, or returns something that is not a Schedule.
-    """
+    """Returns the schedule that a user's method builds; an error in it is reported as the file's, not the library's."""
     try:
         make: Callable[..., Any] = method.build
         built = make(plan, microbatches, **options)

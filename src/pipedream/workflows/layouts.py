@@ -28,14 +28,10 @@ def lay_out(
     microbatches: int | None = None,
     recompute: bool = False,
 ) -> Plan:
-    """Plans for a method of `schedules.LAYOUTS`, on all workers of a cluster.
+    """Plans for a method of `schedules.LAYOUTS`, on all workers of a cluster, which must be equally fast.
 
     Args:
-        cluster: of equally fast workers.
-        schedule: the method's name.
         chunks: stages per worker; None for the method's default.
-        microbatches: None for the method's default.
-        recompute: every stage keeps only its input between forward and backward.
 
     Raises:
         PlanError: the model has too few places to cut, workers differ in speed, or stages do not fit their memory.

@@ -1,7 +1,4 @@
-"""What planning needs to know about methods: which to compare, what their stages hold, how fast they are.
-
-A new method in the registry needs no change here.
-"""
+"""What planning needs to know about methods: which to compare, what their stages hold, how fast they are."""
 
 from __future__ import annotations
 
@@ -41,9 +38,9 @@ _MOST_SIMULATED = 128  # workers, or microbatches until all replicas have had a 
 def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -> dict[str, MethodProperties]:
     """Returns the methods to compare, by their canonical names, in the order in which ties are broken.
 
-    By default these are the methods of the registry that flush, 1F1B before GPipe; with `allow_asynchronous` also those
-    whose gradients are late. Methods whose backward reads other weights than its forward, or predicted weights, are
-    compared only if they are named: whether a model and its optimizer tolerate that is no matter of seconds and bytes.
+    By default those that flush, 1F1B before GPipe; with `allow_asynchronous` also those whose gradients are late.
+    Methods whose backward reads other weights than its forward, or predicted ones, only if they are named: whether a
+    model and its optimizer tolerate that is no matter of seconds and bytes.
 
     Raises:
         ScheduleError: there is no such method, or it cannot be compared.
@@ -59,11 +56,7 @@ def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -
 
 
 def score(plan: Plan) -> planner.Score:
-    """Simulates a plan under its method, without a proof, until it repeats itself, and measures whole periods.
-
-    Raises:
-        ScheduleError: the method does not work with the plan.
-    """
+    """Simulates a plan under its method, without a proof, until it repeats itself, and measures whole periods."""
     program = lower(schedules.build(plan.schedule, plan, plan.microbatches))
     m, cycle, per_update = program.microbatches, program.cycle, program.updates.per_update[0]
     admitted = 0 if program.flushes else max(c * r for c, r in zip(plan.in_flight, plan.replicas, strict=True))
@@ -87,16 +80,12 @@ def simulated_period_s(plan: Plan) -> float | None:
 def occupancy_of(schedule: str, microbatches: int | None = None, compensation: Any = None) -> planner.MethodOccupancy:
     """Returns what the stages of a plan hold under a method, read off the method's schedule for that plan.
 
+    Where that cannot be built (another number of stages than a file's, or not laid out yet) it is the least that a
+    stage can hold.
+
     Args:
-        schedule: the method's name.
         microbatches: m; a plan with more replicas than that gets as many as it needs. None: the method's own.
-        compensation: of delay, in place of the method's own; see `Schedule.compensated`.
-
-    For a file in PyTorch's notation this is known for plans with its stages, and for a method with several stages per
-    worker for plans that are laid out for it; for any other plan the result is the least that a stage can hold.
-
-    Raises:
-        ScheduleError: there is no such method.
+        compensation: of delay, in place of the method's own.
     """
     layout = schedules.layout_of(schedule)
     if schedules.is_torch_csv(schedule):
@@ -132,11 +121,7 @@ def occupancy_of(schedule: str, microbatches: int | None = None, compensation: A
 
 
 def versions_of(schedule: str) -> Callable[[int, int], int]:
-    """Returns a method's rule (in-flight count, update delay) -> versions of an input stage's weights.
-
-    Raises:
-        ScheduleError: there is no such method.
-    """
+    """Returns a method's rule (in-flight count, update delay) -> versions of an input stage's weights."""
 
     def versions(in_flight: int, update_delay: int) -> int:
         small = Plan.uniform(in_flight)
@@ -149,7 +134,6 @@ def versions_of(schedule: str) -> Callable[[int, int], int]:
 
 
 def _comparable(name: str) -> MethodProperties:
-    """Returns the properties of a method that `planner.choose` can compare with others."""
     if schedules.layout_of(name) is not None:
         raise ScheduleError(
             f"schedule {name!r} puts several stages on a worker, unlike the plans that are compared; plan for it alone"
@@ -164,20 +148,12 @@ def _comparable(name: str) -> MethodProperties:
 
 
 def asked_of(plan: Plan, schedule: str | None, microbatches: int | None = None) -> tuple[str, int | None]:
-    """Returns the method to use and its m (`Plan.method`); an alias of the plan's own method means that one.
-
-    Raises:
-        ScheduleError: there is no such method.
-    """
+    """Returns the method to use and its m (`Plan.method`); an alias of the plan's own method means that one."""
     return plan.method(schedules.canonical(schedule) if schedule else None, microbatches)
 
 
 def for_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | None) -> Plan:
-    """Returns a plan that names its method and its m, by default the method's own.
-
-    Raises:
-        ScheduleError: the method does not work with this plan, or with so many microbatches.
-    """
+    """Returns a plan that names its method and its m, by default the method's own."""
     built = schedules.build(schedule, plan, microbatches)
     if built.microbatches == 1:
         return replace(plan, schedule=built.name)
@@ -203,16 +179,12 @@ def plan_of_file(
 ) -> Plan:
     """Returns a plan with the stages of a file in PyTorch's notation, on the workers that the file gives them.
 
-    They are cut so that the slowest stage is as fast as it can be, as those of a straight pipeline are. Where a worker
-    runs several, that is no search for the fastest worker, and the sum of what its stages need, which is never less
-    than what it needs, must fit its memory.
+    The slowest stage is as fast as it can be. Where a worker runs several stages, that need not be the fastest
+    worker, and the sum of what its stages need, an upper bound, must fit its memory.
 
     Args:
-        name: of the file.
-        microbatches: if given, as many as the file has.
         cuts: by hand, see `pipedream.planner.manual_plan`.
-        depth: of the plan, by which receives are posted ahead; the order is the file's.
-        recompute: see `pipedream.plan`.
+        depth: by which receives are posted ahead; the order is the file's.
 
     Raises:
         ScheduleError: the file cannot be used, or has another number of microbatches.
@@ -248,11 +220,7 @@ def plan_of_file(
 
 
 def refuse_overfull(plan: Plan) -> None:
-    """Checks that all stages of a worker together fit its memory.
-
-    Raises:
-        PlanError: they do not.
-    """
+    """Raises PlanError if all stages of a worker together do not fit its memory."""
     if (s := plan.overfull) is None:
         return
     worker = max(plan.workers_of(s), key=plan.worker_bytes.__getitem__)
@@ -265,14 +233,7 @@ def refuse_overfull(plan: Plan) -> None:
 
 
 def refuse_visitors(built: Schedule) -> None:
-    """Checks that workers have the memory for the remote forwards that they run besides their own stages.
-
-    Args:
-        built: for a plan whose stages have their bytes.
-
-    Raises:
-        PlanError: a worker does not.
-    """
+    """Raises PlanError if a worker lacks the memory for remote forwards; the plan's stages must have their bytes."""
     plan, m, memories = built.plan, built.microbatches, built.plan.cluster.memories
     if not any(built.placement.remote_forwards(rank) for rank in range(plan.workers)):
         return

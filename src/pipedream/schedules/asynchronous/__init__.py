@@ -1,1 +1,1 @@
-"""Published methods without a flush. One file each."""
+"""Published methods without a flush."""

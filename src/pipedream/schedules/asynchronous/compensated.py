@@ -1,7 +1,7 @@
 """Published methods that are another method's order and weights plus a compensation of delay.
 
-Their grids, versions and staleness are those of the method that they are based on; they differ in the update
-(`core.schedule.compensation`). Any other pair can be asked for as ``schedule=..., compensation=...``.
+They differ from that method in the update only (`core.schedule.compensation`). Any other pair can be asked for as
+``schedule=..., compensation=...``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ RESCHEDULED_FOR = 7_000
 def nesterov_async(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns PipeDream with asynchronous Nesterov momentum, for SGD.
 
-    Ajanthan et al., Nesterov Method for Asynchronous Pipeline Parallel Optimization, ICML 2025. The paper's runs use
-    another optimizer on plain ``pipedream`` and need nothing from this library: ``partial(torch.optim.NAdam, lr=3e-4,
-    betas=(0.99, 0.999), weight_decay=0.01, decoupled_weight_decay=True)``; long momentum makes late gradients useful
-    there.
+    Ajanthan et al., Nesterov Method for Asynchronous Pipeline Parallel Optimization, ICML 2025. The paper's runs are
+    plain ``pipedream`` with ``partial(torch.optim.NAdam, lr=3e-4, betas=(0.99, 0.999), weight_decay=0.01,
+    decoupled_weight_decay=True)``, whose long momentum makes late gradients useful.
     """
     return stashing("nesterov_async", plan, microbatches).compensated(Nesterov())
 
@@ -38,8 +37,8 @@ def nesterov_async(plan: Plan, microbatches: int | None = None) -> Schedule:
 def ftpipe_msnag(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns PipeDream whose forwards and backwards read weights predicted by multi-step Nesterov, for SGD.
 
-    FTPipe (Eliad et al., ATC 2021), weight prediction ``msnag`` with weight stashing, at each stage's own delay; the
-    same as spike compensation (Kosson et al., MLSys 2021) of the stored weights.
+    FTPipe (Eliad et al., ATC 2021), ``msnag`` with weight stashing, at each stage's own delay; the same as spike
+    compensation (Kosson et al., MLSys 2021) of the stored weights.
     """
     return stashing("ftpipe_msnag", plan, microbatches).compensated(SpikeCompensation())
 
@@ -55,7 +54,7 @@ def ftpipe_ga(plan: Plan, microbatches: int | None = None) -> Schedule:
 def pipedream_lr(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns PipeDream with PipeMare's rescheduled learning rate T1, for any optimizer.
 
-    Yang et al., PipeMare, MLSys 2021; later comparisons use this name. K is 7,000 updates; another K can be given as
+    Yang et al., PipeMare, MLSys 2021; later comparisons use this name. K is 7,000 updates, or that of
     ``compensation="t1:K"``.
     """
     return stashing("pipedream_lr", plan, microbatches).compensated(LearningRateRescheduling(RESCHEDULED_FOR))
@@ -79,9 +78,7 @@ def pb_lwp_sc(
 ) -> Schedule:
     """Returns pipelined backpropagation with linear weight prediction and spike compensation, for SGD.
 
-    Kosson et al., Pipelined Backpropagation at Scale, MLSys 2021, section 3.3: LWP^v_D + SC_D, the paper's best. If the
-    prediction were kept for the backward, the two would be equivalent; here the backward reads the newest weights, and
-    what its gradient contributes too late is made up for at once. The options are those of `pb_lwp`.
+    Kosson et al., Pipelined Backpropagation at Scale, MLSys 2021, section 3.3: LWP^v_D + SC_D, the paper's best.
     """
     return predicting("pb_lwp_sc", plan, microbatches, by, scale, backward_rule).compensated(SpikeCompensation())
 

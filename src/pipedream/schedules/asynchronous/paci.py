@@ -1,14 +1,13 @@
 """PACI: PipeDream's order with an update every m microbatches, and one set of weights, updated in place.
 
-2026 (arXiv 2606.07881). No flush and no stash: the forward reads the newest weights, the backward goes through the old
-activations with the newest (the rule 'graph'). Stage s is (p-1-s)/m updates late on average, at most ceil((p-1-s)/m).
+2026 (arXiv 2606.07881). The forward reads the newest weights, the backward goes through the old activations with the
+newest (the rule 'graph'). Stage s is (p-1-s)/m updates late on average, at most ceil((p-1-s)/m).
 
     rank 0 | F0  F1  .   B0  F2  B1' F3  B2  F4  B3'
     rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4
 
 With ``backward_rule=stash`` it is PipeDream with accumulation, the macrobatch of the original's code and ``step_every``
-of FTPipe (Eliad et al., ATC 2021): a backward reads what its forward read. It is as late, its gradients are true ones,
-and stage s keeps ceil((p-1-s)/m) + 1 sets of weights.
+of FTPipe (Eliad et al., ATC 2021): as late, with true gradients and ceil((p-1-s)/m) + 1 sets of weights at stage s.
 """
 
 from __future__ import annotations
@@ -39,10 +38,6 @@ def paci(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "g
     Args:
         microbatches: in an update; by default as many as the input stage holds in flight, so at most one update late.
         backward_rule: see `idioms`; also 'stash'.
-
-    Raises:
-        ScheduleError: too few microbatches for a stage's replicas, or in-flight counts that need an update delay.
-        ValueError: unknown backward rule.
     """
     refuse_update_delay("paci", plan)
     plan = with_backward_rule(plan, backward_rule, BACKWARD_RULES)

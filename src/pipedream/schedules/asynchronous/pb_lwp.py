@@ -1,8 +1,7 @@
 """Pipelined backpropagation with linear weight prediction: the forward reads weights D updates ahead.
 
 Kosson et al., MLSys 2021, section 3.2: w(t) - lr T v(t) by the velocity, or w(t) + T (w(t) - w(t-1)) by the last
-difference, with T = D, the stage's delay 2(p-1-s). The backward reads the newest weights. (The paper's best results add
-spike compensation of the update: `pb_lwp_sc`.)
+difference, with T = D, the stage's delay 2(p-1-s). The backward reads the newest weights.
 
     rank 0 | F0  F1  F2  B0' F3  B1' F4  B2' F5  B3'
     rank 1 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4
@@ -39,19 +38,14 @@ def pb_lwp(
     """Returns pipelined backpropagation whose forwards read predicted weights.
 
     Args:
-        plan: see `pipelined_backprop`.
         by, backward_rule: see `idioms`.
-        scale: horizon over delay, at least 0; the paper also studies 2.
-
-    Raises:
-        ScheduleError: more than one microbatch is asked for, or the scale is negative.
-        ValueError: unknown option value.
+        scale: T over D, at least 0; the paper also studies 2.
     """
     return predicting("pb_lwp", plan, microbatches, by, scale, backward_rule)
 
 
 def predicting(name: str, plan: Plan, microbatches: int | None, by: str, scale: float, backward_rule: str) -> Schedule:
-    """Returns pipelined backpropagation with predicted weights, under the name of a method that is based on it."""
+    """Returns `pb_lwp` under another name."""
     if not scale >= 0:
         raise ScheduleError(f"schedule {name!r} predicts future weights; give a scale of at least 0, not {scale}")
     bare = one_set(name, plan, microbatches, backward_rule)

@@ -1,7 +1,6 @@
 """PipeDream: one forward, one backward, no flush; each minibatch keeps the weights that its forward read.
 
-Narayanan et al., SOSP 2019, sections 3.2 (1F1B-RR) and 3.3 (weight stashing, vertical sync). The number after the
-letter is the minibatch; every backward is followed by the stage's own update (').
+Narayanan et al., SOSP 2019, sections 3.2 (1F1B-RR) and 3.3 (weight stashing, vertical sync).
 
     rank 0 | F0  F1  .   B0' F2  B1' F3  B2' F4  B3'
     rank 1 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4
@@ -31,16 +30,12 @@ STASHING = MethodProperties(flushes=False, splits_minibatch=False, uses_depth=Tr
 
 
 def pipedream(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns PipeDream with weight stashing: stage s is W_s updates late and keeps W_s + 1 versions.
-
-    Raises:
-        ScheduleError: more than one microbatch is asked for; here whole minibatches travel.
-    """
+    """Returns PipeDream with weight stashing: stage s is W_s updates late and keeps W_s + 1 versions."""
     return stashing("pipedream", plan, microbatches)
 
 
 def stashing(name: str, plan: Plan, microbatches: int | None) -> Schedule:
-    """Returns PipeDream with weight stashing, under the name of a method that is based on it."""
+    """Returns `pipedream` under another name."""
     refuse_microbatches(name, microbatches)
     claims = Claims(
         in_flight=lambda p, m, s: min(p - s, m),
@@ -51,11 +46,7 @@ def stashing(name: str, plan: Plan, microbatches: int | None) -> Schedule:
 
 
 def pipedream_vertical_sync(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns PipeDream with vertical sync: all stages are W_0 updates late and keep W_0 + 1 versions.
-
-    Raises:
-        ScheduleError: more than one microbatch is asked for; here whole minibatches travel.
-    """
+    """Returns PipeDream with vertical sync: all stages are W_0 updates late and keep W_0 + 1 versions."""
     refuse_microbatches("pipedream_vertical_sync", microbatches)
     weights = VerticalSync(warmup_forwards(plan), plan.replicas, plan.update_delay)
     claims = Claims(

@@ -1,9 +1,9 @@
 """Pipelined backpropagation: forward and backward of each stage in every cycle, one set of weights, updated in place.
 
-Petrowski et al., IEEE Transactions on Neural Networks 1993; Kosson et al., MLSys 2021, section 3. A worker runs a
-forward and a backward in each cycle, so 2(p-1-s) cycles lie between the two of a minibatch, and as many updates. Run
-one after the other, as here, this is 1F1B at that depth: twice the warm-up. The backward goes through the old
-activations with the newest weights (the rule 'graph'); with 'recompute' the gradient is a true one.
+Petrowski et al., IEEE Transactions on Neural Networks 1993; Kosson et al., MLSys 2021, section 3. 2(p-1-s) cycles, and
+as many updates, lie between the two passes of a minibatch. Run one after the other, as here, this is 1F1B with twice
+the warm-up. The backward goes through the old activations with the newest weights (the rule 'graph'); with 'recompute'
+the gradient is a true one.
 
     rank 0 | F0  F1  F2  B0' F3  B1' F4  B2' F5  B3'
     rank 1 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4
@@ -36,16 +36,12 @@ def pipelined_backprop(plan: Plan, microbatches: int | None = None, *, backward_
     Args:
         plan: of any depth; stages hold at least as much as this order needs.
         backward_rule: see `idioms`.
-
-    Raises:
-        ScheduleError: more than one microbatch is asked for.
-        ValueError: unknown backward rule.
     """
     return one_set("pipelined_backprop", plan, microbatches, backward_rule)
 
 
 def one_set(name: str, plan: Plan, microbatches: int | None, backward_rule: str) -> Schedule:
-    """Returns pipelined backpropagation, under the name of a method that is based on it."""
+    """Returns `pipelined_backprop` under another name."""
     refuse_microbatches(name, microbatches)
     plan = concurrent(with_backward_rule(plan, backward_rule))
     claims = Claims(
@@ -57,7 +53,7 @@ def one_set(name: str, plan: Plan, microbatches: int | None, backward_rule: str)
 
 
 def concurrent(plan: Plan) -> Plan:
-    """Returns the plan with at least twice the warm-up of the paper's depth: forward and backward in every cycle."""
+    """Returns the plan with at least twice the warm-up of the paper's depth."""
     twice = tuple(2 * count - 1 for count in noam(plan.replicas, plan.update_delay))
     deep = tuple(max(pair) for pair in zip(twice, plan.in_flight, strict=True))
     deep = legal(deep, plan.replicas, plan.update_delay)

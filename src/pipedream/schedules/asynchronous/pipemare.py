@@ -1,15 +1,14 @@
 """PipeMare: no flush and no stash; the backward reads weights that are corrected towards those of its forward.
 
 Yang et al., MLSys 2021, section 3.2, T2: u = w(t) - D d(t), d(t+1) = gamma d(t) + (1 - gamma)(w(t+1) - w(t)), D the
-stage's delay in updates, gamma = decay^(1/D). The order is that of pipelined backpropagation, an update holds the m
-microbatches of a minibatch, and D = 2(p-1-s)/m is their mean delay. The paper counts (2(p-1-s) + 1)/m: one microbatch
-between forward and backward at the last stage, here none.
+stage's delay in updates, gamma = decay^(1/D). The order is that of pipelined backpropagation with m microbatches in an
+update, so the mean D is 2(p-1-s)/m; the paper's is (2(p-1-s) + 1)/m, with one microbatch between the two passes at the
+last stage.
 
     rank 0 | F0  F1  F2  B0  F3  B1' F4  B2  F5  B3'
     rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4
 
-T1 (rates by stage) and T3 (a synchronous warm-up) are not part of the schedule but of the update and the run, whose
-phases are then ``1f1b/4:200,pipemare+t1=500``.
+T1 (rates by stage) and T3 (a synchronous warm-up) belong to the run: ``1f1b/4:200,pipemare+t1=500``.
 """
 
 from __future__ import annotations
@@ -53,10 +52,6 @@ def pipemare(
         decay: the paper's D; exp(-2) is what its theory asks for.
         horizons: updates that each stage's backward goes back; None for its own mean delay.
         backward_rule: see `idioms`.
-
-    Raises:
-        ScheduleError: too few microbatches for a stage's replicas, or in-flight counts that need an update delay.
-        ValueError: unknown option value.
     """
     refuse_update_delay("pipemare", plan)
     plan = concurrent(with_backward_rule(plan, backward_rule))

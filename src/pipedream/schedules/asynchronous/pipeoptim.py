@@ -30,12 +30,7 @@ __all__ = ["METHODS", "pipeoptim"]
 def pipeoptim(
     plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY, backward_rule: str = "graph"
 ) -> Schedule:
-    """Returns PipeOptim, at the plan's depth; for the options see `idioms`.
-
-    Raises:
-        ScheduleError: more than one microbatch is asked for.
-        ValueError: unknown option value.
-    """
+    """Returns PipeOptim, at the plan's depth; for the options see `idioms`."""
     refuse_microbatches("pipeoptim", microbatches)
     plan = with_backward_rule(plan, backward_rule)
     stages, bare = range(len(plan.stages)), latest_weights(plan)

@@ -1,14 +1,11 @@
 """SpecTrain: forward and backward predict the same future weights, those at the time when the minibatch ends.
 
-Chen, Yang, Cheng, 2018 (arXiv 1809.02839), section 4: w - T lr v, v the smoothed gradient. From its backward at stage s
-to its end, at stage 0, a minibatch takes the time of floor(s/2) updates; so T is floor(s/2) for the backward, and for
-the forward the delay of the stage more: floor(s/2) + p - s - 1.
+Chen, Yang, Cheng, 2018 (arXiv 1809.02839), section 4: w - T lr v, v the smoothed gradient.
 
     rank 0 | F0  F1  .   B0' F2  B1' F3  B2' F4  B3'
     rank 1 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4
 
-The first version (`spectrain`) predicts for both passes and keeps one set of weights. The second (`spectrain_v2`)
-predicts for the forward, p - s updates ahead, and keeps what it read for the backward: a stash of predictions.
+From its backward at stage s to its end, at stage 0, a minibatch takes the time of floor(s/2) updates.
 """
 
 from __future__ import annotations
@@ -36,11 +33,10 @@ _PROPERTIES = MethodProperties(flushes=False, splits_minibatch=False, reads_stor
 def spectrain(
     plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY, backward_rule: str = "graph"
 ) -> Schedule:
-    """Returns SpecTrain with predictions for both passes, at the plan's depth; for the options see `idioms`.
+    """Returns SpecTrain with one set of weights and predictions for both passes: T = floor(s/2) for the backward, p -
+    s - 1 more for the forward.
 
-    Raises:
-        ScheduleError: more than one microbatch is asked for.
-        ValueError: unknown option value.
+    For the options see `idioms`.
     """
     refuse_microbatches("spectrain", microbatches)
     plan = with_backward_rule(plan, backward_rule)
@@ -57,11 +53,7 @@ def spectrain(
 
 
 def spectrain_v2(plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY) -> Schedule:
-    """Returns SpecTrain whose backward reads what its forward predicted.
-
-    Raises:
-        ScheduleError, ValueError: see `spectrain`.
-    """
+    """Returns SpecTrain with a stash of predictions: a backward reads what its forward predicted, T = p - s."""
     refuse_microbatches("spectrain_v2", microbatches)
     bare = latest_weights(plan)
     ahead = WeightPrediction(by, tuple(bare.staleness(s) + 1 for s in range(len(plan.stages))))

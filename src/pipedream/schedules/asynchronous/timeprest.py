@@ -1,24 +1,19 @@
 """TiMePReSt: nF1B, all forwards of a minibatch and the backward of another in turn, backwards at the newest weights.
 
-2024 (arXiv 2410.14312; Future Generation Computer Systems, 2026), sections 3.1 and 3.2. A minibatch has m microbatches;
-a stage runs the backward of a whole one as soon as it can, and admits at most p - s. With a slot for a forward and for
-a minibatch's backward these are 2(p-1-s) warm-up forwards besides the minibatch's own m (p-1-s, if m = 1). Here the
-backwards of a minibatch's microbatches follow each other, in place of one backward of their mean loss: the gradient is
-the same. The paper has one worker per stage; if stages have replicas, each takes its part of the warm-up.
-
-`timeprest` keeps vertical sync and drops the horizontal stash: the version that a microbatch meets at the input stage
-is its tag, which each stage's forward reads (microbatches of one minibatch may have different ones); a backward reads
-the newest weights of its stage. ceil(2(p-1)/m) updates lie between the two, at every stage, for any m: the activations
-stay old. `v_timeprest`, 2025 (arXiv 2509.23241), has neither a stash nor a tag: ceil(2(p-1-s)/m) updates.
-
-According to the paper, v = floor((p+m-2)/m) minibatches lie between a backward and the one whose weights it reads, at
-all stages alike. In its own order that is floor((p-1)/(m+1)) + 1, to the newest minibatch of which every stage has made
-its update; both are 1 for p <= m + 1, and up to eight workers they differ at (p, m) = (6, 2), (8, 2) and (8, 3). Here a
-backward reads what is newest at its own stage, which the minibatch before has made: the paper's own reading where
-v = 1, as in its experiments.
+2024 (arXiv 2410.14312; Future Generation Computer Systems, 2026), sections 3.1 and 3.2; `v_timeprest`: 2025 (arXiv
+2509.23241). A stage runs the backward of a whole minibatch of m microbatches as soon as it can, and admits at most
+p - s: min(2, m)(p-1-s) warm-up forwards besides the minibatch's own m.
 
     rank 0 | F0  F1  F2  F3  B0  B1' F4  F5  B2  B3'
     rank 1 | .   F0  F1  B0  B1' F2  F3  B2  B3' F4
+
+Differences from the paper. The backwards of a minibatch's microbatches follow each other, in place of one backward of
+their mean loss: the gradient is the same. The paper has one worker per stage; here replicas share the warm-up.
+
+The paper says that v = floor((p+m-2)/m) minibatches lie between a backward and the one whose weights it reads, at all
+stages alike. Its own order gives floor((p-1)/(m+1)) + 1, up to the newest minibatch that every stage has updated for.
+Both are 1 for p <= m + 1, as in its experiments; up to eight workers they differ at (p, m) = (6, 2), (8, 2), (8, 3).
+Here a backward reads what is newest at its own stage, the same where v = 1.
 """
 
 from __future__ import annotations
@@ -53,15 +48,10 @@ __all__ = ["METHODS", "nf1b", "timeprest", "v_timeprest"]
 
 
 def timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
-    """Returns TiMePReSt; by default 3 microbatches per minibatch, as in its paper.
+    """Returns TiMePReSt, with vertical sync but no horizontal stash: a microbatch's forwards read the version that it
+    met at the input stage, a backward the newest of its stage, ceil(2(p-1)/m) updates later at every stage.
 
-    Args:
-        plan: its in-flight counts are replaced; this order has a depth of its own.
-        backward_rule: see `idioms`.
-
-    Raises:
-        ScheduleError: fewer microbatches than a stage has replicas.
-        ValueError: unknown backward rule.
+    By default m = 3, as in the paper. The plan's in-flight counts are replaced: this order has a depth of its own.
     """
     return nf1b(
         "timeprest",
@@ -75,9 +65,9 @@ def timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str
 
 
 def v_timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
-    """Returns V-TiMePReSt; by default 3 microbatches per minibatch, as in its paper.
+    """Returns V-TiMePReSt, with neither a stash nor a version per microbatch: ceil(2(p-1-s)/m) updates late.
 
-    Args, Raises: see `timeprest`.
+    By default m = 3, as in the paper.
     """
 
     def rule(waits: tuple[int, ...], replicas: tuple[int, ...], m: int) -> Latest:
@@ -99,12 +89,8 @@ def nf1b(
     """Returns a method of the order nF1B.
 
     Args:
-        microbatches: of a minibatch; None for 3, or the most replicas of a stage if they are more.
         rule: (warm-up forwards of each stage's replicas, replicas, m) -> weight rule.
         staleness, versions: (p, s, m) -> the claims for a straight pipeline.
-
-    Raises:
-        ScheduleError: fewer microbatches than a stage has replicas.
     """
     m = choose_microbatches(name, plan, microbatches, 3)
     waits = _warmup(plan, m)
@@ -149,9 +135,8 @@ def _warmup(plan: Plan, m: int) -> tuple[int, ...]:
     """Returns the warm-up forwards of a replica of each stage: its part of min(2, m) (p - 1 - s), rounded up.
 
     No stage has fewer than the next one, or that one would wait for a forward that waits for its backward; nor does it
-    hold fewer in flight, as in any plan. At the input stage replica 0 reads minibatches for all replicas, so its first
-    microbatch of a minibatch must not come after a backward that the others' first microbatches come before: if a
-    backward falls between the forwards of a minibatch, each replica has at least one of them before it.
+    hold fewer in flight, as in any plan. At the input stage replica 0 reads minibatches for all replicas: if a backward
+    falls between the forwards of a minibatch, each replica has at least one of them before it, or they would deadlock.
     """
     waits: list[int] = []
     later = held = 0

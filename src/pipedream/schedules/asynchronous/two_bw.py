@@ -31,14 +31,14 @@ def pipedream_2bw(plan: Plan, microbatches: int | None = None) -> Schedule:
 
     Raises:
         ScheduleError: floor(m / r_s) < W_s at some stage, so a forward would read a version not yet made. (The paper
-            asks for m >= p; m = p - 1 works too and leaves the update no slack.) Or the in-flight counts depend on the
-            plan's update delay, which this method does not have.
+            asks for m >= p; m = p - 1 works too and leaves the update no slack.) Or the in-flight counts need an update
+            delay.
     """
     return double_buffered("pipedream_2bw", plan, microbatches)
 
 
 def double_buffered(name: str, plan: Plan, microbatches: int | None) -> Schedule:
-    """Returns PipeDream-2BW, under the name of a method that is based on it."""
+    """Returns `pipedream_2bw` under another name."""
     refuse_update_delay(name, plan)
     m = microbatches or max_in_flight(plan)
     for stage, (wait, replicas) in enumerate(zip(warmup_forwards(plan), plan.replicas, strict=True)):

@@ -1,8 +1,8 @@
 """XPipe: microbatches without a flush; the first of a minibatch predicts weights, the others share them.
 
 Guan et al., 2019 (arXiv 1911.04610), section 3: the bellwether, the first microbatch of its minibatch, computes
-w - T lr u for the forward, u the direction of Adam's step, T = ceil(W_s / m) the updates that it is late; all
-microbatches of the minibatch read that. The backward reads the newest weights.
+w - T lr u for the forwards, u the direction of Adam's step, T = ceil(W_s / m) the updates that it is late. The backward
+reads the newest weights.
 
     rank 0 | F0  F1  .   B0  F2  B1' F3  B2  F4  B3'
     rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4
@@ -34,12 +34,7 @@ __all__ = ["METHODS", "xpipe"]
 def xpipe(plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY, backward_rule: str = "graph") -> Schedule:
     """Returns XPipe, at the plan's depth; by default as many microbatches as the input stage holds in flight.
 
-    Args:
-        by, backward_rule: see `idioms`.
-
-    Raises:
-        ScheduleError: too few microbatches for a stage's replicas, or in-flight counts that need an update delay.
-        ValueError: unknown option value.
+    For the options see `idioms`.
     """
     refuse_update_delay("xpipe", plan)
     plan = with_backward_rule(plan, backward_rule)

@@ -1,1 +1,1 @@
-"""Published methods that flush the pipeline before each update. One file each."""
+"""Published methods that flush the pipeline before each update."""

@@ -1,9 +1,7 @@
 """Breadth-first: each worker has v stages, p stages apart, and takes all microbatches through one before the next.
 
-Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023, section 4.1: the bubble of interleaved 1F1B,
-(p - 1)/(vm + p - 1), for any m >= p, with the activations of GPipe. A stage's microbatches follow each other, so its
-messages (and, with replicas, its all-reduces) have the longest time. The digits are stage and microbatch; rank 0 has
-stages 0 and 2.
+Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023, section 4.1: the bubble of interleaved 1F1B for any
+m >= p, with the activations of GPipe.
 
     rank 0 | 0F0  0F1  2F0  2F1  .    .    2B0  2B1' 0B0  0B1'
     rank 1 | .    1F0  1F1  3F0  3F1  3B0  3B1' 1B0  1B1'
@@ -32,15 +30,7 @@ __all__ = ["METHODS", "breadth_first"]
 
 
 def breadth_first(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns the breadth-first order with a flush; by default 4 microbatches per worker.
-
-    Args:
-        plan: v p stages on p workers, laid out `looped`.
-        microbatches: with fewer than p, a worker waits for the last one before each further lap.
-
-    Raises:
-        ScheduleError: the plan is laid out differently.
-    """
+    """Returns the breadth-first order, on a `looped` plan; by default m = 4 p, and with m < p workers wait."""
     p, chunks = plan.workers, looped.check("breadth_first", plan)
     m = microbatches or 4 * p
 

@@ -1,15 +1,14 @@
 """Chimera: two pipelines in opposite directions, each with half of the microbatches, in each other's bubbles.
 
 Li and Hoefler, Chimera, SC 2021, section 3. Worker w has stage w of the pipeline down and stage p - 1 - w of the
-pipeline up: each stage has two holders, which add up their gradients. A minibatch of more than p microbatches is a row
-of units of p, each of whose first forwards use the last bubbles of the unit before (section 3.5, direct concatenation):
-p - 2 idle slots in all, against 2(p - 1) of 1F1B. The digits are stage and microbatch; even microbatches go down.
+pipeline up; the two holders of a stage add up their gradients. A minibatch is a row of units of p microbatches, whose
+first forwards use the last bubbles of the unit before (section 3.5, direct concatenation): p - 2 idle slots in all,
+against 2(p - 1) of 1F1B. Even microbatches go down.
 
     rank 0 | 0F0  1F1  1B1  0B0'
     rank 1 | 0F1  1F0  1B0  0B1'
 
-A holder's sum starts as soon as its own last backward of the minibatch is done, in the bubble that is left there; the
-update waits for both.
+A holder's sum starts as soon as its own last backward is done, in a bubble; the update waits for both.
 """
 
 from __future__ import annotations
@@ -38,15 +37,7 @@ __all__ = ["METHODS", "both_directions", "chimera"]
 
 
 def chimera(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns Chimera with one pair of pipelines; by default as many microbatches as workers.
-
-    Args:
-        plan: p stages with two replicas each, laid out `mirrored`, p even.
-        microbatches: a multiple of p.
-
-    Raises:
-        ScheduleError: the plan is laid out differently, or the number of microbatches is no multiple of p.
-    """
+    """Returns Chimera, on a `mirrored` plan; m is a multiple of p, by default p."""
     mirrored.check("chimera", plan)
     p = plan.workers
     m = microbatches or p
@@ -57,7 +48,7 @@ def chimera(plan: Plan, microbatches: int | None = None) -> Schedule:
         )
 
     def unit(rank: int, first: int) -> list[tuple[int, Op]]:
-        """The ops of p microbatches with the slots in which they start, a forward being as long as a backward."""
+        """Ops of p microbatches with the slots in which they start, a forward being as long as a backward."""
         found = []
         for up, stage in enumerate((rank, p - 1 - rank)):
             stage_replica = (stage, up)
@@ -84,13 +75,7 @@ def chimera(plan: Plan, microbatches: int | None = None) -> Schedule:
 
 
 def both_directions(name: str, plan: Plan, m: int, order: Order, claims: Claims) -> Schedule:
-    """Returns the schedule of two pipelines in opposite directions, with the updates of both holders of each stage.
-
-    Args:
-        plan: laid out `mirrored`.
-        m: microbatches of a minibatch.
-        order: rank -> its forwards and backwards, minibatch after minibatch.
-    """
+    """Returns the schedule of two pipelines on a `mirrored` plan; adds the updates of both holders of each stage."""
 
     def with_updates(rank: int) -> Iterator[Op]:
         p = plan.workers

@@ -1,9 +1,8 @@
 """Chimera with forward doubling: two forwards are as long as one backward, so that no bubble is left in between.
 
-Li and Hoefler, Chimera, SC 2021, section 3.5. If a backward takes twice as long as a forward, units of `chimera` leave
-bubbles between them. Here a slot is two forwards or one backward, and only p - 2 slots are idle in all, for any number
-of microbatches, at twice the activations. Backward halving is the same order over microbatches of half the size. In
-each slot a worker takes a backward, if one can start, else two forwards. The digits are stage and microbatch.
+Li and Hoefler, Chimera, SC 2021, section 3.5. A slot is two forwards or one backward, a backward if one can start. Only
+p - 2 slots are idle, for any number of microbatches, at twice the activations of `chimera`. Backward halving is the
+same order over microbatches of half the size.
 
     rank 0 | 0F0  0F2  1F1  1F3  1B1  1B3  0B0  0B2'
     rank 1 | 0F1  0F3  1F0  1F2  1B0  1B2  0B1  0B3'
@@ -33,15 +32,7 @@ __all__ = ["METHODS", "chimera_doubled"]
 
 
 def chimera_doubled(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns Chimera with forward doubling; by default twice as many microbatches as workers.
-
-    Args:
-        plan: p stages with two replicas each, laid out `mirrored`, p even.
-        microbatches: a multiple of 2p.
-
-    Raises:
-        ScheduleError: the plan is laid out differently, or the number of microbatches is no multiple of 2p.
-    """
+    """Returns Chimera with forward doubling, on a `mirrored` plan; m is a multiple of 2p, by default 2p."""
     mirrored.check("chimera_doubled", plan)
     p = plan.workers
     m = microbatches or 2 * p
@@ -70,7 +61,7 @@ def chimera_doubled(plan: Plan, microbatches: int | None = None) -> Schedule:
 def _in_pairs(p: int, m: int) -> list[list[Op]]:
     """Returns the ops of each worker in a minibatch: in each slot a backward, if one can start, else two forwards.
 
-    Of two that can start it takes the one at the later stage; there are never more than 2p in flight.
+    Of two that can start it takes the one at the later stage; never more than 2p are in flight.
     """
     rows: list[list[Op]] = [[] for _ in range(p)]
     taken = dict.fromkeys(((kind, s, up) for kind in "FB" for s in range(p) for up in (0, 1)), 0)

@@ -1,12 +1,10 @@
 """DualPipeV: the two directions of DualPipe in one V of stages, so that each forward has a backward to overlap with.
 
 DeepSeek-AI, DualPipe (2025), "cut in half": worker r has stages r and 2p - 1 - r, and no second copy of its weights. In
-the middle of a minibatch a forward at one stage is followed by a backward at the other; their messages and computation
-are independent of each other. At the end weight gradients W are deferred to fill the bubbles. Here the two ops of a
-pair run one after the other, and a full backward is an input gradient I directly followed by its W. With f, i, w
-seconds at a stage a minibatch takes 2m (f + i + w) + (p - 1)(f + i - w), w <= i <= f, and a worker has 2p + 1 in
-flight. (The authors count a pair as one block, which starts when both can: (p - 1)(f + 2i - w).) The digits are stage
-and microbatch.
+the middle of a minibatch a forward at one stage is followed by an independent backward at the other; at the end
+deferred weight gradients W fill the bubbles. Here the two of a pair run one after the other: a minibatch takes
+2m (f + i + w) + (p - 1)(f + i - w), w <= i <= f, with 2p + 1 in flight. (The authors count a pair as one block, which
+starts when both can: (p - 1)(f + 2i - w).)
 
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3I1 3W1 3F2 0I0 0W0
     rank 1 | .   1F0 2F0 1F1 2F1 1F2 2I0 2W0 2F2 1I0 1W0 1F3 2I1
@@ -40,15 +38,7 @@ __all__ = ["METHODS", "dualpipev"]
 
 
 def dualpipev(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns DualPipeV with a flush; by default 4 microbatches per worker.
-
-    Args:
-        plan: 2p stages on p workers, laid out as a `wave`.
-        microbatches: at least 2p.
-
-    Raises:
-        ScheduleError: the plan is laid out differently, or there are fewer microbatches.
-    """
+    """Returns DualPipeV, on a `wave` of 2p stages; m is at least 2p, by default 4 p."""
     wave.check("dualpipev", plan, 2)
     p = plan.workers
     m = microbatches or 4 * p
@@ -70,7 +60,7 @@ def dualpipev(plan: Plan, microbatches: int | None = None) -> Schedule:
 
 
 def _minibatch(rank: int, p: int, mine: range) -> Iterator[Op]:
-    """Yields the ops of a worker on the microbatches of one minibatch; numbers are the steps of the released code."""
+    """Yields the ops of a worker on one minibatch; numbers are the steps of the released code."""
     there, back = (rank, 0), (2 * p - 1 - rank, 0)
     progress = MicrobatchProgress(mine)
     deferred: deque[tuple[int, int]] = deque()

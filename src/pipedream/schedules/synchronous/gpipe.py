@@ -31,7 +31,7 @@ __all__ = ["METHODS", "gpipe"]
 
 
 def gpipe(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns GPipe; by default 4 microbatches per stage (the paper: m >= 4 p makes the bubble negligible)."""
+    """Returns GPipe; by default 4 microbatches per stage (m >= 4 p makes the bubble negligible)."""
     m = choose_microbatches("gpipe", plan, microbatches, 4 * len(plan.stages))
 
     def ops(stage_replica: StageReplica) -> Iterator[Op]:

@@ -1,7 +1,6 @@
 """Interleaved 1F1B: each worker has v stages (chunks), p stages apart, so that the pipeline fills v times as fast.
 
-Narayanan et al., Megatron-LM, SC 2021, section 2.2.2: bubble (p - 1)/(vm + p - 1), for v times the messages. The digits
-are stage and microbatch; rank 0 has stages 0 and 2.
+Narayanan et al., Megatron-LM, SC 2021, section 2.2.2: bubble (p - 1)/(vm + p - 1), for v times the messages.
 
     rank 0 | 0F0  0F1  2F0  2F1  .    2B0  .    2B1' 0B0  0B1'
     rank 1 | .    1F0  1F1  3F0  3B0  3F1  3B1' 1B0  1B1'
@@ -31,15 +30,7 @@ __all__ = ["METHODS", "interleaved_1f1b"]
 
 
 def interleaved_1f1b(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns interleaved 1F1B with a flush; by default 4 microbatches per worker.
-
-    Args:
-        plan: v p stages on p workers, laid out `looped`.
-        microbatches: a multiple of p.
-
-    Raises:
-        ScheduleError: the plan is laid out differently, or the number of microbatches is no multiple of p.
-    """
+    """Returns interleaved 1F1B, on a `looped` plan; m is a multiple of p, by default 4 p."""
     p, chunks = plan.workers, looped.check("interleaved_1f1b", plan)
     m = microbatches or 4 * p
     if m % p:

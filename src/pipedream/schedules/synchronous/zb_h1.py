@@ -1,9 +1,8 @@
 """ZB-H1: 1F1B with split backwards, whose weight gradients fill the bubble; as many in flight as 1F1B's input stage.
 
-Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1, figure 2. The stage before waits for the gradient
-of its output (I); only the update waits for the gradient of the weights (W), so stage s runs it s microbatches later.
-With i and w their seconds and f those of a forward, a minibatch takes m (f + i + w) + (p - 1)(f + i - w): a third of
-1F1B's bubble if all are equal. For a microbatch between I and W a stage still keeps what W needs.
+Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1, figure 2. The stage before waits for the input
+gradient I; only the update waits for the weight gradient W, so stage s runs W s microbatches later and keeps what W
+needs until then. With f, i, w seconds a minibatch takes m (f + i + w) + (p - 1)(f + i - w).
 
     rank 0 | F0  F1  .   I0  W0  F2  I1  W1  F3  I2  W2  I3  W3'
     rank 1 | .   F0  I0  F1  I1  W0  F2  I2  W1  F3  I3  W2  W3'

@@ -2,9 +2,8 @@
 
 Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.2, figure 3. Stage s runs 2(p - s) - 1 forwards before
 its first input gradient I, and weight gradients W 2s microbatches later: 2p - 1 are in flight until their W. A stage
-that has finished its part of a minibatch continues with the next, so n minibatches take n m (f + i + w) + (p - 1) f.
-Clipping by the global norm makes the stages wait for each other at the update; the paper's remedy, to update first and
-roll back if that was wrong, is not implemented.
+continues with the next minibatch at once, so n of them take n m (f + i + w) + (p - 1) f. The paper's update before the
+global norm is known, rolled back if wrong, is not implemented.
 
     rank 0 | F0  F1  F2  I0  W0  F3  I1  W1  I2  W2  I3  W3'
     rank 1 | .   F0  I0  F1  I1  F2  I2  W0  F3  I3  W1  W2  W3'
@@ -36,7 +35,7 @@ __all__ = ["METHODS", "zb_h2"]
 
 
 def zb_h2(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns ZB-H2, with twice the warm-up forwards of the plan's depth; by default 4 microbatches per stage."""
+    """Returns ZB-H2, with twice the warm-up of the plan's depth; by default 4 microbatches per stage."""
     m = choose_microbatches("zb_h2", plan, microbatches, 4 * len(plan.stages))
     # A flush has no update delay, and in-flight counts that need one may not be legal once they are doubled.
     warmups = [count - 1 for count in legal(tuple(2 * count - 1 for count in plan.in_flight), plan.replicas)]

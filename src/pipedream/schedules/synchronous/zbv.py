@@ -2,11 +2,8 @@
 
 Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, section 3.3, and Zero Bubble Pipeline
 Parallelism, ICLR 2024, section 6. Worker r has stages r and 2p - 1 - r, so the first worker also has the loss and
-starts its backwards as early as the last one. It warms up with 2(p - r) - 1 forwards of its first stage, fills with
-forwards of both, then takes a forward, an input gradient I and a weight gradient W of each stage in turn. With
-f = i = w a run of n minibatches takes 6 n m f + (p - 1) f. No worker has more than 2p in flight at its two stages: as
-much as 1F1B's first worker has at its one stage, which is as large as two of these. The digits are stage and
-microbatch.
+starts its backwards as early as the last one. With f = i = w, n minibatches take 6 n m f + (p - 1) f. A worker has at
+most 2p in flight at its two stages: as much as 1F1B's first worker at one stage twice as large.
 
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2
     rank 1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1
@@ -38,15 +35,7 @@ __all__ = ["METHODS", "zbv"]
 
 
 def zbv(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns ZB-V with a flush; by default 4 microbatches per worker.
-
-    Args:
-        plan: 2p stages on p workers, laid out as a `wave`.
-        microbatches: with fewer than 2p, workers wait.
-
-    Raises:
-        ScheduleError: the plan is laid out differently.
-    """
+    """Returns ZB-V, on a `wave` of 2p stages; by default m = 4 p, and with m < 2p workers wait."""
     wave.check("zbv", plan, 2)
     p = plan.workers
     m = microbatches or 4 * p
@@ -62,7 +51,6 @@ def zbv(plan: Plan, microbatches: int | None = None) -> Schedule:
 
 
 def _minibatch(rank: int, p: int, mine: range) -> Iterator[Op]:
-    """Yields the ops of a worker on the microbatches of one minibatch; steps that have none left are skipped."""
     there, back = (rank, 0), (2 * p - 1 - rank, 0)
     progress = MicrobatchProgress(mine)
     yield from progress.take((F, there), times=2 * (p - rank) - 1)
