@@ -1,1 +1,1 @@
-"""One stage on one worker: its layers, the versions of its weights, its forwards and backwards."""
+"""One stage on one worker: layers, versions of its weights, forwards and backwards."""

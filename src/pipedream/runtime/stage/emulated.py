@@ -1,8 +1,7 @@
-"""Emulated stages: layers that wait for the planned time instead of computing, run by the runtime like any others.
+"""Emulated stages: layers that wait for the planned time instead of computing.
 
-Messages, weights, gradients and their sums have the planned sizes, and versions are kept and copied, so that a plan
-with more workers than there are cores can be timed. All tensors are zeros; the system allocates their memory only
-when it is first written, so that unwritten memory costs nothing.
+Messages, weights and gradients have the planned sizes, so that a plan with more workers than cores can be timed. All
+tensors are zeros; the system allocates their memory only when it is first written.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def emulated_model(stages: Sequence[Stage], microbatches: int, *, splits_backwar
 
     Args:
         stages: with the seconds and bytes of one minibatch.
-        microbatches: parts of a minibatch; each part is one row of the tensors.
+        microbatches: parts of a minibatch; each is one row of the tensors.
         splits_backward: weight gradients take half of a backward's time, as in `simulator.costs`.
     """
     last = len(stages) - 1
@@ -50,7 +49,7 @@ def emulated_batch(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def emulated_optimizer(stages: Sequence[Stage]) -> Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
-    """Returns the factory of optimizers for `emulated_model`, whose steps wait for the planned time."""
+    """Returns the factory of optimizers whose steps wait for the planned time."""
 
     def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         numbers = {int(name.split(".")[0].removeprefix("stage")) for name, _ in named}
@@ -65,12 +64,10 @@ def emulated_optimizer(stages: Sequence[Stage]) -> Callable[[list[tuple[str, nn.
 class EmulatedStage(nn.Module):
     """One stage: waits, and returns tensors of the planned sizes.
 
-    The weights of a replicated stage are in pieces whose gradients come one after another over the backward, as the
-    planner assumes (`core.plan.cost.visible_sum_s`).
+    The weights of a replicated stage are in pieces whose gradients come one by one during the backward, as the planner
+    assumes (`core.plan.cost.visible_sum_s`).
 
     Args:
-        stage: with the seconds and bytes of one minibatch.
-        microbatches: parts of a minibatch.
         sends: its output is a message; otherwise it is the loss.
         splits_backward: the weight gradients are computed off the path to the stage's input, in half of the time.
     """
@@ -90,17 +87,16 @@ class EmulatedStage(nn.Module):
         self._piece_s = stage.backward_s / microbatches / pieces
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Waits for the time of a forward; returns rows of the planned size."""
         made = _EmulatedForward.apply(value, self._forward_s, self._columns, self._activation_bytes)  # type: ignore[no-untyped-call]
         no_index = torch.empty(0, dtype=torch.long)
         halves = (self._piece_s / 2, self._piece_s / 2)
         if not value.requires_grad:
-            halves = 0.0, self._piece_s  # no gradient is sent back: all time is for the weights
+            halves = 0.0, self._piece_s  # all time is for the weights
         for weights in self.weights:
             if self._splits:
                 if halves[0]:
                     made = _EmulatedInputGradient.apply(made, halves[0])  # type: ignore[no-untyped-call]
-                # Adds no rows, at no cost: a node of autograd's own at which the halves of a backward separate.
+                # Adds no rows: a node of autograd's own at which the halves of a backward separate.
                 weight_gradient = _EmulatedWeightGradient.apply(weights, self._columns, halves[1])  # type: ignore[no-untyped-call]
                 made = made.index_add_(0, no_index, weight_gradient)
             else:
@@ -109,28 +105,20 @@ class EmulatedStage(nn.Module):
 
 
 class EmulatedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose step waits and changes nothing.
-
-    Args:
-        parameters: of a stage.
-        seconds: of a step.
-    """
+    """An optimizer whose step waits and changes nothing."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], seconds: float) -> None:
         super().__init__(parameters, {"lr": 1.0})
         self._seconds = seconds
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Waits for the time of an update."""
         _wait(time.perf_counter(), self._seconds)
 
     def velocity(self, parameter: nn.Parameter) -> None:
-        """Returns None, for methods that predict weights: its step has no direction."""
+        """None, for methods that predict weights: its step has no direction."""
 
 
 class _EmulatedForward(torch.autograd.Function):
-    """Waits; the gradient of the input has the input's size."""
-
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, seconds: float, columns: int, activation_bytes: int) -> torch.Tensor:
         start = time.perf_counter()
@@ -146,7 +134,7 @@ class _EmulatedForward(torch.autograd.Function):
 
 
 class _EmulatedBackward(torch.autograd.Function):
-    """Passes the value through, and waits in the backward for the gradient of a piece of the weights."""
+    """Passes the value through; the backward waits for the gradient of a piece of the weights."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, weights: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -161,8 +149,6 @@ class _EmulatedBackward(torch.autograd.Function):
 
 
 class _EmulatedInputGradient(torch.autograd.Function):
-    """Waits in the backward for the gradient of the input."""
-
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, seconds: float) -> torch.Tensor:
         ctx.seconds = seconds
@@ -176,7 +162,7 @@ class _EmulatedInputGradient(torch.autograd.Function):
 
 
 class _EmulatedWeightGradient(torch.autograd.Function):
-    """Returns no rows, and waits in the backward for the gradient of a piece of the weights."""
+    """Returns no rows; the backward waits for the gradient of a piece of the weights."""
 
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, columns: int, seconds: float) -> torch.Tensor:
@@ -191,7 +177,7 @@ class _EmulatedWeightGradient(torch.autograd.Function):
 
 
 def _zeros(*shape: int) -> torch.Tensor:
-    # numpy asks the system for zero pages, which are allocated when written; torch would write them here.
+    # numpy asks for zero pages, allocated when written; torch would write them here.
     return torch.from_numpy(np.zeros(shape, dtype=np.float32))
 
 

@@ -1,11 +1,8 @@
 """Weight predictions of one stage, as tensors (see `core.schedule.prediction`).
 
 At a stage with one set of weights, a prediction is written into its storage for one pass, and the weights are restored
-to the bit afterwards. Graphs keep seeing the weights, because only the content of the storage changes. If the backward
-must read what its forward read, or several forwards must read the same, the prediction is kept.
-
-Predictions are computed from the optimizer's own state, or from the last update or an average of updates, which are
-kept here. A checkpoint contains them.
+to the bit afterwards; graphs keep seeing the weights. If the backward must read what its forward read, or several
+forwards the same, the prediction is kept. The last update or the average of updates is kept here, and in checkpoints.
 """
 
 from __future__ import annotations
@@ -27,10 +24,6 @@ __all__ = ["WeightPredictions"]
 
 class WeightPredictions:
     """The weight predictions of one stage.
-
-    Args:
-        rule: of the program.
-        versions, optimizer: of the stage.
 
     Raises:
         ScheduleError: a prediction by velocity, with an optimizer whose velocity is not known.
@@ -61,11 +54,11 @@ class WeightPredictions:
         self._shared_version = 0
 
     def begin(self) -> None:
-        """Begins a stream, whose versions are counted anew."""
+        """Versions are counted anew."""
         self._shared_asked = None
 
     def read(self, version: int) -> tuple[WeightSet, int]:
-        """Returns what a forward reads for a version (see `Versions.read`), and the version it is predicted from."""
+        """Returns what a forward reads (see `Versions.read`), and the version it is predicted from."""
         if self._until is Kind.BACKWARD:
             found = self._versions.read_prediction(version, self._fill)
             return found, found.version
@@ -83,7 +76,7 @@ class WeightPredictions:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Context of a forward: the prediction that was read is in the storage of the weights."""
+        """In this context the prediction that was read is in the storage."""
         if self._forward is None or self._until is Kind.BACKWARD:
             yield
         else:
@@ -92,7 +85,7 @@ class WeightPredictions:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Context of a backward: its prediction is in the storage of the weights."""
+        """In this context the backward's prediction is in the storage."""
         if self._backward is None:
             yield
         else:
@@ -100,7 +93,6 @@ class WeightPredictions:
                 yield
 
     def begin_update(self) -> None:
-        """Copies the weights before the optimizer's step."""
         if DIFFERENCE in self._added:
             _copy(self._added[DIFFERENCE], self._weights)
         if AVERAGE in self._added:
@@ -117,19 +109,19 @@ class WeightPredictions:
             torch._foreach_lerp_(self._added[AVERAGE], added, 1.0 - self._gamma)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns what a checkpoint must contain, as ``difference/NAME`` or ``average/NAME``."""
+        """A checkpoint's ``difference/NAME`` or ``average/NAME``."""
         names = list(self._versions.handles)
         return {f"{kind}/{n}": t for kind, row in self._added.items() for n, t in zip(names, row, strict=True)}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Loads what `tensors` returned; missing ones, as in a checkpoint of another method, begin at 0."""
+        """Missing ones, as in a checkpoint of another method, begin at 0."""
         for name, tensor in self.tensors().items():
             found = tensors.get(name)
             tensor.zero_() if found is None else tensor.copy_(found)
 
     @property
     def _weights(self) -> list[torch.Tensor]:
-        # Computed each time, because handles may be pointed elsewhere; .data, because graphs check version counters.
+        # Each time, because handles may be pointed elsewhere; .data, because graphs check version counters.
         return [handle.data for handle in self._handles]
 
     @contextmanager
@@ -157,21 +149,19 @@ class WeightPredictions:
         self._advance(self._forward, targets)
 
     def _advance(self, prediction: WeightPrediction, targets: list[torch.Tensor]) -> None:
-        """Moves tensors that hold the weights by the prediction's horizon."""
+        """Moves tensors that hold the weights by the horizon."""
         horizon = prediction.horizons[self._stage]
         if prediction.by != VELOCITY:
             for target, added in zip(targets, self._added[prediction.by], strict=True):
                 target.add_(added, alpha=horizon)
             return
-        self._optimizer.step_scheduler(
-            self._optimizer.scheduler_steps_due
-        )  # to use the learning rate of the coming update
+        self._optimizer.step_scheduler(self._optimizer.scheduler_steps_due)  # the learning rate of the coming update
         by_handle = dict(zip(self._handles, targets, strict=True))
         add_velocity(self._optimizer.optimizer, by_handle, horizon * self._optimizer.rate_factor)
 
 
 def _moving(prediction: WeightPrediction | None, stage: int) -> WeightPrediction | None:
-    """Returns a prediction, or None if it is the version itself."""
+    """None if it is the version itself."""
     return prediction if prediction is not None and prediction.horizons[stage] else None
 
 

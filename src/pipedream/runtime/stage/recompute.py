@@ -3,12 +3,11 @@
 After Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), and GPipe (2019, section 2.3), which recomputes
 whole stages. The second forward gives the first one's numbers to the bit:
 
-- it reads the same version of the weights, which is kept until the backward (under the backward rule 'recompute' it
-  reads newer ones, and its numbers are those of a forward with these);
-- its dropout masks are the same, because each layer's generator is seeded by microbatch and layer, and the loss draws
-  from the generator in its earlier state;
-- it reads the buffers in their earlier state, and what it writes into them is dropped: statistics change once;
-- its input is the one that arrived: the first forward used a copy, because a layer may write into it.
+- weights: the same version, kept until the backward (under the backward rule 'recompute' newer ones, and the numbers
+  of a forward with these);
+- dropout: each layer's generator is seeded by microbatch and layer, and the loss draws from the earlier state;
+- buffers: read in their earlier state; what is written is dropped, so that statistics change once;
+- input: the one that arrived; the first forward used a copy, because a layer may write into it.
 
 The first forward builds a graph that keeps no tensor, so that it takes the same paths through the layers and shows
 which outputs require a gradient.
@@ -36,7 +35,7 @@ class ForwardFunction(Protocol):
     """A stage's forward, from the received message to the next one; fills in the `SavedForward`."""
 
     def __call__(self, message: Message, again: bool = False) -> Message:
-        """Runs the forward; `again` if this is the recomputation."""
+        """`again`: this is the recomputation."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,12 @@ class _BufferSlot:
 
     @property
     def mark(self) -> tuple[int, int]:
-        """A value that changes if the buffer is replaced, or written by an operation that autograd sees."""
+        """Changes if the buffer is replaced, or written by an operation that autograd sees."""
         return id(self.tensor), 0 if self.tensor.is_inference() else self.tensor._version
 
     @property
     def tracks(self) -> bool:
-        """Whether its statistics change without autograd seeing it."""
+        """Its statistics change without autograd seeing it."""
         return isinstance(self.module, _NormBase) and self.module.track_running_stats
 
 
@@ -69,12 +68,12 @@ class Recomputation:
     def __init__(self, module: StageModule) -> None:
         self._module = module
         owners = {id(m): m for _, layer in module.layers for m in layer.modules()}.values()
-        # Any of them may change, until the first microbatch has shown which do.
+        # Any may change, until the first microbatch has shown which do.
         self._moving = [_BufferSlot(m, name) for m in owners for name, b in m._buffers.items() if b is not None]
         self._constant: list[_BufferSlot] | None = None
 
     def forward(self, saved: SavedForward, message: Message, run: ForwardFunction) -> Message:
-        """Runs a forward that keeps only what is needed to repeat it, in `saved.recompute`.
+        """Runs a forward that keeps what repeats it, in `saved.recompute`.
 
         Raises:
             RuntimeError: a buffer changes that did not change in the first microbatch.
@@ -113,7 +112,7 @@ class Recomputation:
 
     @contextmanager
     def _with_buffers(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Context in which other tensors replace the buffers that change."""
+        """In this context other tensors replace the buffers that change."""
         own = [slot.tensor for slot in self._moving]
         for slot, tensor in zip(self._moving, others, strict=True):
             slot.module._buffers[slot.name] = tensor

@@ -1,13 +1,12 @@
 """Remote forwards: forwards of a stage on another rank than that of its weights, which are fetched in one message.
 
-The message holds everything that the layers read: one version of the weights, untrained weights, and the buffers. They
-are kept from a fetch to the last forward that it serves. They are in the modules' slots only while a forward runs, so
-that in one process remote forwards and the stage itself share the user's modules.
+The message holds all that the layers read: one version of the weights, untrained weights, and buffers. They are in the
+modules' slots only while a forward runs, so that in one process remote forwards and the stage itself share the user's
+modules.
 
-A remote forward keeps nothing. Its input is sent to the stage's own rank, where the backward repeats the forward
-(`recompute`). It gives the same numbers to the bit, for the same reasons but one: the remote forward changes copies of
-the buffers that are dropped, so that the second forward reads them in their earlier state and is the one that changes
-them. Both process the microbatches in order, starting from the state after the last update.
+A remote forward keeps nothing. Its input is sent to the stage's own rank, where the backward repeats the forward with
+the same numbers (`recompute`). It changes copies of the buffers that are dropped: the second forward is the one that
+changes them. Both process the microbatches in order, from the state after the last update.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class WeightPacket:
     """The format in which a stage's tensors are sent, as uint8[n].
 
     Args:
-        module: of the stage; its tensors may be on the meta device.
-        low_precision: name -> dtype of the leaf, for weights that autocast would cast.
+        module: its tensors may be on the meta device.
+        low_precision: name -> dtype, for weights that autocast would cast.
     """
 
     def __init__(self, module: StageModule, low_precision: Mapping[str, torch.dtype]) -> None:
@@ -51,14 +50,13 @@ class WeightPacket:
         self._specs += [_spec(held[0][0][held[0][1]]) for held in self._slots]
 
     def pack(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the weights and the other tensors of the modules."""
         tensors = [leaves[name].detach() for name in self._names] + [s[0][0][s[0][1]].detach() for s in self._slots]
         whole = [tensor.to(spec.dtype) for tensor, spec in zip(tensors, self._specs, strict=True)]
         device = whole[0].device if whole else torch.device("cpu")
         return join_payload(Message(0, tensors=tuple(whole)), device)
 
     def unpack(self, payload: torch.Tensor) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """Returns the weights by name, as leaves, and the tensors of the other slots; all are views of the payload."""
+        """Returns the weights by name, as leaves, and the other slots' tensors; all are views of the payload."""
         arrived = split_payload(Message(0), list(self._specs), payload).tensors
         found = [tensor for tensor in arrived if tensor is not None]
         count = len(self._names)
@@ -67,7 +65,7 @@ class WeightPacket:
 
     @contextmanager
     def installed(self, others: list[torch.Tensor]) -> Iterator[None]:
-        """Context in which other tensors are in the untrained slots; updates the list if layers replace them."""
+        """In this context others are in the untrained slots; updates the list if layers replace them."""
         own = [[held[name] for held, name in slots] for slots in self._slots]
         for slots, tensor in zip(self._slots, others, strict=True):
             for held, name in slots:
@@ -82,10 +80,9 @@ class WeightPacket:
 
 
 class _WithoutGraph:
-    """Runs forwards that keep nothing, because their backwards run on another rank."""
+    """Keeps nothing, because the backwards run on another rank."""
 
     def forward(self, held: SavedForward, message: Message, run: ForwardFunction) -> Message:
-        """Runs one; see `Recomputation.forward`."""
         result = without_graph(run, message)
         held.graph_inputs = ()
         held.outputs = ()
@@ -93,12 +90,7 @@ class _WithoutGraph:
 
 
 class RemoteForward:
-    """A stage whose forwards run here on fetched weights. Life: `fetch`, forwards, `drop`.
-
-    Attributes:
-        recomputation: runs forwards that keep nothing.
-        next_forward: microbatch of the next forward.
-    """
+    """A stage whose forwards run here on fetched weights. Life: `fetch`, forwards, `drop`."""
 
     def __init__(self, module: StageModule, weight_packet: WeightPacket) -> None:
         self.module = module
@@ -110,17 +102,16 @@ class RemoteForward:
 
     @property
     def leaves(self) -> dict[str, torch.Tensor]:
-        """The fetched weights."""
         assert self._weights is not None, "a forward reads weights that are not fetched"
         return self._weights.leaves
 
     def empty(self) -> None:
-        """Drops the tensors that are in the modules while nothing runs, because they belong to another rank."""
+        """Drops the modules' own tensors, which belong to another rank."""
         for name, handle in self.module.handles.items():
             self.module.handles[name] = nn.Parameter(torch.empty_like(handle, device="meta"))
 
     def fetch(self, message: Message) -> None:
-        """Takes fetched weights; earlier ones must have been dropped."""
+        """Earlier weights must have been dropped."""
         assert self._weights is None, "weights are fetched where others still are"
         (payload,) = message.tensors
         assert payload is not None
@@ -128,7 +119,6 @@ class RemoteForward:
         self._weights = WeightSet(message.version, leaves)
 
     def drop(self) -> None:
-        """Drops the weights."""
         self._weights = None
         self._others = []
 
@@ -139,20 +129,19 @@ class RemoteForward:
         return self._weights, version
 
     def read_again(self, held: SavedForward) -> WeightSet:
-        """Raises AssertionError: a forward is recomputed only on the stage's own rank."""
+        """A forward is recomputed only on the stage's own rank."""
         raise AssertionError(f"the forward of microbatch {held.microbatch} was to be recomputed on a remote rank")
 
     def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
-        """Runs the layers; see `StageModule.forward`."""
+        """See `StageModule.forward`."""
         return self.module.forward(value, read.leaves, microbatch, first)
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Returns the context of a forward, with the untrained tensors in the modules."""
+        """The untrained tensors are in the modules."""
         return self._packet.installed(self._others)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The context of a forward without training."""
         flags = self.module.train(False)
         try:
             with self._packet.installed(self._others):

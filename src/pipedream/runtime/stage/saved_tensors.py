@@ -1,16 +1,14 @@
 """Hooks for the weights that autograd saves: checked once and redirected, for the backward rule 'graph'.
 
 An old graph sees new weights if autograd has saved the weights' own storage, which the optimizer writes. If it has
-saved something computed from a weight alone (a cast under autocast, weight_norm, a mask on the weight, the buffer in
-which cuDNN flattens the weights of a recurrent layer), the graph would silently use the old one, and the result of a
-backward would be a mixture. So the first forward is watched, operation by operation: values computed from weights and
-constants alone, unless they are views of a weight, must not be saved. Values computed from activations are
-activations, and are saved as usual.
+saved something computed from a weight alone (a cast under autocast, weight_norm, a mask, cuDNN's flattened weights), it
+would silently use the old one, and the backward would be a mixture. So the first forward is watched, operation by
+operation: values computed from weights and constants alone, unless they are views of a weight, must not be saved.
 
-With several versions, the storage that a graph has read is not the one of its backward. Then autograd keeps only a
-reference to a slice of a weight (parameter and position), and the backward looks it up in the set that it is redirected
-to. No old version is kept for a graph. What a function written in Python keeps on its context, other than by
-`save_for_backward`, cannot be redirected; it must not be a weight, or be computed from weights alone.
+With several versions, the storage that a graph has read is not its backward's. Then autograd keeps only a reference to
+a slice of a weight (parameter and position), which the backward looks up in the set it is redirected to; no old version
+is kept for a graph. What a Python function keeps on its context, other than by `save_for_backward`, cannot be
+redirected: it must not be a weight, or computed from weights alone.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class SavedTensorHooks:
     """Hooks for the tensors that the forwards of one stage save. Only the first forward is checked.
 
     Attributes:
-        redirects: graphs keep references to slices of weights, for backwards with another version (`redirected_to`).
+        redirects: graphs keep references to slices of weights, for backwards with another version.
     """
 
     def __init__(self) -> None:
@@ -56,15 +54,10 @@ class SavedTensorHooks:
         self._target: Mapping[str, torch.Tensor] = {}
 
     def switch_to(self, redirects: bool) -> None:
-        """Switches to another method's rule, at a drain."""
         self.redirects = redirects
 
     def run(self, layers: Callable[[], Any], value: Any, read: WeightSet) -> Any:
         """Runs the layers with these hooks.
-
-        Args:
-            value: input of the layers.
-            read: weights that they read.
 
         Raises:
             ScheduleError: as for `watching`; or a layer saves tensors in its own way (checkpointing, offloading); or a
@@ -84,7 +77,7 @@ class SavedTensorHooks:
 
         Raises:
             ScheduleError: autograd has saved something computed from weights alone, or, with redirection, a part of a
-                weight that cannot be located in another version; names the parameters.
+                weight that cannot be located in another version.
         """
         if self._checked and not self.redirects:
             yield None
@@ -111,7 +104,7 @@ class SavedTensorHooks:
 
     @contextmanager
     def redirected_to(self, weights: WeightSet) -> Iterator[None]:
-        """Context of a backward that uses these weights where its graph has saved references."""
+        """Context of a backward with these weights in place of its graph's references."""
         self._target = weights.leaves
         try:
             yield
@@ -124,15 +117,7 @@ class SavedTensorHooks:
     def _check_graph(
         self, outputs: Iterable[torch.Tensor], locator: _WeightLocator, tracker: _DataflowTracker | None
     ) -> None:
-        """Checks that all tensors that a graph needs go through these hooks.
-
-        Args:
-            locator: of the weights, with redirection.
-            tracker: of the forward, if it was watched.
-
-        Raises:
-            ScheduleError: one does not; names the operation.
-        """
+        """Raises a `ScheduleError` if a tensor that a graph needs avoids these hooks; names the operation."""
         for node in _nodes(outputs):
             asked = "the backward rule 'graph' uses the activations of the forward and"
             if isinstance(node, _CHECKPOINT) or any(s.unpack_hook not in (None, self._unpack) for s in saved_by(node)):
@@ -153,17 +138,13 @@ class SavedTensorHooks:
 
 
 class _SavedActivation(NamedTuple):
-    """An activation, and its version counter when it was saved: autograd does not check tensors of hooks."""
+    """With its version counter when saved: autograd does not check tensors of hooks."""
 
     tensor: torch.Tensor
     version: int
 
     def unchanged(self) -> torch.Tensor:
-        """Returns the activation.
-
-        Raises:
-            RuntimeError: it was written in place meanwhile; autograd raises the same.
-        """
+        """Raises a `RuntimeError`, as autograd does, if it was written in place meanwhile."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.tensor.shape)} that the backward needs was written in place after the "
@@ -177,8 +158,6 @@ class _WeightSlice(NamedTuple):
     """A part of a weight, of any version.
 
     Attributes:
-        name: of the parameter.
-        size, stride: as of any tensor.
         offset: from the parameter's first element, in the storage.
     """
 
@@ -188,17 +167,12 @@ class _WeightSlice(NamedTuple):
     offset: int
 
     def look_up(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns this part of one version."""
         leaf = leaves[self.name].data
         return leaf.as_strided(self.size, self.stride, leaf.storage_offset() + self.offset)
 
 
 class _WeightLocator:
-    """Finds the part of the weights that a tensor is.
-
-    Args:
-        leaves: of the version that a forward reads.
-    """
+    """Finds the part of the weights that a tensor is."""
 
     def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
         self._owners: dict[int, list[tuple[str, torch.Tensor]]] = {}
@@ -207,7 +181,7 @@ class _WeightLocator:
         self._owners.pop(0, None)
 
     def of(self, tensor: torch.Tensor) -> _WeightSlice | None:
-        """Returns the part of a weight that a tensor is; None if it is not one.
+        """None if the tensor is no part of a weight.
 
         Raises:
             ScheduleError: another version does not have this part in the same position.
@@ -229,7 +203,7 @@ class _WeightLocator:
         )
 
     def owners(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Returns the parameters that share their storage with a tensor."""
+        """The parameters that share their storage with a tensor."""
         return self._owners.get(_place(tensor), [])
 
 
@@ -250,14 +224,14 @@ def _nodes(outputs: Iterable[torch.Tensor]) -> Iterator[Node]:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Returns the number of elements of the storage from a tensor's first to its last one, inclusive."""
+    """Elements of the storage from a tensor's first to its last one, inclusive."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 class _DataflowTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tracks through all operations what is a weight, an activation, or computed from weights and constants alone.
+    """Tracks what is a weight, an activation, or computed from weights and constants alone.
 
     Attributes:
         refused: parameter -> operation that computed a saved tensor from it.
@@ -269,7 +243,7 @@ class _DataflowTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, leaf in leaves.items():
             self._weights.setdefault(_place(leaf), []).append(name)
         self._activations = {_place(tensor) for tensor in inputs}
-        # A reused storage is classified anew when it is written; a storage that is in no table is a constant.
+        # A reused storage is classified anew when written; a storage in no table is a constant.
         self._made: dict[int, dict[str, str]] = {}
         self.refused: dict[str, str] = {}
 
@@ -301,10 +275,10 @@ class _DataflowTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.refused |= self.computed_from(tensor)
 
     def computed_from(self, tensor: torch.Tensor) -> dict[str, str]:
-        """Returns parameter -> operation, if a tensor was computed from weights alone."""
+        """Parameter -> operation, if a tensor was computed from weights alone."""
         return self._made.get(_place(tensor), {})
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Returns the address of a tensor's storage; 0 if it has none."""
+    """The address of a tensor's storage; 0 if it has none."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0

@@ -2,10 +2,9 @@
 
 The *path* consists of the nodes of autograd's graph that lead from the outputs back to the received tensors. I follows
 it and requests from each node only the gradients that stay on it, so that a linear layer computes one of its two
-products. Where gradients leave the path for weights, the incoming gradients of the node are kept. W calls the node once
-more for the gradients that leave the path, and propagates them to the weights in a run of autograd that starts after
-the node and does not see the path, so that nothing on it is repeated. Together the halves do the work of one backward
-and give its numbers.
+products. Where gradients leave the path, the node's incoming gradients are kept. W calls the node once more for the
+gradients that leave, and propagates them to the weights in a run of autograd that starts after the node, so that
+nothing on the path is repeated. Together the halves do the work of one backward and give its numbers.
 
 Nodes that cannot be called twice run in I, and their gradients are kept for W:
 
@@ -15,8 +14,7 @@ Nodes that cannot be called twice run in I, and their gradients are kept for W:
 - kernels that compute all their gradients at once (`_WHOLE`);
 - nodes between a weight and several nodes of the path, such as a norm of the weight that is computed once.
 
-What W does not need is freed after I: a node of the path keeps its saved tensors only if gradients leave the path
-there, and W frees them node by node.
+What W does not need is freed after I; W frees the rest node by node.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ _Gradients = tuple[torch.Tensor | None, ...]  # one for each output of a node
 
 
 class _Branch:
-    """A node of the path where gradients leave it for weights.
+    """A node of the path where gradients leave it.
 
     Args:
         leaves: weights that are reached from it.
@@ -49,16 +47,16 @@ class _Branch:
     def __init__(self, node: Node, leaves: Sequence[torch.Tensor], off: set[Node]) -> None:
         self.node = node
         self.leaves = list(leaves)
-        # Index among the node's results, the node off the path that gets it, and which of that node's outputs.
+        # Index among the results, the node off the path that gets it, and which of its outputs.
         self._ways = [
             (i, to, number) for i, (to, number) in enumerate(node.next_functions) if to is not None and to in off
         ]
 
     def run(self, arrived: _Gradients) -> None:
-        """Adds the gradients that leave here to the ``.grad`` of the weights.
+        """Adds the gradients that leave here to the weights' ``.grad``.
 
-        The run of autograd starts at the nodes off the path with zeros, which their hooks replace by the node's
-        results. The node is called inside of the run, so that it computes only what that run needs.
+        The run of autograd starts off the path with zeros, which hooks replace by the node's results. The node is
+        called inside the run, so that it computes only what that run needs.
         """
         made: list[Any] = []
         nothing: dict[tuple[Node, int], torch.Tensor] = {}
@@ -90,7 +88,7 @@ class Deferred:
     """The gradients of weights that I has left for W.
 
     Args:
-        made: (weight, gradient) where I has computed the gradient.
+        made: (weight, gradient) that I has computed.
         apart: outputs that do not lead to the path, their gradients, and the weights that they reach.
         branches: where gradients leave the path.
         arrived: index of a branch -> incoming gradients of its node, in the order of their arrival.
@@ -109,7 +107,7 @@ class Deferred:
         self._arrived = arrived
 
     def run(self) -> Iterator[torch.Tensor]:
-        """Adds the gradients to the ``.grad`` of the weights; yields each weight when it is complete. Runs once."""
+        """Adds the gradients to the weights' ``.grad``; yields each complete weight. Runs once."""
         edges, gradients, leaves = self._apart
         left = Counter(leaves)
         for number in self._arrived:
@@ -132,10 +130,9 @@ class Deferred:
 def split_backward(
     outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], entries: Sequence[GradientEdge]
 ) -> tuple[list[torch.Tensor | None], Deferred]:
-    """Returns the gradients of the received tensors, and the rest of the work for those of the weights.
+    """Returns the gradients of the received tensors, and the work left for those of the weights.
 
     Args:
-        outputs: of the forward.
         gradients: of the outputs.
         entries: where the received tensors entered the graph.
     """
@@ -165,7 +162,7 @@ class _Graph:
 
     Args:
         roots: nodes of the outputs.
-        entries: nodes of the received tensors; nodes beyond them are ignored.
+        entries: nodes of the received tensors; nodes beyond are ignored.
 
     Attributes:
         path: nodes from which an entry is reached, without the entries.
@@ -195,7 +192,7 @@ class _Graph:
         self.path = self.reached - ends
 
     def shared_out(self) -> tuple[list[torch.Tensor], list[_Branch], list[torch.Tensor]]:
-        """Returns the weights whose gradients I computes, the branches of the path, and the weights apart from it.
+        """Returns the weights whose gradients I computes, the path's branches, and the weights apart from it.
 
         A node off the path runs once, in one of the halves, with all the weights that it reaches.
         """
@@ -231,7 +228,7 @@ class _Graph:
         return [leaf.variable for leaf in early], [_Branch(n, leaves, off) for n, leaves in late.items() if n], apart
 
     def _above(self, nodes: Sequence[Node], stop: Set[Node] = frozenset()) -> set[Node]:
-        """Returns nodes and all from which they are reached, without going beyond those in `stop`."""
+        """Nodes and all from which they are reached, up to those in `stop`."""
         found = set(nodes)
         waiting = list(nodes)
         while waiting:
@@ -247,7 +244,7 @@ def _note(arrived: dict[int, _Gradients], number: int, gradients: _Gradients) ->
 
 
 def _done(leaves: Sequence[torch.Tensor], left: Counter[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Decrements the additions that are left for each weight; yields the complete ones."""
+    """Counts down each weight's remaining additions; yields the complete ones."""
     for leaf in leaves:
         left[leaf] -= 1
         if not left[leaf]:
@@ -261,7 +258,7 @@ def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tenso
 
 
 def _fitted(gradient: torch.Tensor | None, node: Node, number: int) -> torch.Tensor | None:
-    """Returns a gradient in the shape and dtype of a node's output, as autograd passes it: summed if broadcast."""
+    """Gives a gradient the shape and dtype of a node's output, as autograd does: summed if broadcast."""
     like = node._input_metadata[number]
     if gradient is None:
         return None
@@ -269,7 +266,7 @@ def _fitted(gradient: torch.Tensor | None, node: Node, number: int) -> torch.Ten
 
 
 def _nothing(node: Node, number: int) -> torch.Tensor:
-    """Returns zeros for the gradient of a node's output, expanded from a single number."""
+    """Zeros for the gradient of a node's output, expanded from one number."""
     like = node._input_metadata[number]
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
 
@@ -285,7 +282,7 @@ def _runs_once(node: Node | None) -> bool:
 def _let_go(node: Node) -> None:
     """Frees what a node has saved, by a hook that packs it into None."""
     for saved in saved_by(node):
-        with suppress(RuntimeError):  # it is freed already, or not kept by the node at all
+        with suppress(RuntimeError):  # freed already, or not kept by the node
             saved.register_hooks(_forget, _forgotten)
 
 

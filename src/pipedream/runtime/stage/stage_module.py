@@ -31,8 +31,8 @@ from pipedream.runtime.stage.versions import WeightSet
 
 __all__ = ["GraphInput", "SavedForward", "StageModule", "low_precision_weights", "outputs_of"]
 
-# Layers whose weights autocast casts before each use (torch.amp's op lists: linear, convolutions, recurrent
-# cells). Norms and embeddings stay in full precision there, so they do here.
+# Layers whose weights autocast casts before each use (torch.amp's op lists). Norms and embeddings stay in full
+# precision.
 _CAST_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
 
 
@@ -59,7 +59,6 @@ class GraphInput(NamedTuple):
 
     Attributes:
         box: receives its gradient, if a backward reaches it.
-        edge: its place in the graph.
     """
 
     box: list[torch.Tensor]
@@ -71,16 +70,16 @@ class SavedForward:
     """What a stage keeps of a microbatch between its forward and its backward.
 
     Attributes:
-        weights: the set that the forward read; None for a microbatch without samples.
+        weights: that the forward read; None for a microbatch without samples.
         graph_inputs: of each input that requires a gradient.
         outputs: tensors that were sent on, or the loss.
         wants: for each received tensor, whether its gradient is sent back.
         version: that the forward read, or from which it was predicted.
-        weight: loss weight of the microbatch, in its minibatch's unit (`Scorer.score`).
+        weight: loss weight, in the minibatch's unit (`Scorer.score`).
         scale: gradient of the update's objective with respect to the loss, at the last stage.
-        recompute: repeats the forward and fills in graph_inputs and outputs; None if its graph was kept.
-        recomputed_weights: the set that the recomputation read, if it is not `weights`.
-        deferred: gradients of the weights that are still to be computed, between the halves of a backward.
+        recompute: fills in graph_inputs and outputs; None if the graph was kept.
+        recomputed_weights: that the recomputation read, if not `weights`.
+        deferred: between the halves of a backward.
     """
 
     weights: WeightSet | None
@@ -103,10 +102,10 @@ class SavedForward:
         return found
 
     def output_gradients(self, message: Message | None, loss_scale: float = 1.0) -> list[torch.Tensor | None]:
-        """Returns the gradients of the outputs and records the loss weight; recomputes the graph if it was not kept.
+        """Returns the gradients of the outputs, and records the loss weight; recomputes the graph if it was not kept.
 
         Args:
-            message: the gradients as received; None at the last stage, which creates its own.
+            message: the received gradients; None at the last stage, which creates its own.
             loss_scale: factor on those that it creates.
         """
         if self.recompute is not None:
@@ -125,10 +124,9 @@ class StageModule:
     """Consecutive layers of the user's model.
 
     Args:
-        layers: (name, module) in run order; the modules are the user's own.
+        layers: (name, module) in run order.
         handles: name -> trained parameter; they are in the modules while nothing runs.
-        seed: of the run.
-        autocast: low-precision dtype of the forward; None keeps the dtype of the weights.
+        autocast: dtype of the forward; None keeps that of the weights.
     """
 
     def __init__(
@@ -164,11 +162,9 @@ class StageModule:
         return flags
 
     def forward(self, value: Any, leaves: dict[str, torch.Tensor], microbatch: int, first: bool) -> Any:
-        """Runs the layers on a value with the weights `leaves`.
+        """Runs the layers with the weights `leaves`.
 
         Args:
-            value: input of the first layer; for the model's first layer, possibly a tuple of inputs.
-            leaves: name -> weight, of one version.
             microbatch: number since the start of training, for the seeds.
             first: the value is the model's input; a tuple is passed as several arguments.
         """
@@ -207,17 +203,15 @@ class StageModule:
         accumulators: Sequence[torch.Tensor | None],
         ready: Callable[[int, torch.Tensor], None] | None = None,
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Returns the gradients of the weights, in the order of the handles, and of the received tensors.
+        """Returns the gradients of the weights, in the order of the handles, and of the received tensors; frees the
+        graph.
 
-        An accumulator is added to in place, and returned. The leaves' ``.grad`` is None before and after.
+        The leaves' ``.grad`` is None before and after.
 
         Args:
-            saved: of the forward; its graph is freed.
-            gradients: of the outputs.
-            accumulators: for each handle, the sum to add to, or None.
-            ready: called with each handle's index and gradient while the backward still runs, as soon as it is
-                complete; the gradient is then None in the result. The leaves must be watched. On a GPU it is called
-                on a thread of autograd.
+            accumulators: each handle's sum, added to in place and returned; or None.
+            ready: called with a handle's index and gradient as soon as it is complete, while the backward still runs;
+                the result then has None. The leaves must be watched. On a GPU it is called on a thread of autograd.
         """
         outputs, arrived = _with_gradients(saved, gradients)
         with self._accumulating(saved.leaves, accumulators) as leaves:
@@ -229,12 +223,7 @@ class StageModule:
     def backward_inputs(
         self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Returns only the gradients of the received tensors; `backward_weights` does the rest of the backward.
-
-        Args:
-            saved: of the forward; what the rest does not need is freed.
-            gradients: of the outputs.
-        """
+        """Returns the gradients of the received tensors only; frees what `backward_weights` does not need."""
         outputs, arrived = _with_gradients(saved, gradients)
         back, saved.deferred = split_backward(outputs, arrived, [entry.edge for entry in saved.graph_inputs])
         saved.graph_inputs = ()
@@ -247,11 +236,9 @@ class StageModule:
         accumulators: Sequence[torch.Tensor | None],
         ready: Callable[[int, torch.Tensor], None] | None = None,
     ) -> list[torch.Tensor | None]:
-        """Returns the gradients of the weights, after `backward_inputs`.
+        """Returns the gradients of the weights, after `backward_inputs`; for the arguments see `backward`.
 
-        Args:
-            saved: freed step by step.
-            accumulators, ready: as for `backward`; the leaves need not be watched.
+        The leaves need not be watched.
         """
         assert saved.deferred is not None
         with self._accumulating(saved.leaves, accumulators) as leaves:
@@ -267,9 +254,9 @@ class StageModule:
     def _accumulating(
         self, weights: WeightSet, accumulators: Sequence[torch.Tensor | None]
     ) -> Iterator[list[torch.Tensor]]:
-        """Context of a backward: yields the leaves, in the order of the handles, with the sums so far in ``.grad``.
+        """Yields the leaves, in the order of the handles, with the sums so far in ``.grad``.
 
-        The leaves are in the modules too: a checkpointed layer reads its weights again in the backward.
+        They are in the modules too: a checkpointed layer reads its weights again in the backward.
         """
         leaves = [weights.leaves[name] for name in self._names]
         self._set_parameters(weights.leaves)
@@ -293,7 +280,7 @@ class StageModule:
             module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in flat]
 
     def casting(self) -> AbstractContextManager[Any]:
-        """Returns the context of the layers and of the loss, which autocast computes in full precision."""
+        """Context of the layers and of the loss, which autocast computes in full precision."""
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, self._autocast)
@@ -304,12 +291,11 @@ class StageModule:
             torch.cuda.manual_seed(seed)
 
     def save_generator(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the state of the user's generators."""
+        """The state of the user's generators."""
         cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         return torch.default_generator.get_state(), cuda
 
     def restore_generator(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-        """Restores a state from `save_generator`."""
         torch.default_generator.set_state(state[0])
         if state[1] is not None:
             torch.cuda.set_rng_state(state[1], self.device)
@@ -318,7 +304,7 @@ class StageModule:
 def _with_gradients(
     saved: SavedForward, gradients: Sequence[torch.Tensor | None]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns the outputs that have a gradient, and the gradients."""
+    """Outputs that have a gradient, and the gradients."""
     pairs = [
         (output, gradient)
         for output, gradient in zip(saved.outputs, gradients, strict=True)
@@ -332,7 +318,7 @@ def low_precision_weights(
 ) -> dict[str, torch.dtype]:
     """Returns name -> dtype for the weights that autocast would cast at each use.
 
-    A weight shared with a layer that autocast leaves in full precision (a tied embedding) is not among them.
+    Without those shared with a layer that autocast leaves in full precision (a tied embedding).
     """
     if autocast is None:
         return {}

@@ -23,11 +23,9 @@ _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 def add_velocity(
     optimizer: torch.optim.Optimizer, targets: Mapping[torch.nn.Parameter, torch.Tensor], updates: float
 ) -> None:
-    """Moves tensors along the velocity at the optimizer's learning rates; does nothing before its first step.
+    """Moves tensors in place along a known velocity, at the optimizer's learning rates; not before its first step.
 
     Args:
-        optimizer: one that `check_velocity` accepts.
-        targets: parameter -> tensor to add to, in place.
         updates: distance in steps; negative for backwards.
     """
     for group in optimizer.param_groups:
@@ -47,11 +45,7 @@ def add_velocity(
 
 
 def check_velocity(optimizer: torch.optim.Optimizer) -> None:
-    """Checks that the velocity of an optimizer is known.
-
-    Raises:
-        ScheduleError: it is not; names the optimizer and what is supported.
-    """
+    """Raises a `ScheduleError` if the velocity of an optimizer is not known."""
     kind, groups = type(optimizer), optimizer.param_groups
     if hasattr(optimizer, "velocity"):
         return

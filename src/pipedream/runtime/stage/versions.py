@@ -12,18 +12,15 @@ Life of a version:
    sync some versions are never read at all.
 
 Handles are never in a graph: changing ``.data`` of a tensor that a graph has read is silently half wrong
-(docs/lessons.md, Facts). The leaves of a set and the handles share storage but not autograd's version counter, so
-`begin_update` itself asserts that the storage it frees for writing has no reader.
+(docs/lessons.md, Facts). Leaves and handles share storage but not autograd's version counter, so `begin_update` itself
+asserts that the storage it frees for writing has no reader.
 
-Under autocast a set holds low-precision leaves of the weights that autocast would cast. They are cast once per update
-instead of once per forward; then only the optimizer's copy has full precision.
+Under autocast a set holds low-precision leaves, cast once per update instead of once per forward; then only the
+optimizer's copy has full precision.
 
 If a backward reads newer weights than its forward (`core.schedule.weights`), there is usually one set, and the
-optimizer steps in its storage although graphs have read it. A graph then sees the new weights, because it has saved
-leaves that share storage with the handles but not the version counter. Under tags (`core.schedule.weights`) several
-sets are kept for
-later forwards, but none for a graph: a graph saves only references to its weights, which its backward looks up in
-another set (`runtime.stage.saved_tensors`).
+optimizer steps in its storage although graphs have read it: a graph then sees the new weights. Under tags several sets
+are kept for later forwards, but none for a graph, which saves only references (`runtime.stage.saved_tensors`).
 """
 
 from __future__ import annotations
@@ -40,11 +37,11 @@ class WeightSet:
     """One version of a stage's weights.
 
     Attributes:
-        version: number; -1 while the set is free.
+        version: -1 while the set is free.
         leaves: name -> tensor that a forward reads and that gets a gradient.
         readers: forwards that have read the set and have had no backward yet.
-        ready: called with index and gradient of each watched leaf as soon as a backward has accumulated it; None leaves
-            the gradient in ``.grad``.
+        ready: called with index and gradient of a watched leaf once a backward has accumulated it; None leaves it in
+            ``.grad``.
     """
 
     __slots__ = ("leaves", "readers", "ready", "version")
@@ -56,7 +53,7 @@ class WeightSet:
         self.ready: Callable[[int, torch.Tensor], None] | None = None
 
     def watch(self, names: Collection[str]) -> None:
-        """Makes these leaves call `ready`; only once per leaf, since adding and removing a hook takes microseconds."""
+        """Makes leaves call `ready`; once per leaf, since adding and removing a hook takes microseconds."""
         for number, (name, leaf) in enumerate(self.leaves.items()):
             if name in names:
                 leaf.register_post_accumulate_grad_hook(partial(self._accumulated, number))  # type: ignore[no-untyped-call]
@@ -71,14 +68,14 @@ class Versions:
     """The weight sets of one stage replica.
 
     Args:
-        handles: name -> the user's parameter, for those that are trained.
+        handles: name -> the user's trained parameter.
         low_precision: name -> dtype of the leaf, for weights that autocast would cast.
-        watched: gradients of the leaves are needed while a backward still runs (`WeightSet.ready`).
+        watched: gradients are needed while a backward still runs (`WeightSet.ready`).
         single: there is one set, and updates ignore its readers; `switch_to` may change this.
 
     Attributes:
         newest: version that the handles hold.
-        peak: most versions that were kept since `switch_to`.
+        peak: most versions kept since `switch_to`.
     """
 
     def __init__(
@@ -100,13 +97,12 @@ class Versions:
 
     @property
     def alive(self) -> int:
-        """Versions that are kept now, including the newest, and predictions from them."""
+        """Versions kept now, including the newest, and predictions from them."""
         return len(self._sets) + len(self._predictions)
 
     @property
     def storages(self) -> int:
-        """Distinct storages of all the weights: of all sets, including free ones, and of the optimizer, counted by
-        the first parameter."""
+        """Distinct storages, of all sets and the optimizer, counted by the first parameter."""
         if not self.handles:
             return 1
         name = next(iter(self.handles))
@@ -128,7 +124,7 @@ class Versions:
         return found
 
     def peek(self, version: int | None = None) -> WeightSet:
-        """Returns a version, by default the newest, for immediate use: for a forward without a backward."""
+        """Returns a version, by default the newest, for a forward without a backward."""
         return self._sets[self.newest if version is None else version]
 
     def read_prediction(self, version: int, fill: Callable[[Mapping[str, torch.Tensor]], None]) -> WeightSet:
@@ -136,7 +132,7 @@ class Versions:
 
         Args:
             version: the newest, or one whose prediction is kept already.
-            fill: writes the prediction into tensors by name, if it is not kept yet.
+            fill: writes the prediction into tensors by name, if it is not kept.
         """
         if version not in self._predictions:
             assert version == self.newest, (
@@ -158,7 +154,6 @@ class Versions:
         return found
 
     def release(self, weights: WeightSet) -> None:
-        """Removes a reader from a set."""
         weights.readers -= 1
         if not weights.readers and self._predictions.get(weights.version) is weights:
             del self._predictions[weights.version]
@@ -166,11 +161,7 @@ class Versions:
             self._free.append(weights)
 
     def keep(self, coming: Collection[int]) -> None:
-        """Frees the sets that have no reader and that no later forward will read; the newest stays.
-
-        Args:
-            coming: versions that later forwards will read.
-        """
+        """Frees the older sets without readers that no later forward reads (`coming`: the versions that those read)."""
         for old in [v for v, s in self._sets.items() if v not in coming and not s.readers and v != self.newest]:
             freed = self._sets.pop(old)
             freed.version = -1
@@ -204,26 +195,25 @@ class Versions:
         self.peak = max(self.peak, len(self._sets))
 
     def end_update(self) -> None:
-        """Makes the weights that the optimizer wrote the newest version."""
+        """Makes what the optimizer wrote the newest version."""
         self.newest += 1
         self.cast()
 
     def cast(self) -> None:
-        """Casts the handles into the low-precision leaves of the newest version."""
+        """Casts the handles into the newest version's leaves."""
         leaves = self._sets[self.newest].leaves
         for name in self._low:
             # Not detach(): graphs may have read the leaf, and must see the new weights.
             leaves[name].data.copy_(self.handles[name].data)
 
     def new_storage(self) -> WeightSet:
-        """Returns a free set with its own storage."""
         leaves = self._sets[self.newest].leaves
         return self._new_set(
             -1, {name: torch.empty_like(leaf).detach().requires_grad_() for name, leaf in leaves.items()}
         )
 
     def rewind(self) -> None:
-        """Counts versions from 0 again, after a drain, when one set is left."""
+        """Counts from 0 again, after a drain, when one set is left."""
         self.keep(())
         assert self.alive == 1, f"{self.alive} versions after a drain"
         left = self._sets.pop(self.newest)
@@ -231,13 +221,13 @@ class Versions:
         self._sets[0] = left
 
     def switch_to(self, single: bool) -> None:
-        """Switches to another method's rule at a drain; drops free sets, as it may need fewer, and resets `peak`."""
+        """Switches the rule at a drain; drops free sets, as it may need fewer, and resets `peak`."""
         self._single = single
         self._free.clear()
         self.peak = self.alive
 
     def reload(self) -> None:
-        """Adopts weights that were written into the handles from outside, after a drain."""
+        """Adopts weights written into the handles from outside, after a drain."""
         newest = self._sets[self.newest]
         for name, handle in self.handles.items():
             if name in self._low:

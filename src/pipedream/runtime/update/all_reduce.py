@@ -1,17 +1,13 @@
 """All-reduce of gradients over the replicas of a stage: in buckets, started while the backward still runs.
 
-Autograd computes gradients from the output's end, so buckets are filled with handles in reverse order. A bucket's
-all-reduce starts as soon as the last backward of the update has accumulated all its gradients. All replicas use the
-same
-fixed order of buckets: a bucket that is complete before its turn waits. Missing gradients (a handle without one, a
-replica that is absent from the last round, an empty microbatch) are added as zeros, when the last backward has ended or
-at the update.
+Autograd computes gradients from the output's end, so buckets are filled in reverse order. A bucket's all-reduce starts
+as soon as the update's last backward has accumulated all its gradients, in one fixed order on all replicas. Missing
+gradients (a handle without one, a replica absent from the last round, an empty microbatch) are added as zeros, after
+the last backward or at the update. Which backward is the last follows from the program (`Program.ends_update`), not
+from timing.
 
-Which backward is the last before an update follows from the program (`Program.ends_update`), not from timing.
-
-On GPUs a thread of autograd delivers the gradients. It uses the stream of the forward, which is the worker's stream; an
-all-reduce that starts there waits for what that stream has done so far, and waiting for it makes the worker's stream
-wait, so that a bucket is returned to the allocator on the stream that it came from.
+On GPUs a thread of autograd delivers the gradients on the worker's stream; an all-reduce that starts there waits for
+that stream, and waiting for it makes the stream wait, so that a bucket returns to the allocator on its own stream.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ def buckets_of(
     Args:
         handles: in the order of the forward.
         first_bytes: size at which the first bucket is full.
-        bucket_bytes: size at which any other bucket is full.
+        bucket_bytes: the same for any other.
     """
     full: list[list[int]] = []
     filling: dict[torch.dtype, list[int]] = {}
@@ -58,7 +54,7 @@ class _Bucket:
     Attributes:
         members: indices of the handles.
         parts: handle -> gradient; no entry while it is missing, None if it has no gradient.
-        flat: the concatenated gradients, once the all-reduce has started.
+        flat: concatenated, once the all-reduce has started.
     """
 
     members: list[int]
@@ -67,13 +63,7 @@ class _Bucket:
 
 
 class GradientAllReduce:
-    """The all-reduce of one stage's gradients over its replicas.
-
-    Args:
-        handles: the stage's parameters, in order.
-        group: of the replicas.
-        first_bytes, bucket_bytes: see `buckets_of`.
-    """
+    """The all-reduce of one stage's gradients over its replicas."""
 
     def __init__(
         self,
@@ -96,20 +86,17 @@ class GradientAllReduce:
 
     @property
     def started(self) -> int:
-        """Buckets whose all-reduce has been started for the coming update."""
+        """Buckets started for the coming update."""
         return len(self._running)
 
     @property
     def closed(self) -> bool:
-        """This replica has contributed all its gradients to the coming update."""
+        """This replica has contributed all its gradients."""
         return self._amounts is not None
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Takes the complete sum of a handle, of the handle's dtype, and starts all buckets whose turn it is.
-
-        Args:
-            index: of the handle.
-            gradient: None if it has none; owned by this object from now on.
+        """Takes the complete sum of a handle, which it then owns (None: no gradient), and starts the buckets whose turn
+        it is.
         """
         bucket = self._buckets[self._bucket_of[index]]
         assert index not in bucket.parts, f"handle {index} received its gradient twice for one update"
@@ -129,10 +116,10 @@ class GradientAllReduce:
             self._running.append(self._group.all_reduce(due.flat))
 
     def close(self, sums: Sequence[torch.Tensor | None], weight: float, count: int, stop_request: float) -> None:
-        """Contributes everything that is left of this replica's part in the coming update.
+        """Contributes what is left of this replica's part in the coming update.
 
         Args:
-            sums: of the handles; ignored for handles that were `put` before.
+            sums: of the handles; ignored for those that were `put` before.
             weight, count: loss weight and number of the microbatches.
             stop_request: not 0 if this replica was asked to stop; all replicas receive it.
         """
@@ -148,7 +135,7 @@ class GradientAllReduce:
         self._amounts = self._group.all_reduce(amounts.to(device))
 
     def take(self) -> Waiting[tuple[list[torch.Tensor | None], float, int, float]]:
-        """Returns the sums, weight, count and stop request over all replicas, and gets ready for the next update.
+        """Returns sums, weight, count and stop request over all replicas, and gets ready for the next update.
 
         A handle for which no replica has a gradient gets None, as in one process.
         """

@@ -40,9 +40,8 @@ class Compensator:
     """Compensates for the late gradients of one stage.
 
     Args:
-        chosen: compensations, checked (`core.schedule.compensation.check_compensations`).
+        chosen: checked (`core.schedule.compensation.check_compensations`).
         staleness: D of the stage.
-        optimizer: the user's, on the stage's handles.
         handles: name -> parameter.
 
     Raises:
@@ -76,11 +75,11 @@ class Compensator:
 
     @property
     def needs_read_weights(self) -> bool:
-        """Whether an update needs the weights at which its gradients were computed (`penalise`)."""
+        """An update needs the weights at which its gradients were computed (`penalise`)."""
         return self._gap is not None
 
     def penalise(self, newest: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
-        """Divides the handles' gradients by 1 + gap / usual step, element by element.
+        """Divides the gradients by 1 + gap / usual step, element by element.
 
         Args:
             newest: name -> weights from which the update starts.
@@ -90,11 +89,11 @@ class Compensator:
             return
         for group in self._optimizer.param_groups:
             decay = float(group.get("weight_decay", 0.0)) if _couples_decay(self._optimizer, group) else 0.0
-            decay = -decay if group.get("maximize", False) else decay  # it is added to the gradient's negative
+            decay = -decay if group.get("maximize", False) else decay  # added to the gradient's negative
             for handle in group["params"]:
                 name = self._names.get(id(handle))
                 steps = 0 if name is None else int(self.state[name]["steps"])
-                # Before the first step no weight has moved, so that there is no gap.
+                # Before the first step no weight has moved: there is no gap.
                 if handle.grad is None or name is None or not steps:
                     continue
                 state = self.state[name]
@@ -109,7 +108,7 @@ class Compensator:
                     handle.grad.div_(penalty)
 
     def step(self) -> None:
-        """Steps the optimizer at the learning rates of its groups, and moves the weights further if asked to."""
+        """Steps the optimizer, and moves the weights further if asked to."""
         if self._velocity is not None:
             self._step_along_velocity(self._velocity)
         elif self._strength or self._gap is not None:
@@ -120,10 +119,7 @@ class Compensator:
     def unpredicted(self, factor: float) -> dict[str, torch.Tensor]:
         """Returns name -> weights w = y + p, from which the stored ones are predicted.
 
-        p is lr T v, at the present learning rate and momentum of the groups, or lambda u_{t-1}.
-
-        Args:
-            factor: on the learning rates of the groups.
+        p is lr T v, at the present learning rate (times `factor`) and momentum of the groups, or lambda u_{t-1}.
         """
         found = {name: handle.detach() for name, handle in self._handles.items()}
         if self._strength:
@@ -139,7 +135,7 @@ class Compensator:
         return found
 
     def load(self, name: str, saved: Mapping[str, torch.Tensor]) -> None:
-        """Loads a parameter's state from a checkpoint; entries that it lacks begin anew."""
+        """Loads a parameter's state from a checkpoint; missing entries begin anew."""
         for key, tensor in self.state[name].items():
             if key in saved:
                 tensor.copy_(saved[key])
@@ -175,7 +171,7 @@ class Compensator:
             self._track_usual_step(moved, velocities, float(rate))
 
     def _step_and_track(self) -> None:
-        """Lets the optimizer step, and uses the difference for error feedback and for the usual step."""
+        """Uses the step's difference for error feedback and for the usual step."""
         handles = list(self._handles.values())
         if not handles:
             self._optimizer.step()
@@ -202,7 +198,7 @@ class Compensator:
     def _track_usual_step(
         self, handles: Sequence[torch.nn.Parameter], steps: Sequence[torch.Tensor], rate: float
     ) -> None:
-        """Updates the usual step with these, which are for a learning rate of 1."""
+        """Adds steps, which are for a learning rate of 1."""
         if self._gap is None or not rate:
             return
         for handle, step in zip(handles, steps, strict=True):
@@ -228,11 +224,7 @@ def _couples_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
 
 
 def _check_velocity(kind: OfVelocity, optimizer: torch.optim.Optimizer) -> None:
-    """Checks that an optimizer is plain momentum SGD.
-
-    Raises:
-        ScheduleError: it is not.
-    """
+    """Raises a `ScheduleError` if an optimizer is not plain momentum SGD."""
     if not isinstance(optimizer, torch.optim.SGD):
         raise ScheduleError(
             f"compensation {kind} works on the velocity of torch.optim.SGD, found {type(optimizer).__name__}; use "

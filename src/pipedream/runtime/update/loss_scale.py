@@ -1,9 +1,9 @@
 """Loss scaling: a factor on the loss keeps small low-precision gradients from vanishing.
 
-The rule is that of `torch.amp.GradScaler`: an update whose gradients are not all finite is skipped and the scale is
-multiplied by the backoff factor; after a number of good updates in a row it is multiplied by the growth factor. Every
-stage keeps its own scale and sees the same updates, so that all scales are equal: the last stage multiplies by it, each
-stage divides by it at its update. The user's scaler provides the initial state and is not changed.
+The rule is that of `torch.amp.GradScaler`: an update whose gradients are not all finite is skipped and multiplies the
+scale by the backoff factor; a number of good updates in a row multiply it by the growth factor. Every stage keeps its
+own scale and sees the same updates, so that all are equal: the last stage multiplies, each stage divides at its update.
+The user's scaler provides the initial state and is not changed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LossScaleOptions:
 
     @property
     def kind(self) -> str:
-        """'dynamic' for a scale that changes, or 'constant'."""
+        """'dynamic' or 'constant'."""
         return "constant" if self.growth == self.backoff == 1.0 else "dynamic"
 
     @classmethod
@@ -66,10 +66,9 @@ class LossScaleOptions:
 class LossScale:
     """The loss scale of one stage.
 
-    Warns if many consecutive updates were skipped at a constant scale: nothing will make their gradients finite.
+    Warns if many updates in a row were skipped at a constant scale: nothing will make their gradients finite.
 
     Attributes:
-        value: present scale.
         good: consecutive updates that were made.
     """
 
@@ -81,11 +80,10 @@ class LossScale:
 
     @property
     def changes(self) -> bool:
-        """Whether the scale is dynamic."""
         return self._scaling.kind == "dynamic"
 
     def update(self, finite: bool) -> None:
-        """Adjusts the scale after an update, whose gradients were finite or not."""
+        """Adjusts the scale after an update with finite gradients or not."""
         self.good = self.good + 1 if finite else 0
         self._bad = 0 if finite else self._bad + 1
         if self._bad == _SKIPPED_IN_A_ROW and not self.changes:

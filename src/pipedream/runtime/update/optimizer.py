@@ -1,9 +1,8 @@
 """An update: sum over the replicas, normalise, clip, step, learning-rate schedule, average of the weights.
 
 Compensations of delay (`compensation.Compensator`) act on the clipped gradients, on the learning rate and on the step.
-
-The optimizer is the user's own, created once per stage from that stage's named parameters. The schedulers of all stages
-run on one clock, the rounds of the input stage.
+The optimizer is the user's own, created once per stage. The schedulers of all stages run on one clock, the rounds of
+the input stage.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ __all__ = ["Gradients", "Optimizer", "ReducedGradients"]
 class Gradients:
     """The gradients of the coming update, in the order of the handles.
 
-    Autograd itself adds a further microbatch's gradients to the sums, in place and tensor by tensor while they are in
-    the cache: `accumulators` are the tensors that it adds to. Adding them up afterwards took 2 to 4 ms of a 35 ms
-    backward.
+    Autograd itself adds a further microbatch's gradients to the sums (`accumulators`), in place and tensor by tensor
+    while they are in the cache. Adding them up afterwards took 2 to 4 ms of a 35 ms backward.
     """
 
     def __init__(self, dtypes: list[torch.dtype]) -> None:
@@ -50,7 +48,7 @@ class Gradients:
         """Adds one microbatch's gradients (of weight x mean loss, or of the mean, see `UpdateRule`).
 
         Args:
-            gradients: owned by this object from now on; an accumulator among them has been added to.
+            gradients: owned from now on; an accumulator among them has been added to.
             weight: loss weight of the microbatch, in the same unit throughout an update.
         """
         self.weight += weight
@@ -65,11 +63,10 @@ class Gradients:
                 total += gradient.to(self._dtypes[i])
 
     def complete(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of one handle, completed by the last microbatch's gradient, and no longer keeps it.
+        """Returns a handle's sum, completed by the last microbatch's gradient, and no longer keeps it.
 
         Args:
-            index: of the handle.
-            gradient: becomes part of the sum; if it is the accumulator, it has been added to.
+            gradient: if it is the accumulator, it has been added to.
         """
         total, self._sums[index] = self._sums[index], None
         if total is None or gradient is total:
@@ -77,7 +74,7 @@ class Gradients:
         return total.add_(gradient.to(self._dtypes[index]))
 
     def take(self) -> tuple[list[torch.Tensor | None], float, int]:
-        """Returns the sums, the summed weight and the number of microbatches, and starts again from zero."""
+        """Returns the sums, the summed weight and the number of microbatches; starts again from zero."""
         taken = (self._sums, self.weight, self.count)
         self._sums = [None] * len(self._dtypes)
         self.weight = 0.0
@@ -108,13 +105,13 @@ class Optimizer:
 
     Args:
         handles: name -> parameter.
-        optimizer: factory: list of (name, parameter) -> torch optimizer.
-        scheduler: factory: torch optimizer -> scheduler with ``step()``; None for a constant rate.
-        replicas: of the stage, r_s.
-        replica_group: sums gradients over the stage's replicas; None for a single one.
-        ema: decay of the exponential moving average of the weights; None keeps none.
-        counted_elsewhere: indices of handles that another stage holds too and counts in the norm.
-        loss_scale: of the loss; None if it is not scaled.
+        optimizer: factory from a list of (name, parameter).
+        scheduler: factory from the optimizer; None for a constant rate.
+        replicas: r_s.
+        replica_group: None for a single replica.
+        ema: decay of the average of the weights; None keeps none.
+        counted_elsewhere: indices of handles that another stage counts in the norm.
+        loss_scale: None if the loss is not scaled.
 
     Attributes:
         finite: make the coming update; False skips it.
@@ -142,7 +139,7 @@ class Optimizer:
         self.named = dict(handles)
         self._handles = list(handles.values())
         self._names = list(handles)
-        # A stage may have no weights (e.g. an activation alone); it still has the common clock and rate.
+        # A stage may have no weights; it still has the common clock and rate.
         named = list(handles.items()) or [("nothing", torch.nn.Parameter(torch.zeros(())))]
         self.optimizer = optimizer(named)
         if isinstance(self.optimizer, torch.optim.LBFGS):
@@ -177,10 +174,9 @@ class Optimizer:
         The state of a compensation continues if the previous method kept it too, and begins anew otherwise.
 
         Args:
-            stage: of this optimizer.
-            staleness: of its gradients, at most.
-            clock: updates that the input stage has made with the previous method.
-            mean_staleness: of its gradients; None if all are equally late.
+            staleness: of the gradients, at most.
+            clock: updates of the input stage with the previous method.
+            mean_staleness: None if all gradients are equally late.
 
         Raises:
             ScheduleError: a compensation is not defined for the optimizer.
@@ -203,19 +199,18 @@ class Optimizer:
 
     @property
     def rate(self) -> float:
-        """The learning rate of the first parameter group, before the stage's factor."""
+        """The first parameter group's, before the stage's factor."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     @property
     def rate_factor(self) -> float:
-        """The factor on the learning rate at the coming update: the stage's times T1's."""
+        """At the coming update: the stage's factor times T1's."""
         return self._rate_factor(self.rounds)
 
     def close(self, gradients: Gradients, stop_request: float = 0.0) -> None:
-        """Starts the remaining sums over the replicas; does nothing if all are started.
+        """Starts the remaining sums over the replicas, if any; empties `gradients`.
 
         Args:
-            gradients: the update's sums; emptied.
             stop_request: not 0 if this replica was asked to stop; all replicas receive it with the sums.
         """
         if self.all_reduce is not None and not self.all_reduce.closed:
@@ -227,11 +222,7 @@ class Optimizer:
         return self.normalise(gathered)
 
     def gather(self, gradients: Gradients, stop_request: float = 0.0) -> Waiting[ReducedGradients]:
-        """Returns the update's gradients, summed over the replicas; yields where it would wait.
-
-        Args:
-            gradients, stop_request: see `close`.
-        """
+        """Returns the gradients summed over the replicas (see `close`); yields where it would wait."""
         if self.all_reduce is None:
             return ReducedGradients(*gradients.take(), stop_request)
         self.close(gradients, stop_request)
@@ -240,8 +231,8 @@ class Optimizer:
     def normalise(self, gathered: ReducedGradients) -> tuple[float, bool]:
         """Divides the summed gradients, and puts them into the handles' ``.grad``.
 
-        Returns the share of the round's replicas that are present, which scales the learning rate, and whether a
-        replica was asked to stop.
+        Returns the present share of the round's replicas, which scales the learning rate, and whether a replica was
+        asked to stop.
         """
         sums, weight, count, stop_request = gathered
         divisor = (float(count) if self._mean_of_rounds else weight) * self.scale
@@ -255,14 +246,14 @@ class Optimizer:
 
     @property
     def norm_square(self) -> float:
-        """The square of the norm of the handles' gradients, without weights that are counted at another stage."""
+        """Of the handles' gradients, without weights that are counted at another stage."""
         found = [h.grad for i, h in enumerate(self._handles) if h.grad is not None and i not in self.counted_elsewhere]
         # In double precision the squares of all finite float32 are finite. Waits for the device once.
         norms = torch._foreach_norm(found, 2, torch.float64) if found else ()
         return float(torch.stack(list(norms)).square().sum()) if found else 0.0
 
     def clip(self, limit: float, norm: float) -> None:
-        """Scales the handles' gradients so that `norm` does not exceed `limit`."""
+        """Scales the gradients so that `norm` does not exceed `limit`."""
         scale = limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         gradients = [handle.grad for handle in self._handles if handle.grad is not None]
         if scale < 1.0 and gradients:
@@ -271,7 +262,7 @@ class Optimizer:
     def step(self, present_share: float = 1.0) -> None:
         """Makes the update from the handles' ``.grad``: learning-rate schedule, step, average.
 
-        A skipped update omits the step and the average, but counts for the schedule.
+        A skipped update counts only for the schedule.
         """
         self.step_scheduler(self.scheduler_steps_due)
         if self.finite:
@@ -301,23 +292,22 @@ class Optimizer:
 
     @property
     def rounds(self) -> int:
-        """Rounds of the input stage before the coming update, including those before `switch_to`."""
+        """Rounds of the input stage before the coming update, also those before `switch_to`."""
         return self.rounds_before + int(self.updates * self._clock_rate)
 
     @property
     def scheduler_steps_due(self) -> int:
-        """Steps of the learning-rate schedule that are due before the next update.
+        """Steps of the learning-rate schedule due before the next update.
 
         All stages share one clock: update n of this stage belongs to round (n - 1) r_s / r_0 of the input stage.
         """
         return int(self.updates * self._clock_rate) - self.scheduled
 
     def unpredicted(self) -> dict[str, torch.Tensor]:
-        """Returns the weights from which the stored ones are predicted (`Compensator.unpredicted`)."""
+        """See `Compensator.unpredicted`."""
         return self.compensator.unpredicted(self.rate_factor)
 
     def step_scheduler(self, steps: int) -> None:
-        """Steps the learning-rate schedule."""
         if self.scheduler is None or steps <= 0:
             return
         with nullcontext() if self._has_stepped else warnings.catch_warnings():

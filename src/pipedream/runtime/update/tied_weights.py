@@ -1,8 +1,8 @@
 """Tied weights: weights that several stages hold, e.g. an embedding and an output layer that share a matrix.
 
-Each holder keeps its own copy and its own optimizer state. At an update the holders sum their gradients, so that each
-makes the same step and the copies stay equal to the bit. This needs a flush: without one the holders make their updates
-at different times, from gradients of different versions, and there is never one gradient for the one weight.
+Each holder keeps its own copy and optimizer state. At an update the holders sum their gradients, so that each makes the
+same step and the copies stay equal to the bit. This needs a flush: without one the holders update at different times,
+from gradients of different versions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TiedWeights:
     """Weights that the same stages hold.
 
     Attributes:
-        names: of the parameters, as in `nn.Module.named_parameters`.
+        names: as in `nn.Module.named_parameters`.
         stages: the holders, in order; the first one counts them in the norm.
     """
 
@@ -37,7 +37,7 @@ class TiedWeights:
     stages: tuple[int, ...]
 
     def among(self, stages: Collection[int]) -> TiedWeights:
-        """Returns the same weights with only those holders that are in `stages`."""
+        """Returns the same weights with the holders in `stages` only."""
         return TiedWeights(self.names, tuple(stage for stage in self.stages if stage in stages))
 
     def ranks(self, placement: Placement) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ def find_tied_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -
 def copies_of_tied(
     handles: Mapping[str, nn.Parameter], stage: int, shared: Sequence[TiedWeights]
 ) -> dict[str, nn.Parameter]:
-    """Returns a stage's handles for a process with several stages, with copies of weights that an earlier one holds.
+    """Returns a stage's handles, with copies of weights that an earlier stage of this process holds.
 
     Args:
         handles: of the user's model.
@@ -112,11 +112,7 @@ def broadcast_tied(
     placement: Placement,
     rank: int,
 ) -> None:
-    """Broadcasts the first holder's values to all holders; every holder calls it.
-
-    Args:
-        groups: of the holders of each of the shared weights.
-    """
+    """Broadcasts the first holder's values; every holder calls it, with the group of holders of each of the weights."""
     named = dict(model.named_parameters())
     for one, group in zip(shared, groups, strict=True):
         if any(rank in placement.ranks[stage] for stage in one.stages):
@@ -129,7 +125,7 @@ class TiedGradientSum:
 
     Args:
         handles: holder on this rank -> its weights by name, in order.
-        replicas: of each stage; the replicas of a holder have the same sums, and each contributes its share.
+        replicas: of each stage; a holder's replicas have the same sums, and each contributes its share.
         group: of all ranks with a holder.
     """
 
@@ -147,12 +143,9 @@ class TiedGradientSum:
         self._group = group
 
     def all_reduce(self, sums: Mapping[int, list[torch.Tensor | None]]) -> Waiting[None]:
-        """Replaces this rank's sums with those over all holders; yields where it would wait.
+        """Replaces this rank's sums, by stage, with those over all holders; yields where it would wait.
 
         A weight for which no holder has a gradient gets None, as in one process.
-
-        Args:
-            sums: stage -> its gradients, for the stages of this rank.
         """
         mine = [torch.zeros_like(handle) for handle in self._like]
         there = torch.zeros(len(mine), dtype=torch.float64)
