@@ -1,14 +1,9 @@
 """The clock: runs a Program in simulated time, instruction by instruction, as the runtime would.
 
-- A rank does its instructions in order; an op takes its seconds.
-- Messages and sums share the ports of the cluster (`simulator.ports`): each worker has one for all it sends and
-  receives; machines and racks have theirs.
 - A send never blocks its rank. Its message begins to flow when its receive is posted (`simulator.messages`); receive i
   of a channel of depth d is posted when the consumer of receive i - d, the op after it, is done.
-- A receive blocks its rank until the message has arrived.
-- A sum over the replicas of a stage begins inside the last backward before it (`costs`), or, for a replica without a
-  backward in it, when it reaches its update; it blocks its ranks there until it is done. A coupled update waits until
-  all ranks have reached their update of the same number.
+- A sum over replicas begins inside the last backward before it (`costs`), or, for a replica without a backward in it,
+  when it reaches its update, where it blocks its ranks. A coupled update waits for all ranks to reach it.
 
 Each rank runs ahead until it waits for another. When all wait, the earliest pending start or end of a flow happens:
 nothing that a rank does later can come before it, so ports see all events in the order of time.
@@ -49,16 +44,16 @@ from pipedream.simulator.stragglers import Stragglers
 
 __all__ = ["simulate"]
 
-_new: Callable[..., Any] = tuple.__new__  # makes a named tuple without a call in Python
-_Work = tuple[int, Any, int, int, int, str, float]  # a flat instruction with its wire or its seconds
-_ALL = -1  # instead of a stage: the meeting of all ranks before a coupled update
+_new: Callable[..., Any] = tuple.__new__  # faster than calling the class
+_Work = tuple[int, Any, int, int, int, str, float]
+_ALL = -1  # the meeting before a coupled update
 
 
 def simulate(program: Program, costs: Costs, total: int, stragglers: Stragglers | None = None) -> Timeline:
     """Returns the timeline of `total` microbatches, from an empty pipeline to an empty one.
 
     Args:
-        stragglers: how the seconds of ops differ from the costs; None: not at all.
+        stragglers: how the seconds of ops differ from the costs.
 
     Raises:
         DeadlockError: ranks wait for each other for ever; the message lists each with its instruction.
@@ -71,7 +66,7 @@ def simulate(program: Program, costs: Costs, total: int, stragglers: Stragglers 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Pauses Python's garbage collector, which would take a third of the time: for millions of spans without cycles."""
+    """Pauses Python's garbage collector, which would take a third of the time."""
     paused = gc.isenabled()
     gc.disable()
     try:
@@ -86,9 +81,8 @@ class _Rank:
     """A rank: its time, and the instruction it is at.
 
     Attributes:
-        text: its compiled instructions.
-        instructions: the same with wires instead of channels, and with each op's seconds.
-        draw: from an op's letter to the factor on its seconds; None: all are 1.
+        instructions: the text with wires instead of channels, and with each op's seconds.
+        draw: op's letter -> factor on its seconds; None: all are 1.
         missing: ops not yet done; `before` is the number one turn ago.
         brought: stage -> newest update for which it has its gradients ready.
         coupled: newest update for which it has waited for all ranks.
@@ -117,8 +111,7 @@ class _Meeting:
 
     Attributes:
         missing, staying: how many have not yet arrived, and not yet left.
-        came: for each that has arrived, when, and the seconds of the backward that ended then.
-        over_s: when it is over; None while unknown.
+        came: arrival times, each with the seconds of the backward that ended then.
     """
 
     missing: int
@@ -152,7 +145,6 @@ class _Clock:
         ]
 
     def _with_seconds(self, instructions: list[CompiledInstruction], slowness: float) -> list[_Work]:
-        """Returns instructions with wires and seconds in them."""
         done = []
         for code, what, first, stride, limit, letter, _ in instructions:
             seconds = self.costs.op_s(Kind(letter), what) * slowness if code == OP else 0.0
@@ -193,7 +185,7 @@ class _Clock:
             if index >= limit:
                 if code == TURN:
                     if missing == rank.before:
-                        self._lacks(rank)  # indices only grow: after a whole turn without an op there are no more
+                        self._lacks(rank)  # indices only grow
                     rank.before = missing
                     position, turn = rank.text.loop, turn + 1
                     continue
@@ -248,7 +240,6 @@ class _Clock:
         rank.position, rank.turn, rank.missing, rank.now = position, turn, missing, now
 
     def _come(self, rank: _Rank, stage: int, update: int, now: float, backward_s: float) -> None:
-        """Notes that a rank has arrived at a meeting, at the end of a backward of `backward_s`."""
         key = stage, update
         meeting = self.meetings.get(key)
         if meeting is None:
@@ -269,7 +260,6 @@ class _Clock:
             self.messages.sum_up(stage, self.costs.sum_parts(stage, meeting.came), partial(self._over, meeting))
 
     def _over(self, meeting: _Meeting, now: float) -> None:
-        """Resumes the ranks that wait for a meeting."""
         meeting.over_s = max(now, *(came_s for came_s, _ in meeting.came))
         self.ready.extend(meeting.waiting)
         meeting.waiting.clear()

@@ -1,9 +1,8 @@
 """A rank's instructions as the clock reads them: flat tuples, made once, whose indices advance by a stride each turn.
 
-An instruction is executed a million times, so it contains all it needs and nothing is looked up by name. Two things
-that a program expresses by order alone get instructions of their own: a rank has all its gradients of a sum
-(GIVE, after the last backward before it), and an update waits for those of all ranks (COUPLE, before it). An op that
-does not compute takes no time (FREE). The text ends with TURN or STOP.
+An instruction is executed a million times, so nothing is looked up by name. A rank has all its gradients of a sum
+(GIVE, after the last backward before it); an update waits for those of all ranks (COUPLE, before it); an op that does
+not compute takes no time (FREE). The text ends with TURN or STOP.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class CompiledInstruction(NamedTuple):
         first, stride: its index is first + t x stride.
         limit: it exists if its index is below this.
         letter: of an op's kind.
-        source: the instruction it comes from, in turn 0.
     """
 
     code: int
@@ -62,9 +60,7 @@ class CompiledRank:
     """The instructions of one rank: warm-up, then the period from `loop` on, repeated.
 
     Attributes:
-        instructions: the last one is TURN, or STOP if there is no period.
-        loop: where the period begins.
-        ops: number of ops in the run; when all are done, only the sends after the last one are left.
+        ops: in the run; when all are done, only the sends after the last one are left.
     """
 
     instructions: tuple[CompiledInstruction, ...]
@@ -78,7 +74,7 @@ class CompiledRank:
         while True:
             code, what, first, stride, limit, letter, source = self.instructions[position]
             if code == TURN:
-                # Instructions of other kinds end it; a period of sends alone would not.
+                # A period of sends alone has no other end.
                 position, turn, turns = self.loop, turn + 1, turns + 1
                 if turns > 2:
                     break
@@ -92,11 +88,7 @@ class CompiledRank:
 
 
 def compile_rank(program: Program, rank: int, total: int, *, gives: Collection[int]) -> CompiledRank:
-    """Returns the compiled instructions of a rank in a run of `total` microbatches.
-
-    Args:
-        gives: stages whose sums begin while the backward runs.
-    """
+    """Compiles a rank for a run of `total` microbatches; the sums of the stages in `gives` begin in the backward."""
     mine = program.ranks[rank]
     completed = program.ends_update(rank)
     text = (*mine.warmup, *mine.period)
@@ -108,7 +100,7 @@ def compile_rank(program: Program, rank: int, total: int, *, gives: Collection[i
         if position == len(mine.warmup):
             start = len(flat)
         one = _compiled(program, instruction, total)
-        # A delayed norm is known before it is asked for (`core.schedule.coupling`).
+        # A delayed norm is known in time.
         if program.couples_updates and not program.norm_delay and one.letter == Kind.UPDATE.value:
             flat.append(one._replace(code=COUPLE))
         flat.append(one)

@@ -1,13 +1,10 @@
 """How long each instruction takes: the seconds and bytes of a plan on the links of its cluster.
 
 **A sum over replicas begins inside the backward.** The runtime sums gradients in buckets, in reverse order of the
-parameters, each as soon as it is full (`runtime.update.all_reduce`). The model: gradients become ready evenly over the
-last backward before the update, counted in bytes; the all-reduce of a bucket begins when it is ready on all replicas
-and the previous bucket is done, and takes `core.plan.cost.all_reduce_s` on the stage's own link
-(`core.plan.site`). With q_k the share of the bytes that lies in buckets up to k, T_k the seconds of bucket k and all
-later ones, and D those of the backward, a sum is over max_k (T_k - (1 - q_k) D) after the end of the slowest replica's
-backward: at least the last bucket's seconds. An update delay hides that too, in the next forward. Messages that share a
-port with the sum make it longer (`simulator.ports`).
+parameters, each as soon as it is full (`runtime.update.all_reduce`). The model is that of
+`core.plan.cost.visible_sum_s`, from the end of the slowest replica's backward: at least the last bucket's seconds
+remain. An update delay hides that too, in the next forward. Messages that share a port with the sum make it longer
+(`simulator.ports`).
 """
 
 from __future__ import annotations
@@ -30,20 +27,16 @@ class Costs:
 
     Attributes:
         forward_s, backward_s: of one microbatch.
-        weight_s: share of the backward that is the weight gradient, where the backward is split.
+        weight_s: the weight gradient's part of a split backward.
         update_s, sync_s: of one optimizer step, and of one sum over the replicas.
-        output_bytes: of the value that each stage sends on, for one microbatch; its gradient is as large.
-        cluster: ports for the messages, and the workers' speeds.
+        output_bytes: that each stage sends on, for one microbatch; its gradient is as large.
         workers: the cluster's worker of each rank; () for the first ones, in order.
-        input_bytes: of what goes straight from the input stage to the output stage; 0 costs no time.
-        buckets: for each stage's sum: the share of the last backward after which a bucket is ready, and the seconds
-            that it and all later ones take. () for the classic model: sums begin when all replicas have reached their
-            update, nothing hides them, and they take `sync_s`.
-        sum_bytes: that each stage's sum moves through a port, one way; () for none.
-        weight_bytes: of the weights of each stage, for dispatched stages; () for none.
-
-    Raises:
-        ValueError: vectors of different lengths, negative seconds, or a weight gradient longer than its backward.
+        input_bytes: that go straight from the input stage to the output stage; 0 costs no time.
+        buckets: of each stage's sum: the share of the last backward after which one is ready, and the seconds of it and
+            all later ones. () for the classic model: sums begin when all replicas have reached their update, nothing
+            hides them, and they take `sync_s`.
+        sum_bytes: that each stage's sum moves through a port, one way.
+        weight_bytes: of each dispatched stage.
     """
 
     forward_s: tuple[float, ...]
@@ -86,7 +79,6 @@ class Costs:
             )
 
     def worker(self, rank: int) -> int:
-        """Returns the cluster's worker of a rank."""
         return self.workers[rank] if self.workers else rank
 
     def speed(self, rank: int) -> float:
@@ -94,7 +86,7 @@ class Costs:
         return self.cluster.speeds[self.worker(rank)]
 
     def op_s(self, kind: Kind, stage: int) -> float:
-        """Returns the seconds of an op on a worker of speed 1."""
+        """On a worker of speed 1."""
         if not kind.is_work:
             return 0.0
         if kind is Kind.INPUT_GRADIENT:
@@ -108,7 +100,7 @@ class Costs:
         return by_kind[kind][stage]
 
     def sum_s(self, stage: int) -> float:
-        """Returns the seconds of a stage's whole sum on idle ports, including the hidden part."""
+        """Of a stage's whole sum on idle ports, including the hidden part."""
         return self.buckets[stage][0][1] if self.buckets and self.buckets[stage] else self.sync_s[stage]
 
     def sum_parts(self, stage: int, came: Sequence[tuple[float, float]]) -> list[tuple[float, float, float]]:
@@ -128,7 +120,6 @@ class Costs:
         return parts
 
     def channel_bytes(self, channel: Channel) -> float:
-        """Returns the bytes of one message."""
         if channel.carries == "input":
             return self.input_bytes
         if channel.carries == "weights":
@@ -138,25 +129,25 @@ class Costs:
         return self.output_bytes[channel.source if channel.carries == "activation" else channel.target]
 
     def link(self, channel: Channel) -> tuple[float, float]:
-        """Returns bandwidth (bytes/s) and latency (s) between the two ends of a channel."""
+        """Returns bandwidth (bytes/s) and latency (s) of a channel."""
         ends = self.worker(channel.sender), self.worker(channel.receiver)
         return self.cluster.link(self.cluster.reach(*ends))
 
     def latency_s(self, channel: Channel) -> float:
-        """Returns the seconds from a message's last byte to its arrival; 0 for inputs that cost nothing."""
+        """From a message's last byte to its arrival; 0 for inputs that cost nothing."""
         if channel.carries not in ("activation", "gradient") and not self.channel_bytes(channel):
             return 0.0
         return self.link(channel)[1]
 
     def transfer_s(self, channel: Channel) -> float:
-        """Returns the seconds from the start of a message to its arrival on idle ports."""
+        """From the start of a message to its arrival on idle ports."""
         return self.channel_bytes(channel) / self.link(channel)[0] + self.latency_s(channel)
 
 
 def bucket_costs(
     size_bytes: float, replicas: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0, *, how: str = "ring"
 ) -> tuple[tuple[float, float], ...]:
-    """Returns the buckets of a sum (`Costs.buckets`, `core.plan.cost.sum_buckets`)."""
+    """Returns `Costs.buckets` of a sum."""
     found: dict[float, float] = {}
     for ready, tail_s in sum_buckets(size_bytes, replicas, bandwidth_bytes_per_s, latency_s, how=how):
         found[float(ready)] = max(float(tail_s), found.get(float(ready), 0.0))
@@ -167,11 +158,10 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
     """Returns the costs of a plan's stages on the cluster that it was planned for.
 
     Args:
-        split: m, microbatches of a minibatch. A plan in minibatches is divided by it, except for updates, sums and the
-            fixed part of passes (`Stage.split_s`); a plan in microbatches is used unchanged.
+        split: m, microbatches of a minibatch. Divides a plan in minibatches, except for updates, sums and the fixed
+            part of passes (`Stage.split_s`).
         weight_s: seconds of a stage's weight gradient, in the plan's unit; by default half of the backward.
-        overlap: sums over replicas begin inside the backward, as in the runtime; otherwise they take their whole time
-            right before their update.
+        overlap: sums over replicas begin inside the backward, as in the runtime; otherwise right before their update.
 
     Raises:
         ValueError: a split below 1, or a weight gradient longer than its backward.

@@ -13,7 +13,6 @@ class _Remote:
     Attributes:
         held_bytes: the posted receive of the weights; the weights, if they are there; inputs, from their forward to the
             next fetch, because they wait for the backward at home.
-        has_weights: they are there.
     """
 
     def __init__(self, program: Program, stage: int, total: int) -> None:
@@ -46,10 +45,9 @@ class _Remote:
 
 
 class RemoteForwardsTrace:
-    """All stages whose forwards a rank runs on fetched weights; usually none.
+    """All stages whose forwards a rank runs on fetched weights.
 
     Attributes:
-        stages: by number.
         peak_versions: the most fetched sets of weights at once, so far.
     """
 
@@ -60,7 +58,6 @@ class RemoteForwardsTrace:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held now."""
         return sum(one.held_bytes for one in self.stages.values())
 
     def forward(self, stage: int, index: int) -> int:

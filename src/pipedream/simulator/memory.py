@@ -1,6 +1,6 @@
 """What a rank holds while a program runs, and the versions at which its gradients are taken.
 
-None of it depends on time, only on the order of the rank's ops, so it is traced after the run.
+It depends only on the order of the rank's ops, so it is traced after the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipedream.simulator.dispatch import RemoteForwardsTrace
 
 __all__ = ["MemoryTrace", "trace_memory"]
 
-_new: Callable[..., Any] = tuple.__new__  # makes a named tuple without a call in Python
+_new: Callable[..., Any] = tuple.__new__  # faster than calling the class
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,7 @@ class MemoryTrace:
     """What one rank has held.
 
     Attributes:
-        peak_versions: the most sets of weights alive at once, the peaks of its stages added up.
-        gradient_versions: of its gradients, stage by stage.
+        peak_versions: the peaks of its stages, added up.
         memory: bytes at the start, and the most during each of its ops.
     """
 
@@ -46,24 +45,19 @@ class _StageTrace:
     does.
 
     Attributes:
-        stride: from one microbatch of the replica to its next.
         is_remote: its forwards are elsewhere; a microbatch is here for its backward alone.
         read: version that each of its microbatches reads.
         readers: version -> microbatches that have not yet made their last pass that reads it.
-        until: the last pass that reads a kept prediction; None if none is kept.
-        held_until: the last pass for which a version is kept that is not the newest; None if there is one set.
-        forwarded: microbatches forwarded so far.
+        until, held_until: see `WeightRule`.
         predicted: version whose prediction was kept last.
         newest, alive, peak: version made last; distinct ones alive now, and at most.
         order: its microbatches in the order of their gradients.
-        in_flight, deferred: microbatches in flight. Those that wait for the second half of their backward count as
-            deferred alone.
+        in_flight, deferred: those that wait for the second half of their backward count as deferred alone.
         has_sums: there are gradients of the coming update.
         start_bytes, weights_bytes, waiting_bytes, deferred_bytes: held at the start, by a version, by a microbatch in
             flight, by a deferred one.
-        forward_bytes, first_bytes, further_bytes, update_bytes: on top of those during a forward, the first backward
-            of an update, a further one, an update (`core.plan.memory.moments`).
-        working_bytes, largest_bytes: temporaries of a pass, and the largest gradient.
+        forward_bytes, first_bytes, further_bytes, update_bytes: on top of those during a forward, the first backward of
+            an update, a further one, an update (`core.plan.memory.moments`).
     """
 
     def __init__(self, program: Program, stage: int, replica: int, total: int, in_flight: tuple[int, ...]) -> None:
@@ -98,7 +92,7 @@ class _StageTrace:
         self.first_bytes = int(self.forward_bytes + self.weights_bytes - sizes.relief_bytes)
         self.further_bytes = int(self.forward_bytes + self.weights_bytes + sizes.largest_parameter_bytes)
         kept = program.updates.kept_tensors(program.weights.staleness(stage)) * self.weights_bytes
-        # A compensation that keeps tensors needs one more during an update.
+        # An update needs one more of the kept tensors.
         self.update_bytes = int(self.weights_bytes + sizes.update_working_bytes + (self.weights_bytes if kept else 0))
         self.start_bytes: int = (
             self.weights_bytes * (1 + program.weights.buffers(stage))
@@ -109,7 +103,7 @@ class _StageTrace:
 
     @property
     def held_bytes(self) -> int:
-        """What waits: versions, state, messages, and what microbatches in flight keep."""
+        """Held between ops."""
         passes = self.in_flight * self.waiting_bytes + self.deferred * self.deferred_bytes
         return self.start_bytes + (self.alive - 1) * self.weights_bytes + passes
 
@@ -131,7 +125,7 @@ class _StageTrace:
         return most
 
     def backward(self, index: int) -> int:
-        """Returns the most that the backward of a microbatch holds; then its activations are gone."""
+        """Returns the most that it holds; then its activations are gone."""
         self.in_flight += self.is_remote
         most = self.held_bytes + (self.further_bytes if self.has_sums else self.first_bytes)
         self.in_flight -= 1
@@ -139,13 +133,13 @@ class _StageTrace:
         return most
 
     def input_gradient(self) -> int:
-        """Returns the most that the first half of a backward holds; then its microbatch is deferred."""
+        """Returns the most that it holds; then its microbatch is deferred."""
         self.in_flight -= 1
         self.deferred += 1
         return self.held_bytes + self.working_bytes + (self.weights_bytes if self.has_sums else 0)
 
     def weight_gradient(self, index: int) -> int:
-        """Returns the most that the second half of a backward holds; then what was kept for it is gone."""
+        """Returns the most that it holds; then what was kept for it is gone."""
         most = self.held_bytes + self.working_bytes + self.weights_bytes
         most += self.largest_bytes if self.has_sums else 0
         self.deferred -= 1
@@ -153,7 +147,6 @@ class _StageTrace:
         return most
 
     def _end(self, index: int) -> None:
-        """Takes in the gradients of a microbatch, and lets go of the version that it read."""
         self.has_sums = True
         self.order.append(index)
         if self.held_until is Kind.BACKWARD:
@@ -166,7 +159,7 @@ class _StageTrace:
             self.alive -= 1
 
     def update(self, index: int) -> int:
-        """Returns the most that an update holds; then its gradients are gone."""
+        """Returns the most that it holds; then its gradients are gone."""
         if self.held_until is not None and self.until is None and self.readers[self.newest]:
             self.alive += 1
             self.peak = max(self.peak, self.alive)
@@ -188,12 +181,7 @@ class _StageTrace:
 def trace_memory(
     program: Program, rank: int, total: int, spans: Iterable[Span], in_flight: tuple[int, ...]
 ) -> MemoryTrace:
-    """Returns what a rank held in a run of `total` microbatches.
-
-    Args:
-        spans: of the rank, in the order of its ops.
-        in_flight: microbatches that a replica of each stage holds (`core.schedule.occupancy.most_in_flight`).
-    """
+    """Returns what a rank held in a run of `total` microbatches, from its spans in the order of its ops."""
     stages = {
         stage: _StageTrace(program, stage, replica, total, in_flight)
         for stage, replica in program.placement.stage_replicas(rank)

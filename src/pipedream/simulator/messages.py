@@ -1,8 +1,8 @@
 """Messages and sums in transit, from a send to the receive that is posted for it, in the order of time.
 
 A message begins to flow (`simulator.ports`) when it is sent and its receive is posted, as in gloo and NCCL, and after
-all earlier messages on its channel; it arrives one latency after its last byte. A message without bytes arrives after
-one latency. A sum over replicas flows around them bucket by bucket, each when it is ready on all replicas.
+all earlier messages on its channel; it arrives one latency after its last byte. A sum flows around the replicas bucket
+by bucket, each when it is ready on all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipedream.simulator.ports import Flow, Flows, Port, Ports
 
 __all__ = ["Messages", "Wire", "described"]
 
-_new: Callable[..., Any] = tuple.__new__  # makes a named tuple without a call in Python
+_new: Callable[..., Any] = tuple.__new__  # faster than calling the class
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +30,8 @@ class _Row:
     Attributes:
         number: the order of rows whose flows may begin at the same time.
         ports: () if the flows have no bytes.
-        coming: for each flow when it may begin, its bytes, and what it is (the index of a message; for the last bucket
-            of a sum, the function to call when it arrives); if `is_busy`, the first is in transit.
+        coming: when each flow may begin, its bytes, and what it is (the index of a message; for the last bucket of a
+            sum, the function to call when it arrives); if `is_busy`, the first is in transit.
         free_s: when the previous flow ended.
     """
 
@@ -47,14 +47,10 @@ class Wire(_Row):
     """A channel in simulated time.
 
     Attributes:
-        size_bytes: of a message.
-        latency_s: from the last byte to the arrival.
         posted: times of posted receives for which no message has been sent yet.
         stays: messages without a posted receive, and when they were sent.
         arrived: messages not yet received, and when they arrived.
-        sends: spans of the sender's messages.
         waiting: the receiver, if it waits for a message.
-        began_s: when the message in transit began to flow.
     """
 
     channel: Channel
@@ -69,15 +65,9 @@ class Wire(_Row):
 
 
 class Messages:
-    """All messages and sums of a run.
-
-    Attributes:
-        wires: one per channel.
-        ready: receivers that waited for a message and now have it are put here.
-    """
+    """All messages and sums of a run; `ready` gets the receivers that no longer wait."""
 
     def __init__(self, program: Program, costs: Costs, sends: list[list[Span]], ready: list[Any]) -> None:
-        """Takes, for each rank, the list for the spans of its messages."""
         ports = Ports(costs.cluster)
         self.ready = ready
         self.wires = []
@@ -107,24 +97,22 @@ class Messages:
         return [Port(size / seconds), *ports.around(workers)] if size and seconds and len(workers) > 1 else ()
 
     def send(self, wire: Wire, index: int, now: float) -> None:
-        """Sends a message."""
         wire.stays.append((index, now))
         if wire.posted:
             self._begin(wire, wire.posted.popleft())
 
     def post(self, wire: Wire, now: float) -> None:
-        """Posts a receive."""
         if wire.stays:
             self._begin(wire, now)
         else:
             wire.posted.append(now)
 
     def sum_up(self, stage: int, parts: Sequence[tuple[float, float, float]], done: Callable[[float], None]) -> None:
-        """Sums up over the replicas of a stage.
+        """Sums up over a stage's replicas.
 
         Args:
             parts: for each, when it may begin, its bytes, and its seconds on idle ports.
-            done: called with the time at which the last is over.
+            done: called with the time of the end.
         """
         ring = self._rings[stage]
         if not ring.ports:
@@ -160,7 +148,7 @@ class Messages:
                 yield wire.channel, index
 
     def _begin(self, wire: Wire, posted_s: float) -> None:
-        """Matches the oldest message without a receive with a receive posted at `posted_s`."""
+        """Matches the oldest message without a receive with one posted at `posted_s`."""
         index, sent_s = wire.stays.popleft()
         at_s = posted_s if posted_s > sent_s else sent_s
         if wire.ports:
@@ -170,7 +158,7 @@ class Messages:
             self._arrive(wire, index, at_s, at_s + wire.latency_s)
 
     def _go(self, row: _Row) -> None:
-        """Schedules the start of a row's first flow, unless one is in transit."""
+        """Schedules the start of a row's first flow."""
         if not row.is_busy and row.coming:
             row.is_busy = True
             heappush(self._starts, (max(row.coming[0][0], row.free_s), row.number, row))
@@ -195,5 +183,5 @@ class Messages:
 
 
 def described(channel: Channel, index: int) -> str:
-    """Returns a message in words."""
+    """Returns it in words."""
     return f"the {channel.carries} of microbatch {index} from rank {channel.sender} to rank {channel.receiver}"

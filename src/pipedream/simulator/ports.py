@@ -1,10 +1,10 @@
 """The ports of a cluster: the network is a tree of levels, with a port for each component.
 
 Data from worker a to worker b leaves through the ports of a's components up to the outermost level that it crosses, and
-enters through those of b's components, down to b's own, all at the same time: it is a *flow* through them.
-Flows that share ports share their bandwidth fairly, as TCP connections do: the rates are those of max-min fairness
-(Bertsekas and Gallager, Data Networks, section 6.5.2: progressive filling). All rates grow evenly until a port is full;
-flows through it keep their rate, the others keep growing. So a flow's narrowest port is never idle.
+enters through those of b's components, all at the same time: it is a *flow* through them. Flows that share ports share
+their bandwidth fairly, as TCP connections do, with the rates of max-min fairness (Bertsekas and Gallager, Data
+Networks, section 6.5.2: progressive filling): all rates grow evenly until a port is full; flows through it keep their
+rate, the others keep growing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IN, _OUT = 0, 1
 
 
 class Port:
-    """One direction of a component's port: its bandwidth, and what flows through it."""
+    """One direction of a component's port."""
 
     __slots__ = ("bytes_per_s", "flows")
 
@@ -34,10 +34,9 @@ class Flow:
     """Bytes in transit.
 
     Attributes:
-        ports: that they go through.
         left_bytes: left at `since_s`; since then they flow at `bytes_per_s`.
         version: counts the changes of the rate, so that ends predicted earlier are known to be wrong.
-        what: the flow's owner, for the caller.
+        what: the flow's owner.
     """
 
     __slots__ = ("bytes_per_s", "left_bytes", "ports", "since_s", "version", "what")
@@ -58,7 +57,6 @@ class Flows:
         self._count = 0
 
     def start(self, flow: Flow, now: float) -> None:
-        """Starts a flow, through at least one port."""
         for port in flow.ports:
             port.flows[flow] = None
         self._share(flow, now)
@@ -82,7 +80,7 @@ class Flows:
         return now, flow.what
 
     def _share(self, flow: Flow, now: float) -> None:
-        """Shares bandwidth among a flow and all flows that it is connected to by shared ports."""
+        """Shares bandwidth among all flows that shared ports connect to this one."""
         if all(len(port.flows) == 1 for port in flow.ports):
             self._run(flow, min(port.bytes_per_s for port in flow.ports), now)
             return

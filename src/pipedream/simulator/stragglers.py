@@ -17,14 +17,12 @@ class Stragglers:
     """How the seconds of ops differ from the plan's. Messages and sums are not affected.
 
     Each op takes its seconds times a factor drawn from a lognormal distribution of mean 1, and times the factor of its
-    rank. A rank draws in the order of its program, from a generator of its own, so that the same seed gives the
-    same run, whatever the other ranks do.
+    rank. A rank draws from a generator of its own, so that a seed gives the same run, whatever other ranks do.
 
     Attributes:
         jitter: coefficient of variation (standard deviation / mean) of an op's seconds: one for all kinds, or by an
             op's letter, such as {"F": 0.1, "B": 0.2}; other kinds then have none.
         slow: rank -> factor on the seconds of its ops; by default 1.
-        seed: of the draws.
 
     Raises:
         ValueError: a negative or infinite jitter, a factor that is not positive, or an unknown letter.
@@ -47,12 +45,10 @@ class Stragglers:
                 raise ValueError(f"a slow rank takes its factor times the seconds, found {factor} for rank {rank}")
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises ValueError if a factor is for a rank that does not exist."""
         if beyond := sorted(rank for rank in self.slow if not 0 <= rank < ranks):
             raise ValueError(f"a slow rank {beyond[0]} was asked for, the ranks are 0 to {ranks - 1}")
 
     def slowness(self, rank: int) -> float:
-        """Returns the factor of a rank."""
         return self.slow.get(rank, 1.0)
 
     def draws(self, rank: int) -> Callable[[str], float] | None:

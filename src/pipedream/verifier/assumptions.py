@@ -3,8 +3,8 @@
 - Microbatches are forwarded in their order: the first that does not exist is where a stream ends.
 - An update takes all gradients since the one before it, so no other update's gradients may lie between.
 - A sum over replicas is begun for an update that follows.
-- Versions exist as long as a rule reads them: version numbers never fall from one microbatch to the next, so that
-  older ones can be dropped; and under the backward rule 'stash' a backward reads what its forward has read.
+- Version numbers never fall from one microbatch to the next, so that older versions can be dropped; under the backward
+  rule 'stash' a backward reads what its forward has read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def check_assumptions(run: Unrolled) -> None:
     """Checks a run that `unroll` accepted.
 
     Raises:
-        ScheduleError: one is broken; names the rank, the instruction and the rule.
+        ScheduleError: one is broken.
     """
     for rank in range(len(run.streams)):
         _check_order(run, rank)
@@ -64,9 +64,8 @@ def _check_order(run: Unrolled, rank: int) -> None:
 
 
 def _check_versions(run: Unrolled, stage: int) -> None:
-    """Checks the versions that a weight rule assigns to a stage's microbatches."""
     program, rule = run.program, run.program.weights
-    newest = [0] * program.placement.replicas[stage]  # each replica drops versions by itself
+    newest = [0] * program.placement.replicas[stage]
     for k in range(run.total):
         replica = program.placement.replica(stage, k)
         rank, position = run.ops[Op(Kind.FORWARD, stage, k, replica)]

@@ -1,4 +1,4 @@
-"""What is proved of dispatched stages (`core.schedule.dispatch`): their forwards find the right weights."""
+"""Dispatched stages (`core.schedule.dispatch`): their forwards find the right weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ def check_fetches(run: Unrolled) -> None:
     """Checks that forwards read the weights that were fetched for them, and that these were sent in time.
 
     Fetched weights stay until the next set takes their place; at home an update may write in their place.
-
-    Raises:
-        ScheduleError: one is broken; names the rank, the instruction and the rule.
     """
     for rank in range(len(run.streams)):
         _check_fetched(run, rank)

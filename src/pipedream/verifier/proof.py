@@ -28,20 +28,13 @@ class Proof:
     """What was proved of a program.
 
     Attributes:
-        schedule, config: the program's method and plan.
         microbatches: m, of a minibatch.
         totals: microbatches of the runs that were checked.
-        residues: the number of residues of the period at which a drain may begin; more than were checked if replica
-            counts have a large common multiple.
-        stage_replicas: what lives on each rank.
-        peak_in_flight: for each rank, the most microbatches between forward and backward; 0 without backwards.
-        peak_versions: for each rank, the most sets of weights alive at once, including the newest.
-        stage_in_flight, stage_versions: the same for each of a rank's stages. A rank with several stages may hold less
-            than their sum, because they do not peak at the same time.
-        staleness: for each stage, the most updates by which a gradient is late.
-        mean_staleness: for each stage, the mean (`WeightRule.mean_staleness`).
-        remote_forwards: for each rank, the stages whose forwards it runs on weights from elsewhere; they count in its
-            peaks (`verifier.dispatch`).
+        residues: at which a drain may begin; not all are checked if replica counts have a large common multiple.
+        peak_in_flight, peak_versions: for each rank, the most microbatches in flight and sets of weights alive.
+        stage_in_flight, stage_versions: the same for each of its stages, which need not peak together.
+        staleness, mean_staleness: of each stage's gradients, in updates.
+        remote_forwards: for each rank, the stages whose forwards alone it runs; they count in its peaks.
     """
 
     schedule: str
@@ -61,7 +54,7 @@ class Proof:
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.totals[:6])) + (", ..." if len(self.totals) > 6 else "")
         split = f", m = {self.microbatches}" if self.microbatches > 1 else ""
-        # Updates that hold several microbatches divide the delay: then the most and the mean are two numbers.
+        # Updates that hold several microbatches divide the delay.
         differ = any(abs(mean - late) > 1e-9 for mean, late in zip(self.mean_staleness, self.staleness, strict=True))
         rows = [
             f"Proof of {self.schedule}, plan {self.config}{split}: "
@@ -73,7 +66,7 @@ class Proof:
             late = [self.staleness[stage] for stage, _ in stage_replicas]
             means = [f"{self.mean_staleness[stage]:.3g}" if differ else "" for stage, _ in stage_replicas]
             names = [str(stage) for stage, _ in stage_replicas]
-            several = len(stage_replicas) > 1  # each stage by itself below
+            several = len(stage_replicas) > 1
             held = self.peak_in_flight[rank], self.peak_versions[rank]
             rows.append(self._row(rank, ",".join(names), *held, max(late), "" if several else means[0]))
             if several:
@@ -94,10 +87,6 @@ class Proof:
 
 def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = None) -> Proof:
     """Proves that a program keeps the rules and cannot deadlock.
-
-    It checks: every op once; `requires` kept on each rank and, by messages, across ranks; what the runtime assumes of
-    each stage (`check_assumptions`); no cycle in the graph of waits (`check_waits`); no more versions alive than the
-    weight rule allows.
 
     Args:
         lanes: from a channel to what it shares with others in issue order, such as an NCCL communicator;
@@ -144,7 +133,7 @@ def _totals(program: Program) -> tuple[tuple[int, ...], int]:
         [item.index for rank in program.ranks for item in rank.warmup if item.kind is Kind.FORWARD], default=-1
     )
     reach = max([c.depth * lcm(replicas[c.source], replicas[c.target]) for c in program.channels], default=0)
-    # The first version that is read late is made after the warm-up, and dropped equally long after its last reader.
+    # The first version read late is made after the warm-up, and dropped equally long after its last reader.
     settled = (ceil((2 * warmup + reach) / cycle) + 2) * cycle
     late = max(_staleness(program, stage, settled) * count for stage, count in enumerate(program.updates.per_update))
     settled = (ceil((warmup + max(warmup, late) + reach) / cycle) + 2) * cycle
@@ -157,11 +146,7 @@ def _totals(program: Program) -> tuple[tuple[int, ...], int]:
 
 
 def _check_reach(program: Program, total: int) -> None:
-    """Checks that the longest run contains every instruction of the text.
-
-    Raises:
-        ScheduleError: it does not; names the instruction.
-    """
+    """Checks that the longest run contains every instruction of the text."""
     exists = program.exists(total)
     for rank, mine in enumerate(program.ranks):
         for item in (*mine.warmup, *mine.period):
@@ -173,14 +158,10 @@ def _check_reach(program: Program, total: int) -> None:
 
 
 def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
-    """Returns the peaks of microbatches in flight and of versions alive, for a rank and then for each of its stages.
+    """Returns the most microbatches in flight and versions alive, for a rank and then for each of its stages.
 
-    A version lives from its update to its last reader (`WeightRule.held_until`), and at least until the next update;
-    an update reuses the storage of the previous version if nothing reads it any more. A kept prediction is a set of
-    weights of its own.
-
-    Raises:
-        ScheduleError: more versions alive at a stage than its weight rule allows.
+    A version lives from its update to its last reader (`WeightRule.held_until`), and at least until the next update,
+    which reuses its storage if nothing reads it any more. A kept prediction is a set of weights of its own.
     """
     program = run.program
     stage_replicas = program.placement.stage_replicas(rank)
@@ -221,13 +202,13 @@ def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
 
 
 def _begins(run: Unrolled, stage: int, replica: int, k: int) -> int:
-    """Returns where a microbatch begins on a rank: at its forward, or at its backward if only that runs here."""
+    """Where a microbatch begins on a rank: at its forward, or at its backward if only that runs here."""
     kind = Kind.BACKWARD if run.program.placement.is_remote(stage) else Kind.FORWARD
     return run.ops[Op(kind, stage, k, replica)][1]
 
 
 def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]:
-    """Returns where each version of a stage begins and ends in its rank's stream, and each kept prediction."""
+    """Where each version and each kept prediction begins and ends in its rank's stream."""
     program, ops = run.program, run.ops
     made = [-1] + [
         ops[Op(Kind.UPDATE, stage, n, replica)][1] for n in range(1, program.updates.updates(stage, run.total) + 1)
@@ -242,7 +223,7 @@ def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]
         begin, end = _begins(run, stage, replica, k), ops[Op(last, stage, k, replica)][1]
         if until is None:
             dies[first] = max(dies[first], end if program.weights.held_until is Kind.BACKWARD else begin)
-        else:  # the version is read once, by the first forward; the prediction is kept in a set of its own
+        else:  # the first forward alone reads the version
             made_at, _ = predictions.get(first, (begin, begin))
             predictions[first] = made_at, begin + 1 if until is Kind.FORWARD else end
             dies[first] = max(dies[first], made_at)
@@ -252,7 +233,7 @@ def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]
 
 
 def _peak(spans: list[tuple[int, int]]) -> tuple[int, int]:
-    """Returns the most half-open spans that overlap, and where."""
+    """The most half-open spans that overlap, and where."""
     changes = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
     most = where = count = 0
     for position, change in changes:

@@ -1,7 +1,7 @@
 """A program unrolled for one number of microbatches, and the rules that do not depend on how ranks interleave.
 
-A program is endless; proofs are about finite runs of it. The rules: each op once and on its rank, nothing before what
-it needs, each message sent once and received once and in one order, each sum joined by all replicas.
+The rules: each op once and on its rank, nothing before what it needs, each message sent once and received once and in
+one order, each sum joined by all replicas.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ class Unrolled:
     """One finite run of a program, indexed.
 
     Attributes:
-        total: microbatches in the run.
         streams: the instructions of each rank, including the drain.
-        ops: the place of each op.
         sent, received: position of each message at its sender and at its receiver.
-        sequences: the microbatches of each channel in the order in which they are sent.
+        sequences: the microbatches of each channel in the order of sending.
         synced: (rank, stage, update) -> position at which the rank joins the sum.
     """
 
@@ -49,12 +47,11 @@ class Unrolled:
 
     @cached_property
     def routes(self) -> dict[tuple[int, int, str, int, int], int]:
-        """From (sender, receiver, carries, source, target) to the number of the channel."""
+        """(sender, receiver, carries, source, target) -> channel."""
         channels = enumerate(self.program.channels)
         return {(c.sender, c.receiver, c.carries, c.source, c.target): number for number, c in channels}
 
     def error(self, rank: int, position: int, reason: str) -> ScheduleError:
-        """Returns an error about an instruction."""
         program = self.program
         return ScheduleError(
             f"program {program.name!r}, plan {program.plan.config}, a run of {self.total} microbatches: rank "
@@ -82,11 +79,7 @@ class Unrolled:
 
 
 def unroll(program: Program, total: int) -> Unrolled:
-    """Unrolls a program and checks everything that does not depend on how its ranks interleave.
-
-    Raises:
-        ScheduleError: a rule is broken; names the rank, the instruction and the rule.
-    """
+    """Unrolls a program and checks everything that does not depend on how its ranks interleave."""
     ranks = range(program.placement.workers)
     run = Unrolled(program, total, tuple(_stream(program, rank, total) for rank in ranks))
     for rank in ranks:
@@ -94,7 +87,7 @@ def unroll(program: Program, total: int) -> Unrolled:
         _check_lacks_nothing(program, rank, total, run.ops)
     _check_messages(run)
     last = program.placement.stages - 1
-    # The targets must go from the input stage to the last one, whether or not the program has a channel for them.
+    # The targets must reach the last stage, whether or not the program has a channel for them.
     inputs = {(c.source, c.target) for c in program.channels if c.carries == "input"} | ({(0, last)} if last else set())
     for op, (rank, position) in run.ops.items():
         _check_needs(run, op, rank, position)
@@ -106,11 +99,6 @@ def unroll(program: Program, total: int) -> Unrolled:
 
 
 def _stream(program: Program, rank: int, total: int) -> tuple[Instruction, ...]:
-    """Returns the instructions of a rank.
-
-    Raises:
-        ScheduleError: it lacks an op; names the first.
-    """
     found: list[Instruction] = []
     try:
         found.extend(program.instructions(rank, total))
@@ -121,7 +109,6 @@ def _stream(program: Program, rank: int, total: int) -> tuple[Instruction, ...]:
 
 
 def _check_lacks_nothing(program: Program, rank: int, total: int, found: Collection[Instruction]) -> None:
-    """Checks that all expected ops of a rank were found."""
     work = (op for row in program.expected_ops(rank, total) for op in row.ops())
     lacking = [op for op in (*dispatch.fetches(program, rank, total), *work) if op not in found]
     if lacking:
@@ -210,7 +197,7 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
         joined = run.synced.get((rank, op.stage, op.index))
         if joined is None or joined > position:
             raise run.error(rank, position, f"no sum over the replicas, ={op.stage}:{op.index}, comes before it")
-        limit = joined  # the rank's own gradients must be in the sum; the others' are checked at their own update
+        limit = joined  # its own gradients; the others' are checked at their own update
     if op.kind is Kind.UPDATE and program.couples_updates:
         _check_whole_rank(run, op, rank, position)
     for need in program.requires(op, run.total):
@@ -225,14 +212,13 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
 
 
 def _carries(op: Op, need: Op) -> str:
-    """Returns what a channel from one pass to another carries."""
     if op.kind is Kind.FORWARD:
         return "activation"
     return "stage_input" if need.kind is Kind.FORWARD else "gradient"
 
 
 def _check_whole_rank(run: Unrolled, op: Op, rank: int, position: int) -> None:
-    """Checks that a rank whose updates wait for all stages has the gradients of all its stages before an update."""
+    """Checks that a coupled update comes after the gradients of all of its rank's stages."""
     program = run.program
     for stage, replica in program.placement.stage_replicas(rank):
         for need in program.requires(Op(Kind.UPDATE, stage, op.index, replica), run.total):

@@ -5,13 +5,10 @@ anything is. So it is enough to advance every rank as far as possible, once: if 
 topological order of the waits; if not, following who waits for whom leads into the cycle. The waits are
 
 - program order on each rank; a receive instruction waits for its message to be delivered;
-- a message is delivered when it is sent and its receive is posted; the receive of message i of a channel is
-  posted when the consumer of message i - depth is done;
-- on a lane (what a transport runs in order, such as an NCCL communicator) a rank's transfers complete in
-  the order in which they were issued: a send when its message is sent, a receive when it is posted. Receives
-  from one sender are posted on a lane in that sender's order;
-- a sum waits for all replicas; a coupled update waits until all ranks have reached the same update, or the one
-  `norm_delay` before.
+- a message is delivered when it is sent and its receive is posted: when the consumer of message i - depth is done;
+- on a lane (what a transport runs in order, such as an NCCL communicator) a rank's transfers complete in the order in
+  which they were issued, receives from one sender in that sender's order;
+- a sum waits for all replicas; a coupled update for all ranks to reach the same update, or the one `norm_delay` before.
 """
 
 from __future__ import annotations
@@ -31,14 +28,10 @@ _Meeting = tuple[str, int, int]  # ('sum' or 'update', stage or -1, update)
 
 
 def check_waits(run: Unrolled, lanes: Callable[[Channel], Hashable] | None = None) -> None:
-    """Advances every rank of a run as far as possible.
-
-    Args:
-        run: accepted by `unroll`.
-        lanes: from a channel to the lane that it shares; None gives each channel its own.
+    """Advances every rank of a run as far as possible; `lanes` as in `verify`.
 
     Raises:
-        DeadlockError: some ranks wait for each other for ever; names the cycle, rank by rank.
+        DeadlockError: names the cycle, rank by rank.
     """
     waits = _Waits(run, lanes)
     waits.go()
@@ -48,7 +41,7 @@ def check_waits(run: Unrolled, lanes: Callable[[Channel], Hashable] | None = Non
 
 
 class _Waits:
-    """The state of a run: where each rank is, what is sent, posted and delivered.
+    """Where each rank is, what is sent, posted and delivered.
 
     Life: `go` advances the ranks until none can move; `explain` then follows the waits from a stuck rank.
     """
@@ -71,9 +64,9 @@ class _Waits:
 
     def _prepare(self) -> None:
         run = self.run
-        # What is still to be posted, in the sender's order: one queue a (receiver, lane, sender).
+        # In the sender's order.
         self.to_post: dict[int, dict[tuple[Hashable, int], deque[Message]]] = defaultdict(lambda: defaultdict(deque))
-        self.frees: dict[Message, Message] = {}  # a message -> the earlier one with the same place in the ring
+        self.frees: dict[Message, Message] = {}  # message -> earlier one in the same place of the ring
         for message in sorted(run.sent, key=run.sent.__getitem__):
             ends = self.channels[message[0]]
             self.to_post[ends.receiver][self.lane[message[0]], ends.sender].append(message)
@@ -93,7 +86,6 @@ class _Waits:
                     self.members["update", -1, op.index].add(rank)
 
     def go(self) -> None:
-        """Advances every rank until none can move."""
         for rank in range(len(self.run.streams)):
             self._post(rank)
         while self.ready:
@@ -168,7 +160,7 @@ class _Waits:
                 changed += [there, here]
 
     def explain(self, rank: int) -> str:
-        """Returns the cycle of waits that a stuck rank leads to, one line per wait."""
+        """Returns the cycle of waits that a stuck rank leads to."""
         node: int | Message = rank
         lines: list[str] = []
         seen: dict[int | Message, int] = {}
