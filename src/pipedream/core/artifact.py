@@ -1,8 +1,7 @@
 """Saves and loads plans, profiles and the like: JSON, checked field by field, with a format number.
 
-An artifact is a frozen dataclass that inherits `Artifact` and sets ``FORMAT``. Files name their kind
-(``"artifact": "Plan", "format": 1``), so that one of another kind, a newer library or a careless edit is refused, never
-half read.
+An artifact is a frozen dataclass that inherits `Artifact` and sets ``FORMAT``. A file of another kind, a newer library
+or a careless edit is refused, never half read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A checkpoint's contents page: where a run stood at a drain, and where in its files each tensor lies.
 
 Tensors have the user's own parameter names (``model/NAME``, ``optimizer/NAME/KEY``, ``ema/NAME``,
-``compensation/NAME/KEY``), so that a checkpoint can be loaded under any plan. At a drain each stage has one version of
-its weights, so no stash is kept.
+``compensation/NAME/KEY``), so that any plan can load them. At a drain each stage has one version of its weights: no
+stash is kept.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class SavedStage:
 
     Attributes:
         numbers: parameter -> key -> value.
-        updates, scheduled: steps made by the optimizer and the learning-rate scheduler.
+        updates, scheduled: steps of the optimizer and the learning-rate scheduler.
         norm_square: of the gradients' newest known global norm.
-        skipped: updates left out because their gradients were not finite.
+        skipped: updates with gradients that were not finite.
         loss_scale: factor on the loss, and good updates in a row since it changed.
         rounds_before: updates of the input stage under earlier plans and phases.
     """

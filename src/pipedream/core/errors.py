@@ -48,7 +48,7 @@ class ProfileError(PipelineError):
 
 
 class PlanError(PipelineError):
-    """No plan fits, or the plan does not fit the model, the workers or the schedule."""
+    """No plan fits, or the plan does not fit."""
 
 
 class ShortageError(PlanError):
@@ -72,7 +72,7 @@ class DeadlockError(ScheduleError):
 
 
 class RecipeError(PipelineError):
-    """A recipe file does not import, or returns the wrong things."""
+    """A recipe file is invalid."""
 
 
 class WorkerError(PipelineError):
@@ -97,4 +97,4 @@ class WorkerError(PipelineError):
 
 
 class PeerError(WorkerError):
-    """Another worker failed, with the error of that worker."""
+    """Another worker failed, with that one's error."""

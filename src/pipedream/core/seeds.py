@@ -20,7 +20,7 @@ def _name_seed(seed: int, layer: str) -> int:
 def layer_seed(seed: int, microbatch: int, layer: str) -> int:
     """Returns the 63-bit seed of one layer for one microbatch.
 
-    The microbatch enters by a multiplicative (Weyl) step with the odd constant of the golden ratio, a bijection on 64
-    bits, so that no two microbatches of a layer share a seed.
+    The microbatch enters by a Weyl step with the odd constant of the golden ratio, a bijection on 64 bits: no two
+    microbatches of a layer share a seed.
     """
     return (_name_seed(seed, layer) + microbatch * 0x9E3779B97F4A7C15) % (1 << 64) >> 1

@@ -169,7 +169,6 @@ class _Clock:
         return self._timeline()
 
     def _advance(self, rank: _Rank) -> None:
-        """Runs a rank until it waits for another or has ended."""
         number, spans, instructions, received, draw = (
             rank.number,
             rank.spans,

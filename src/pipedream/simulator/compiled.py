@@ -68,7 +68,7 @@ class CompiledRank:
     ops: int
 
     def sends_left(self, position: int, turn: int) -> list[CompiledInstruction]:
-        """Returns what is left when all ops are done: the sends from a position on."""
+        """Returns the sends that are left when all ops are done."""
         left: list[CompiledInstruction] = []
         turns = 0
         while True:
@@ -88,7 +88,7 @@ class CompiledRank:
 
 
 def compile_rank(program: Program, rank: int, total: int, *, gives: Collection[int]) -> CompiledRank:
-    """Compiles a rank for a run of `total` microbatches; the sums of the stages in `gives` begin in the backward."""
+    """Compiles a rank; the sums of the stages in `gives` begin in the backward."""
     mine = program.ranks[rank]
     completed = program.ends_update(rank)
     text = (*mine.warmup, *mine.period)

@@ -82,7 +82,7 @@ class Costs:
         return self.workers[rank] if self.workers else rank
 
     def speed(self, rank: int) -> float:
-        """Returns how much faster than the profile's device a rank computes."""
+        """Relative to the profile's device."""
         return self.cluster.speeds[self.worker(rank)]
 
     def op_s(self, kind: Kind, stage: int) -> float:
@@ -100,7 +100,7 @@ class Costs:
         return by_kind[kind][stage]
 
     def sum_s(self, stage: int) -> float:
-        """Of a stage's whole sum on idle ports, including the hidden part."""
+        """On idle ports, including the hidden part."""
         return self.buckets[stage][0][1] if self.buckets and self.buckets[stage] else self.sync_s[stage]
 
     def sum_parts(self, stage: int, came: Sequence[tuple[float, float]]) -> list[tuple[float, float, float]]:
@@ -129,7 +129,7 @@ class Costs:
         return self.output_bytes[channel.source if channel.carries == "activation" else channel.target]
 
     def link(self, channel: Channel) -> tuple[float, float]:
-        """Returns bandwidth (bytes/s) and latency (s) of a channel."""
+        """Returns bandwidth (bytes/s) and latency (s)."""
         ends = self.worker(channel.sender), self.worker(channel.receiver)
         return self.cluster.link(self.cluster.reach(*ends))
 

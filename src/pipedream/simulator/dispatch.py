@@ -34,7 +34,7 @@ class _Remote:
         return (1 + self.has_weights) * self._weights_bytes + self._kept * self._input_bytes
 
     def forward(self, index: int) -> int:
-        """Returns the most that a forward holds; after the last of its fetch the weights are gone."""
+        """Returns the most that it holds; after the last of its fetch the weights are gone."""
         if not self._trains:
             return self.held_bytes
         self._kept = 1 if index % self._per_update == 0 else self._kept + 1
@@ -61,7 +61,7 @@ class RemoteForwardsTrace:
         return sum(one.held_bytes for one in self.stages.values())
 
     def forward(self, stage: int, index: int) -> int:
-        """Returns the most bytes held during a forward, at all these stages."""
+        """Returns the most that all these stages hold during it."""
         others = [one for at, one in self.stages.items() if at != stage]
         self.peak_versions = max(self.peak_versions, 1 + sum(one.has_weights for one in others))
         return self.stages[stage].forward(index) + sum(one.held_bytes for one in others)

@@ -103,12 +103,11 @@ class _StageTrace:
 
     @property
     def held_bytes(self) -> int:
-        """Held between ops."""
         passes = self.in_flight * self.waiting_bytes + self.deferred * self.deferred_bytes
         return self.start_bytes + (self.alive - 1) * self.weights_bytes + passes
 
     def forward(self) -> int:
-        """Returns the most that the next forward holds."""
+        """Returns the most that it holds, like the other ops."""
         self.in_flight += 1
         version = self.read[self.forwarded]
         self.forwarded += 1
@@ -125,7 +124,6 @@ class _StageTrace:
         return most
 
     def backward(self, index: int) -> int:
-        """Returns the most that it holds; then its activations are gone."""
         self.in_flight += self.is_remote
         most = self.held_bytes + (self.further_bytes if self.has_sums else self.first_bytes)
         self.in_flight -= 1
@@ -133,13 +131,11 @@ class _StageTrace:
         return most
 
     def input_gradient(self) -> int:
-        """Returns the most that it holds; then its microbatch is deferred."""
         self.in_flight -= 1
         self.deferred += 1
         return self.held_bytes + self.working_bytes + (self.weights_bytes if self.has_sums else 0)
 
     def weight_gradient(self, index: int) -> int:
-        """Returns the most that it holds; then what was kept for it is gone."""
         most = self.held_bytes + self.working_bytes + self.weights_bytes
         most += self.largest_bytes if self.has_sums else 0
         self.deferred -= 1
@@ -153,13 +149,11 @@ class _StageTrace:
             self._release(self.read[index // self.stride])
 
     def _release(self, version: int) -> None:
-        """Lets go of a version that a microbatch has read for the last time."""
         left = self.readers[version] = self.readers[version] - 1
         if not left and (version != self.newest or self.until is not None):
             self.alive -= 1
 
     def update(self, index: int) -> int:
-        """Returns the most that it holds; then its gradients are gone."""
         if self.held_until is not None and self.until is None and self.readers[self.newest]:
             self.alive += 1
             self.peak = max(self.peak, self.alive)
@@ -181,7 +175,7 @@ class _StageTrace:
 def trace_memory(
     program: Program, rank: int, total: int, spans: Iterable[Span], in_flight: tuple[int, ...]
 ) -> MemoryTrace:
-    """Returns what a rank held in a run of `total` microbatches, from its spans in the order of its ops."""
+    """Returns what a rank held, from its spans in the order of its ops."""
     stages = {
         stage: _StageTrace(program, stage, replica, total, in_flight)
         for stage, replica in program.placement.stage_replicas(rank)

@@ -126,7 +126,7 @@ class Messages:
         self._go(ring)
 
     def go_on(self) -> None:
-        """Lets time pass until a receiver has the message or the sum that it waited for."""
+        """Lets time pass until a receiver is ready."""
         starts, flows = self._starts, self._flows
         while not self.ready:
             end_s = flows.next_s()
@@ -142,13 +142,13 @@ class Messages:
                 return
 
     def left(self) -> Iterator[tuple[Channel, int]]:
-        """Yields messages that were sent and never received."""
+        """Yields messages that were never received."""
         for wire in self.wires:
             for index in (*(message[0] for message in wire.arrived), *(message[0] for message in wire.stays)):
                 yield wire.channel, index
 
     def _begin(self, wire: Wire, posted_s: float) -> None:
-        """Matches the oldest message without a receive with one posted at `posted_s`."""
+        """Matches the oldest unmatched message with a receive."""
         index, sent_s = wire.stays.popleft()
         at_s = posted_s if posted_s > sent_s else sent_s
         if wire.ports:
@@ -158,7 +158,6 @@ class Messages:
             self._arrive(wire, index, at_s, at_s + wire.latency_s)
 
     def _go(self, row: _Row) -> None:
-        """Schedules the start of a row's first flow."""
         if not row.is_busy and row.coming:
             row.is_busy = True
             heappush(self._starts, (max(row.coming[0][0], row.free_s), row.number, row))

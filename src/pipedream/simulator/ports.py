@@ -62,7 +62,7 @@ class Flows:
         self._share(flow, now)
 
     def next_s(self) -> float | None:
-        """Returns when the first flow ends at the current rates; None if nothing flows."""
+        """Returns when the first flow ends at the current rates."""
         ends = self._ends
         while ends and ends[0][2] != ends[0][3].version:
             heappop(ends)
@@ -80,7 +80,7 @@ class Flows:
         return now, flow.what
 
     def _share(self, flow: Flow, now: float) -> None:
-        """Shares bandwidth among all flows that shared ports connect to this one."""
+        """Shares bandwidth among all flows that shared ports connect."""
         if all(len(port.flows) == 1 for port in flow.ports):
             self._run(flow, min(port.bytes_per_s for port in flow.ports), now)
             return
@@ -114,14 +114,13 @@ class Flows:
 
 
 class Ports:
-    """All ports of a cluster, made on first use."""
+    """All ports of a cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._made: dict[tuple[int, int, int], Port] = {}
 
     def path(self, sender: int, receiver: int) -> list[Port]:
-        """Returns the ports from one worker to another, in order."""
         if sender == receiver:
             return []
         levels = range(self.cluster.reach(sender, receiver) + 1)
@@ -129,7 +128,6 @@ class Ports:
         return out + [self._one(level, receiver, _IN) for level in reversed(levels)]
 
     def around(self, workers: Sequence[int]) -> list[Port]:
-        """Returns the ports that a ring over some workers crosses."""
         found: dict[Port, None] = {}
         for level in range(self.cluster.reach(*workers) + 1):
             if len({self.cluster.component(level, worker) for worker in workers}) > 1:

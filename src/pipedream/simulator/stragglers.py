@@ -52,9 +52,9 @@ class Stragglers:
         return self.slow.get(rank, 1.0)
 
     def draws(self, rank: int) -> Callable[[str], float] | None:
-        """Returns the function from an op's letter to its next factor on a rank; None if all factors are 1."""
+        """Returns the function from an op's letter to its next factor; None if all are 1."""
         by_letter = self.jitter if isinstance(self.jitter, Mapping) else {kind.value: self.jitter for kind in Kind}
-        # ln X is normal with variance ln(1 + CV^2) and mean minus half of that: then X has mean 1.
+        # ln X is normal with variance ln(1 + CV^2) and mean minus half of that.
         sigma = {letter: sqrt(log1p(variation**2)) for letter, variation in by_letter.items() if variation}
         if not sigma:
             return None

@@ -33,7 +33,6 @@ def check_assumptions(run: Unrolled) -> None:
 
 
 def _check_order(run: Unrolled, rank: int) -> None:
-    """Checks the order of each stage's forwards, and which gradients its updates find."""
     program = run.program
     gives = ends_backward(program.kinds)
     forwarded: dict[int, int] = {}

@@ -53,10 +53,7 @@ def _check_sent(run: Unrolled) -> None:
 
 
 def remote_spans(run: Unrolled, rank: int) -> Iterator[tuple[list[_Span], _Span]]:
-    """Yields, for each fetch of a rank, how long each input of its forwards is kept, and how long its weights are.
-
-    An input is kept until the next fetch of the stage, weights until the last forward that reads them.
-    """
+    """Yields, for each fetch, the spans of its forwards' inputs, kept until the next fetch, and of its weights."""
     for stage, replica in run.program.placement.remote_forwards(rank):
         reads: dict[Op, list[int]] = {}
         for k in range(run.total):

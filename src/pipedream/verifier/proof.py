@@ -126,14 +126,13 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
 
 
 def _totals(program: Program) -> tuple[tuple[int, ...], int]:
-    """Returns the runs to check, and the number of residues."""
     cycle, m = program.cycle, program.microbatches
     replicas = program.placement.replicas
     warmup = 1 + max(
         [item.index for rank in program.ranks for item in rank.warmup if item.kind is Kind.FORWARD], default=-1
     )
     reach = max([c.depth * lcm(replicas[c.source], replicas[c.target]) for c in program.channels], default=0)
-    # The first version read late is made after the warm-up, and dropped equally long after its last reader.
+    # It is made after the warm-up, and dropped equally long after its last reader.
     settled = (ceil((2 * warmup + reach) / cycle) + 2) * cycle
     late = max(_staleness(program, stage, settled) * count for stage, count in enumerate(program.updates.per_update))
     settled = (ceil((warmup + max(warmup, late) + reach) / cycle) + 2) * cycle
@@ -146,7 +145,6 @@ def _totals(program: Program) -> tuple[tuple[int, ...], int]:
 
 
 def _check_reach(program: Program, total: int) -> None:
-    """Checks that the longest run contains every instruction of the text."""
     exists = program.exists(total)
     for rank, mine in enumerate(program.ranks):
         for item in (*mine.warmup, *mine.period):
@@ -202,13 +200,13 @@ def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
 
 
 def _begins(run: Unrolled, stage: int, replica: int, k: int) -> int:
-    """Where a microbatch begins on a rank: at its forward, or at its backward if only that runs here."""
+    """The microbatch's forward, or its backward if only that runs here."""
     kind = Kind.BACKWARD if run.program.placement.is_remote(stage) else Kind.FORWARD
     return run.ops[Op(kind, stage, k, replica)][1]
 
 
 def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]:
-    """Where each version and each kept prediction begins and ends in its rank's stream."""
+    """Where each version and kept prediction begins and ends."""
     program, ops = run.program, run.ops
     made = [-1] + [
         ops[Op(Kind.UPDATE, stage, n, replica)][1] for n in range(1, program.updates.updates(stage, run.total) + 1)

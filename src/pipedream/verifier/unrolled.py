@@ -60,7 +60,7 @@ class Unrolled:
         )
 
     def producer(self, message: Message) -> Op | None:
-        """Returns the op whose result a message carries; None for weights that were there from the start."""
+        """Returns the op whose result a message carries; None for weights of the start."""
         number, k = message
         channel = self.program.channels[number]
         if channel.carries in dispatch.CARRIES:
@@ -69,7 +69,7 @@ class Unrolled:
         return Op(kind, channel.source, k, self.program.placement.replica(channel.source, k))
 
     def consumer(self, message: Message) -> Op:
-        """Returns the op that reads a message, after which its place in the ring is free."""
+        """Returns the op after which the message's place in the ring is free."""
         number, k = message
         channel = self.program.channels[number]
         if channel.carries in dispatch.CARRIES:
@@ -79,7 +79,7 @@ class Unrolled:
 
 
 def unroll(program: Program, total: int) -> Unrolled:
-    """Unrolls a program and checks everything that does not depend on how its ranks interleave."""
+    """Unrolls a program and checks what does not depend on how its ranks interleave."""
     ranks = range(program.placement.workers)
     run = Unrolled(program, total, tuple(_stream(program, rank, total) for rank in ranks))
     for rank in ranks:
@@ -218,7 +218,7 @@ def _carries(op: Op, need: Op) -> str:
 
 
 def _check_whole_rank(run: Unrolled, op: Op, rank: int, position: int) -> None:
-    """Checks that a coupled update comes after the gradients of all of its rank's stages."""
+    """A coupled update comes after the gradients of all of its rank's stages."""
     program = run.program
     for stage, replica in program.placement.stage_replicas(rank):
         for need in program.requires(Op(Kind.UPDATE, stage, op.index, replica), run.total):
@@ -228,7 +228,7 @@ def _check_whole_rank(run: Unrolled, op: Op, rank: int, position: int) -> None:
 
 
 def check_arrival(run: Unrolled, op: Op, need: Op, sender: int, carries: str) -> None:
-    """Checks that the result of an op on another rank is received before the op that reads it."""
+    """Checks that a result of another rank is received before it is read."""
     rank, position = run.ops[op]
     if sender == rank:
         return

@@ -41,10 +41,7 @@ def check_waits(run: Unrolled, lanes: Callable[[Channel], Hashable] | None = Non
 
 
 class _Waits:
-    """Where each rank is, what is sent, posted and delivered.
-
-    Life: `go` advances the ranks until none can move; `explain` then follows the waits from a stuck rank.
-    """
+    """Life: `go` advances the ranks until none can move; `explain` then follows the waits from a stuck rank."""
 
     def __init__(self, run: Unrolled, lanes: Callable[[Channel], Hashable] | None) -> None:
         self.run = run
@@ -95,7 +92,6 @@ class _Waits:
                 self.position[rank] += 1
 
     def _step(self, rank: int, instruction: Instruction) -> bool:
-        """Does an instruction, or returns False if it has to wait."""
         if isinstance(instruction, Transfer):
             number, index = instruction.channel, instruction.index
             if instruction.kind is Move.SYNC:
@@ -107,7 +103,7 @@ class _Waits:
             self._issue(rank, message)
             return True
         if instruction.kind is Kind.UPDATE and self.run.program.couples_updates:
-            # A rank that reaches its first one has the gradients of all its stages (`unrolled`).
+            # A rank that reaches its first one has the gradients of all its stages.
             self._meet(rank, ("update", -1, instruction.index))
             norm_of = ("update", -1, instruction.index - self.run.program.norm_delay)
             if self.met[norm_of] != self.members[norm_of]:
@@ -160,7 +156,6 @@ class _Waits:
                 changed += [there, here]
 
     def explain(self, rank: int) -> str:
-        """Returns the cycle of waits that a stuck rank leads to."""
         node: int | Message = rank
         lines: list[str] = []
         seen: dict[int | Message, int] = {}

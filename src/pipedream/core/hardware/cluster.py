@@ -133,7 +133,7 @@ class Cluster(Artifact):
         memory_bytes: int | None = None,
         device: str = "cpu",
     ) -> Cluster:
-        """Returns workers connected by equal links (by default 10 Gbit/s Ethernet)."""
+        """Returns workers with equal links, by default 10 Gbit/s Ethernet."""
         return cls((Level(workers, bandwidth_bytes_per_s, latency_s),), memory_bytes, device)
 
     @classmethod
@@ -179,12 +179,12 @@ class Cluster(Artifact):
         )
 
     def reach(self, *workers: int) -> int:
-        """Returns the outermost level that messages among these workers cross."""
+        """Returns the outermost level between these workers."""
         rows = self._components
         return max(level for level, row in enumerate(rows) if not level or len({row[w] for w in workers}) > 1)
 
     def link(self, level: int) -> tuple[float, float]:
-        """Returns bandwidth (bytes/s) and latency (s) of a message that crosses the levels up to this one."""
+        """Returns bandwidth (bytes/s) and latency (s) of messages that cross this level."""
         crossed = self.levels[: level + 1]
         return min(one.link_bytes_per_s for one in crossed), max(one.latency_s for one in crossed)
 
@@ -221,13 +221,12 @@ class Cluster(Artifact):
         return self.with_memory(lambda memory: None)
 
     def with_memory(self, change: Callable[[int | None], int | None]) -> Cluster:
-        """Returns the workers with the memory of each kind changed."""
         kinds = tuple(replace(kind, memory_bytes=change(kind.memory_bytes)) for kind in self.kinds)
         return replace(self, memory_bytes=change(self.memory_bytes), kinds=kinds)
 
     @property
     def is_flat(self) -> bool:
-        """Whether all workers are alike and joined by a single level."""
+        """Whether all workers are alike, on a single level."""
         return len(self.levels) == 1 and not self.kinds
 
     @property

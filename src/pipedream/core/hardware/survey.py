@@ -49,9 +49,8 @@ class Link:
 
     Attributes:
         level: the outermost that they cross.
-        latency_s: half of a round trip of a few bytes.
-        alone_bytes_per_s: while nothing else is sent.
-        both_bytes_per_s: while as much is sent the other way.
+        latency_s: half of a short round trip.
+        alone_bytes_per_s, both_bytes_per_s: while nothing, or as much, is sent the other way.
     """
 
     level: int
@@ -64,13 +63,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Fan:
-    """One rank that sends to several at once, or receives from several.
-
-    Attributes:
-        sends: whether the one rank sends.
-        ranks: the one, then the others.
-        bytes_per_s: of all messages together.
-    """
+    """One rank that sends to several at once, or receives from several; `ranks` has it first."""
 
     level: int
     sends: bool
@@ -118,8 +111,6 @@ class Survey(Artifact):
     def cluster(self) -> Cluster:
         """Returns the cluster that these measurements describe; its worker n is rank n.
 
-        Workers whose speeds differ by less than 15 %, and memories by less than 10 %, count as alike.
-
         Raises:
             PlanError: a machine's ranks are not consecutive, or a level was not measured.
         """
@@ -155,7 +146,7 @@ class Survey(Artifact):
             for sends in (True, False)
         )
         send, receive = rate, rate
-        # If both exceed what one message reaches, neither port is what limits a message.
+        # If both exceed what one message reaches, neither port limits it.
         if out > _FASTER * rate >= into:
             send = out
         elif into > _FASTER * rate >= out:
@@ -242,7 +233,7 @@ def machines_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
-    """Returns it: noise can make a message slower than its link, but not faster."""
+    """Returns the lower quartile: noise only ever slows a message."""
     return sorted(seconds)[len(seconds) // 4]
 
 

@@ -1,8 +1,8 @@
 """The layers of a model, and which layer reads which output.
 
-The planner may not split a layer. Layers are in an order in which they can run; edge ``(i, j)`` means that j reads the
-output of i. Capture returns only chains, with edges ``(0, 1), (1, 2), ...``. The planner takes any graph
-(`planner.cuts.downsets`), the runtime only chains.
+Layers, which the planner may not split, are in an order in which they can run; edge ``(i, j)`` means that j reads the
+output of i. Capture returns chains, ``(0, 1), (1, 2), ...``. The planner takes any graph (`planner.cuts.downsets`), the
+runtime only chains.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class LayerGraph(Artifact):
     """Layers in an order in which they can run, and the edges between them.
 
     Attributes:
-        layers: at least one.
         edges: index pairs (producer, consumer), producer before consumer.
         ties: groups of layers that share a parameter or state; a cut should not separate a group.
         whole: ties that no method can train in separate stages, because what is shared changes without an update.
@@ -68,7 +67,6 @@ class LayerGraph(Artifact):
     def chain(
         cls, layers: tuple[Layer, ...], ties: tuple[tuple[int, ...], ...] = (), whole: tuple[tuple[int, ...], ...] = ()
     ) -> LayerGraph:
-        """Returns a graph of layers in a line."""
         return cls(layers, tuple((i, i + 1) for i in range(len(layers) - 1)), ties, whole)
 
     def cuts(self) -> tuple[int, ...]:

@@ -28,8 +28,8 @@ from pipedream.core.model.profile import LayerProfile, Profile
 __all__ = ["GraphNode", "GraphText", "in_order"]
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
-_SPECIAL = ("Input", "__getitem__")  # descriptions with a meaning
-_MOST = 1e15  # a petabyte, or thirty thousand years: larger numbers mean a damaged file
+_SPECIAL = ("Input", "__getitem__")
+_MOST = 1e15  # larger numbers mean a damaged file
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class GraphText:
 
     @classmethod
     def of(cls, profile: Profile) -> Self:
-        """Returns a profile in this format, which omits the loss, the update and what autograd keeps."""
+        """Returns a profile without the loss, the update and what autograd keeps, which the format lacks."""
         names = [_clean(layer.name) for layer in profile.graph.layers]
         unique = names if len(set(names)) == len(names) and all(names) else [f"node{i}" for i in range(len(names))]
         kinds = [_clean(layer.kind) for layer in profile.graph.layers]
@@ -192,7 +192,7 @@ class GraphText:
         return write_text(path, f"{self}\n")
 
     def with_stages(self, stages: Iterable[Iterable[str]]) -> Self:
-        """Returns the graph with each node's stage, given the node names of each stage."""
+        """Returns the graph with its nodes' stages, given each stage's node names."""
         numbers = {name: s for s, names in enumerate(stages) for name in names}
         return replace(self, nodes=tuple(replace(node, stage=numbers.get(node.name)) for node in self.nodes))
 
@@ -255,7 +255,6 @@ def in_order(count: int, edges: Iterable[tuple[int, int]], key: Callable[[int], 
 
 
 def _cycle(count: int, edges: Iterable[tuple[int, int]]) -> set[int]:
-    """The nodes of a cycle, or an empty set."""
     pairs = tuple(edges)
     left = set(range(count)) - set(in_order(count, pairs))
     producers = {target: source for source, target in pairs if source in left and target in left}

@@ -22,20 +22,19 @@ class LayerProfile:
     Attributes:
         forward_s, backward_s: medians over the measured runs.
         forward_spread_s, backward_spread_s: distance between the first and third quartile.
-        output_bytes: of all its output tensors.
-        activation_bytes: that autograd keeps from its forward until its backward, without parameters.
-        forward_fixed_s, backward_fixed_s: the part of the seconds that a smaller batch does not save; 0 if unknown.
+        activation_bytes: that autograd keeps for its backward, without parameters.
+        forward_fixed_s, backward_fixed_s: the part that a smaller batch does not save; 0 if unknown.
         parameter_bytes: a shared parameter counts in the layer that uses it first.
         arriving_bytes: kept by earlier layers and also from here on: a stage that begins here holds its own copy.
         leaving_bytes: of its output, kept neither by it nor by an earlier layer: a stage that ends here holds them
             until its backward.
-        working_bytes: the most that a pass needs beyond what is kept (by it and earlier layers) and its
-            parameters' gradients; its input and the gradients that pass through are included.
+        working_bytes: the most that a pass needs beyond what is kept (by it and earlier layers) and its parameters'
+            gradients; with its input and the gradients that pass through.
         backward_bytes: the most that its backward adds to what is kept when it begins, with its parameters' gradients
             and without what it has released.
-        largest_parameter_bytes: of its largest parameter, whose gradient is computed before it is accumulated.
-        forward_flops, backward_flops: 0 if they were not counted.
-        moved_bytes: read and written by forward and backward; 0 if they were not counted.
+        largest_parameter_bytes: whose gradient is computed before it is accumulated.
+        forward_flops, backward_flops: 0 if not counted.
+        moved_bytes: read and written by both passes; 0 if not counted.
     """
 
     forward_s: float
@@ -74,19 +73,19 @@ class Profile(Artifact):
     Attributes:
         model: its class.
         layers: in the order of the graph.
-        batch: samples in the profiled minibatch.
+        batch: samples in the minibatch.
         input_shapes: of the model's input tensors.
         dtype: that the layers compute with.
         device: in words (``cpu: EPYC``).
         runs: whose median was taken; 0 if nothing was run.
         update_s: one optimizer step over all parameters.
         copy_s: copying all parameters, as a stage does before an update if the old version is still needed.
-        optimizer: class of the timed optimizer, or ''.
+        optimizer: its class, or ''.
         optimizer_bytes: its state after a step.
         loss_s: its forward and backward.
         loss_bytes: that autograd keeps from the loss.
-        loss_working_bytes: the most that the loss needs beyond what is kept.
-        update_working_bytes: the most that an optimizer step needs beyond weights, gradients and state.
+        loss_working_bytes: that the loss needs beyond what is kept.
+        update_working_bytes: that a step needs beyond weights, gradients and state.
         versions: of python, torch and this library.
         notes: what was assumed or not checked.
     """
@@ -128,18 +127,18 @@ class Profile(Artifact):
 
     @property
     def work(self) -> tuple[tuple[int, int], ...]:
-        """(flops, bytes moved) of each layer; ((1, 0),), matrix products only, if they were not counted."""
+        """(flops, bytes moved) of each layer; ((1, 0),), matrix products only, if not counted."""
         counted = tuple((c.forward_flops + c.backward_flops, c.moved_bytes) for c in self.layers)
         return counted if self.flops else ((1, 0),)
 
     @property
     def flops(self) -> int:
-        """Of all forwards and backwards; 0 if they were not counted."""
+        """Of both passes; 0 if not counted."""
         return sum(layer.forward_flops + layer.backward_flops for layer in self.layers)
 
     @property
     def moved_bytes(self) -> int:
-        """Read and written; 0 if they were not counted."""
+        """Read and written; 0 if not counted."""
         return sum(layer.moved_bytes for layer in self.layers)
 
     @property
@@ -148,7 +147,7 @@ class Profile(Artifact):
 
     @classmethod
     def of_chain(cls, layers: tuple[LayerProfile, ...], *, batch: int = 1, **rest: object) -> Profile:
-        """Returns a profile of unnamed layers in a line, for studies and tests."""
+        """Returns a profile of unnamed layers in a line."""
 
         graph = LayerGraph.chain(tuple(Layer(f"layer{i}", "Layer") for i in range(len(layers))))
         return cls("chain", graph, layers, batch, **rest)  # type: ignore[arg-type]

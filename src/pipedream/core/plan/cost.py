@@ -24,9 +24,9 @@ __all__ = [
 Numbers = float | NDArray[Any]
 """The planner computes many stages at once."""
 
-# As in torch's DistributedDataParallel, a small first bucket starts the network early in the backward. The last one is
-# never hidden, so buckets should be small (benchmarks/reduction_overlap), but each message has a cost. 4 MiB take 34 ms
-# at 1 Gbit/s, 4 ms at 10 Gbit/s, some tenths of a millisecond between GPUs.
+# As in torch's DistributedDataParallel, a small first bucket starts the network early. The last one is never hidden,
+# so buckets should be small (benchmarks/reduction_overlap), but each message has a cost. 4 MiB take 34 ms at 1 Gbit/s,
+# 4 ms at 10 Gbit/s, some tenths of a millisecond between GPUs.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
 
@@ -60,7 +60,7 @@ def all_reduce_s(
 
 
 def all_reduce_bytes(size_bytes: Numbers, workers: Numbers, *, how: str = "ring") -> Numbers:
-    """Returns the bytes that each worker sends, and receives, in an all-reduce."""
+    """Returns the bytes that each worker sends, and receives."""
     if np.ndim(workers) == 0 and workers == 1:
         return 0.0
     return 2.0 * size_bytes if how == "tree" else 2.0 * size_bytes * (workers - 1) / workers
@@ -76,8 +76,8 @@ def sum_buckets(
 ) -> tuple[tuple[Numbers, Numbers], ...]:
     """Returns the buckets of a sum: a first one of 1 MiB, further ones of 4 MiB, and the rest.
 
-    For each: the share of the gradients up to it, and the seconds of it and all later ones. Both are linear from the
-    first to the last of the 4 MiB buckets, so that those in between never decide, and are left out.
+    For each: the share of the gradients up to it, and the seconds of it and all later ones. Both are linear between the
+    first and the last 4 MiB bucket, so those in between never decide and are left out.
     """
     if np.ndim(workers) == 0 and workers == 1:
         return ()
@@ -113,9 +113,9 @@ def visible_sum_s(
 ) -> Numbers:
     """Returns the seconds of a sum that its last backward does not hide.
 
-    Gradients become ready evenly over the backward, counted in bytes; a bucket's all-reduce begins when it is ready and
-    the previous one is done. With q_k the share of the bytes in buckets up to k, T_k the seconds of bucket k and all
-    later ones, and D those of the backward, max_k (T_k - (1 - q_k) D) are left.
+    Gradients become ready evenly over the backward, counted in bytes; buckets follow each other. With q_k the share of
+    the bytes in buckets up to k, T_k the seconds of bucket k and all later ones, and D those of the backward:
+    max_k (T_k - (1 - q_k) D).
     """
     tails = sum_buckets(size_bytes, workers, bandwidth_bytes_per_s, latency_s, how=how)
     visible: Numbers = 0.0

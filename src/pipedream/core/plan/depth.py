@@ -48,10 +48,10 @@ def noam(replicas: Counts, update_delay: Counts = ()) -> Counts:
 
 
 def full(replicas: Counts, round_trip_slots: tuple[float, ...], update_delay: Counts = ()) -> Counts:
-    """Returns the in-flight counts of the depth that hides messages and barriers.
+    """Returns the in-flight counts that hide messages and barriers.
 
     Args:
-        round_trip_slots: (c_fwd + c_bwd) / T of each boundary: seconds of its two messages over the period.
+        round_trip_slots: (c_fwd + c_bwd) / T of each boundary.
 
     >>> full((1, 1, 1), (0.0, 0.0))
     (3, 2, 1)
@@ -83,10 +83,9 @@ def legal(in_flight: Counts, replicas: Counts, update_delay: Counts = ()) -> Cou
 
 
 def fitting(low: Counts, high: Counts, most: Counts, replicas: Counts) -> Counts:
-    """Returns the deepest counts from `low` to `high`, none above `most`, what its stage's memory can hold.
+    """Returns the deepest counts from `low` to `high`, none above `most`; legal if `low` is.
 
-    A stage holds no more of the added minibatches than the stage before it, which would lack them. If `low` is legal,
-    so is the result.
+    A stage holds no more of the added minibatches than the stage before it, which would lack them.
 
     >>> fitting((3, 2, 1), (7, 4, 1), (5, 9, 9), (1, 1, 1))
     (5, 4, 1)
@@ -102,10 +101,10 @@ def fitting(low: Counts, high: Counts, most: Counts, replicas: Counts) -> Counts
 
 
 def check_in_flight(in_flight: Counts, replicas: Counts, update_delay: Counts = ()) -> None:
-    """Checks that counts written by hand are legal.
+    """Checks counts written by hand.
 
     Raises:
-        PlanError: wrong length, a count under 1, or a stage that waits for more than is admitted.
+        PlanError: wrong length, out of range, or not legal.
     """
     if len(in_flight) != len(replicas):
         raise PlanError(

@@ -11,11 +11,7 @@ __all__ = ["Dispatched"]
 
 @dataclass(frozen=True)
 class Dispatched(Placement):
-    """Stages without replicas whose forwards run where they are dispatched, on fetched weights.
-
-    Attributes:
-        forwards: the rank of each stage's forwards.
-    """
+    """Stages without replicas; `forwards` has the rank of each stage's forwards."""
 
     forwards: tuple[int, ...]
 

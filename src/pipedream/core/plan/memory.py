@@ -1,8 +1,8 @@
-"""Bytes that a worker needs; all figures are of one replica, numbers or numpy arrays.
+"""Bytes that one replica needs: numbers or numpy arrays.
 
 Under 1F1B stage s holds W_s + 1 minibatches in flight, and as many versions of its weights under weight
 stashing (PipeDream, section 3.3), two under double buffering (PipeDream-2BW, section 3.1), one under a
-flush. The newest version is the optimizer's own copy, so it is not counted again.
+flush. The newest version is the optimizer's own copy.
 
 A worker needs most at one of three moments:
 
@@ -11,10 +11,9 @@ A worker needs most at one of three moments:
     forward     all in flight, the newest in its forward; sums of gradients if an update is still to come.
     update      all gradients, what the optimizer needs besides them, and one microbatch fewer in flight.
 
-With a split backward, the weight gradient needs most. A microbatch that waits for it holds part of its activations and
-the gradients of the layers' outputs, which a profile does not contain: `DEFERRED_SHARE` times the activations are
-counted. (Measured: 0.1 for a fused recurrent layer, 0.7 to 1.2 for transformers, 1.6 for linear layers with ReLU, 1.8
-for convolutions with norms.)
+Between the halves of a split backward, a microbatch keeps part of its activations and the gradients of the layers'
+outputs, which a profile does not contain: `DEFERRED_SHARE` times the activations are counted. (Measured: 0.1 for a
+fused recurrent layer, 0.7 to 1.2 for transformers, 1.6 for linear layers with ReLU, 1.8 for convolutions with norms.)
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ __all__ = [
 ]
 
 DEFERRED_SHARE = 2
-"""Upper bound of what the halves of a backward keep between them, relative to the activations."""
+"""Upper bound."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,10 @@ class Peers:
     """The workers that one replica of a stage exchanges messages with.
 
     Attributes:
-        before, after: how many in the previous and in the next stage.
-        waiting: gradients sent to the previous stage that may not have been received.
+        before, after: how many in the neighbouring stages.
+        waiting: gradients sent to the previous stage that may be unread.
         posted: receives posted ahead on each channel.
-        sums: gradients are summed over replicas, in buckets.
+        sums: gradients are summed over replicas.
     """
 
     before: int = 1
@@ -65,7 +64,7 @@ class Peers:
 
 
 def peers_of(replicas: Sequence[int], in_flight: Sequence[int]) -> tuple[Peers, ...]:
-    """Returns the peers of one replica of each stage; minibatches go to replicas in round robin.
+    """Returns the peers of one replica of each stage.
 
     A replica with n in flight may have n + 1 unread gradients: before a forward it has ended all other backwards.
     """
@@ -83,14 +82,12 @@ class StageSizes:
 
     Attributes:
         parameter_bytes: of one version.
-        input_bytes: of what enters.
         received_bytes, sent_bytes: of its messages on both sides; 0 at the model's ends.
         loaded_bytes: of minibatches loaded ahead at the model's input.
-        working_bytes: that a pass needs at most besides what it keeps.
+        working_bytes: that a pass needs besides what it keeps.
         relief_bytes: how much less than activations, gradients and working bytes together a backward needs that makes
-            all gradients itself, since activations go before the last gradient comes. A microbatch has at least its
+            all gradients itself, since activations go before the last gradient comes. For a microbatch at least its
             share of a minibatch's, because gradients are as large.
-        largest_parameter_bytes: of one parameter.
         update_working_bytes: that an update needs besides weights, state and gradients.
     """
 
@@ -112,10 +109,9 @@ class StageMemory:
     """Bytes of one replica of a stage at one moment, by kind.
 
     Attributes:
-        weight_bytes: of the newest version.
         stash_bytes: of older versions.
-        optimizer_bytes: of its state, and of what compensations keep.
-        activation_bytes: if the stage recomputes: inputs, and one microbatch's activations.
+        optimizer_bytes: includes what compensations keep.
+        activation_bytes: with recomputation inputs, and one microbatch's activations.
         message_bytes: of receives posted ahead and of messages that may still have to leave.
     """
 
@@ -129,7 +125,7 @@ class StageMemory:
 
     @property
     def total_bytes(self) -> int:
-        """The sum; an array where the planner has put arrays."""
+        """The sum, or an array of them."""
         total: int = sum(getattr(self, field.name) for field in fields(self))
         return total
 
@@ -151,9 +147,7 @@ def moments(
 
     Args:
         versions: sets of weights alive at once.
-        in_flight: the most microbatches between forward and backward.
         per_update: microbatches of the replica in one update.
-        update_delay: 1 if a forward comes between the last backward of an update and the update.
         peers: None: one worker in the previous stage, which holds one microbatch more, and one in the next.
         kept_tensors: that compensations keep for each weight; an update temporarily needs one more.
         deferred: microbatches in flight that wait for their weight gradients.
@@ -176,7 +170,7 @@ def moments(
 
     working = sizes.working_bytes + bucket_bytes(sizes, peers)
     relief = 0 if deferred else sizes.relief_bytes
-    late = np.minimum(relief, whole)  # gradients that do not exist yet at the peak
+    late = np.minimum(relief, whole)  # gradients still to come at the peak
     found = [at(whole - late, most(in_flight), working - (relief - late))]
     # Passes while other microbatches have sums; a flush ends before there are new ones.
     further = min(in_flight, per_update - 1) if flushes else in_flight
@@ -195,7 +189,7 @@ def stage_memory(sizes: StageSizes, **how: Any) -> StageMemory:
 
 
 def stage_bytes(sizes: StageSizes, **how: Any) -> Any:
-    """Returns the peak bytes over the `moments`."""
+    """Returns the greatest of the `moments`."""
     first, *others = (moment.total_bytes for moment in moments(sizes, **how))
     for other in others:
         first = np.maximum(first, other)
@@ -212,15 +206,16 @@ def part_bytes(whole_bytes: Numbers, parts: int, samples: int = 1) -> Numbers:
 
 
 def bucket_bytes(sizes: StageSizes, peers: Peers | None) -> Numbers:
-    """Returns the bytes of one bucket of a sum over replicas."""
+    """Returns the bytes of one bucket."""
     return np.minimum(FIRST_BUCKET_BYTES, sizes.parameter_bytes) if peers is not None and peers.sums else 0
 
 
 def message_bytes(sizes: StageSizes, in_flight: int, recompute: bool = False, peers: Peers | None = None) -> Numbers:
-    """Returns the bytes of receives posted ahead, messages that may not have been received, and loaded minibatches.
+    """Returns the bytes of posted receives, messages that may be unread, and loaded minibatches.
 
-    What was sent is kept until the other stage is known to have it: as many as that has in flight, plus one. Without
-    recomputation outputs are kept for their backwards anyway, except the last one.
+    Unread: as many as the other stage has in flight, plus one. Without recomputation outputs are kept anyway, except
+        the
+    last one.
     """
     joined = peers or Peers(waiting=in_flight + 2)
     received = joined.before * joined.posted + joined.waiting

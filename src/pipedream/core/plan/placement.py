@@ -28,10 +28,7 @@ class Placement(Artifact):
     """The table from (stage, replica) to rank.
 
     Attributes:
-        ranks: ``ranks[stage][replica]``; every rank from 0 on has at least one stage.
-
-    Raises:
-        ValueError: an empty stage, or ranks that are not 0 to n - 1.
+        ranks: ``ranks[stage][replica]``; all of 0 to n - 1.
     """
 
     FORMAT = 1
@@ -71,7 +68,7 @@ class Placement(Artifact):
 
     @property
     def cycle(self) -> int:
-        """Microbatches after which the round robin of all stages repeats."""
+        """Microbatches of one common round of all stages."""
         return lcm(*self.replicas)
 
     def replica(self, stage: int, microbatch: int) -> int:
@@ -89,7 +86,7 @@ class Placement(Artifact):
             if owner == rank
         )
 
-    # -- overridden where forwards run elsewhere --------------------------------------------------------
+    # -- overridden in `Dispatched` ----------------------------------------------------------------------
 
     def forward_rank(self, stage: int, microbatch: int) -> int:
         return self.rank_of(stage, microbatch)
@@ -100,7 +97,6 @@ class Placement(Artifact):
 
     @property
     def readers(self) -> tuple[int, ...]:
-        """The ranks that read the data."""
         return self.ranks[0]
 
     def ends(self, carries: str, source: int, target: int, microbatch: int) -> tuple[int, int]:
@@ -108,7 +104,6 @@ class Placement(Artifact):
         return self.rank_of(source, microbatch), self.rank_of(target, microbatch)
 
     def passes(self, rank: int, *, forward: bool) -> tuple[StageReplica, ...]:
-        """Returns the stage replicas whose forwards, or backwards, a rank runs."""
         return self.stage_replicas(rank)
 
     def remote_forwards(self, rank: int) -> tuple[StageReplica, ...]:

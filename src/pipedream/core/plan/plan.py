@@ -1,6 +1,6 @@
 """The Plan: which layers form a stage, how many workers share it, how deep the pipeline is filled.
 
-It carries its stages' predicted seconds and bytes, so that it can be simulated without its profile, and edited by hand.
+It has its stages' predicted seconds and bytes, so that it can be simulated without its profile.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Plan(Artifact):
         unit: of the stages' seconds and bytes: 'minibatch', or 'microbatch' for a plan without a profile.
         depth_mode: how in_flight was chosen: 'noam', 'full', 'auto' or 'hand'.
         note: what the planner promises.
-        order: the cluster's worker for each replica, stage by stage; () for their own order. A worker that is listed
-            again runs several stages (chunks).
-        bound_s: no plan of the space that the note names is faster, in seconds per unit; 0 if nothing is proved.
+        order: the cluster's worker for each replica, stage by stage; () for their own order. A worker may have several
+            stages (chunks).
+        bound_s: no plan of the note's space is faster, in seconds per unit; 0 if nothing is proved.
         schedule: the method that it was planned for, or ''.
         microbatches: parts of a minibatch.
 
@@ -135,7 +135,7 @@ class Plan(Artifact):
 
     @property
     def placement(self) -> Placement:
-        """One rank per worker: stage by stage or, if there is an order, in the order of the cluster's workers."""
+        """One rank per worker, stage by stage or in the order of the cluster's workers."""
         if not self.order:
             return Placement.replicated(self.replicas)
         ranks = {worker: rank for rank, worker in enumerate(sorted(set(self.order)))}
@@ -147,19 +147,17 @@ class Plan(Artifact):
         return tuple(count / self.replicas[0] for count in self.replicas)
 
     def workers_of(self, stage: int) -> tuple[int, ...]:
-        """Returns the cluster's workers that a stage takes."""
         first = sum(self.replicas[:stage])
         taken = range(first, first + self.replicas[stage])
         return tuple(self.order[worker] for worker in taken) if self.order else tuple(taken)
 
     @property
     def is_shared(self) -> bool:
-        """Whether a worker has several stages."""
         return len(set(self.order)) < len(self.order)
 
     @property
     def worker_bytes(self) -> dict[int, int]:
-        """Cluster's worker -> peak bytes: the sum over its stages, which is an upper bound."""
+        """Cluster's worker -> peak bytes: an upper bound, the sum over its stages."""
         return {w: sum(self.stages[s].peak_bytes for s in stages) for w, stages in self._stages_of.items()}
 
     @property
@@ -179,7 +177,7 @@ class Plan(Artifact):
 
     @property
     def transfers_s(self) -> tuple[float, ...]:
-        """One-way seconds of a message across each boundary, over the outermost level that any message crosses."""
+        """One-way seconds across each boundary, over the outermost level that a message crosses."""
         taken = [self.workers_of(stage) for stage in range(len(self.stages))]
         return tuple(
             float(transfer_s(stage.output_bytes, *self.cluster.link(self.cluster.reach(*here, *there))))
@@ -190,8 +188,7 @@ class Plan(Artifact):
     def round_trips_s(self) -> tuple[float, ...]:
         """Seconds, for each boundary, of sending an activation and its gradient, including queues at ports.
 
-        A worker receives from both sides through one port, so a gradient may wait for a round of activations, and an
-        activation for gradients. All replicas in a machine or a rack share its port.
+        A worker receives from both sides through one port; all replicas in a machine or a rack share its port.
         """
         counts, transfers_s, cluster = self.replicas, self.transfers_s, self.cluster
         inside = [
@@ -210,14 +207,14 @@ class Plan(Artifact):
                 ),
                 default=0.0,
             )
-            # All replicas that exchange messages with one worker may share its port at once.
+            # All replicas that exchange messages with a worker may share its port at once.
             sharing = max(-(-counts[s] // counts[s + 1]), -(-counts[s + 1] // counts[s]))
             found.append(2 * seconds * sharing + queue_s)
         return tuple(found)
 
     @property
     def sync_s(self) -> tuple[float, ...]:
-        """Seconds of each stage's all-reduce, for one round of its replicas, including the hidden part."""
+        """Seconds of each stage's all-reduce, including the hidden part."""
         return tuple(
             float(
                 all_reduce_s(
@@ -229,7 +226,7 @@ class Plan(Artifact):
 
     @property
     def periods_s(self) -> tuple[float, ...]:
-        """Predicted seconds per unit of each stage in a full pipeline, all its replicas together (`core.plan.site`)."""
+        """Predicted seconds per unit of each stage in a full pipeline (`core.plan.site`)."""
         edges = (0, *(stage.output_bytes for stage in self.stages[:-1]), 0)
         return tuple(
             float(
@@ -244,15 +241,15 @@ class Plan(Artifact):
 
     @property
     def slowest_stage_s(self) -> float:
-        """Predicted seconds per unit of the slowest stage, if the depth hides messages."""
+        """The greatest of `periods_s`."""
         return max(self.periods_s)
 
     @property
     def period_s(self) -> float:
         """Predicted seconds per unit of the full pipeline: of its slowest stage's compute, or of its busiest port.
 
-        The planner minimises `slowest_stage_s`; if stages share a machine's or a rack's port, this is longer. If a
-        worker has several stages, it is the sum over them, each with the longer of its compute and its messages.
+        Longer than `slowest_stage_s`, which the planner minimises, if stages share a machine's or a rack's port. A
+        worker with several stages takes the sum over them, each with the longer of its compute and its messages.
         """
         if self.is_shared:
             seconds = self.periods_s
@@ -282,7 +279,7 @@ class Plan(Artifact):
 
     @property
     def overfull(self) -> int | None:
-        """The first stage whose worker has too little memory for all of its stages."""
+        """The first stage whose worker has too little memory."""
         if self.is_shared:
             needs, memories = self.worker_bytes, self.cluster.memories
             full = {w for w, need in needs.items() if (limit := memories[w]) is not None and need > limit}
@@ -333,7 +330,6 @@ class Plan(Artifact):
         return replace(self, in_flight=tuple(wanted), depth_mode="hand")
 
     def check_layers(self, layers: int) -> None:
-        """Raises PlanError if the plan does not cover a model with this many layers."""
         if self.stages[-1].last != layers:
             raise PlanError(
                 f"the plan covers layers 0 to {self.stages[-1].last - 1}, the model has {layers} layers; "

@@ -5,9 +5,8 @@ A full pipeline is as fast as its slowest stage, and a stage as slow as the slow
     compute     (forward + backward + update + what the backward does not hide of the sum over its replicas) / r
     port        of each level that its messages cross: the bytes of a minibatch through one port / bandwidth
 
-with r replicas. Messages overlap with compute, so a stage's seconds are the maximum and not the sum; latency delays a
-message, which depth hides, but keeps no port busy. Gradients are as large as activations, so a port sends what it
-receives.
+with r replicas. Messages overlap with compute; latency delays a message, which depth hides, but keeps no port busy.
+Gradients are as large as activations, so a port sends what it receives.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class PortLoad:
 
 
 def busiest_ports(ports: Iterable[PortLoad]) -> tuple[PortLoad, ...]:
-    """Returns the ports that no other one dominates, in a fixed order, without idle ones."""
+    """Returns the ports that no other one dominates, in a fixed order."""
     kept: list[PortLoad] = []
     for port in sorted(set(ports), key=lambda port: (port.before, port.after, port.weights), reverse=True):
         mine = (port.before, port.after, port.weights)
@@ -57,7 +56,6 @@ class Site:
     Attributes:
         speed: of the slowest worker, relative to the profile's device.
         memory_bytes: of the smallest worker; None: unlimited.
-        sum_bytes_per_s, sum_latency_s: of the links that their sums cross.
         ports: the `busiest_ports` that their messages cross.
     """
 
@@ -73,12 +71,9 @@ class Site:
     def of(cls, cluster: Cluster, workers: Sequence[int], before: int | None = None, after: int | None = None) -> Site:
         """Returns the site of a stage on some workers of a cluster.
 
-        Args:
-            before: last worker of the previous stage; None at the input.
-            after: first worker of the next stage; None at the output.
-
-        A boundary counts at a component's port if that neighbour is in another component. Other stages that share the
-        port are unknown here (`ports_s` counts them).
+        `before` is the last worker of the previous stage, `after` the first of the next; None at the model's ends. A
+        boundary counts at a component's port if that neighbour is in another component. What other stages send through
+        the same port is unknown here (`ports_s` counts it).
         """
         count = len(workers)
         summed = float(all_reduce_bytes(1, count, how=cluster.sums)) / count  # once in as many minibatches
@@ -88,7 +83,7 @@ class Site:
             sides = [None if side is None else cluster.component(number, side) for side in (before, after)]
             rate = level.link_bytes_per_s
             for component, held in inside.items():
-                share = held / count  # of the minibatches
+                share = held / count
                 first, second = (share / rate if side not in (None, component) else 0.0 for side in sides)
                 ports[PortLoad(first, second, summed / rate if len(inside) > 1 else 0.0)] = None
         memories = [memory for worker in workers if (memory := cluster.memories[worker]) is not None]
@@ -104,7 +99,7 @@ class Site:
         )
 
     def sum_s(self, parameter_bytes: Numbers, backward_s: Numbers) -> Numbers:
-        """Returns the seconds of a sum over the replicas that a backward does not hide."""
+        """Returns the seconds of a sum that a backward does not hide."""
         if self.replicas == 1:
             return 0.0
         return visible_sum_s(
@@ -119,12 +114,12 @@ class Site:
     def compute_s(
         self, forward_s: Numbers, backward_s: Numbers, update_s: Numbers, parameter_bytes: Numbers
     ) -> Numbers:
-        """Returns the seconds per minibatch of compute and of the sums that it waits for."""
+        """Returns the seconds per minibatch, with the sums that it waits for."""
         passes_s = (forward_s + backward_s + update_s) / self.speed
         return (passes_s + self.sum_s(parameter_bytes, backward_s)) / self.replicas
 
     def port_s(self, parameter_bytes: Numbers, before_bytes: Numbers, after_bytes: Numbers) -> Numbers:
-        """Returns the seconds per minibatch of the stage's busiest port."""
+        """Returns the seconds per minibatch of the busiest port."""
         busiest: Numbers = 0.0
         for port in self.ports:
             seconds = port.before * before_bytes + port.after * after_bytes + port.weights * parameter_bytes
@@ -140,7 +135,7 @@ class Site:
         before_bytes: Numbers = 0,
         after_bytes: Numbers = 0,
     ) -> Numbers:
-        """Returns the seconds per minibatch of the slowest part of a stage."""
+        """Returns the seconds per minibatch of the slowest part."""
         compute_s = self.compute_s(forward_s, backward_s, update_s, parameter_bytes)
         return np.maximum(compute_s, self.port_s(parameter_bytes, before_bytes, after_bytes))
 
@@ -153,13 +148,9 @@ def ports_s(
 ) -> dict[tuple[int, int], float]:
     """Returns the seconds per minibatch of each port in use, by (level, component), over all stages of a plan.
 
-    Minibatch k goes from replica k mod r of a stage to replica k mod r' of the next, so that each pair of replicas
-    with the same remainder by gcd(r, r') exchanges one in lcm(r, r') minibatches: an activation, and a gradient as
-    large back. So a port sends what it receives, and its slower direction decides.
-
-    Args:
-        taken: the workers of each stage, in the order of its replicas.
-        output_bytes, parameter_bytes: of each stage, for one minibatch.
+    Minibatch k goes from replica k mod r of a stage to replica k mod r' of the next, so that each pair of replicas with
+    the same remainder by gcd(r, r') exchanges one in lcm(r, r') minibatches: an activation, and a gradient as large
+    back. `taken` has the workers of each stage, in the order of its replicas.
     """
     found: defaultdict[tuple[int, int], float] = defaultdict(float)
     edges = (0.0, *output_bytes[: len(taken) - 1], 0.0)

@@ -19,15 +19,15 @@ class Stage:
     Attributes:
         first, last: the layers first <= i < last.
         update_s: of the optimizer's step and `copy_s`.
-        copy_s: of copying the weights before the step, if a version of them is still to be read.
+        copy_s: of copying the weights, if a version of them is still to be read.
         output_bytes: of the value it sends on.
         activation_bytes: kept between its forward and its backward.
-        working_bytes: that a pass needs besides, at most.
-        peak_bytes: predicted, under the schedule that was planned for; 0 if unknown.
-        names: of the layers, for display.
-        forward_fixed_s, backward_fixed_s: the part that each microbatch takes, however small it is.
-        recompute: only its input is kept between forward and backward, which repeats the forward.
-        relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a whole minibatch.
+        working_bytes: that a pass needs besides.
+        peak_bytes: predicted, under the plan's schedule; 0 if unknown.
+        names: of the layers.
+        forward_fixed_s, backward_fixed_s: the part that each microbatch takes, however small.
+        recompute: only its input is kept, and the backward repeats the forward.
+        relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a minibatch.
         memory: the parts of its peak.
     """
 
@@ -67,10 +67,8 @@ class Stage:
         """Returns what its layers need for the largest part of a unit.
 
         Args:
-            parts: microbatches in a unit.
+            parts: microbatches in a unit of `samples`.
             received_bytes: from the previous stage, for a unit.
-            samples: in a unit.
-            is_last: it sends nothing on.
         """
 
         def part(whole_bytes: int) -> int:
@@ -90,7 +88,7 @@ class Stage:
         )
 
     def split_s(self, microbatches: int) -> tuple[float, float]:
-        """Returns the seconds of forward and backward of one of m equal parts: fixed + (all - fixed) / m."""
+        """Returns the seconds of both passes for one of m equal parts: fixed + (all - fixed) / m."""
         return (
             self.forward_fixed_s + (self.forward_s - self.forward_fixed_s) / microbatches,
             self.backward_fixed_s + (self.backward_s - self.backward_fixed_s) / microbatches,
@@ -98,10 +96,9 @@ class Stage:
 
     @property
     def redone_s(self) -> float:
-        """Seconds of the backward, including the forward that it may repeat."""
+        """Seconds of the backward, with the repeated forward."""
         return self.backward_s + (self.forward_s if self.recompute else 0.0)
 
     @property
     def compute_s(self) -> float:
-        """Seconds of forward, backward and update."""
         return self.forward_s + self.redone_s + self.update_s

@@ -3,16 +3,14 @@
 A gradient under an asynchronous method is D updates late. A compensation changes what an update makes of it:
 
 - the *rate* (`LearningRateRescheduling`), the *gradient* (`GapAware`), or
-- the *step*: the weights move further than the optimizer would move them. Every published way to predict
-  the weights at a constant horizon, in which the backward reads the prediction that its forward read, is one of these
-  in other coordinates: with w the weights, p_t the predicted displacement and u_t the optimizer's own update, the
-  predicted weights y = w - p obey
+- the *step*. Every published way to predict the weights at a constant horizon, in which the backward reads the
+  prediction that its forward read, is one in other coordinates: with w the weights, p_t the predicted displacement and
+  u_t the optimizer's own update, the predicted weights y = w - p obey
 
       y(t+1) = y(t) - (u_t + p_{t+1} - p_t)
 
-  so that y alone is stored: nothing to predict and to restore. If u is momentum SGD's and p lies along its velocity,
-  all of them are one family (`OfVelocity`); for other optimizers there is the difference of the last two updates
-  (`ErrorFeedback`).
+  so that y alone is stored. If u is momentum SGD's and p lies along its velocity, all of them are one family
+  (`OfVelocity`); for other optimizers there is `ErrorFeedback`.
 
 Legend: m momentum, v velocity, g gradient, lr learning rate, D staleness of the stage (`WeightRule.staleness`), T
 horizon in updates, t an update, k an update since the start of training.
@@ -64,7 +62,6 @@ class Compensation(ABC):
             Compensation.kinds[cls.name] = cls
 
     def kept_tensors(self, staleness: int) -> int:
-        """Returns how many tensors it keeps for each weight."""
         return 0
 
     def __str__(self) -> str:
@@ -248,9 +245,7 @@ class LearningRateRescheduling(Compensation):
     Yang et al., MLSys 2021; D is the mean over the microbatches of an update, as for its T2
     (`schedules.asynchronous.pipemare`). Late gradients are only stable at rates of the order of 1 / D
     (docs/lessons.md, Facts). The paper's K is the length of its first phase. PipeMare's delays below 1 would raise the
-    rate: a stage at most one update late keeps the user's. k counts rounds of the input stage, as learning-rate
-        schedules
-    do.
+    rate, and are ignored. k counts rounds of the input stage, as learning-rate schedules do.
 
     Attributes:
         updates: K.
@@ -263,7 +258,6 @@ class LearningRateRescheduling(Compensation):
         _expect(self.updates >= 1, f"T1 ends after at least 1 update, found {self.updates}")
 
     def factor(self, staleness: float, k: int) -> float:
-        """Returns the factor on the rate of update k (from 0)."""
         return math.pow(max(staleness, 1.0), min(k / self.updates, 1.0) - 1.0)
 
 
@@ -305,7 +299,7 @@ def compensations(asked: Any) -> tuple[Compensation, ...]:
 
 
 def rate_factor(chosen: Iterable[Compensation], staleness: float, k: int) -> float:
-    """Returns the factor on the rate of update k (from 0); `staleness` is the stage's mean."""
+    """Returns the factor on the rate of update k (from 0) at a mean staleness."""
     found = 1.0
     for one in chosen:
         if isinstance(one, LearningRateRescheduling):

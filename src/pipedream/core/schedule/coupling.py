@@ -1,14 +1,13 @@
 """What couples the stages besides the data: global norms, gradients that are not finite, shared weights.
 
-A method that flushes clips each update by its own global norm. Without a flush there is never one: stage 0 ends the
-backward of a microbatch long after the last stage. *Delayed global* clipping takes for update n the norm of update
-max(b, n - D), the newest that every stage can know without waiting; b is the update before the last drain. D is static,
-so that a run can be repeated, and compared with a serial loop. Update n's own norm is at least each stage's part of it,
-which that stage knows: it clips by the greater of the two. So the first update is clipped too, and a sudden rise takes
-effect there at once.
+Only a flush has a global norm: without one, stage 0 ends the backward of a microbatch long after the last stage.
+*Delayed global* clipping takes for update n the norm of update max(b, n - D), the newest that every stage can know
+without waiting; b is the update before the last drain. D is static, so that a run can be repeated, and compared with a
+serial loop. A stage also knows its own part of update n's norm, and clips by the greater of the two: so the first
+update is clipped, and a sudden rise takes effect there at once.
 
-Updates with gradients that are not finite can be skipped: under a flush at all stages, without one only at the stage
-that finds them. A dynamic loss scale needs the former. docs/couplings.md has the table.
+Updates with gradients that are not finite can be skipped: under a flush at all stages, as a dynamic loss scale needs,
+without one only at the stage that finds them. docs/couplings.md has the table.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ class Policy:
 
     @property
     def skips(self) -> bool:
-        """Updates with gradients that are not finite are skipped."""
         return bool(self.scaling) or self.on_nan == "skip"
 
 
@@ -108,10 +106,9 @@ def _check_ties(schedule: Schedule, policy: Policy) -> None:
 def norm_delay(schedule: Schedule) -> int:
     """Returns D: the newest norm that every stage can know at update n is that of update n - D.
 
-    Stage s makes update n after the forwards of its microbatches, and so after the same forwards at every earlier
-    stage, and after their backwards at every later stage. What each stage has updated before its own last forward for
-    update n is therefore updated everywhere before any stage makes update n. With 1F1B, D is what the input stage holds
-    in flight, in updates.
+    Stage s makes update n after the forwards of its microbatches at every earlier stage, and after their backwards at
+    every later stage. What each stage has updated before its own last forward for update n is therefore updated
+    everywhere before any stage makes update n. With 1F1B, D is what the input stage holds in flight, in updates.
 
     Raises:
         ScheduleError: updates of the stages do not hold the same microbatches, or a worker has several stages.

@@ -1,9 +1,8 @@
 """Dispatched stages: forwards on a rank where the weights do not live (RoundPipe). No other method needs this module.
 
-A stage has a *home*, where its weights live and are updated and its backwards run. The rank of its forwards *fetches*
-the weights once per update (op ``H``; ``2H8`` is for the forwards of stage 2 from microbatch 8 on). Channels carry
-'weights' from home (a message has the number of the first microbatch that it is for) and 'stage_input', what a forward
-has read, to its home for the backward.
+A stage's weights are updated, and its backwards run, at its *home*. The rank of its forwards *fetches* the weights once
+per update (op ``H``; ``2H8`` is for the forwards of stage 2 from microbatch 8 on). Channels carry 'weights' from home
+(numbered by the first microbatch that they are for) and 'stage_input', what a forward has read, to its home.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["CARRIES", "Lender", "arrivals", "consumer", "departures", "fetches",
 CARRIES = ("weights", "stage_input")
 """On channels of dispatched stages alone."""
 
-_NEVER = 2**62  # more microbatches than any run has
+_NEVER = 2**62
 
 
 def fetches(rules: Rules, rank: int, total: int) -> tuple[Op, ...]:
@@ -41,7 +40,7 @@ def routes(placement: Placement) -> Iterator[Route]:
 
 
 def arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
-    """Yields what an op reads of its own stage on another rank."""
+    """Yields what an op reads from another rank."""
     kind, stage, k, _ = op
     if kind is Kind.FETCH:
         yield Cargo("weights", stage, stage, k)
@@ -50,14 +49,14 @@ def arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
 
 
 def departures(op: Op, rules: Rules) -> Iterator[Cargo]:
-    """Yields what an op makes for its own stage on another rank."""
+    """Yields what an op makes for another rank."""
     kind, stage, k, _ = op
     if kind is Kind.FORWARD and rules.trains and rules.placement.is_remote(stage):
         yield Cargo("stage_input", stage, stage, k)
 
 
 class Lender:
-    """Sends the weights of a rank's stages to their forwards, once for each update that reads them (or once)."""
+    """Sends the weights of a rank's stages to their forwards, once for each update that reads them."""
 
     def __init__(self, rules: Rules, rank: int) -> None:
         placement = rules.placement
@@ -65,7 +64,7 @@ class Lender:
         self._next = {stage: 0 for stage, _ in placement.stage_replicas(rank) if placement.is_remote(stage)}
 
     def due(self, update: Op | None = None) -> Iterator[Cargo]:
-        """Yields the weights that can leave after an update; None is the start of the run."""
+        """Yields what can leave after an update; None is the start of the run."""
         stages = self._next if update is None else self._next.keys() & {update.stage}
         version = 0 if update is None else update.index
         for stage in stages:
@@ -75,7 +74,7 @@ class Lender:
 
 
 def producer(channel: Channel, k: int, rules: Rules) -> Op | None:
-    """Returns the op that makes a message of `CARRIES`; None for the weights of the start."""
+    """Returns the op that makes a message; None for the weights of the start."""
     stage = channel.source
     if channel.carries == "stage_input":
         return Op(Kind.FORWARD, stage, k)
@@ -84,5 +83,5 @@ def producer(channel: Channel, k: int, rules: Rules) -> Op | None:
 
 
 def consumer(channel: Channel, k: int, rules: Rules) -> Op:
-    """Returns the op that reads a message of `CARRIES`."""
+    """Returns the op that reads a message."""
     return Op(Kind.FETCH if channel.carries == "weights" else gives_back(rules.kinds), channel.target, k)

@@ -1,14 +1,13 @@
 """Lowering: from a Schedule, the order of the computation, to a Program, which has the messages too.
 
-1. Each op gets its messages, just before and after it. Targets go straight from the input stage to the output stage,
-   and the update of a replicated stage begins with a sum.
+1. Each op gets its messages. Targets go straight from the input stage to the output stage, and the update of a
+   replicated stage begins with a sum.
 2. Each direction across each boundary of stages between two ranks is a channel of its own: with one for both, two
    stages deadlock, because each side's next message queues after its own.
 3. The endless order of each rank is folded into a warm-up and a period, and the fold is checked.
 
-A channel's depth, the receives that are posted ahead, covers what may lie between sender and receiver besides the
-message being read, so that a send finds its receive posted: the difference of what the two stages hold in flight,
-divided among the channels between them, plus one. It is bounded, and so is the memory for receiving.
+A channel's depth, the receives that are posted ahead, lets a send find its receive posted: the difference of what the
+two stages hold in flight, divided among the channels between them, plus one, within `MOST_AHEAD`.
 """
 
 from __future__ import annotations
@@ -103,11 +102,9 @@ def _channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel
 
 
 def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, str, int], int]) -> Iterator[Instruction]:
-    """Yields a rank's ops with their messages; `numbers` maps (sender, receiver, carries, source) to a channel."""
     placement = schedule.placement
 
     def transfers(move: Move, messages: Iterable[Cargo]) -> Iterator[Transfer]:
-        """Skips messages between stages of this rank."""
         for carries, source, target, k in messages:
             number = numbers.get((*placement.ends(carries, source, target, k), carries, source))
             if number is not None:
@@ -148,7 +145,7 @@ def _departures(op: Op, rules: Rules) -> Iterator[Cargo]:
 
 
 def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankProgram:
-    """Finds the shortest warm-up after which a rank's instructions repeat, advanced by one cycle."""
+    """Finds the shortest warm-up before a rank's instructions repeat."""
     cycle = schedule.cycle
     deepest = max(schedule.plan.in_flight) * max(schedule.placement.replicas)
     settled = (deepest // cycle + 2) * cycle  # no warm-up reaches beyond this microbatch

@@ -22,7 +22,7 @@ class StageOccupancy:
 
     Attributes:
         in_flight: microbatches between their forward and the end of their backward.
-        versions: distinct sets of weights alive at once, and buffers of the same size.
+        versions: sets of weights alive at once, and buffers of the same size.
         kept_tensors: that compensations keep for each weight.
         deferred: microbatches that wait for their weight gradient alone.
     """
@@ -47,11 +47,11 @@ def occupancy(schedule: Schedule) -> tuple[StageOccupancy, ...]:
 def _in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
     """Returns the most in flight, and the most that wait for their weight gradients.
 
-    Follows the first replica, which has the most microbatches of a minibatch, until the first forward after the
-    warm-up: by then a flushed minibatch has made all its forwards, and an endless order only repeats.
+    Follows the first replica, which has the most microbatches, until the first forward after the warm-up: by then a
+    flushed minibatch has made all its forwards, and an endless order only repeats.
     """
     if schedule.placement.is_remote(stage):
-        return schedule.microbatches, 0  # all inputs of a minibatch wait at home for their backwards
+        return schedule.microbatches, 0  # all inputs wait at home
     replicas = schedule.plan.replicas[stage]
     last = max(schedule.microbatches, (schedule.plan.in_flight[stage] + 1) * replicas)
     ends = ends_backward(schedule.kinds)

@@ -18,18 +18,17 @@ __all__ = ["Kind", "Op", "data_requirements", "ends_backward", "gives_back"]
 
 
 class Kind(StrEnum):
-    """What an op does."""
+    """What an op does; all but FETCH are work of the rank."""
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
     UPDATE = "U"
-    FETCH = "H"  # of weights that live elsewhere (`core.schedule.dispatch`)
+    FETCH = "H"  # see `core.schedule.dispatch`
 
     @property
     def is_work(self) -> bool:
-        """Whether the rank computes, and does not only wait for a message."""
         return self is not Kind.FETCH
 
 
@@ -50,12 +49,12 @@ class Op(NamedTuple):
 
 
 def ends_backward(kinds: Collection[Kind]) -> Kind:
-    """Returns the kind of op that completes a microbatch's backward."""
+    """Returns the kind that completes a microbatch's backward."""
     return Kind.WEIGHT_GRADIENT if Kind.WEIGHT_GRADIENT in kinds else Kind.BACKWARD
 
 
 def gives_back(kinds: Collection[Kind]) -> Kind:
-    """Returns the kind of op that makes the gradient for the stage before."""
+    """Returns the kind that makes the gradient for the stage before."""
     return Kind.INPUT_GRADIENT if Kind.INPUT_GRADIENT in kinds else Kind.BACKWARD
 
 

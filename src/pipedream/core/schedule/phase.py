@@ -6,8 +6,8 @@ averages and data continue under another program of the same placement.
 
 As text, phases are ``1f1b/4:200,pipedream+spike:3e,1f1b/4``: a method; ``/`` and its microbatches; ``+`` and a
 compensation (``+t1=500``, repeated for several, ``+none``); ``:`` and where it ends, in minibatches or epochs (e) since
-the start of training. The method may be a file, ``FILE.csv``, ``FILE.py`` or ``FILE.py:NAME``, and may have options,
-``paci[backward_rule=recompute]/4:200``. A Schedule object is written ``<NAME>``, which cannot be read back.
+the start of training. A method may be ``FILE.csv``, ``FILE.py`` or ``FILE.py:NAME``, and have options,
+``paci[backward_rule=recompute]/4:200``. A Schedule object is ``<NAME>``, which cannot be read back.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class Phase:
         return self.schedule if isinstance(self.schedule, str) else self.schedule.name
 
     def is_over(self, minibatches: int, epochs: int) -> bool:
-        """Whether it has ended after this many minibatches and whole epochs."""
         return (self.until is not None and minibatches >= self.until) or (
             self.until_epoch is not None and epochs >= self.until_epoch
         )
@@ -160,8 +159,7 @@ def check_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
 def next_border(phases: Sequence[Phase], epoch: int, until: int) -> int:
     """Returns the first epoch between `epoch` and `until` at which one of the phases ends, or `until`.
 
-    The data is opened anew there. All coming phases count, so that one that ends at a minibatch does not make the next
-    one open the data in the middle of an epoch.
+    The data is opened anew there: an end at a minibatch must not make the next phase open it in the middle of an epoch.
     """
     return min((p.until_epoch for p in phases if p.until_epoch and epoch < p.until_epoch < until), default=until)
 

@@ -47,5 +47,4 @@ class WeightPrediction:
         object.__setattr__(self, "horizons", tuple(map(float, self.horizons)))
 
     def gamma(self, stage: int) -> float:
-        """Returns what is left of an average after one update."""
         return float(self.decay ** (1 / abs(self.horizons[stage])))

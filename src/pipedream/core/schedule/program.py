@@ -119,7 +119,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What one rank does: the warm-up once, then the period repeatedly."""
+    """The warm-up once, then the period repeatedly."""
 
     warmup: tuple[Instruction, ...]
     period: tuple[Instruction, ...]
@@ -162,7 +162,7 @@ class Program(Rules, Artifact):
 
     @property
     def round_minibatches(self) -> int:
-        """A drain waits for a multiple of this many minibatches, so that each round of replicas is complete."""
+        """A drain waits for a multiple of this many minibatches, to complete each round of replicas."""
         return self.placement.cycle if self.updates.mean_of_rounds else 1
 
     def stream(self, rank: int) -> Iterator[Instruction]:
@@ -178,9 +178,9 @@ class Program(Rules, Artifact):
         """Yields the instructions of a rank for a run of `total` microbatches, drain included.
 
         Args:
-            total: the number, or a function that returns it once it is known: a worker learns from the data, or from an
-                earlier worker, where the stream ends. It is called before each instruction; all earlier ones must
-                exist, except for the op that found the end.
+            total: or a function that returns it once it is known: a worker learns from the data, or from an earlier
+                worker, where the stream ends. It is called before each instruction; all earlier ones must exist, except
+                for the op that found the end.
 
         Raises:
             ScheduleError: the program never yields an op that is still missing.
@@ -188,7 +188,7 @@ class Program(Rules, Artifact):
         known = total if isinstance(total, int) else None
         missing = self.op_count(rank, known) if known is not None else 0
         exists = self.exists(known) if known is not None else None
-        # Indices only grow: a whole turn without an instruction of this run is followed by no other.
+        # Indices only grow, so that no other turn can have what a whole one lacks.
         patience = len(self.ranks[rank].warmup) + len(self.ranks[rank].period)
         made = idle = 0
         last: Instruction | None = None
@@ -216,7 +216,6 @@ class Program(Rules, Artifact):
             raise ScheduleError(f"program {self.name!r}: rank {rank} lacks {missing} ops of {known} microbatches")
 
     def exists(self, total: int) -> Callable[[Instruction], bool]:
-        """Returns a test whether an instruction belongs to a run of `total` microbatches."""
         per_update = self.updates.per_update
 
         def test(instruction: Instruction) -> bool:
@@ -231,10 +230,7 @@ class Program(Rules, Artifact):
         return test
 
     def ends_update(self, rank: int) -> Callable[[Op], Op | None]:
-        """Returns a function: from a backward of a rank to the update that it completes the gradients for, if any.
-
-        It does if the next backward or update of its stage in the rank's program is an update.
-        """
+        """Returns a function from a rank's backward to the update that directly follows it at its stage, if any."""
         text = self.ranks[rank]
         next_turn = (self._advanced(instruction, 1) for instruction in text.period)
         open_backwards: dict[int, Op] = {}
@@ -259,7 +255,7 @@ class Program(Rules, Artifact):
         return completed
 
     def describe(self, instruction: Instruction) -> str:
-        """Returns an instruction in words: ``stage 1, 1F17`` or ``stage 1, receiving activation of microbatch 17``."""
+        """Returns it in words: ``stage 1, 1F17`` or ``stage 1, receiving activation of microbatch 17``."""
         if isinstance(instruction, Op):
             return f"stage {instruction.stage}, {instruction}"
         if instruction.kind is Move.SYNC:

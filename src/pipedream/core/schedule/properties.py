@@ -13,15 +13,13 @@ class MethodProperties:
 
     Attributes:
         flushes: an update waits until nothing is in flight.
-        splits_minibatch: into several microbatches.
         splits_backward: input gradient and weight gradient are separate ops.
         reads_stored_weights: forward and backward of a microbatch read the same version, one that the stage has had.
             Not every model and optimizer tolerates anything else.
-        uses_depth: the plan's in-flight counts make a difference.
-        delays_updates: the plan's update delay makes a difference.
-        replicates_stages: any stage of a plan can have replicas.
-        recomputes: stages recompute, whether or not the plan says so.
-        versions_grow_with_stages: a stage's versions depend on the number of stages, not only on its own depth.
+        uses_depth, delays_updates: the plan's in-flight counts and update delay make a difference.
+        replicates_stages: any stage can have replicas.
+        recomputes: whether or not the plan says so.
+        versions_grow_with_stages: not only with a stage's own depth.
     """
 
     flushes: bool = True

@@ -34,9 +34,9 @@ class Rules:
     Attributes:
         microbatches: m, how many a minibatch is split into.
         flushes: an update waits until nothing is in flight.
-        kinds: kinds of op that each microbatch needs at each stage.
+        kinds: of ops that each microbatch needs at each stage.
         couples_updates: the updates of all stages wait for each other (clipping by the global norm).
-        norm_delay: D: a coupled update n waits for the norm of update n - D; 0 is its own norm.
+        norm_delay: D: a coupled update n waits for the norm of update n - D.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Rules:
 
     @property
     def trains(self) -> bool:
-        """Whether there are backwards and updates, as in all but an evaluation."""
+        """False for an evaluation."""
         return len(self.kinds) > 1
 
     @property
@@ -66,7 +66,7 @@ class Rules:
         return lcm(self.placement.cycle, self.microbatches, *self.updates.per_update)
 
     def expected_ops(self, rank: int, total: int) -> tuple[OpRange, ...]:
-        """Returns the work of a rank in a run of `total` microbatches, in no particular order."""
+        """Returns the work of a rank, in no particular order."""
         found = [
             OpRange(kind, stage, replica, range(replica, total, self.placement.replicas[stage]))
             for kind in self.kinds
@@ -80,10 +80,10 @@ class Rules:
         return sum(len(row.indices) for row in self.expected_ops(rank, total))
 
     def requires(self, op: Op, total: int | None = None) -> tuple[Op, ...]:
-        """Returns the ops that must be done before an op: by data, by weights, by updates.
+        """Returns the ops that must be done before an op.
 
-        A pass needs what it reads, and the update that made the version it reads. An update needs the gradients of all
-        its members, over all replicas, and the update before it.
+        A pass needs what it reads, and the update that made its version. An update needs the gradients of all its
+        members, over all replicas, and the update before it.
         """
         kind, stage, index, replica = op
         if kind is Kind.UPDATE:
@@ -98,13 +98,12 @@ class Rules:
         return (*data, Op(Kind.UPDATE, stage, version, replica)) if version > 0 else data
 
     def fetch_before(self, forward: Op) -> Op:
-        """Returns the fetch of the weights that a remote forward reads: one per update, without updates one per run."""
+        """Returns the fetch of the weights that a remote forward reads."""
         _, stage, k, replica = forward
         first = self.updates.members(stage, self.updates.update_of(stage, k)).start if self.trains else 0
         return Op(Kind.FETCH, stage, first, replica)
 
     def _version_awaited(self, op: Op) -> int:
-        """The version that must have been made before an op; 0 if none."""
         kind, stage, index, _ = op
         if kind is Kind.WEIGHT_GRADIENT or not self.trains:
             return 0

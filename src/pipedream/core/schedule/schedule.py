@@ -27,8 +27,7 @@ _PATIENCE = 1_000_000
 class Claims:
     """The paper's closed forms, as functions; None where it has none.
 
-    Legend: p workers, m microbatches per minibatch (or in the run, for orders without a flush), s worker, with all of
-        its
+    p workers, m microbatches per minibatch (or in the run, for orders without a flush), s worker, with all of its
     stages added up. A split backward holds a microbatch until its weight gradient.
 
     Attributes:
@@ -57,13 +56,8 @@ class Claims:
 class Schedule(Rules):
     """A method, for one plan: rules and an order.
 
-    Attributes:
-        claims: the paper's closed forms.
-
     Raises:
-        ScheduleError: the compensation does not fit (`check_compensations`), the backward rule does not fit what the
-            plan's stages recompute, a stage is late although the method flushes, or rounds are averaged that updates
-            do not hold.
+        ScheduleError: parts that do not fit together; the message names them.
     """
 
     order: Order = field(repr=False)
@@ -101,7 +95,7 @@ class Schedule(Rules):
             )
 
     def compensated(self, asked: Any) -> Schedule:
-        """Returns the schedule with other compensations (see `Phase`) instead of its own.
+        """Returns the schedule with other compensations (see `Phase`).
 
         Raises:
             ScheduleError: an unknown one, or one that makes no sense here.
@@ -110,7 +104,6 @@ class Schedule(Rules):
 
     @property
     def _reads_one(self) -> bool:
-        """All microbatches of an update read one version; checked after the warm-up, for a cycle."""
         for stage, count in enumerate(self.updates.per_update):
             settled = self.weights.staleness(stage) + self.cycle // count
             for update in range(1, settled + self.cycle // count + 1):
@@ -121,11 +114,10 @@ class Schedule(Rules):
 
     @property
     def cycle(self) -> int:
-        """Microbatches after which the orders of all ranks repeat."""
         return self.shortest_cycle
 
     def ops(self, rank: int, total: int) -> Iterator[Op]:
-        """Yields the ops of a rank for a run of `total` microbatches, from an empty pipeline to an empty one.
+        """Yields the ops of a rank for a run of `total` microbatches.
 
         Raises:
             ScheduleError: the order never yields one of them.
@@ -151,7 +143,7 @@ class Schedule(Rules):
     def coupled(self) -> Schedule:
         """Returns the schedule with the updates of all stages waiting for each other.
 
-        A rank that has several stages makes their updates together, after the last of their gradients.
+        A rank makes the updates of its stages together, after the last of their gradients.
         """
 
         def order(rank: int) -> Iterator[Op]:

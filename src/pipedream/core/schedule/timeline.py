@@ -75,13 +75,11 @@ class Timeline(Artifact):
         source: 'simulated' or 'measured'.
         spans: sorted by rank and start.
         microbatches: in the whole run.
-        minibatch_microbatches: m, microbatches in one minibatch.
+        minibatch_microbatches: m, in one minibatch.
         batch: samples in a minibatch.
         gradient_versions: one for each gradient; () if unknown.
-        peak_bytes: for each rank; () if unknown.
-        peak_versions: for each rank, distinct weight sets alive at once; () if unknown.
-        memory: for each rank, the bytes held at the start, and at most during each of its ops; () if unknown. See
-            `memory_steps`.
+        peak_bytes, peak_versions: for each rank, the latter distinct weight sets alive at once; () if unknown.
+        memory: for each rank, the bytes held at the start, and at most during each of its ops; () if unknown.
     """
 
     FORMAT = 1
@@ -110,7 +108,6 @@ class Timeline(Artifact):
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the first span's start to the last one's end."""
         if not self.spans:
             return 0.0
         return max(span.end_s for span in self.spans) - min(span.start_s for span in self.spans)
@@ -127,10 +124,7 @@ class Timeline(Artifact):
         return replace(self, spans=kept, memory=())
 
     def memory_steps(self, rank: int) -> tuple[MemoryStep, ...]:
-        """Returns the bytes that a rank held over time: at the start, then at most during each of its ops.
-
-        Empty if unknown: for a measured run, or for a part of a run.
-        """
+        """Returns the bytes held over time; none for a measured run, or for a part of a run."""
         if not self.memory:
             return ()
         begins = (span.start_s for span in self.spans if span.rank == rank and span.kind in WORK)

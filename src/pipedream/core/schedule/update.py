@@ -31,7 +31,6 @@ class UpdateRule:
     compensation: tuple[Compensation, ...] = ()
 
     def members(self, stage: int, update: int, total: int | None = None) -> range:
-        """Returns the microbatches whose gradients an update holds, of `total` in the run."""
         count = self.per_update[stage]
         stop = update * count if total is None else min(update * count, total)
         return range((update - 1) * count, stop)
@@ -43,14 +42,9 @@ class UpdateRule:
         return -(-total // self.per_update[stage])
 
     def kept_tensors(self, staleness: int) -> int:
-        """Returns how many tensors compensations keep for each weight of a stage."""
+        """Returns how many tensors are kept for each weight."""
         return sum(one.kept_tensors(staleness) for one in self.compensation)
 
     def rate_factor(self, stage: int, staleness: float, rounds: int) -> float:
-        """Returns the factor on the user's learning rate at a stage.
-
-        Args:
-            staleness: mean number of updates by which the stage's gradients are late.
-            rounds: updates of the input stage so far.
-        """
+        """Returns the factor on the user's learning rate at a stage; `rounds` are updates of the input stage."""
         return self.per_update[stage] / self.per_update[0] * rate_factor(self.compensation, staleness, rounds)

@@ -81,7 +81,7 @@ class WeightRule(ABC):
 
         Args:
             microbatch: of the next forward.
-            step: from one microbatch of the replica to its next: the stage's number of replicas.
+            step: the stage's number of replicas.
             total: microbatches in the run; None while unknown.
         """
         coming = count(microbatch, step) if total is None else range(microbatch, total, step)
@@ -90,18 +90,18 @@ class WeightRule(ABC):
 
     @abstractmethod
     def versions(self, stage: int) -> int:
-        """Returns the most versions alive at once, including the newest and kept predictions."""
+        """Returns the most alive at once, with the newest and kept predictions."""
 
     @abstractmethod
     def staleness(self, stage: int) -> int:
         """Returns the most updates between the version a gradient is taken at and the one it updates."""
 
     def mean_staleness(self, stage: int) -> float:
-        """Returns the mean over the microbatches of an update."""
+        """Returns the mean over an update's microbatches."""
         return float(self.staleness(stage))
 
     def predictions(self, stage: int) -> tuple[WeightPrediction, ...]:
-        """Returns the predictions of a stage that differ from the version itself."""
+        """Returns those of a stage that differ from the version itself."""
         given = (
             prediction for prediction in (self.forward_prediction, self.backward_prediction) if prediction is not None
         )
@@ -113,21 +113,18 @@ class WeightRule(ABC):
 
     @property
     def held_until(self) -> Kind | None:
-        """The last pass for which a version is kept that is no longer the newest; None with one set of weights."""
+        """The last pass for which a version is kept that is not the newest; None with one set of weights."""
         return Kind.BACKWARD if self.backward_rule == "stash" else None
 
     def backward_reader(self, versions: Any) -> Callable[[Any], Any] | None:
         """Returns the function from the set of weights that a forward read to the set that its backward reads.
 
-        None: a backward that does not read its forward's weights reads the newest version.
-
-        Args:
-            versions: the stage's `runtime.stage.versions.Versions`.
+        None: the newest version. `versions` is a `runtime.stage.versions.Versions`.
         """
         return None
 
     def buffers(self, stage: int) -> int:
-        """Returns how many sets of tensors, each as large as the weights, predictions need besides the versions."""
+        """Returns how many further sets of tensors, as large as the weights, predictions need."""
         return 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -238,7 +235,7 @@ class VerticalSync(WeightRule):
 
     @property
     def _rounds_late(self) -> int:
-        """Rounds of the input stage, r_0 microbatches each; they cover (W_s + update_delay_s) r_s of every stage."""
+        """In rounds of the input stage; they cover (W_s + update_delay_s) r_s of every stage."""
         each = zip(self.warmup, self.update_delay, self.replicas, strict=True)
         return max(-(-(wait + update_delay) * count // self.replicas[0]) for wait, update_delay, count in each)
 
@@ -282,7 +279,7 @@ class Latest(WeightRule):
     is arithmetic. With the rule 'stash', the backward reads what its forward has read.
 
     Attributes:
-        per_update: for each stage, over all replicas; at least its number of replicas.
+        per_update: over all replicas; at least their number.
         shares_prediction: microbatches that share the forward prediction computed for the first of them (XPipe's
             bellwether): 1, or all those of an update.
     """
@@ -339,7 +336,7 @@ class Latest(WeightRule):
             return 1 if self.kept_until(stage) is None else 2
         if self.kept_until(stage) is None:
             return self.staleness(stage) + 1
-        # A prediction for each version that a microbatch in flight has read, and the weights themselves.
+        # A prediction for each version that was read in flight, and the weights themselves.
         return -(-self.warmup[stage] * self.replicas[stage] // self.per_update[stage]) + 2
 
     def staleness(self, stage: int) -> int:
@@ -360,12 +357,11 @@ class Latest(WeightRule):
 
     def buffers(self, stage: int) -> int:
         ways = {prediction.by for prediction in self.predictions(stage)} - {VELOCITY}
-        # The weights are set aside while a prediction occupies their storage; an average or a difference is stored too.
+        # The weights are set aside while a prediction occupies their storage.
         aside = AVERAGE in ways or (self.backward_rule != "stash" and bool(self.predictions(stage)))
         return aside + len(ways)
 
     def _late(self, stage: int) -> int:
-        """How many microbatches a forward is ahead of the backward next to it in the order."""
         return (self.warmup[stage] + self.update_delay[stage]) * self.replicas[stage]
 
 
@@ -373,11 +369,11 @@ class Latest(WeightRule):
 class NewerBackward(WeightRule):
     """Several versions, and a backward that reads the newest; for the order nF1B.
 
-    A forward is W_s r_s microbatches ahead of the backward next to it in the order.
+    A forward is W_s r_s microbatches ahead of the backward next to it in the order; this does not grow along the
+    stages.
 
     Attributes:
-        warmup, replicas: for each stage; W_s r_s does not grow from one stage to the next.
-        per_update: m, microbatches in one update of every stage, over all replicas.
+        per_update: m, over all replicas, at every stage.
         backward_rule: 'graph' or 'recompute'.
     """
 
@@ -412,7 +408,7 @@ class NewerBackward(WeightRule):
 class Stamped(NewerBackward):
     """Vertical sync without a horizontal stash: forwards read a stamped version, backwards the newest.
 
-    A microbatch's stamp is the version that it meets at the input stage; the forward of each stage reads that version.
+    A microbatch's stamp is the version that it meets at the input stage.
 
     TiMePReSt, 2024 (arXiv 2410.14312), section 3.1. A later stage makes its updates sooner than the input stage, so it
     keeps ceil((W_0 r_0 - W_s r_s) / m) versions besides the newest for forwards still to come: the input stage none,
