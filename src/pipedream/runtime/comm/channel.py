@@ -30,7 +30,7 @@ class Pending(ABC, Generic[Result]):
 
     @abstractmethod
     def result(self) -> Result:
-        """Waits for the result if the implementation can."""
+        """Waits if the implementation can."""
 
 
 Waiting = Generator[Pending[Any], None, Result]
@@ -45,7 +45,7 @@ class Sender(ABC):
         """Does not wait; the message's tensors must not be written to afterwards."""
 
     def close_begin(self) -> None:
-        """Announces, without waiting, that nothing more follows, so that the receiver can end."""
+        """Announces, without waiting, that nothing more follows."""
         return
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class Sender(ABC):
     @property
     @abstractmethod
     def sent_bytes(self) -> int:
-        """Bytes of all payloads so far."""
+        """Of all payloads so far."""
 
 
 class Receiver(ABC):
@@ -63,15 +63,15 @@ class Receiver(ABC):
 
     @abstractmethod
     def receive(self) -> Pending[Message]:
-        """Returns the next message, whose tensors belong to the caller."""
+        """The message's tensors belong to the caller."""
 
     def close(self) -> None:
-        """Completes the receives that were posted ahead; the sender has begun to close."""
+        """Completes the receives that were posted ahead."""
         return
 
 
 def close_all(ends: Sequence[Sender | Receiver]) -> None:
-    """Closes ends of channels; the other ends are closed in the same order."""
+    """Closes ends of channels, here and at the other ends in the same order."""
     for end in ends:
         if isinstance(end, Sender):
             end.close_begin()
@@ -88,18 +88,17 @@ class Group(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
-        """Starts to sum a tensor over all members of the group, in place.
+        """Starts to sum a tensor over all members, in place.
 
-        Every member calls it in the same order, with the same size and type. Nobody may touch the tensor before the
-        result is ready.
+        All members call it in the same order, with the same size and type; nobody touches the tensor before the result.
         """
 
 
 class LocalChannel(Sender, Receiver):
-    """Both ends of a channel between two workers of one process."""
+    """A channel between two workers of one process."""
 
     def close(self) -> None:
-        """Does nothing: there is nothing to close."""
+        """Nothing to close."""
 
     def __init__(self) -> None:
         self._queue: deque[Message] = deque()
@@ -141,7 +140,7 @@ class LocalGroup:
         return _LocalMember(self, index)
 
     def contribute(self, turn: int, index: int, tensor: torch.Tensor) -> None:
-        """The last member's call triggers the sum, in the order of the members."""
+        """The last member's call sums, in the order of the members."""
         contributed = self._contributed.setdefault(turn, {})
         contributed[index] = tensor
         if len(contributed) == self._members:
@@ -153,7 +152,6 @@ class LocalGroup:
                 other.copy_(total)
 
     def is_complete(self, turn: int) -> bool:
-        """Called by a member that has contributed."""
         return turn not in self._contributed
 
 

@@ -1,17 +1,15 @@
 """Channels and groups on torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-Headers always use gloo between CPUs, so that no worker waits for its GPU to read one; payloads use the data backend. On
-gloo, channels differ by their tags; on NCCL each has its own process group, because a communicator runs its messages in
-one order.
+Headers always use gloo between CPUs, so that no worker waits for its GPU to read one. On gloo, channels differ by their
+tags; on NCCL each has its own process group, because a communicator runs its messages in one order.
 
 Receives are posted ahead without negotiating sizes. Message i finds a posted receive of ``capacity(i)`` bytes, the
 largest payload among the messages up to i - depth, which both ends know. A smaller payload is padded; the rest of a
 larger one follows in another message, by gloo with its own tag, because receives for later messages are posted already.
 Between CPUs a small payload is joined to its header, because each message has a fixed cost.
 
-Nothing waits for a send on the critical path. The tensors are kept until the message has been sent; a worker waits for
-the oldest message only when more are under way than its schedule can have unread. That bound is tight to save memory,
-because gloo reports that a message has been sent only to those who wait.
+Nothing waits for a send on the critical path: a worker keeps the tensors, and waits for the oldest message only when
+more are under way than its schedule can have unread. (gloo reports that one has been sent only to those who wait.)
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ class ChannelEndpoint:
     """One end of a channel.
 
     Attributes:
-        peer: rank at the other end.
         number: distinct for each channel of the run.
         depth: receives posted ahead.
         headers: gloo process group of all ranks.
@@ -68,18 +65,18 @@ class ChannelEndpoint:
         self.device = device
 
     def send_rest(self, payload: torch.Tensor) -> dist.Work:
-        """Starts to send what did not fit into the posted receive, from the CPU."""
+        """Sends, from the CPU, what did not fit into the posted receive."""
         return _started(dist.isend(payload, self.peer, self.headers, tag=self._tag + 2))
 
     def receive_rest(self, payload: torch.Tensor) -> None:
         _started(dist.irecv(payload, self.peer, self.headers, tag=self._tag + 2)).wait()
 
     def joins_header(self, capacity: int) -> bool:
-        """Returns whether a payload with a posted receive of `capacity` bytes is joined to its header."""
+        """Returns whether payloads of up to `capacity` bytes are joined to their headers."""
         return self.device.type == "cpu" and capacity <= _MOST_JOINED_BYTES
 
     def send_header(self, header: torch.Tensor) -> dist.Work:
-        """Starts to send a header, uint8[n], alone or joined with its payload."""
+        """The header, uint8[n], may be joined with its payload."""
         return _started(dist.isend(header, self.peer, self.headers, tag=self._tag))
 
     def send_payload(self, payload: torch.Tensor) -> dist.Work:
@@ -106,7 +103,7 @@ class _Capacity:
         self.size_bytes = 0
 
     def of_next(self, payload_bytes: int) -> int:
-        """Returns the capacity for the next message, and records the message's size."""
+        """Returns the capacity for the next message, and records its size."""
         if len(self._recent) == self._depth:
             self.size_bytes = max(self.size_bytes, self._recent[0])
         self._recent.append(payload_bytes)
@@ -114,7 +111,7 @@ class _Capacity:
 
 
 class DistributedSender(Sender):
-    """The sending end; waits for all but the last `max_unread` messages."""
+    """The sending end; keeps the last `max_unread` messages."""
 
     def __init__(self, endpoint: ChannelEndpoint, max_unread: int) -> None:
         self._endpoint = endpoint
@@ -243,7 +240,7 @@ class _Arrival(Pending[Message]):
 
 
 class DistributedGroup(Group):
-    """Sums by all-reduce in a process group."""
+    """Sums by all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -1,7 +1,7 @@
 """A message and its header.
 
-The header has a fixed size, so that its receive can be posted before anything is known about the message. It holds the
-type and shape of each tensor, so a smaller last minibatch or a longer sequence needs no negotiation.
+The header has a fixed size, so its receive can be posted before anything is known about the message. It holds the type
+and shape of each tensor, so a smaller last minibatch or a longer sequence needs no negotiation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEADER_WORDS = 512
 ENDS_EPOCH = 1
 """Bit of the flags of a `DATA` message: its minibatch is the last of its epoch."""
 _FIXED = 16
-_LAYOUT = struct.Struct("=9q2dq")  # the fixed part of a header, see `encode_header`
+_LAYOUT = struct.Struct("=9q2dq")
 _MOST_DIMENSIONS = 8
 _MOST_NUMBERS = 64
 _ALIGNMENT = 64
@@ -75,13 +75,13 @@ class Message:
     Attributes:
         microbatch: number since the last drain.
         tensors: None for a gradient that does not exist.
-        structure: how the tensors form a value (`values.flatten`).
+        structure: see `values.flatten`.
         gradients: for each tensor, whether its gradient is sent back.
         minibatch: number since the start of training.
         samples: in the microbatch.
-        version: of the sending stage's weights that the forward read.
+        version: of the weights that the forward read.
         flags: `ENDS_EPOCH` with data, an `Ending` with the end of a stream.
-        weight: loss weight of the microbatch.
+        weight: of the microbatch's loss.
         share: of the minibatch's samples that are in the microbatch.
         numbers: losses and metrics.
     """
@@ -116,10 +116,8 @@ class Message:
 
 
 def encode_header(message: Message, payload_bytes: int) -> torch.Tensor:
-    """Writes a header: int64[HEADER_WORDS] on the CPU.
-
-    Raises:
-        ValueError: more tensors, dimensions or numbers than a header can hold.
+    """Writes int64[HEADER_WORDS] on the CPU; raises ValueError for more tensors, dimensions or numbers than it can
+    hold.
     """
     if len(message.numbers) > _MOST_NUMBERS:
         raise ValueError(f"a message carries at most {_MOST_NUMBERS} numbers, found {len(message.numbers)}")
@@ -149,7 +147,7 @@ def encode_header(message: Message, payload_bytes: int) -> torch.Tensor:
 def decode_header(
     words: torch.Tensor,
 ) -> tuple[Message, int, list[TensorSpec | None]]:
-    """Returns the message without tensors, the payload's bytes, and each tensor's place in it."""
+    """Returns the message without tensors, the payload's bytes, and each tensor's place."""
     ints = words.numpy()
     (
         content, microbatch, minibatch, epoch, samples, version, flags, payload, count, weight, share, numbers,
@@ -182,7 +180,7 @@ def decode_header(
 
 
 def join_payload(message: Message, device: torch.device) -> torch.Tensor:
-    """Returns the tensors and the structure of a message as uint8[n]; a single tensor is not copied."""
+    """Returns the tensors and the structure as uint8[n]; does not copy a single tensor."""
     tensors = [tensor.detach() for tensor in message.tensors if tensor is not None]
     if len(tensors) == 1 and not message.structure:
         return _as_bytes(tensors[0])
@@ -200,7 +198,7 @@ def join_payload(message: Message, device: torch.device) -> torch.Tensor:
 
 
 def split_payload(message: Message, specs: list[TensorSpec | None], payload: torch.Tensor) -> Message:
-    """Returns the message with its tensors, which share the storage of the payload (uint8[n])."""
+    """Returns the message with tensors that share the storage of the payload."""
     place = 0
     tensors: list[torch.Tensor | None] = []
     for spec in specs:
@@ -219,7 +217,7 @@ def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Returns the dimensions from the largest stride to the smallest.
 
     A tensor keeps this order when it is sent: a dropout mask is drawn in the order of memory, so the transposed output
-    of a batch-first LSTM, or a channels-last one, must not arrive in another layout.
+    of a batch-first LSTM must not arrive in another layout.
     """
     plain = tuple(range(tensor.ndim))
     strides = tensor.stride()

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def is_distributed() -> bool:
-    """Returns whether this process is one of several: a process group exists, or a launcher started it."""
+    """Returns whether a process group exists, or a launcher started this process."""
     return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -56,12 +56,12 @@ def join_group(device: str | torch.device) -> tuple[int, int]:
 
 
 def world_group() -> dist.ProcessGroup | None:
-    """Returns the group of all ranks for small CPU tensors; None in a single process."""
+    """Returns the gloo group of all ranks; None in a single process."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def broadcast_text(text: str, group: dist.ProcessGroup | None) -> str:
-    """Returns rank 0's text on every rank."""
+    """Returns rank 0's text."""
     if group is None:
         return text
     data = text.encode()
@@ -75,7 +75,7 @@ def broadcast_text(text: str, group: dist.ProcessGroup | None) -> str:
 
 
 def run_on_rank_0(make: Callable[[], str], device: str) -> str:
-    """Returns the result of `make`, which only rank 0 calls (`from_rank_0`)."""
+    """Joins the group if needed; see `from_rank_0`."""
     if not is_distributed():
         return make()
     rank, _ = join_group(device)
@@ -83,11 +83,7 @@ def run_on_rank_0(make: Callable[[], str], device: str) -> str:
 
 
 def from_rank_0(make: Callable[[], str], rank: int) -> str:
-    """Returns the result of `make`, called at rank 0, on every rank; if it fails, all ranks raise.
-
-    Raises:
-        PlanError: on the other ranks, with rank 0's error message.
-    """
+    """Returns rank 0's result of `make`; if it fails, all ranks raise, the others PlanError with its message."""
     text, failure = "", None
     if rank == 0:
         try:
@@ -104,7 +100,7 @@ def from_rank_0(make: Callable[[], str], rank: int) -> str:
 
 
 def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """Returns the texts of all ranks in their order, on every rank."""
+    """Returns the texts of all ranks in their order."""
     if group is None:
         return [text]
     data = text.encode()
@@ -127,10 +123,9 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 
 def leave_group(group: dist.ProcessGroup | None = None) -> None:
-    """Destroys a group from `group_of`, or the one of `join_group`; each of its ranks calls it.
+    """Destroys a group from `group_of` or `join_group`; each of its ranks calls it.
 
-    Needed where a process ends after a collective: a thread of gloo may still free its tensors while the interpreter
-    shuts down, and the process then dies by SIGABRT.
+    Otherwise a thread of gloo may still free tensors while the interpreter shuts down, which ends in SIGABRT.
     """
     if dist.is_initialized():
         dist.destroy_process_group(group)
@@ -148,7 +143,7 @@ def check_same_on_all_ranks(what: str, text: str, group: dist.ProcessGroup | Non
 
 
 def process_device(name: str) -> torch.device:
-    """Returns the device of this process; 'cuda' without a number is the GPU number LOCAL_RANK.
+    """Returns the device of this process; 'cuda' is the GPU number LOCAL_RANK.
 
     Raises:
         PlanError: this machine has no such device.

@@ -1,7 +1,6 @@
 """Values that are sent: a minibatch, its microbatches, and what crosses between two stages.
 
-A value is a tensor, or tensors in tuples, lists and dicts with plain numbers and strings. It is sent as a flat tuple of
-tensors and a JSON text of how to reassemble them (empty for a single tensor); nothing is pickled.
+A value is a tensor, or tensors in tuples, lists and dicts with plain numbers and strings; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ __all__ = ["count_samples", "flatten", "split_batch", "to_device", "unflatten"]
 
 
 def flatten(value: Any) -> tuple[str, tuple[torch.Tensor, ...]]:
-    """Returns the structure of a value and its tensors, in a fixed order.
+    """Returns a JSON text of the structure, empty for a single tensor, and the tensors in a fixed order.
 
     Raises:
-        TypeError: it holds something other than tensors, containers, numbers and strings.
+        TypeError: the value holds anything but tensors, containers, numbers and strings.
     """
     if isinstance(value, torch.Tensor):
         return "", (value,)
@@ -50,7 +49,7 @@ def flatten(value: Any) -> tuple[str, tuple[torch.Tensor, ...]]:
 
 
 def unflatten(structure: str, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """Returns the value that `flatten` took apart."""
+    """Inverse of `flatten`."""
     if not structure:
         return tensors[0]
 
@@ -77,10 +76,9 @@ def count_samples(value: Any) -> int:
 
 
 def split_batch(value: Any, count: int, parts: int) -> list[Any]:
-    """Splits a minibatch of `count` samples into microbatches as equal as possible, larger ones first.
+    """Splits `count` samples into microbatches as equal as possible, larger ones first; the last may be empty.
 
-    A tensor is split if its first dimension is the number of samples; everything else goes to each microbatch. With
-    fewer samples than parts, the last microbatches are empty.
+    A tensor is split if its first dimension is `count`; everything else goes to each microbatch.
     """
     if parts == 1:
         return [value]

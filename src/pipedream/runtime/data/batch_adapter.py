@@ -1,4 +1,4 @@
-"""From what a loader yields to the model's input and the loss's targets."""
+"""From a loader's batch to the model's input and the loss's targets."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ AdaptBatch = Callable[[Any], tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class BatchAdapter:
-    """Maps a batch to the model's input and the loss's targets.
+    """Maps a batch to (inputs, targets).
 
-    Attributes:
-        inputs: by default the first of a pair, else the batch.
-        targets: by default the second of a pair for torch's own losses, else the whole batch.
+    By default a pair's first is the input, else the batch; the targets are a pair's second for torch's own losses, else
+    the whole batch.
     """
 
     inputs: Callable[[Any], Any] | None = None
@@ -28,7 +27,6 @@ class BatchAdapter:
     torch_loss: bool = False
 
     def __call__(self, batch: Any) -> tuple[Any, Any]:
-        """Raises PipelineError if targets are needed and the batch is not a pair."""
         if self.targets is not None:
             return self.input_of(batch), self.targets(batch)
         if not self.torch_loss:

@@ -11,9 +11,7 @@ __all__ = ["Feed"]
 class Feed:
     """Minibatches that enter the pipeline at one worker of the input stage.
 
-    Attributes:
-        stopped: why the stream ends before its next round.
-        ended_at: minibatches of the stream, once it has ended.
+    `stopped` is why the stream ends before its next round; `ended_at` its minibatches, once it has ended.
     """
 
     def __init__(self, reader: MinibatchReader) -> None:
@@ -24,11 +22,9 @@ class Feed:
         self.begin()
 
     def begin(self, cycle: int = 1, until: int | None = None) -> None:
-        """Gets ready for a stream.
-
-        Args:
-            cycle: a drain comes after a multiple of this number of minibatches, so that no stage's round is broken.
-            until: minibatches before a drain, rounded up to a multiple of the cycle; None: all data.
+        """Gets ready for a stream, which drains only after a multiple of `cycle` minibatches, so that no stage's round
+        is broken:
+        when `until`, rounded up, is reached (None: all data).
         """
         self._cycle = cycle
         self._until = None if until is None else -(-until // cycle) * cycle
@@ -38,7 +34,7 @@ class Feed:
             self.stopped = ending
 
     def resume(self) -> None:
-        """Continues after a drain: the next minibatch is number 0 again."""
+        """The next minibatch is number 0 again."""
         self._base += self.ended_at
         self.stopped = None
 

@@ -1,11 +1,11 @@
 """The microbatches of one worker of the input stage, each with its header.
 
-If the replicas of the input stage cannot load their own parts (an iterable data set, or a minibatch that is spread over
-them), replica 0 alone reads, a whole round at a time, and sends the others theirs, and the end of the stream.
+If the replicas of the input stage cannot load their own parts (an iterable data set, or a minibatch spread over them),
+replica 0 alone reads, a whole round at a time, and sends the others theirs, and the end of the stream.
 
-No deadlock is possible. A forward of replica c waits until replica 0 reads its round. Replica 0 reads a round at its
-first forward of it, which waits only for ops of earlier rounds, because no stage has more in flight than the input
-stage. By induction every round is read. (Sending waits only for the receipt of much earlier rounds.)
+No deadlock: a forward of replica c waits until replica 0 reads its round, at its own first forward of it. That waits
+only for ops of earlier rounds, because no stage has more in flight than the input stage. By induction every round is
+read. (Sending waits only for the receipt of much earlier rounds.)
 """
 
 from __future__ import annotations
@@ -34,12 +34,8 @@ class Microbatches(ABC):
 
     @abstractmethod
     def begin(self, per_minibatch: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> None:
-        """Begins a stream.
-
-        Args:
-            base: minibatches done before this stream.
-            cycle: as for `Feed.begin`.
-            until: minibatches since the start of training before a drain; None: all data.
+        """Begins a stream, after `base` minibatches, of which one is `per_minibatch` microbatches; see `Feed.begin`,
+        but `until` counts from the start of training.
         """
 
     @abstractmethod
@@ -56,11 +52,7 @@ class Microbatches(ABC):
 
 
 class LocalMicrobatches(Microbatches):
-    """Minibatches that this process reads, each when the first of its microbatches is taken.
-
-    Args:
-        senders: to the other replicas of the input stage, if this one reads for them.
-    """
+    """Minibatches that this process reads, and sends the other replicas theirs."""
 
     def __init__(self, feed: Feed, adapt: AdaptBatch, senders: Mapping[int, Sender] | None = None) -> None:
         self._feed = feed

@@ -1,7 +1,6 @@
 """Reading a loader: its minibatches in order over the epochs, and the way back to a position.
 
-`IterableReader` reads any iterable; as nobody can know which of its draws decide the order, all of them use the order's
-random state (`rng.py`). `sharded_loader.py` reads map-style DataLoaders.
+As nobody can know which of an iterable's draws decide the order, all use the order's random state (`rng.py`).
 """
 
 from __future__ import annotations
@@ -57,11 +56,7 @@ class EpochRange:
 
 
 class MinibatchReader(ABC):
-    """Abstract: an iterator over the minibatches of one worker.
-
-    Attributes:
-        count: minibatches of all replicas, known once the iterator has ended.
-    """
+    """Abstract: an iterator over the minibatches of one worker; at the end, `count` is the minibatches of all replicas."""
 
     count: int | None = None
     _last = -1
@@ -79,9 +74,7 @@ class MinibatchReader(ABC):
         """Raises StopIteration and sets `count` at the end."""
 
     def has_minibatch(self, number: int) -> bool:
-        """Returns whether there is a minibatch `number`; it precedes this worker's next one, so nothing extra is
-        loaded.
-        """
+        """Returns whether there is a minibatch `number`, before this worker's next one, so nothing extra is loaded."""
         while self._last < number:
             if next(self, None) is None:
                 return False
@@ -89,11 +82,7 @@ class MinibatchReader(ABC):
 
 
 class LoaderReader(MinibatchReader):
-    """Abstract: reads a user's loader.
-
-    Args:
-        state: from `state`, to continue there; None to begin.
-    """
+    """Abstract: reads a user's loader, from the start or from a `state`."""
 
     def __init__(self, loader: Any, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None) -> None:
         self._loader = loader
@@ -114,10 +103,8 @@ class LoaderReader(MinibatchReader):
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
         """Returns what is needed to continue after `batches` minibatches of an epoch, as JSON values.
 
-        It holds the order at the start of that epoch or an earlier one; the minibatches since are drawn again.
-
-        Raises:
-            PipelineError: the reader is not at this position.
+        It holds the order at the start of that epoch or an earlier one; the minibatches since are drawn again. Raises
+        PipelineError if the reader is not at this position.
         """
         if self._initial_state and (epoch, batches) == (self._epochs.first, self._epochs.skip):
             return dict(self._initial_state)
@@ -136,10 +123,10 @@ class LoaderReader(MinibatchReader):
 
 
 class IterableReader(LoaderReader):
-    """Reads any iterable, one minibatch ahead within an epoch to know which one ends it.
+    """Reads any iterable, one minibatch ahead to know which one ends the epoch.
 
-    A position is found again by loading and throwing away. A loader with ``state_dict`` and ``load_state_dict`` is
-    instead queried for its state before each read.
+    A position is found again by loading and throwing away, or by a loader's ``load_state_dict``; its ``state_dict`` is
+    therefore called before each read.
     """
 
     def __init__(self, loader: Any, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None) -> None:
@@ -220,7 +207,7 @@ class IterableReader(LoaderReader):
         self.count = number
 
     def _restore_loader(self, epoch: int) -> int | None:
-        """Returns the minibatches before the loader's own state; None if it cannot continue from one."""
+        """Returns the minibatches before the loader's own state; None if it has none."""
         own = (self._initial_state or {}).get("loader")
         position = (self._epochs.first, self._epochs.skip)
         if not self._stateful or own is None or epoch != position[0] or (own["epoch"], own["batches"]) != position:
@@ -265,7 +252,7 @@ def tee(reader: LoaderReader, readers: int) -> Sequence[MinibatchReader]:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Calls ``set_epoch`` of the loader, its sampler and its batch sampler, where they have it."""
+    """Calls ``set_epoch`` of the loader and its samplers, where they have it."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts: list[Any] = [
         getattr(loader, "sampler", None),
@@ -289,7 +276,7 @@ def empty_epoch_error(epoch: int) -> WorkerError:
 
 
 def shut_down_workers(iterator: Any) -> None:
-    """Ends a DataLoader iterator's worker processes, if any; calling it twice is harmless."""
+    """Ends a DataLoader iterator's worker processes, if any; may be called twice."""
     shut_down = getattr(iterator, "_shutdown_workers", None)
     if shut_down is not None:
         with suppress(AttributeError):  # raised by torch if the iterator was never completed

@@ -1,10 +1,10 @@
 """Random states: those of the process, and those that decide the order of the data.
 
-Loaders and samplers draw from the global generators of torch, `random` and numpy; but what else in a process draws from
-them differs from rank to rank and from plan to plan. So a `DataOrder` keeps a state of them that is in force only while
-a loader or sampler draws. If nothing else draws, the order is that of a plain ``for batch in loader``.
+Loaders and samplers draw from the global generators; but what else draws from them differs from rank to rank and from
+plan to plan. So a `DataOrder` keeps a state of them that is in force only while a loader or sampler draws. If nothing
+else draws, the order is that of a plain ``for batch in loader``.
 
-A `torch.Generator` of the user's is drawn from in place; it has the same state on all ranks.
+A user's own `torch.Generator` is drawn from in place; it has the same state on all ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RngStates(NamedTuple):
             sys.modules["numpy"].random.set_state(self.numpy)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the states, which must have been read as a whole, as JSON values."""
+        """All states must have been read."""
         version, words, normal = self.python
         found: dict[str, Any] = {"torch": _text_of(self.torch), "python": [version, _packed(words), normal]}
         if self.numpy is not None:
@@ -59,7 +59,7 @@ class RngStates(NamedTuple):
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> RngStates:
-        """Raises KeyError, ValueError or TypeError if `found` does not hold states."""
+        """Raises KeyError, ValueError or TypeError for anything else."""
         version, words, normal = found["python"]
         numpy = found.get("numpy") if "numpy" in sys.modules else None
         return cls(
@@ -70,7 +70,7 @@ class RngStates(NamedTuple):
 
 
 def saved_rng(device: torch.device) -> str:
-    """Returns the states of all global generators, the GPU's included, as text."""
+    """Returns the states of all global generators, the GPU's included."""
     found = RngStates.read().to_json()
     if device.type == "cuda":
         found["cuda"] = _text_of(torch.cuda.get_rng_state(device))
@@ -78,11 +78,7 @@ def saved_rng(device: torch.device) -> str:
 
 
 def restore_rng(text: str, device: torch.device) -> None:
-    """Sets the global generators to the states that `saved_rng` returned.
-
-    Raises:
-        ArtifactError: the text does not hold such states.
-    """
+    """Restores what `saved_rng` returned; raises ArtifactError for any other text."""
     try:
         found = json.loads(text)
         RngStates.from_json(found).apply()
@@ -106,7 +102,7 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
 
 @contextmanager
 def preserved_rng(loader: Any) -> Iterator[None]:
-    """Restores all generators at the end: the global ones and those of a loader."""
+    """Restores all generators at the end, the loader's included."""
     states = RngStates.read()
     own = [(generator, generator.get_state()) for generator in generators_of(loader).values()]
     try:
@@ -118,10 +114,7 @@ def preserved_rng(loader: Any) -> Iterator[None]:
 
 
 class DataOrder:
-    """The state of the draws that decide the order of the data.
-
-    The first `drawing` or `snapshot` takes over the global generators' state, unless `restore` came before.
-    """
+    """The state of the draws that decide the order of the data; first taken over from the global generators."""
 
     def __init__(self) -> None:
         self._states: RngStates | None = None
@@ -129,7 +122,7 @@ class DataOrder:
 
     @contextmanager
     def drawing(self, only_torch: bool = False) -> Iterator[None]:
-        """Puts the state of the order in force; `only_torch` if nothing else draws inside."""
+        """Puts the state in force; `only_torch` if nothing else draws inside."""
         if self._inside:
             yield
             return
@@ -146,13 +139,12 @@ class DataOrder:
             others.apply()
 
     def snapshot(self, loader: Any) -> dict[str, Any]:
-        """Returns the state, with the loader's generators, as JSON values."""
         states = self._current()
         own = {path: _text_of(generator.get_state()) for path, generator in generators_of(loader).items()}
         return states.to_json() | {"generators": own}
 
     def restore(self, state: Mapping[str, Any], loader: Any) -> None:
-        """Continues from a snapshot; a generator that it does not contain keeps its state."""
+        """A generator that the snapshot does not contain keeps its state."""
         self._states = RngStates.from_json(state)
         for path, generator in generators_of(loader).items():
             if path in state["generators"]:

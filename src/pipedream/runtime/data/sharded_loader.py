@@ -1,8 +1,8 @@
 """Sharding a map-style DataLoader: each replica of the input stage loads only its own minibatches.
 
 Every replica runs the user's batch sampler with the same random state (`rng.py`) and loads its own index lists with
-another DataLoader. Looking ahead in the lists, it knows without loading which minibatch ends the epoch, and finds a
-position again by skipping lists.
+another DataLoader. From the lists it knows, without loading, which minibatch ends the epoch; skipping them leads back
+to a position.
 """
 
 from __future__ import annotations
@@ -41,17 +41,13 @@ def can_be_sharded(loader: Any) -> bool:
 
 
 def _is_torchs(sampler: Any) -> bool:
-    """Returns whether a sampler and its inner one are torch's own, which draw only from torch's generators."""
+    """Returns whether a sampler and its inner one draw only from torch's generators."""
     inner = getattr(sampler, "sampler", None)
     return type(sampler).__module__.startswith("torch.utils.data.") and (inner is None or _is_torchs(inner))
 
 
 class ShardedLoader:
-    """One replica's share of a user's DataLoader, which itself is never iterated.
-
-    Args:
-        replica: loads the minibatches k with k mod replicas = replica.
-    """
+    """The minibatches k of a user's DataLoader with k mod replicas = replica; the user's is never iterated."""
 
     def __init__(self, loader: DataLoader[Any], replica: int = 0, replicas: int = 1) -> None:
         self.loader = loader
@@ -68,7 +64,7 @@ class ShardedLoader:
         """Draws what torch's DataLoader draws at the start of an epoch, in its order.
 
         Returns the index lists, and the generator state from which the own DataLoader draws its workers' seed: at
-        replica 0 that of the user's DataLoader; elsewhere another, or all replicas would augment alike.
+        replica 0 as the user's would; elsewhere another, or all replicas would augment alike.
         """
         user = self.loader
         with order.drawing(self._only_torch):
@@ -141,8 +137,7 @@ class _EpochIndices:
     Attributes:
         seeds: generator state for the seeds of the loading processes.
         number: of the next list of all replicas.
-        loading: (number, ends the epoch) of the lists that are being loaded.
-        empty: there was no list at all.
+        loading: (number, ends the epoch) of the lists being loaded.
     """
 
     def __init__(

@@ -3,8 +3,6 @@
 - All workers in one process: one reader serves all of them.
 - One replica, or a map-style DataLoader and minibatches that are never split: each replica loads its own.
 - Anything else: replica 0 reads and sends the others their parts (`microbatches.py`).
-
-A `LoaderReader` reads the loader, a `Feed` counts minibatches from the last drain, `Microbatches` splits them.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ class DataSource:
     Args:
         programs: one for each phase of the training.
         group: of all ranks; None in a single process.
-        senders: to the other replicas of the input stage, at replica 0 of several processes.
-        receiver: from replica 0, at the others.
+        senders: from replica 0 of the input stage to the others.
+        receiver: of those, at the others.
     """
 
     def __init__(
@@ -61,15 +59,11 @@ class DataSource:
     def open_training(
         self, loader: Any, adapt: AdaptBatch, epochs: EpochRange, state: Mapping[str, Any] | None
     ) -> dict[int, Microbatches]:
-        """Returns rank -> microbatches for the input stage's workers in this process.
-
-        Args:
-            state: from `state`, to continue there; None keeps the order as it is.
-        """
+        """Returns rank -> microbatches for the input stage's workers here; without a `state` the order continues."""
         return self._open(self._training, self._splits, loader, adapt, epochs, state)
 
     def open_evaluation(self, loader: Any, adapt: AdaptBatch) -> dict[int, Microbatches]:
-        """Opens a loader for one epoch of forwards; the order of the training data does not change."""
+        """Opens a loader for one epoch of forwards, which leaves the order of the training data as it is."""
         self._borrowed = [(generator, generator.get_state()) for generator in generators_of(loader).values()]
         self._evaluation.order = DataOrder()
         return self._open(self._evaluation, False, loader, adapt, EpochRange(), None)
@@ -82,7 +76,7 @@ class DataSource:
         self._borrowed = []
 
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
-        """Returns what is needed to continue reading from a position; empty where the loader is not read.
+        """Returns what is needed to continue reading; empty where the loader is not read.
 
         Raises:
             PipelineError: the reader is not at this position, or JSON cannot hold the loader's own state.
@@ -144,8 +138,6 @@ class DataSource:
 
 
 class _OpenLoader:
-    """A loader that is being read, and the random state that decides its order."""
-
     def __init__(self) -> None:
         self.order = DataOrder()
         self.reader: LoaderReader | None = None

@@ -16,10 +16,10 @@ _TENSOR, _TUPLE, _BYTES = "__tensor__", "__tuple__", "__bytes__"
 
 
 def to_json(value: Any, where: str = "the loader's state_dict()") -> Any:
-    """Returns a value that JSON can hold: tensors, tuples and bytes become marked dicts.
+    """Marks tensors, tuples and bytes as dicts.
 
     Raises:
-        PipelineError: it holds anything else, or a dict whose keys are not strings.
+        PipelineError: a value holds anything else, or a dict whose keys are not strings.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -43,7 +43,7 @@ def to_json(value: Any, where: str = "the loader's state_dict()") -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Returns the value that `to_json` wrote."""
+    """Inverse of `to_json`."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if isinstance(value, Mapping):
@@ -62,10 +62,10 @@ def from_json(value: Any) -> Any:
 
 
 def base64_of(content: bytes) -> str:
-    """Returns bytes as base64 text."""
+    """Bytes as text."""
     return base64.b64encode(content).decode("ascii")
 
 
 def bytes_of(text: str) -> bytearray:
-    """Returns the bytes of a base64 text."""
+    """Inverse of `base64_of`."""
     return bytearray(base64.b64decode(text))

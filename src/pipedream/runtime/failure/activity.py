@@ -1,7 +1,7 @@
 """What a rank is doing: written by its main thread, read by the guard's threads.
 
-Only a task can be stuck: loading a minibatch, a forward, a backward, an optimizer's step. Waiting for a message, the
-caller's own loop and saving are never judged, however long they take.
+Only a task can be stuck: loading, a forward, a backward, an optimizer's step. Waiting for a message, the caller's own
+loop and saving are never judged.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ class TaskDurations:
 class Activity:
     """What a rank is doing.
 
-    Life: `describe_op` is set once there is a worker; `begin` and `end` enclose each task, `at` anything that is no op.
-
     Attributes:
         place: what is done outside of the program ("the training loop"); None while the program runs.
         task: (kind, number); None while the rank waits or its caller runs.
@@ -41,7 +39,7 @@ class Activity:
         self._start_s = 0.0
 
     def begin(self, kind: str) -> None:
-        """Begins a task; it replaces one that was not ended."""
+        """Replaces a task that was not ended."""
         self._number += 1
         self._start_s = time.monotonic()
         self.task = (kind, self._number)
@@ -70,7 +68,7 @@ class Activity:
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Context of anything that is not an op, with its description."""
+        """Context of anything that is not an op."""
         before, self.place = self.place, place
         try:
             yield

@@ -1,10 +1,9 @@
 """The guard: when one worker fails, all workers end.
 
-Each rank exchanges its status and the first reported failure through the process group's store (`heartbeat.py`), and a
-thread judges the others' (`verdict.py`). When a worker dies, the main thread usually wakes up because connections
-close. If it waits for a stopped or a healthy third worker, it would wait forever, as a blocking wait of gloo cannot be
-cancelled from Python; so after a grace period the thread ends the process. It also kills an unresponsive worker of the
-same machine, which may be stopped and would never end.
+The ranks exchange their status and the first failure through the process group's store (`heartbeat.py`); a thread
+judges them (`verdict.py`). When a worker dies, the main thread usually wakes up because connections close. If it waits
+for a stopped or healthy third worker, a blocking wait of gloo cannot be cancelled from Python; so after a grace period
+the thread ends the process. It also kills an unresponsive worker of the same machine: a stopped one would never end.
 """
 
 from __future__ import annotations
@@ -35,13 +34,7 @@ _GRACE_S = 3.0
 
 
 class Guard:
-    """Watches for a failure of any rank of a run until `end`. Every rank creates one.
-
-    Args:
-        store: of the process group; the guard uses its own clients of it.
-        ranks: their count.
-        stuck_after_s: see `FailureDetector`.
-    """
+    """Watches for a failure of any rank of a run until `end`; every rank creates one."""
 
     def __init__(
         self, store: Any, rank: int, ranks: int, activity: Activity, *, stuck_after_s: float = STUCK_AFTER_S
@@ -59,12 +52,12 @@ class Guard:
         atexit.register(self.end)
 
     def report(self, error: WorkerError) -> PeerError | None:
-        """Reports this rank's failure to all; returns the one that another rank reported before, if any."""
+        """Reports this rank's failure; returns the one that another rank reported before, if any."""
         first = self._heartbeat.report_failure(Verdict(error.rank, error.where, error.cause, error.advice))
         return None if first is None or first[0] == self._rank else _peer_error(first[1])
 
     def failure(self, wait_s: float = 3.0) -> PeerError | None:
-        """Returns the failure that another rank has reported, waiting up to `wait_s` for it."""
+        """Returns the failure that another rank has reported; waits up to `wait_s`."""
         end = time.monotonic() + wait_s
         while True:
             found = self._heartbeat.newest_failure(max(0.1, min(wait_s, 1.0)))
@@ -132,7 +125,7 @@ class Guard:
         return [self._rank, *(rank for rank in here if rank or not self._store_is_rank_0s)]
 
     def _end_process(self, verdict: Verdict) -> None:
-        """Kills an unresponsive process; ends this one unless the main thread does so within the grace period."""
+        """Kills an unresponsive process; ends this one unless the main thread does."""
         if verdict.unresponsive and verdict.rank != self._rank:
             process = self._detector.process_of(verdict.rank)
             if process is not None:

@@ -1,7 +1,6 @@
 """The heartbeat: the status of each rank and the first failure, exchanged through the process group's store.
 
-It has its own thread and store client, because a call to a store whose server is stopped returns only after its
-timeout, which must not hold up the other threads.
+In its own thread, because a call to a stopped store returns only after its timeout.
 """
 
 from __future__ import annotations
@@ -30,13 +29,11 @@ class Heartbeat:
 
     Args:
         store: a client that nobody else uses, with keys that no other run has.
-        ranks: their count.
-        where: describes what this rank is doing.
 
     Attributes:
         exchanges: successful ones so far.
         statuses: rank -> newest status of the others.
-        report: (reporting rank, failure), the first; None while all is well.
+        report: (reporting rank, failure), the first.
     """
 
     def __init__(self, store: Any, rank: int, ranks: int, where: Callable[[], str]) -> None:
@@ -59,9 +56,7 @@ class Heartbeat:
         self._thread.start()
 
     def report_failure(self, verdict: Verdict, wait_s: float = 1.0) -> tuple[int, Verdict] | None:
-        """Reports a failure to all ranks. Returns the first reported one, which may be another rank's; None without an
-        answer.
-        """
+        """Returns the failure that was reported first, which may be another rank's; None if the store does not answer."""
         self._own_failure = verdict
         end_s = time.monotonic() + wait_s
         while self.report is None and time.monotonic() < end_s:
@@ -69,7 +64,7 @@ class Heartbeat:
         return self.report
 
     def newest_failure(self, wait_s: float) -> tuple[int, Verdict] | None:
-        """Returns the first reported failure, asking the store again; waits up to `wait_s`."""
+        """Returns the first reported failure, asking the store again."""
         end_s, enough = time.monotonic() + wait_s, self.exchanges + 2  # the first may have been under way before
         while self.report is None and self.exchanges < enough and time.monotonic() < end_s:
             self._exchange_now(end_s)
@@ -93,7 +88,7 @@ class Heartbeat:
             try:
                 self._exchange(ending)
             except (RuntimeError, ValueError):
-                # The store does not answer; the detector sees that no exchange succeeds. A late answer could be taken
+                # The detector sees that no exchange succeeds. A late answer could be taken
                 # for that of the next call, so the next call uses a new connection.
                 self._reconnect()
             else:

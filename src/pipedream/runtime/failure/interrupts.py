@@ -10,11 +10,9 @@ __all__ = ["Interrupts"]
 
 
 class Interrupts:
-    """Records SIGINT instead of raising it.
+    """Records SIGINT instead of raising it; a second one raises KeyboardInterrupt unless `patient`.
 
-    Args:
-        patient: record a second one too, because a launcher passes on to its workers what the terminal has sent them
-            already. Otherwise it raises KeyboardInterrupt.
+    A worker must be patient: its launcher passes on what the terminal has sent it already.
     """
 
     def __init__(self, patient: bool) -> None:
@@ -28,7 +26,6 @@ class Interrupts:
             self._before = signal.signal(signal.SIGINT, self._hear)
 
     def stop(self) -> None:
-        """Restores the signal handler from before."""
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
             self._before = None

@@ -1,7 +1,6 @@
 """Starting the workers of a local run: torch's elastic launcher, with one message when it fails.
 
-The workers meet at a store that listens on 127.0.0.1 only; torch's own rendezvous listens on all interfaces, without a
-password.
+The workers meet at a store that listens on 127.0.0.1 only; torch's own listens on all interfaces, without a password.
 """
 
 from __future__ import annotations
@@ -67,13 +66,11 @@ def launch(
 
     Args:
         arguments: of each process; with fewer workers, ``--workers N`` is added.
-        silent: drop the workers' standard output.
-        max_restarts: restarts of all workers after a failure (TORCHELASTIC_RESTART_COUNT counts them); not after exit
-            status 2, a wrong call or bad input, which would only fail again.
+        max_restarts: after failures (TORCHELASTIC_RESTART_COUNT counts them); not after exit status 2, bad input.
         fewest: after the restarts, start with one worker fewer, down to this number.
 
-    Returns the exit status: 0; 130 after Ctrl-C; otherwise that of the worker that failed first. Its message and each
-    restart are printed once on standard error.
+    Returns the exit status: 0; 130 after Ctrl-C; otherwise that of the worker that failed first, whose message is
+    printed.
     """
     _quiet_torch()
     rendezvous_handler_registry.register(_BACKEND, _loopback_rendezvous)
@@ -102,7 +99,7 @@ def launch(
 
 
 def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool) -> int | _Failure:
-    """Runs the workers once; returns the exit status if they succeeded or a signal ended them."""
+    """Returns the exit status if the workers succeeded or a signal ended them."""
     with tempfile.TemporaryDirectory(prefix="pipedream-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -140,7 +137,6 @@ def _quiet_torch() -> None:
 
 
 def _silent_end(rank: int, exitcode: int, place: str | None) -> str:
-    """Returns the message for a worker that wrote none."""
     last = "it had not built its pipeline" if place is None else f"it was last in {place}"
     if exitcode >= 0:
         return f"pipedream: rank {rank} ended with exit status {exitcode} and left no message; {last}"

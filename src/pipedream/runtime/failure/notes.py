@@ -1,6 +1,6 @@
 """Files in which a worker writes for its launcher why it failed, and what it was doing in case it is killed.
 
-They are in the folder of the error file that torch's elastic agent gives each worker (TORCHELASTIC_ERROR_FILE).
+They are in the folder of the agent's error file (TORCHELASTIC_ERROR_FILE).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _PLACE = "place.txt"
 
 
 def is_launched_here() -> bool:
-    """Returns whether our own launcher started this worker and still runs, to print its message."""
+    """Returns whether our own launcher started this worker and still runs."""
     own = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID_PREFIX)
     return own and "TORCHELASTIC_ERROR_FILE" in os.environ and is_running(os.getppid())
 
 
 def write_error(message: str, *, verdict: bool = False) -> bool:
-    """Writes a failing worker's message for its elastic agent; returns whether there is an agent.
+    """Writes a message for the elastic agent; returns whether there is one.
 
     Args:
-        verdict: the message is about another rank, or one that could not report itself; it counts for the run.
+        verdict: about another rank, or one that could not report itself; it counts for the run.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -64,18 +64,18 @@ def write_place(where: str) -> None:
 
 
 def read_error(error_file: str) -> str | None:
-    """Returns the message that a worker wrote."""
+    """Returns a worker's message."""
     return next((message for message, _ in _errors(Path(error_file))), None)
 
 
 def read_verdict(folder: Path) -> str | None:
-    """Returns the verdict that a worker of a run wrote."""
+    """Returns the verdict on a run."""
     files = sorted(folder.rglob("error.json"))
     return next((message for file in files for message, verdict in _errors(file) if verdict), None)
 
 
 def read_place(folder: Path, rank: int) -> str | None:
-    """Returns what a worker of a local run was last doing; None if it had not built its pipeline."""
+    """Returns what a worker was last doing; None if it had not built its pipeline."""
     with suppress(OSError):
         for file in folder.rglob(_PLACE):
             if file.parent.name == str(rank):

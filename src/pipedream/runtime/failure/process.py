@@ -1,4 +1,4 @@
-"""Identity of a rank's process, so that an unresponsive one can be killed, and no other process in its place."""
+"""Identity of a rank's process, so that an unresponsive one is killed, and no other in its place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RankProcess:
 
     Attributes:
         host: boot id of the machine and namespace of its process ids.
-        started: start time in kernel ticks; unlike an id it is not used again.
+        started: in kernel ticks; unlike an id it is not used again.
     """
 
     host: str
@@ -34,7 +34,7 @@ class RankProcess:
         return bool(self.host) and self.host == _this_host()
 
     def kill(self) -> bool:
-        """Returns whether it was still the same process on this machine."""
+        """Returns whether it still ran on this machine."""
         if not self.is_local or not self.started:
             return False
         with suppress(OSError):
@@ -49,7 +49,7 @@ class RankProcess:
 
 
 def is_running(pid: int) -> bool:
-    """Returns whether a process exists and is neither stopped nor dead."""
+    """Returns whether a process is neither stopped nor dead."""
     fields = _stat(pid)
     return bool(fields) and fields[0] not in "TtZX"
 

@@ -1,7 +1,7 @@
 """The guard's decision: from the ranks' statuses to a verdict. It uses no clock, store or process itself.
 
-Time is counted in checks, each for at most a second. So a detector that did not run for a while (its process was
-stopped, its machine slept) blames nobody for what it did not see.
+Time is counted in checks, each for at most a second, so that a detector that was itself stopped blames nobody for what
+it did not see.
 """
 
 from __future__ import annotations
@@ -28,13 +28,7 @@ _TIMES_LONGEST = 20.0
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank sends with each heartbeat.
-
-    Attributes:
-        count: of its heartbeats so far; it must keep growing.
-        where: what the rank was doing.
-        ended: in order; it sends nothing more.
-    """
+    """What a rank sends with each heartbeat; `count` must keep growing until it has `ended` in order."""
 
     count: int
     where: str
@@ -49,8 +43,8 @@ class Verdict:
     Attributes:
         where: what it did last.
         cause, advice: as in WorkerError.
-        unresponsive: it sends nothing; if its process still exists, it may be killed.
-        store_lost: the store does not answer, so the others cannot be informed.
+        unresponsive: if its process still exists, it may be killed.
+        store_lost: the others cannot be informed.
     """
 
     rank: int
@@ -66,7 +60,7 @@ class FailureDetector:
 
     Args:
         stuck_after_s: how long a task may always take; 0 sets no limit.
-        store_owner: description of the process that serves the store.
+        store_owner: the process that serves the store.
     """
 
     def __init__(self, rank: int, activity: Activity, *, stuck_after_s: float, store_owner: str) -> None:
@@ -83,7 +77,7 @@ class FailureDetector:
         self._task_s = 0.0
 
     def receive(self, now_s: float, statuses: Mapping[int, RankStatus]) -> None:
-        """Takes the others' newest statuses from an exchange that has just succeeded."""
+        """Takes the others' statuses from an exchange that has just succeeded."""
         since_s = 0.0 if self._exchanged_at_s is None else now_s - self._exchanged_at_s
         self._exchanged_at_s = now_s
         self._unanswered_s = 0.0
@@ -96,7 +90,7 @@ class FailureDetector:
             self._statuses[rank] = status
 
     def check(self, now_s: float) -> Verdict | None:
-        """Returns what is wrong, or None; called several times a second."""
+        """Called several times a second."""
         since_s = 0.0 if self._looked_at_s is None else min(now_s - self._looked_at_s, _MOST_COUNTED_S)
         self._looked_at_s = now_s
         return self._stuck(since_s) or self._silence() or self._store(since_s)
@@ -106,7 +100,6 @@ class FailureDetector:
 
     @property
     def others(self) -> Mapping[int, RankStatus]:
-        """The last known status of each other rank."""
         return self._statuses
 
     def _silence(self) -> Verdict | None:

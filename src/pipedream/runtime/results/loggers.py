@@ -16,7 +16,7 @@ __all__ = ["CSVLogger", "Logger", "TensorBoardLogger", "loggers_of"]
 
 
 class Logger(Protocol):
-    """Protocol of a logger; it is called on rank 0 for every minibatch."""
+    """Protocol of a logger; rank 0 calls it for every minibatch."""
 
     def log(self, done: Done) -> None:
         """Logs one minibatch."""
@@ -72,9 +72,7 @@ class TensorBoardLogger:
 
 
 def loggers_of(names: Sequence[str], folder: Path) -> list[CSVLogger | TensorBoardLogger]:
-    """Returns the loggers named 'csv' and 'tensorboard', writing into a run folder; raises RecipeError for another
-    name.
-    """
+    """Returns the loggers named 'csv' and 'tensorboard' for a run folder; raises RecipeError for another name."""
     found: list[CSVLogger | TensorBoardLogger] = []
     for name in names:
         if name == "csv":

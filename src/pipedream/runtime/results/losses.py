@@ -2,8 +2,7 @@
 
 A minibatch's loss is a mean over something: samples, tokens that count, elements. A pipeline sees it in parts, and the
 mean of the parts' means is not the mean of the whole. So each microbatch has a *weight*, the amount that its mean is
-over; gradients and losses are summed as weight x mean and divided once by the summed weight. The weights of PyTorch's
-own losses are known. Any other loss returns (sum, weight), has a ``weight=fn(batch)``, or is a mean over samples.
+over; gradients and losses are summed as weight x mean and divided once by the summed weight.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _ELEMENT_MODULES = (
 
 
 def is_torch_loss(loss: Any) -> bool:
-    """Returns whether a loss is one of PyTorch's own, which are called with (output, targets)."""
+    """Returns whether a loss is called with (output, targets)."""
     function, _ = _unwrapped(loss)
     if isinstance(function, nn.Module):
         return type(function).__module__ == "torch.nn.modules.loss"
@@ -60,7 +59,6 @@ class Loss:
 
         Args:
             batch: the targets for torch's own losses.
-            samples: in the microbatch.
             share: of the minibatch's samples that are in the microbatch.
 
         Raises:
@@ -81,7 +79,7 @@ class Loss:
         return found, float(samples if weight is None else weight), False
 
     def weight_from_shapes(self, output: Any, batch: Any, samples: int, share: float) -> float:
-        """Returns the weight that follows from shapes alone: proportional to the samples, whatever the targets hold."""
+        """Returns the weight that follows from shapes alone, whatever the targets hold."""
         if self._weight is not None or not is_torch_loss(self._loss):
             return float(samples)
         reduction = self._option("reduction", "mean")

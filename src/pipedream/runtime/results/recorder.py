@@ -26,7 +26,6 @@ class Recorder:
     """Records one worker's spans and tags.
 
     Attributes:
-        phase: of the run; microbatches are counted by its method.
         peaks: phase -> (most versions that a stage held, `peak_bytes`).
     """
 
@@ -41,13 +40,12 @@ class Recorder:
         self.peaks: dict[int, tuple[int, int]] = {}
 
     def switch_to(self, phase: int) -> None:
-        """Switches to another phase, at a drain."""
         if phase != self.phase and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self.phase = phase
 
     def note_peak(self, versions: int) -> None:
-        """Records, at the end of a stream, the most versions that a stage has held in this phase."""
+        """Called at the end of a stream."""
         self.peaks[self.phase] = versions, peak_bytes(self._device)
 
     def mark(self) -> Moment:
@@ -62,11 +60,11 @@ class Recorder:
 
     @property
     def began_s(self) -> float | None:
-        """Start of the first span of all phases, by this machine's clock; None without spans."""
+        """By this machine's clock; None without spans."""
         return self._watch.resolve()(self._spans[0][4]) if self._spans else None
 
     def spans(self, phase: int) -> list[Span]:
-        """Returns the spans of a phase, in seconds of this machine's clock; waits for a GPU."""
+        """In seconds of this machine's clock; waits for a GPU."""
         resolve = self._watch.resolve()
         return [Span(self._rank, k, s, i, resolve(a), resolve(b)) for p, k, s, i, a, b in self._spans if p == phase]
 
@@ -74,7 +72,7 @@ class Recorder:
         return [tag for p, tag in self._tags if p == phase]
 
     def busy_share(self) -> float:
-        """Returns the share of the time since the last call in which the worker computed."""
+        """Returns the share of the time since the last call."""
         since, self._busy_since = self._busy_since, self._watch.mark()
         if since is None:
             return 0.0

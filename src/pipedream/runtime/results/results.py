@@ -1,7 +1,7 @@
 """Losses, metrics and outputs: from the workers of the last stage to all ranks.
 
-Each worker of the last stage sends its sums of a minibatch to every rank, over gloo and off the compute path. A rank
-receives them when its own weights contain the minibatch; they were sent long before, as the gradient came from there.
+They go over gloo and off the compute path. A rank receives a minibatch's sums when its own weights contain the
+minibatch; they were sent long before, as the gradient came from there.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class Done:
         epoch: from 0.
         ends_epoch: it was the epoch's last one.
         loss: mean over `weight`.
-        weight: what the loss is a mean over (samples, tokens, ...).
-        samples: in the minibatch.
+        weight: samples, tokens, ...
         rate: learning rate before the stages' factors.
         metrics: name -> mean.
     """
@@ -106,7 +105,7 @@ class Results:
         sums.add(numbers, message.samples)
 
     def send_sums(self, key: int) -> None:
-        """Sends the complete sums of a minibatch to all ranks."""
+        """Sends a minibatch's complete sums to all ranks."""
         sums = self._open.pop(key, None) or MinibatchSums()
         sums.numbers = sums.numbers or self.zeros
         self._own[key] = sums
@@ -127,7 +126,7 @@ class Results:
         return sorted({k % count for k in range(key * microbatches, (key + 1) * microbatches)})
 
     def collect(self, key: int, replicas: Iterable[int], rate: float) -> Waiting[Done]:
-        """Combines a minibatch's sums, in the order of the replicas that saw some of it."""
+        """Adds in the order of the replicas, so that all ranks get the same."""
         total: MinibatchSums | None = None
         for replica in replicas:
             owner = self._owners[replica]
@@ -159,7 +158,6 @@ class Results:
         )
 
     def send_output(self, index: int, message: Message) -> None:
-        """Sends an output of the model to rank 0."""
         if self._rank == 0:
             self._outputs[index] = message
         else:

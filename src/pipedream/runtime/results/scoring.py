@@ -19,11 +19,7 @@ __all__ = ["Scorer"]
 
 
 class Scorer:
-    """Computes losses and metrics of microbatches at the last stage.
-
-    Args:
-        on_nan: 'error' raises for a loss that is not a number; 'continue' and 'skip' do not.
-    """
+    """Computes losses and metrics at the last stage; `on_nan` 'error' raises, 'continue' and 'skip' do not."""
 
     def __init__(self, loss: Loss, metrics: Mapping[str, Metric], results: Results, on_nan: str) -> None:
         self._loss = loss
@@ -34,7 +30,6 @@ class Scorer:
         self._has_units = False
 
     def switch_to(self, program: Program) -> None:
-        """Switches to another program, at a drain."""
         updates = program.updates
         self._mean_of_rounds = updates.mean_of_rounds
         # All gradients of one update have the same unit, that of the minibatch.
@@ -47,12 +42,7 @@ class Scorer:
 
         The sum over an update's microbatches is divided by their weights only at the update. To keep the gradients
         before that no larger than those of the mean, which low precision can represent, the unit is a power of two near
-        the minibatch's weight; dividing by it is exact.
-
-        Args:
-            key: of the minibatch in this stream.
-            message: of the microbatch.
-            again: this is a recomputation; nothing is recorded.
+        the minibatch's weight; dividing by it is exact. A recomputation (`again`) records nothing.
 
         Raises:
             WorkerError: the loss is not a number and `on_nan` is 'error'.
@@ -85,7 +75,7 @@ class Scorer:
         return 2.0 ** round(log2(max(round(weight / message.share), 1)))
 
     def score_evaluation(self, message: Message, output: Any, targets: Any) -> None:
-        """Records loss and metrics of an evaluation's batch; all sums have the key 0."""
+        """All sums of an evaluation have the key 0."""
         value, weight, is_sum = self._loss(output, targets, message.samples, message.share)
         self._record(0, message, output, targets, float(value), weight, is_sum)
 
