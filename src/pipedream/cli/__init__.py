@@ -1,9 +1,9 @@
 """The `pipedream` command: it reads options and prints; all else happens elsewhere.
 
-Answers are for people; ``--json`` prints one object on standard output and nothing else there. An error is one message
-on standard error: exit status 2 for a wrong call or bad input, 1 for a run that failed, 130 after Ctrl-C.
+``--json`` prints one object on standard output and nothing else there. An error is one message on standard error: exit
+status 2 for a wrong call or bad input, 1 for a run that failed, 130 after Ctrl-C.
 
-Each command has a module of its own name, imported only when the command is used: ``pipedream --help`` loads none.
+Each command has a module of its own name, imported only when it is used: ``pipedream --help`` loads none.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Commands(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """Imports a command and returns it."""
+    """Imports a command."""
     one = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     one.command(name, cls=OptionParser)(getattr(import_module(f"pipedream.cli.{name}"), name))
     return get_command(one)
@@ -92,11 +92,7 @@ def _face(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command and returns its exit status.
-
-    Args:
-        arguments: None takes those of the process.
-    """
+    """Runs the command and returns its exit status; None takes the process's arguments."""
     try:
         status = app(arguments, prog_name="pipedream", standalone_mode=False)
         return int(status or 0)
@@ -131,10 +127,10 @@ def _failed(error: PipelineError) -> int:
 
 
 def script() -> None:
-    """Runs the command and exits with its status: the entry point of ``pipedream``."""
+    """Exits with the command's status: the entry point of ``pipedream``."""
     status = main()
     if status == BAD_CALL and "TORCHELASTIC_ERROR_FILE" in os.environ:
-        # The process groups that this worker joined are still open, and their threads may abort an interpreter that
+        # The threads of process groups that are still open may abort an interpreter that
         # shuts down; the signal would then replace the status. (Other failures leave the peers time to hear of them.)
         atexit._run_exitfuncs()
         sys.stdout.flush()

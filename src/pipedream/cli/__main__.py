@@ -1,4 +1,4 @@
-"""``python -m pipedream.cli``, the same as ``python -m pipedream``."""
+"""The same as ``python -m pipedream``."""
 
 from pipedream.cli import script
 

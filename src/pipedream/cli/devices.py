@@ -28,11 +28,7 @@ Devices = Annotated[
 
 
 def kinds_of(text: str | None, profile: Profile | GraphText) -> tuple[Workers, ...]:
-    """Reads --devices, for a profile of a device that has a datasheet too; () without the option.
-
-    Raises:
-        PlanError: a device, or the profile's device, has no datasheet.
-    """
+    """Reads --devices; raises PlanError if a device, or the profile's own device, has no datasheet."""
     if text is None:
         return ()
     if isinstance(profile, GraphText):
@@ -51,11 +47,7 @@ def kinds_of(text: str | None, profile: Profile | GraphText) -> tuple[Workers, .
 
 
 def with_kinds(cluster: Cluster, kinds: tuple[Workers, ...]) -> Cluster:
-    """Returns the cluster with these workers, whose memory is limited to the cluster's.
-
-    Raises:
-        PlanError: their number is not that of its workers.
-    """
+    """Returns the cluster with these workers; raises PlanError for another number of them."""
     if not kinds:
         return cluster
     found = sum(kind.count for kind in kinds)

@@ -197,20 +197,12 @@ def print_json(value: Any) -> None:
 
 
 def check_flags(**options: Any) -> None:
-    """Checks that no given option rules out another; see `workflows.exclusions`.
-
-    Raises:
-        PlanError: one does.
-    """
+    """Checks that no given option rules out another; see `workflows.exclusions`."""
     check_options(options, as_flag)
 
 
 def read_profile(path: Path) -> Profile | GraphText:
-    """Reads a profile or a graph.txt; the first character decides which.
-
-    Raises:
-        ArtifactError: it is neither.
-    """
+    """Reads a profile or a graph.txt; the first character decides which."""
     try:
         begins = path.read_text(encoding="utf-8").lstrip()[:1]
     except (OSError, UnicodeDecodeError):
@@ -219,17 +211,13 @@ def read_profile(path: Path) -> Profile | GraphText:
 
 
 def profile_of(path: Path) -> Profile:
-    """Reads a profile; a graph.txt becomes one that is named after its file.
-
-    Raises:
-        ArtifactError: it is neither.
-    """
+    """Reads a profile; a graph.txt becomes one that is named after its file."""
     found = read_profile(path)
     return found.profile(path.stem) if isinstance(found, GraphText) else found
 
 
 def depth_of(text: str) -> str | tuple[int, ...]:
-    """Reads --in-flight. Raises PlanError."""
+    """Reads --in-flight."""
     if text in ("noam", "full", "auto"):
         return text
     try:
@@ -239,7 +227,7 @@ def depth_of(text: str) -> str | tuple[int, ...]:
 
 
 def shape_of(*, straight: bool, data_parallel: bool, config: str | None) -> str | None:
-    """Reads --straight, --data-parallel and --config; None without any. Raises PlanError for more than one."""
+    """Reads --straight, --data-parallel and --config, of which one may be given."""
     check_flags(straight=straight, data_parallel=data_parallel, config=config)
     return "straight" if straight else "data-parallel" if data_parallel else config
 
@@ -247,7 +235,7 @@ def shape_of(*, straight: bool, data_parallel: bool, config: str | None) -> str 
 def cluster_of(
     path: Path | None, workers: list[str], bandwidths: list[str], latency_s: float, memory: str | None
 ) -> Cluster:
-    """Reads --cluster; or --workers and --bandwidth, one value a level, --latency and --memory. Raises PlanError."""
+    """Reads --cluster; or --workers and --bandwidth, one value a level, --latency and --memory."""
     check_flags(cluster=path, workers=workers, bandwidth=bandwidths, latency=latency_s, memory=memory)
     if path is not None:
         return _named_cluster(path)

@@ -17,8 +17,7 @@ _RATE = r"[0-9.]+([eE][-+]?\d+)?([kKmMgGtT]?(bit|[bB])(/s|ps)?)?"
 class OptionParser(TyperCommand):
     """A command whose lists may be written ``--workers 4 4``, ``--workers 4,4``, or with the option repeated.
 
-    The words after such an option belong to it as long as they read like values of it; so a file whose name is a
-    number must come before it. In the help, options are grouped by their panels.
+    Words after such an option belong to it if they read like values; a file named by a number must come before it.
     """
 
     _LISTS: ClassVar = {
@@ -52,7 +51,7 @@ class OptionParser(TyperCommand):
         return list(super().parse_args(ctx, given))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes the arguments, the options without a panel, and each group of options under the title of its panel."""
+        """Groups options under the titles of their panels."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for param in self.get_params(ctx):
             if record := param.get_help_record(ctx):

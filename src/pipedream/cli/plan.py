@@ -172,12 +172,10 @@ class _Answer:
     """A plan, with what it is compared with.
 
     Attributes:
-        plan: the plan.
         slowest_stage_s: predicted seconds per minibatch, of a full pipeline.
-        alone_s: seconds per minibatch of one worker alone.
+        alone_s: seconds per minibatch of one worker.
         parallel_s: seconds per minibatch of data parallelism.
-        planning_s: seconds that the planner took.
-        simulated_s: seconds per minibatch by simulation; None where it takes long, or by the classic cost model.
+        simulated_s: per minibatch; None where it takes long, or by the classic cost model.
         comparison: of the methods, for the schedule 'auto'.
     """
 
@@ -237,12 +235,7 @@ class _Answer:
 def _answer(
     given: Profile | GraphText, cluster: Cluster, options: dict[str, Any], *, name: str, batch: int | None
 ) -> _Answer:
-    """Plans, and computes what the plan is compared with.
-
-    Args:
-        name: of the model, for a graph.txt, which has none.
-        batch: minibatch size, for a graph.txt, which has none.
-    """
+    """Plans, and computes what the plan is compared with; `name` and `batch` are for a graph.txt, which has none."""
     began = time.perf_counter()
     if options["cost_model"] == "classic":
         answer = planning.classic(

@@ -1,4 +1,4 @@
-"""What the commands print of a run: its timeline, and its length."""
+"""What the commands print of a run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["print_grid", "print_length"]
 
 
 def print_grid(timeline: Timeline) -> None:
-    """Draws a timeline, cut to the width of a terminal; in full where the output goes elsewhere."""
+    """Draws a timeline, cut to the width of a terminal."""
     width = Console().width if sys.stdout.isatty() else None
     console = Console(highlight=False, width=10_000 if width is None else None)
     console.print(grid_rich(timeline, width=width), soft_wrap=True)
 
 
 def print_length(run: Run, microbatches: int | None, minibatches: int | None) -> None:
-    """Prints the length of a run, unless it is just what was asked for."""
+    """Prints the length of a run, unless it was asked for."""
     if run.microbatches != (microbatches or 1) * (minibatches or 1):
         print(run)

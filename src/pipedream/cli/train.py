@@ -249,14 +249,14 @@ def train(
 
 
 def _own_folder(recipe: str) -> tuple[str, str]:
-    """Returns --out with a new run folder, so that every attempt after a failure works in the same one."""
+    """Returns --out with a new run folder, for all attempts."""
     return "--out", f"runs/{Path(recipe).stem}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _planned_workers(
     plan: Plan | None, config: str | None, resume: Path | None, schedule: str | None = None
 ) -> int | None:
-    """Returns the number of workers that the options imply; None if they imply none."""
+    """Returns the number of workers that the options imply."""
     if plan is not None:
         return plan.workers
     if config is not None:

@@ -1,4 +1,4 @@
-"""Starting a command's local worker processes, and whether this process is one."""
+"""A command's local worker processes."""
 
 from __future__ import annotations
 
@@ -13,24 +13,19 @@ __all__ = ["is_rank_0", "is_worker", "start_workers"]
 
 
 def is_worker() -> bool:
-    """Whether this process was started as a worker, by torchrun or by `start_workers`."""
+    """Whether torchrun or `start_workers` started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ or "WORLD_SIZE" in os.environ
 
 
 def is_rank_0() -> bool:
-    """Whether this process prints and writes; a process alone does."""
+    """Whether this process prints and writes."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def start_workers(
     count: int, *, more: Sequence[str] = (), max_restarts: int = 0, fewest: int | None = None
 ) -> NoReturn:
-    """Runs this command line in `count` local processes, and exits with their status.
-
-    Args:
-        more: arguments to add.
-        max_restarts, fewest: see `runtime.failure.launch.launch`.
-    """
+    """Runs this command line, with `more` arguments, in `count` local processes, and exits with their status."""
     from pipedream.runtime.failure.launch import launch  # loads torch
 
     arguments = ["-m", "pipedream", *sys.argv[1:], *more]

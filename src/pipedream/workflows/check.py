@@ -1,4 +1,4 @@
-"""Checks of a plan that a person edited: layers, depth, memory, method, program; and its predicted speed."""
+"""Checks of a plan that a person edited, and its predicted speed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class Check:
     Attributes:
         plan: with the seconds of the profile, if there is one, and the bytes of its method.
         differences: between the plan and the profile.
-        proof: of its program.
         score: simulated seconds per minibatch, and idle time.
     """
 
@@ -50,7 +49,7 @@ class Check:
 
     @property
     def samples_per_s(self) -> float:
-        """Predicted throughput."""
+        """Predicted."""
         return self.plan.batch / self.score.period_s
 
     def __str__(self) -> str:
@@ -73,12 +72,12 @@ def check_plan(
     """Checks a plan. (Gaps between its stages and an illegal depth are refused when it is read.)
 
     Args:
-        profile: of the model. None trusts the plan's seconds and bytes, and leaves out the bytes of the model's input.
+        profile: None trusts the plan's seconds and bytes, and leaves out the bytes of the model's input.
         schedule, microbatches: the method to train with; by default the plan's own.
 
     Raises:
-        PlanError: the plan does not cover the model's layers, cuts the model where it cannot be cut, does not fit the
-            memory, or has too few figures to be checked without a profile.
+        PlanError: the plan does not cover the model's layers, cuts it where it cannot be cut, does not fit the memory,
+            or has too few figures to be checked without a profile.
         ScheduleError: the method does not work with the plan, or the program is not correct.
     """
     name, parts = asked_of(plan, schedule, microbatches)
@@ -92,10 +91,6 @@ def check_plan(
 
 def check_memory(plan: Plan, built: Schedule, profile: Profile | None) -> tuple[Plan, tuple[str, ...]]:
     """Checks that a plan fits the memory of its workers under a method that it may not have been made for.
-
-    Args:
-        plan, profile: see `check_plan`.
-        built: the method, for this plan.
 
     Returns the plan for that method, and the differences between plan and profile.
 
@@ -129,7 +124,7 @@ def _check_figures(plan: Plan) -> None:
 
 
 def _renewed(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple[str, ...]]:
-    """Returns the plan with the seconds and bytes of a profile, and the differences; see `planner.check_cuts`."""
+    """Returns the plan with the figures of a profile, and the differences; see `planner.check_cuts`."""
     layers = profile.graph.layers
     plan.check_layers(len(layers))
     strange = {name for stage in plan.stages for name in stage.names} - {layer.name for layer in layers}
@@ -159,8 +154,8 @@ def _renewed(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple
 def _downsets(plan: Plan, profile: Profile, *, part_ties: bool) -> list[int]:
     """Returns the layers up to the end of each stage, a bit for each layer.
 
-    They are the layers that the stages name, if they can run in that order and their number is right; otherwise those of
-    the graph's own order.
+    They are the layers that the stages name, if they can run in that order and their number is right; otherwise those
+    of the graph's own order.
     """
     graph = profile.graph
     numbers = {layer.name: i for i, layer in enumerate(graph.layers)}

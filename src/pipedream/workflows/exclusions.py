@@ -1,4 +1,4 @@
-"""Options that exclude each other: one table for `pipedream.plan`, `pipedream.profile` and the command, one wording."""
+"""Options that exclude each other: one table for Python and the command, one wording."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ def check_options(
     """Checks that no given option rules out another.
 
     Args:
-        options: name -> value. Rows of the table that name an option missing here do not apply.
-        spell: how to write an option with its value in the message; `as_keyword` by default.
-        error: what to raise.
+        options: name -> value; a row of the table whose option is missing here does not apply.
+        spell: writes an option with its value in the message.
 
     Raises:
         PlanError, or `error`: names the two sides, the reason and what to do.

@@ -40,20 +40,18 @@ def plan(
 
     Args:
         profile: of the model; or a graph.txt of the original PipeDream.
-        cluster: workers, links, memory.
         schedule: the method, whose weight versions count against the memory; 'auto' takes the fastest by simulation,
-            with its microbatches and depth, see `choose`; a CSV file in PyTorch's notation determines the stages too.
+            see `choose`; a CSV file in PyTorch's notation determines the stages too.
         microbatches: m, the microbatches of a minibatch.
         in_flight: depth: 'noam', 'full', 'auto' (the deepest that fits), or a count for each stage.
         shape: 'any' takes the fastest of one worker, data parallelism and pipelines; 'pipeline' at least two stages,
             replicated or not; 'straight' one stage for each worker; 'data-parallel' one stage on all workers; replica
             counts, '2-1' or (2, 1), that many replicas of each stage.
-        cuts: the layers, by index or name, at which a new stage begins. Each stage has one worker unless `shape` gives
-            replica counts.
+        cuts: the layers, by index or name, at which a new stage begins, on one worker unless `shape` gives counts.
         update_delay: 1 lets replicated stages run their next forward before they update.
         all_workers: 'any' and 'pipeline' must use every worker.
-        recompute: which stages keep only their input between forward and backward and repeat the forward: 'never' any,
-            'auto' those that do not fit the memory otherwise, 'always' all.
+        recompute: stages that keep only their input and repeat the forward: 'never', 'always', or 'auto' those that do
+            not fit the memory otherwise.
         cost_model: 'pipedream', or 'classic' for the original planner's answer, see `classic`.
         allow_asynchronous: 'auto' may choose a method whose gradients are late.
         strategy: 'search', or '2bw' for the planner of PipeDream-2BW: equal replica counts, and the microbatches, by
@@ -123,7 +121,6 @@ def _search(
     recompute: str,
     all_workers: bool,
 ) -> Plan:
-    """Returns the fastest plan for a method, or the plan with these cuts."""
     counts = None if isinstance(shape, str) and shape in planner.SHAPES else planner.parse_counts(shape)
     method = schedules.properties_of(schedule)
     if method.recomputes:
@@ -166,9 +163,9 @@ def choose(
 
     Args:
         profile, cluster, all_workers, recompute: see `plan`.
-        microbatches, in_flight, shape, update_delay: kept where given, otherwise searched; see `planner.choose`.
-        allow_asynchronous: also the methods whose gradients are late, which learn differently from a single process.
-        names: of the methods to compare; () compares all that are allowed.
+        microbatches, in_flight, shape, update_delay: kept where given, otherwise searched.
+        allow_asynchronous: also methods whose gradients are late, which learn differently from a single process.
+        names: methods to compare; () compares all that are allowed.
 
     Raises:
         PlanError: no method works, or a name is not known.
@@ -202,7 +199,7 @@ def classic(
         profile: of the model, or a graph.txt of the original.
         cluster: workers and bandwidths, level by level, without a limit on memory.
         straight: consider only pipelines with one worker for each stage.
-        schedule, in_flight: for the predicted bytes of the plan; they do not affect the cut.
+        schedule, in_flight: for the predicted bytes; they do not affect the cut.
 
     Raises:
         PlanError: see `pipedream.planner.classic`.

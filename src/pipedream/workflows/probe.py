@@ -29,8 +29,7 @@ _MOST_OTHERS = 3
 def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
     """Measures links, all-reduces, speed and memory of all workers; every rank calls it and gets the same answer.
 
-    Measures messages one way and both ways at once, from one rank to several, and all-reduces over growing groups, within
-    a machine and between machines. Nothing else should use the cluster meanwhile.
+    Nothing else should use the cluster meanwhile.
 
     Args:
         device: 'cpu' (gloo) or 'cuda' (NCCL).
@@ -83,11 +82,7 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
 
 
 def steps_of(machines: Sequence[Sequence[int]]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """Returns the measurements to make, and those to make if there is time.
-
-    Args:
-        machines: the ranks of each machine.
-    """
+    """Returns the measurements to make, and those to make if there is time, for the ranks of each machine."""
     leaders = tuple(ranks[0] for ranks in machines)
     everyone = tuple(rank for ranks in machines for rank in ranks)
     wide = sorted((tuple(ranks) for ranks in machines if len(ranks) > 1), key=len, reverse=True)

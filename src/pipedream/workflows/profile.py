@@ -1,7 +1,6 @@
 """Profiling: the layers of a model, and the seconds and bytes of each, measured or predicted.
 
-On several processes rank 0 profiles and all ranks get its answer: ranks that measured at the same time would disturb
-each other, and would disagree.
+On several processes rank 0 alone profiles: ranks that measured at the same time would disturb each other, and disagree.
 """
 
 from __future__ import annotations
@@ -38,16 +37,15 @@ def profile(
 ) -> Profile:
     """Measures seconds and bytes of each layer of a model on a sample minibatch.
 
-    On the device 'meta' nothing is computed or allocated, so the model may be larger than the machine and may itself be
-    on the meta device: bytes are those of stand-ins without data, seconds follow from flops and bytes by the roofline of
-    `as_device`. The notes of the profile list the assumptions.
+    On the device 'meta' nothing is computed or allocated, so the model may be larger than the machine: seconds follow
+    from flops and bytes by the roofline of `as_device`. The notes of the profile list the assumptions.
 
     Args:
         model: a chain of modules, see `pipedream.capture`.
         sample: the model's input for one minibatch; a tuple for several inputs.
         loss: from the model's output to a scalar; its time is charged to the last stage.
         optimizer: factory from named parameters to an optimizer, whose update time and state are measured.
-        device: where to measure: 'cpu', 'cuda' or 'cuda:N'; 'meta' predicts without measuring.
+        device: 'cpu', 'cuda' or 'cuda:N'; 'meta' predicts without measuring.
         as_device: with 'meta', the device to predict for: a Device, its name in `pipedream.core.hardware.devices`
             ('A100-80GB'), or 'here' for this machine (the default).
         dtype: with 'meta', the dtype of all floating-point tensors; None leaves each its own.

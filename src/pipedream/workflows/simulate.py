@@ -33,21 +33,19 @@ def simulate(
     """Predicts what runs when, from an empty pipeline to an empty one.
 
     Args:
-        plan: stages with predicted seconds and bytes.
-        schedule: a method's name, a CSV file in PyTorch's notation, or a schedule; by default the plan's own method,
-            or PipeDream.
+        schedule: a method's name, a CSV file in PyTorch's notation, or a schedule; by default the plan's, or PipeDream.
         microbatches: m, the microbatches of a minibatch; by default the plan's.
         minibatches: the length of the run; see `schedules.run_of` for the default.
         weight_s: seconds of the weight gradient, where the backward is split.
-        jitter: coefficient of variation of an op's seconds, which are then drawn from a lognormal distribution with
-            the same mean; one for all ops, or one for each kind, as in {"F": 0.1, "B": 0.2}.
+        jitter: coefficient of variation of an op's seconds, which then have a lognormal distribution with the same
+            mean; one for all ops, or one for each kind, as in {"F": 0.1, "B": 0.2}.
         slow: rank -> factor on the seconds of its ops.
-        seed: of the jitter; the same seed gives the same run.
-        overlap: whether the all-reduces over the replicas of a stage start during the backward, bucket by bucket, as
-            the runtime does it; otherwise they are charged in full right before their update.
+        seed: of the jitter.
+        overlap: the all-reduces of a stage start during the backward, bucket by bucket, as in the runtime; otherwise
+            they are charged in full before their update.
 
     Raises:
-        ScheduleError: the method does not work with this plan, or with so many microbatches.
+        ScheduleError: the method does not work with this plan, or with this number of microbatches.
         PlanError: a negative jitter, a factor that is not positive, or a slow rank that does not exist.
     """
     name, split = (schedule, None) if isinstance(schedule, Schedule) else asked_of(plan, schedule)

@@ -1,8 +1,7 @@
 """Sweeps over numbers of workers, bandwidths and methods, and where pipelines overtake data parallelism.
 
 Each point is planned and then simulated to its steady state (`methods.score`). Data parallelism is PipeDream's
-one-stage plan: each worker takes its own minibatch, and all-reduces start during the backward, as in PyTorch's
-DistributedDataParallel.
+one-stage plan, whose all-reduces start during the backward, as in PyTorch's DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def sweep(
         schedules: names of methods, or 'auto'.
         microbatches: m, for the methods that split minibatches.
         in_flight, shape, allow_asynchronous: see `workflows.plan.plan`.
-        crossovers: whether to search for the crossovers, which takes about twenty plans each.
+        crossovers: search for the crossovers, which takes about twenty plans each.
 
     Raises:
         PlanError: no values, a worker count below one, or a cluster of several levels.
@@ -104,7 +103,7 @@ def sweep(
 
 
 def _crossover(workers: int, schedule: str, lead: Callable[[float], float]) -> Crossover:
-    """Finds the crossover by bisection on the logarithm of the bandwidth, in the interval where the lead changes."""
+    """Bisects the logarithm of the bandwidth, in the interval where the lead changes."""
     low, high = _SLOWEST, _FASTEST
     below, above = lead(low) > 0, lead(high) > 0
     if below == above:

@@ -116,9 +116,7 @@ class Message:
 
 
 def encode_header(message: Message, payload_bytes: int) -> torch.Tensor:
-    """Writes int64[HEADER_WORDS] on the CPU; raises ValueError for more tensors, dimensions or numbers than it can
-    hold.
-    """
+    """Writes int64[HEADER_WORDS] on the CPU; raises ValueError for more tensors or numbers than it can hold."""
     if len(message.numbers) > _MOST_NUMBERS:
         raise ValueError(f"a message carries at most {_MOST_NUMBERS} numbers, found {len(message.numbers)}")
     room = HEADER_WORDS - _FIXED - len(message.numbers)

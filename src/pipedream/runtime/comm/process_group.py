@@ -56,7 +56,7 @@ def join_group(device: str | torch.device) -> tuple[int, int]:
 
 
 def world_group() -> dist.ProcessGroup | None:
-    """Returns the gloo group of all ranks; None in a single process."""
+    """Returns the group of all ranks, for small CPU tensors; None in a single process."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 

@@ -22,9 +22,11 @@ class Feed:
         self.begin()
 
     def begin(self, cycle: int = 1, until: int | None = None) -> None:
-        """Gets ready for a stream, which drains only after a multiple of `cycle` minibatches, so that no stage's round
-        is broken:
-        when `until`, rounded up, is reached (None: all data).
+        """Gets ready for a stream.
+
+        Args:
+            cycle: a drain comes after a multiple of this number of minibatches, so that no stage's round is broken.
+            until: minibatches before a drain, rounded up to a multiple of the cycle; None: all data.
         """
         self._cycle = cycle
         self._until = None if until is None else -(-until // cycle) * cycle

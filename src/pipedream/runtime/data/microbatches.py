@@ -34,8 +34,11 @@ class Microbatches(ABC):
 
     @abstractmethod
     def begin(self, per_minibatch: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> None:
-        """Begins a stream, after `base` minibatches, of which one is `per_minibatch` microbatches; see `Feed.begin`,
-        but `until` counts from the start of training.
+        """Begins a stream.
+
+        Args:
+            base: minibatches done before.
+            until: as for `Feed.begin`, but counted from the start of training.
         """
 
     @abstractmethod

@@ -56,7 +56,7 @@ class EpochRange:
 
 
 class MinibatchReader(ABC):
-    """Abstract: an iterator over the minibatches of one worker; at the end, `count` is the minibatches of all replicas."""
+    """Abstract: an iterator over one worker's minibatches; at the end, `count` is the number of all replicas'."""
 
     count: int | None = None
     _last = -1

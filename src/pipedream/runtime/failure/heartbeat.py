@@ -56,7 +56,7 @@ class Heartbeat:
         self._thread.start()
 
     def report_failure(self, verdict: Verdict, wait_s: float = 1.0) -> tuple[int, Verdict] | None:
-        """Returns the failure that was reported first, which may be another rank's; None if the store does not answer."""
+        """Returns the failure that was reported first, perhaps another rank's; None if the store does not answer."""
         self._own_failure = verdict
         end_s = time.monotonic() + wait_s
         while self.report is None and time.monotonic() < end_s:
