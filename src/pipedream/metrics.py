@@ -147,9 +147,8 @@ def between_updates(timeline: Timeline, first: int, last: int, *, per_update: in
 def steady_window(timeline: Timeline, *, skip: int = 0) -> tuple[float, float]:
     """Returns start and end of a run's steady part, in seconds.
 
-    It begins when each worker of the input stage has finished its first backward (the pipeline is full), and ends when
-    the
-    first of them has finished its last forward (it begins to drain).
+    From when each worker of the input stage has finished its first backward (the pipeline is full), to when the first
+    of them has finished its last forward (it begins to drain).
 
     Args:
         skip: further backwards of the input stage to leave out, if replicas or messages take longer to become regular.

@@ -107,7 +107,7 @@ class Connections:
     Attributes:
         everyone: gloo group of all ranks: headers, results, sums of small numbers.
         stages: each stage's replicas; None for one.
-        holders: the ranks of each tied weight; None if this rank is not among them.
+        holders: for each tied weight; None if this rank has none.
         pairs: channel number -> group of its payloads.
     """
 

@@ -192,8 +192,8 @@ class Session:
         Args:
             adapt: batch -> (inputs, targets).
             first_epoch, epochs: reads first_epoch <= epoch < epochs.
-            skip: minibatches of the first epoch that are done.
-            state: from `data_state` for this position, under any plan; None keeps the order of the data as it is.
+            skip: finished minibatches of the first epoch.
+            state: from `data_state` for this position; None keeps the data's order.
         """
         try:
             self._microbatches = self._data.open_training(loader, adapt, EpochRange(first_epoch, epochs, skip), state)

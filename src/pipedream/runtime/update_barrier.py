@@ -1,10 +1,9 @@
 """Decisions before an update: whether its gradients are finite, and how much they are clipped.
 
-A stage decides by its own gradients or by those of all stages, whose norm is the whole model's as
-`torch.nn.utils.clip_grad_norm_` computes it. A rank contributes one number for all its stages, and one sum for those
-that hold tied weights. Its first update of a round therefore waits for the gradients of all its stages, and the
-schedule places their updates together (`Schedule.coupled`). Without a flush, the norm of an earlier update clips
-(`core.schedule.coupling`).
+A stage decides by its own gradients or by those of all stages, whose norm is the whole model's
+(`torch.nn.utils.clip_grad_norm_`). A rank contributes one number for all its stages, and one sum for those that hold
+tied weights, so its first update of a round waits for all of them, and the schedule places their updates together
+(`Schedule.coupled`). Without a flush, the norm of an earlier update clips (`core.schedule.coupling`).
 """
 
 from __future__ import annotations

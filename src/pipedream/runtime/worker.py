@@ -1,8 +1,8 @@
 """The worker: the loop of one rank, which executes a program instruction by instruction.
 
 A worker is a generator: it yields a `Pending` where it would wait, and a `Done` for each minibatch whose gradients are
-in its weights. The clock decides how to wait: in one process with all others, or in its own. The worker decides
-nothing: order, messages and versions are in the verified program.
+in its weights. The clock decides how to wait. The worker decides nothing: order, messages and versions are in the
+verified program.
 """
 
 from __future__ import annotations
@@ -45,14 +45,12 @@ class Worker:
     Args:
         program: of the first phase, verified.
         evaluation: forwards alone.
-        remote_forwards: stage -> its forwards here, on weights of another rank.
+        remote_forwards: stage -> forwards on weights of another rank.
         weight_packets: stage -> format of its weights for such ranks.
-        senders, receivers: this rank's ends, by channel number.
 
     Attributes:
         clock: updates of the input stage with this program.
         trained: phase -> (begin, end) in minibatches.
-        stop_requested: whether an interrupt came.
     """
 
     def __init__(

@@ -95,7 +95,7 @@ class PlannedJob:
     Attributes:
         profile: None if the plan was given or saved without one.
         phases: one if the method does not change.
-        compensation: for phases that do not flush and name none; None leaves it to the methods.
+        compensation: for phases that do not flush and name none; or None.
     """
 
     job: Job

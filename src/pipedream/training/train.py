@@ -84,7 +84,6 @@ class Outcome:
     """What a run has left, before its pipeline was closed.
 
     Attributes:
-        phases: with their compensation.
         trained: phase -> (begin, end) in minibatches.
         timelines: measured, by phase.
         drains: minibatch numbers.

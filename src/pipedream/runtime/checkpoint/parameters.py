@@ -139,7 +139,7 @@ def collect(
 
     Args:
         own: this rank's tensors.
-        shapes: name -> any tensor, also meta, of the same shape and dtype.
+        shapes: name -> tensor (perhaps meta) of the same shape and dtype.
         names: of each stage.
         group: None if one process has everything.
     """

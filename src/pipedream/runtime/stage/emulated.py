@@ -1,7 +1,7 @@
 """Emulated stages: layers that wait for the planned time instead of computing.
 
-Messages, weights and gradients have the planned sizes, so that a plan with more workers than cores can be timed. All
-tensors are zeros; the system allocates their memory only when it is first written.
+Tensors have the planned sizes and are zeros, whose memory the system allocates only when it is written, so that a plan
+with more workers than cores can be timed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ def emulated_model(stages: Sequence[Stage], microbatches: int, *, splits_backwar
     """Returns a model with one layer per stage, named ``stage0``, ``stage1``, ...
 
     Args:
-        stages: with the seconds and bytes of one minibatch.
         microbatches: parts of a minibatch; each is one row of the tensors.
         splits_backward: weight gradients take half of a backward's time, as in `simulator.costs`.
     """
@@ -62,14 +61,14 @@ def emulated_optimizer(stages: Sequence[Stage]) -> Callable[[list[tuple[str, nn.
 
 
 class EmulatedStage(nn.Module):
-    """One stage: waits, and returns tensors of the planned sizes.
+    """Waits, and returns tensors of the planned sizes.
 
     The weights of a replicated stage are in pieces whose gradients come one by one during the backward, as the planner
     assumes (`core.plan.cost.visible_sum_s`).
 
     Args:
-        sends: its output is a message; otherwise it is the loss.
-        splits_backward: the weight gradients are computed off the path to the stage's input, in half of the time.
+        sends: its output is a message, not the loss.
+        splits_backward: see `emulated_model`; the weight gradients are off the path to the stage's input.
     """
 
     def __init__(self, stage: Stage, microbatches: int, *, sends: bool, splits_backward: bool = False) -> None:

@@ -3,8 +3,7 @@
 After Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), and GPipe (2019, section 2.3), which recomputes
 whole stages. The second forward gives the first one's numbers to the bit:
 
-- weights: the same version, kept until the backward (under the backward rule 'recompute' newer ones, and the numbers
-  of a forward with these);
+- weights: the same version (newer ones under the backward rule 'recompute');
 - dropout: each layer's generator is seeded by microbatch and layer, and the loss draws from the earlier state;
 - buffers: read in their earlier state; what is written is dropped, so that statistics change once;
 - input: the one that arrived; the first forward used a copy, because a layer may write into it.

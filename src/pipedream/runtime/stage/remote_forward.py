@@ -1,12 +1,11 @@
 """Remote forwards: forwards of a stage on another rank than that of its weights, which are fetched in one message.
 
 The message holds all that the layers read: one version of the weights, untrained weights, and buffers. They are in the
-modules' slots only while a forward runs, so that in one process remote forwards and the stage itself share the user's
-modules.
+modules only while a forward runs: in one process the stage itself uses the same modules.
 
 A remote forward keeps nothing. Its input is sent to the stage's own rank, where the backward repeats the forward with
-the same numbers (`recompute`). It changes copies of the buffers that are dropped: the second forward is the one that
-changes them. Both process the microbatches in order, from the state after the last update.
+the same numbers (`recompute`); this second forward is the one that changes the buffers. Both process the microbatches
+in order, from the state after the last update.
 """
 
 from __future__ import annotations
@@ -27,12 +26,7 @@ __all__ = ["RemoteForward", "WeightPacket"]
 
 
 class WeightPacket:
-    """The format in which a stage's tensors are sent, as uint8[n].
-
-    Args:
-        module: its tensors may be on the meta device.
-        low_precision: name -> dtype, for weights that autocast would cast.
-    """
+    """The format in which a stage's tensors are sent, as uint8[n]; the module may be on the meta device."""
 
     def __init__(self, module: StageModule, low_precision: Mapping[str, torch.dtype]) -> None:
         self._names = tuple(module.handles)

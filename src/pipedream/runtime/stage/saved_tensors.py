@@ -1,14 +1,14 @@
 """Hooks for the weights that autograd saves: checked once and redirected, for the backward rule 'graph'.
 
-An old graph sees new weights if autograd has saved the weights' own storage, which the optimizer writes. If it has
-saved something computed from a weight alone (a cast under autocast, weight_norm, a mask, cuDNN's flattened weights), it
-would silently use the old one, and the backward would be a mixture. So the first forward is watched, operation by
-operation: values computed from weights and constants alone, unless they are views of a weight, must not be saved.
+An old graph sees new weights if autograd has saved the weights' own storage. If it has saved something computed from a
+weight alone (a cast under autocast, weight_norm, a mask, cuDNN's flattened weights), the backward would silently be a
+mixture. So the first forward is watched, operation by operation: values computed from weights and constants alone,
+unless they are views of a weight, must not be saved.
 
-With several versions, the storage that a graph has read is not its backward's. Then autograd keeps only a reference to
-a slice of a weight (parameter and position), which the backward looks up in the set it is redirected to; no old version
-is kept for a graph. What a Python function keeps on its context, other than by `save_for_backward`, cannot be
-redirected: it must not be a weight, or computed from weights alone.
+With several versions, the backward's storage is another one. Then autograd keeps only a reference to a slice of a
+weight (parameter and position), which the backward looks up in the set it is redirected to. What a Python function
+keeps on its context, other than by `save_for_backward`, cannot be redirected: it must not be computed from weights
+alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SavedTensorHooks:
     """Hooks for the tensors that the forwards of one stage save. Only the first forward is checked.
 
     Attributes:
-        redirects: graphs keep references to slices of weights, for backwards with another version.
+        redirects: graphs keep references, for backwards with another version.
     """
 
     def __init__(self) -> None:
@@ -73,11 +73,11 @@ class SavedTensorHooks:
 
     @contextmanager
     def watching(self, value: Any, read: WeightSet) -> Iterator[_DataflowTracker | None]:
-        """Context in which the layers run; yields a tracker of where tensors come from, the first time only.
+        """Context in which the layers run; the first time it yields a tracker of where tensors come from.
 
         Raises:
             ScheduleError: autograd has saved something computed from weights alone, or, with redirection, a part of a
-                weight that cannot be located in another version.
+                weight that other versions do not have.
         """
         if self._checked and not self.redirects:
             yield None

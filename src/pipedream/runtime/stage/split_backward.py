@@ -1,10 +1,10 @@
 """A backward in two halves: the gradients of the received tensors (I), and later those of the weights (W).
 
-The *path* consists of the nodes of autograd's graph that lead from the outputs back to the received tensors. I follows
-it and requests from each node only the gradients that stay on it, so that a linear layer computes one of its two
-products. Where gradients leave the path, the node's incoming gradients are kept. W calls the node once more for the
-gradients that leave, and propagates them to the weights in a run of autograd that starts after the node, so that
-nothing on the path is repeated. Together the halves do the work of one backward and give its numbers.
+The *path* is the nodes of autograd's graph that lead from the outputs back to the received tensors. I requests from
+each of them only the gradients that stay on it, so that a linear layer computes one of its two products, and keeps the
+incoming gradients where others leave. There W calls the node once more, for the gradients that leave, and propagates
+them in a run of autograd that starts after the node. Together the halves do the work of one backward and give its
+numbers.
 
 Nodes that cannot be called twice run in I, and their gradients are kept for W:
 
@@ -55,8 +55,8 @@ class _Branch:
     def run(self, arrived: _Gradients) -> None:
         """Adds the gradients that leave here to the weights' ``.grad``.
 
-        The run of autograd starts off the path with zeros, which hooks replace by the node's results. The node is
-        called inside the run, so that it computes only what that run needs.
+        The run of autograd starts with zeros, which hooks replace by the node's results: called inside the run, the
+        node computes only what is needed.
         """
         made: list[Any] = []
         nothing: dict[tuple[Node, int], torch.Tensor] = {}
@@ -90,8 +90,7 @@ class Deferred:
     Args:
         made: (weight, gradient) that I has computed.
         apart: outputs that do not lead to the path, their gradients, and the weights that they reach.
-        branches: where gradients leave the path.
-        arrived: index of a branch -> incoming gradients of its node, in the order of their arrival.
+        arrived: branch -> incoming gradients of its node, in the order of their arrival.
     """
 
     def __init__(
@@ -133,7 +132,6 @@ def split_backward(
     """Returns the gradients of the received tensors, and the work left for those of the weights.
 
     Args:
-        gradients: of the outputs.
         entries: where the received tensors entered the graph.
     """
     roots = [get_gradient_edge(output) for output in outputs]
@@ -158,11 +156,7 @@ def split_backward(
 
 
 class _Graph:
-    """The nodes that a backward would run through.
-
-    Args:
-        roots: nodes of the outputs.
-        entries: nodes of the received tensors; nodes beyond are ignored.
+    """The nodes that a backward would run through, from the roots to the entries.
 
     Attributes:
         path: nodes from which an entry is reached, without the entries.

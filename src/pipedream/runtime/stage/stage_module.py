@@ -37,10 +37,7 @@ _CAST_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
 
 
 class _GraphInputFunction(torch.autograd.Function):
-    """Gives a received tensor a place in the graph without copying it: neither a leaf nor a view.
-
-    The anchor, which requires a gradient, makes autograd call the backward.
-    """
+    """Gives a received tensor a place in the graph without copying it, by an anchor that requires a gradient."""
 
     @staticmethod
     def forward(ctx: Any, received: torch.Tensor, anchor: torch.Tensor, box: list[Any]) -> torch.Tensor:
@@ -55,11 +52,7 @@ class _GraphInputFunction(torch.autograd.Function):
 
 
 class GraphInput(NamedTuple):
-    """Where a received tensor entered the graph.
-
-    Attributes:
-        box: receives its gradient, if a backward reaches it.
-    """
+    """Where a received tensor entered the graph; the box receives its gradient."""
 
     box: list[torch.Tensor]
     edge: GradientEdge
@@ -72,13 +65,13 @@ class SavedForward:
     Attributes:
         weights: that the forward read; None for a microbatch without samples.
         graph_inputs: of each input that requires a gradient.
-        outputs: tensors that were sent on, or the loss.
+        outputs: that were sent on, or the loss.
         wants: for each received tensor, whether its gradient is sent back.
-        version: that the forward read, or from which it was predicted.
+        version: that was read, or from which it was predicted.
         weight: loss weight, in the minibatch's unit (`Scorer.score`).
-        scale: gradient of the update's objective with respect to the loss, at the last stage.
+        scale: d objective / d loss, at the last stage.
         recompute: fills in graph_inputs and outputs; None if the graph was kept.
-        recomputed_weights: that the recomputation read, if not `weights`.
+        recomputed_weights: if not `weights`.
         deferred: between the halves of a backward.
     """
 
@@ -105,8 +98,7 @@ class SavedForward:
         """Returns the gradients of the outputs, and records the loss weight; recomputes the graph if it was not kept.
 
         Args:
-            message: the received gradients; None at the last stage, which creates its own.
-            loss_scale: factor on those that it creates.
+            message: None at the last stage, which creates its own, times `loss_scale`.
         """
         if self.recompute is not None:
             recompute, self.recompute = self.recompute, None  # it holds the received message
@@ -125,7 +117,7 @@ class StageModule:
 
     Args:
         layers: (name, module) in run order.
-        handles: name -> trained parameter; they are in the modules while nothing runs.
+        handles: name -> trained parameter; in the modules while nothing runs.
         autocast: dtype of the forward; None keeps that of the weights.
     """
 
@@ -206,12 +198,10 @@ class StageModule:
         """Returns the gradients of the weights, in the order of the handles, and of the received tensors; frees the
         graph.
 
-        The leaves' ``.grad`` is None before and after.
-
         Args:
             accumulators: each handle's sum, added to in place and returned; or None.
-            ready: called with a handle's index and gradient as soon as it is complete, while the backward still runs;
-                the result then has None. The leaves must be watched. On a GPU it is called on a thread of autograd.
+            ready: called with a handle's index and gradient once complete, while the backward still runs (on a GPU on a
+                thread of autograd); the result then has None. The leaves must be watched.
         """
         outputs, arrived = _with_gradients(saved, gradients)
         with self._accumulating(saved.leaves, accumulators) as leaves:
@@ -316,10 +306,7 @@ def _with_gradients(
 def low_precision_weights(
     layers: Sequence[tuple[str, nn.Module]], handles: dict[str, nn.Parameter], autocast: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """Returns name -> dtype for the weights that autocast would cast at each use.
-
-    Without those shared with a layer that autocast leaves in full precision (a tied embedding).
-    """
+    """Returns name -> dtype for weights that autocast would cast at each use, at all their layers."""
     if autocast is None:
         return {}
     known = {id(parameter): name for name, parameter in handles.items()}

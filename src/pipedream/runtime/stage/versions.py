@@ -6,21 +6,19 @@ Life of a version:
 2. Otherwise the weights are copied into a free set, and the optimizer's handles (the user's own parameters) are
    pointed to it; the old set stays unchanged for its readers.
 3. The optimizer steps in place; the set is now version n.
-4. A forward reads a version: its leaves are in the modules while the forward runs, and autograd keeps what it needs
-   of them.
-5. The backward releases the version. A set without readers, which no later forward will read, is free; under vertical
-   sync some versions are never read at all.
+4. A forward reads a version: its leaves are in the modules while the forward runs.
+5. The backward releases it. A set without readers, which no later forward will read, is free; under vertical sync some
+   versions are never read.
 
 Handles are never in a graph: changing ``.data`` of a tensor that a graph has read is silently half wrong
 (docs/lessons.md, Facts). Leaves and handles share storage but not autograd's version counter, so `begin_update` itself
-asserts that the storage it frees for writing has no reader.
+asserts that the storage it frees has no reader.
 
-Under autocast a set holds low-precision leaves, cast once per update instead of once per forward; then only the
-optimizer's copy has full precision.
+Under autocast the leaves are low-precision, cast once per update instead of once per forward.
 
 If a backward reads newer weights than its forward (`core.schedule.weights`), there is usually one set, and the
-optimizer steps in its storage although graphs have read it: a graph then sees the new weights. Under tags several sets
-are kept for later forwards, but none for a graph, which saves only references (`runtime.stage.saved_tensors`).
+optimizer steps in its storage although graphs have read it. Under tags several sets are kept for later forwards, but
+none for a graph, which saves only references (`runtime.stage.saved_tensors`).
 """
 
 from __future__ import annotations
@@ -39,9 +37,8 @@ class WeightSet:
     Attributes:
         version: -1 while the set is free.
         leaves: name -> tensor that a forward reads and that gets a gradient.
-        readers: forwards that have read the set and have had no backward yet.
-        ready: called with index and gradient of a watched leaf once a backward has accumulated it; None leaves it in
-            ``.grad``.
+        readers: forwards without their backward yet.
+        ready: called with index and gradient of a watched leaf, once complete; None leaves it in ``.grad``.
     """
 
     __slots__ = ("leaves", "readers", "ready", "version")
@@ -69,9 +66,9 @@ class Versions:
 
     Args:
         handles: name -> the user's trained parameter.
-        low_precision: name -> dtype of the leaf, for weights that autocast would cast.
+        low_precision: name -> dtype, for weights that autocast would cast.
         watched: gradients are needed while a backward still runs (`WeightSet.ready`).
-        single: there is one set, and updates ignore its readers; `switch_to` may change this.
+        single: one set, whose updates ignore its readers.
 
     Attributes:
         newest: version that the handles hold.
@@ -131,8 +128,8 @@ class Versions:
         """Returns the prediction from a version for a forward, which must `release` it after its backward.
 
         Args:
-            version: the newest, or one whose prediction is kept already.
-            fill: writes the prediction into tensors by name, if it is not kept.
+            version: the newest, or one whose prediction is kept.
+            fill: writes the prediction into tensors by name.
         """
         if version not in self._predictions:
             assert version == self.newest, (

@@ -1,12 +1,11 @@
 """All-reduce of gradients over the replicas of a stage: in buckets, started while the backward still runs.
 
-Autograd computes gradients from the output's end, so buckets are filled in reverse order. A bucket's all-reduce starts
-as soon as the update's last backward has accumulated all its gradients, in one fixed order on all replicas. Missing
-gradients (a handle without one, a replica absent from the last round, an empty microbatch) are added as zeros, after
-the last backward or at the update. Which backward is the last follows from the program (`Program.ends_update`), not
-from timing.
+Autograd computes gradients from the output's end, so buckets are filled in reverse order. A bucket starts once the
+update's last backward (by the program, not by timing: `Program.ends_update`) has accumulated all its gradients, in one
+fixed order on all replicas. Missing gradients (a handle without one, an absent replica, an empty microbatch) are added
+as zeros, after that backward or at the update.
 
-On GPUs a thread of autograd delivers the gradients on the worker's stream; an all-reduce that starts there waits for
+On GPUs a thread of autograd delivers the gradients on the worker's stream: an all-reduce that starts there waits for
 that stream, and waiting for it makes the stream wait, so that a bucket returns to the allocator on its own stream.
 """
 
@@ -28,12 +27,11 @@ def buckets_of(
 ) -> list[list[int]]:
     """Returns the indices of the handles in each bucket, in the order in which the buckets are reduced.
 
-    A bucket holds one dtype. Buckets are ordered by when the backward reaches their last handles.
+    A bucket holds one dtype. The order is that in which the backward reaches their last handles.
 
     Args:
         handles: in the order of the forward.
-        first_bytes: size at which the first bucket is full.
-        bucket_bytes: the same for any other.
+        first_bytes, bucket_bytes: sizes at which the first bucket, and any other, is full.
     """
     full: list[list[int]] = []
     filling: dict[torch.dtype, list[int]] = {}
@@ -53,8 +51,8 @@ class _Bucket:
 
     Attributes:
         members: indices of the handles.
-        parts: handle -> gradient; no entry while it is missing, None if it has no gradient.
-        flat: concatenated, once the all-reduce has started.
+        parts: handle -> gradient; None if it has none, no entry while it is missing.
+        flat: concatenated, once started.
     """
 
     members: list[int]
@@ -119,9 +117,9 @@ class GradientAllReduce:
         """Contributes what is left of this replica's part in the coming update.
 
         Args:
-            sums: of the handles; ignored for those that were `put` before.
-            weight, count: loss weight and number of the microbatches.
-            stop_request: not 0 if this replica was asked to stop; all replicas receive it.
+            sums: ignored for handles that were `put` before.
+            weight, count: of the microbatches.
+            stop_request: not 0 to ask all replicas to stop.
         """
         assert not self.closed, "two backwards claim to be the last one of an update"
         for bucket in self._buckets:

@@ -1,9 +1,9 @@
 """Loss scaling: a factor on the loss keeps small low-precision gradients from vanishing.
 
-The rule is that of `torch.amp.GradScaler`: an update whose gradients are not all finite is skipped and multiplies the
-scale by the backoff factor; a number of good updates in a row multiply it by the growth factor. Every stage keeps its
-own scale and sees the same updates, so that all are equal: the last stage multiplies, each stage divides at its update.
-The user's scaler provides the initial state and is not changed.
+The rule is that of `torch.amp.GradScaler`, whose initial state is copied: an update whose gradients are not all finite
+is skipped and multiplies the scale by the backoff factor; a number of good updates in a row multiply it by the growth
+factor. Every stage keeps its own scale and sees the same updates, so that all are equal: the last stage multiplies,
+each stage divides at its update.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class LossScaleOptions:
     """How a loss is scaled.
 
     Attributes:
-        scale: initial value.
         growth, backoff: factors; 1 for a constant scale.
         interval: good updates in a row before the scale grows.
         good: initial count of these.
@@ -67,9 +66,6 @@ class LossScale:
     """The loss scale of one stage.
 
     Warns if many updates in a row were skipped at a constant scale: nothing will make their gradients finite.
-
-    Attributes:
-        good: consecutive updates that were made.
     """
 
     def __init__(self, scaling: LossScaleOptions) -> None:

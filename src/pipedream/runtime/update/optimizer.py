@@ -1,8 +1,7 @@
 """An update: sum over the replicas, normalise, clip, step, learning-rate schedule, average of the weights.
 
-Compensations of delay (`compensation.Compensator`) act on the clipped gradients, on the learning rate and on the step.
-The optimizer is the user's own, created once per stage. The schedulers of all stages run on one clock, the rounds of
-the input stage.
+Compensations of delay act on the clipped gradients, the learning rate and the step. The optimizer is the user's, one
+per stage. All schedulers run on one clock, the rounds of the input stage.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ __all__ = ["Gradients", "Optimizer", "ReducedGradients"]
 class Gradients:
     """The gradients of the coming update, in the order of the handles.
 
-    Autograd itself adds a further microbatch's gradients to the sums (`accumulators`), in place and tensor by tensor
-    while they are in the cache. Adding them up afterwards took 2 to 4 ms of a 35 ms backward.
+    Autograd itself adds to the sums (`accumulators`), tensor by tensor while they are in the cache: adding them up
+    afterwards took 2 to 4 ms of a 35 ms backward.
     """
 
     def __init__(self, dtypes: list[torch.dtype]) -> None:
@@ -45,11 +44,10 @@ class Gradients:
         return list(self._sums)
 
     def add(self, gradients: list[torch.Tensor | None], weight: float) -> None:
-        """Adds one microbatch's gradients (of weight x mean loss, or of the mean, see `UpdateRule`).
+        """Adds one microbatch's gradients (of weight x mean loss, or of the mean, see `UpdateRule`) and loss weight.
 
         Args:
             gradients: owned from now on; an accumulator among them has been added to.
-            weight: loss weight of the microbatch, in the same unit throughout an update.
         """
         self.weight += weight
         self.count += 1
@@ -63,10 +61,8 @@ class Gradients:
                 total += gradient.to(self._dtypes[i])
 
     def complete(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns a handle's sum, completed by the last microbatch's gradient, and no longer keeps it.
-
-        Args:
-            gradient: if it is the accumulator, it has been added to.
+        """Removes and returns a handle's sum with the last microbatch's gradient; if that is the accumulator, it is
+        complete.
         """
         total, self._sums[index] = self._sums[index], None
         if total is None or gradient is total:
@@ -87,8 +83,7 @@ class ReducedGradients(NamedTuple):
 
     Attributes:
         sums: in the order of the handles; None for a handle without a gradient.
-        weight: loss weight of the microbatches.
-        microbatches: their count.
+        weight: loss weight.
         stop_request: not 0 if a replica was asked to stop.
     """
 
@@ -114,10 +109,10 @@ class Optimizer:
         loss_scale: None if the loss is not scaled.
 
     Attributes:
-        finite: make the coming update; False skips it.
-        skipped: updates that were skipped.
+        finite: False skips the coming update.
+        skipped: number of skipped updates.
         updates: made or skipped since `switch_to`.
-        scheduled: steps of the learning-rate schedule since `switch_to`.
+        scheduled: scheduler steps since `switch_to`.
         rounds_before: rounds of the input stage before `switch_to`.
 
     Raises:
@@ -171,7 +166,7 @@ class Optimizer:
     ) -> None:
         """Switches to another method's updates at a drain, and counts them anew from the common clock.
 
-        The state of a compensation continues if the previous method kept it too, and begins anew otherwise.
+        The state of a compensation continues if the previous method kept it too.
 
         Args:
             staleness: of the gradients, at most.
@@ -208,11 +203,7 @@ class Optimizer:
         return self._rate_factor(self.rounds)
 
     def close(self, gradients: Gradients, stop_request: float = 0.0) -> None:
-        """Starts the remaining sums over the replicas, if any; empties `gradients`.
-
-        Args:
-            stop_request: not 0 if this replica was asked to stop; all replicas receive it with the sums.
-        """
+        """Starts the remaining sums over the replicas, if any; empties `gradients`."""
         if self.all_reduce is not None and not self.all_reduce.closed:
             self.all_reduce.close(*gradients.take(), stop_request)
 
@@ -231,8 +222,7 @@ class Optimizer:
     def normalise(self, gathered: ReducedGradients) -> tuple[float, bool]:
         """Divides the summed gradients, and puts them into the handles' ``.grad``.
 
-        Returns the present share of the round's replicas, which scales the learning rate, and whether a replica was
-        asked to stop.
+        Returns the present share of the round's replicas, which scales the learning rate, and whether to stop.
         """
         sums, weight, count, stop_request = gathered
         divisor = (float(count) if self._mean_of_rounds else weight) * self.scale

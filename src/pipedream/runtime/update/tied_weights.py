@@ -1,8 +1,7 @@
 """Tied weights: weights that several stages hold, e.g. an embedding and an output layer that share a matrix.
 
-Each holder keeps its own copy and optimizer state. At an update the holders sum their gradients, so that each makes the
-same step and the copies stay equal to the bit. This needs a flush: without one the holders update at different times,
-from gradients of different versions.
+Each holder keeps its own copy and optimizer state. At an update they sum their gradients, so that the copies stay equal
+to the bit. This needs a flush: without one they update at different times, from different versions.
 """
 
 from __future__ import annotations
@@ -26,12 +25,7 @@ __all__ = ["TiedGradientSum", "TiedWeights", "broadcast_tied", "copies_of_tied",
 
 @dataclass(frozen=True)
 class TiedWeights:
-    """Weights that the same stages hold.
-
-    Attributes:
-        names: as in `nn.Module.named_parameters`.
-        stages: the holders, in order; the first one counts them in the norm.
-    """
+    """Weights that the same stages hold; the first of `stages` counts them in the norm."""
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
@@ -46,10 +40,7 @@ class TiedWeights:
 
 
 def find_tied_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> tuple[TiedWeights, ...]:
-    """Returns the trained weights that more than one stage holds.
-
-    Args:
-        stages: layers of each.
+    """Returns the trained weights that more than one stage (a list of layers) holds.
 
     Raises:
         PlanError: stages share a view of a weight, or a module whose state changes.
@@ -93,12 +84,7 @@ def find_tied_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -
 def copies_of_tied(
     handles: Mapping[str, nn.Parameter], stage: int, shared: Sequence[TiedWeights]
 ) -> dict[str, nn.Parameter]:
-    """Returns a stage's handles, with copies of weights that an earlier stage of this process holds.
-
-    Args:
-        handles: of the user's model.
-        shared: with the holders in this process.
-    """
+    """Returns a stage's handles, with copies of weights that an earlier stage of this process holds."""
     foreign = {name for one in shared if stage in one.stages[1:] for name in one.names}
     return {
         name: nn.Parameter(handle.detach().clone()) if name in foreign else handle for name, handle in handles.items()
@@ -125,8 +111,7 @@ class TiedGradientSum:
 
     Args:
         handles: holder on this rank -> its weights by name, in order.
-        replicas: of each stage; a holder's replicas have the same sums, and each contributes its share.
-        group: of all ranks with a holder.
+        replicas: of each stage; they have the same sums, of which each contributes its share.
     """
 
     def __init__(
