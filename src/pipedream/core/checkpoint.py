@@ -95,8 +95,7 @@ class Position:
 
     Attributes:
         minibatches: since the start of training.
-        epoch: of the next minibatch.
-        epoch_batches: minibatches done of that epoch.
+        epoch, epoch_batches: of the next minibatch, and minibatches done of it.
         drains: minibatch numbers of all drains, this one last.
         data: order of the data, and the loader's own state.
     """
@@ -138,10 +137,8 @@ class Checkpoint(RunRequest, Position, Artifact):
 
     Attributes:
         schedule, microbatches, compensation: of the current phase.
-        tensors: by name.
         files: name -> bytes; a file of another size is damaged.
-        random: states of the random number generators of each process.
-        software: versions.
+        random: states of the generators of each process.
     """
 
     FORMAT = 1

@@ -40,7 +40,7 @@ class Crossover:
 
     Attributes:
         bandwidth_bytes_per_s: where both are equally fast; None if nowhere.
-        below: the pipeline is faster below that bandwidth, otherwise above it; or else everywhere or nowhere.
+        below: the pipeline is faster below that bandwidth, otherwise above it, or else everywhere or nowhere.
     """
 
     workers: int

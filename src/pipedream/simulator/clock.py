@@ -82,7 +82,6 @@ class _Rank:
 
     Attributes:
         instructions: the text with wires instead of channels, and with each op's seconds.
-        draw: op's letter -> factor on its seconds; None: all are 1.
         missing: ops not yet done; `before` is the number one turn ago.
         brought: stage -> newest update for which it has its gradients ready.
         coupled: newest update for which it has waited for all ranks.
@@ -110,7 +109,6 @@ class _Meeting:
     """Ranks that wait until all have arrived and their sum is done.
 
     Attributes:
-        missing, staying: how many have not yet arrived, and not yet left.
         came: arrival times, each with the seconds of the backward that ended then.
     """
 

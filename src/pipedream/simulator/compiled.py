@@ -39,7 +39,6 @@ class CompiledInstruction(NamedTuple):
         what: stage of an op or a sum; a channel's number; for GIVE, (stage, first update, its stride).
         first, stride: its index is first + t x stride.
         limit: it exists if its index is below this.
-        letter: of an op's kind.
     """
 
     code: int

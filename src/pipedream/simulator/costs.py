@@ -104,10 +104,9 @@ class Costs:
         return self.buckets[stage][0][1] if self.buckets and self.buckets[stage] else self.sync_s[stage]
 
     def sum_parts(self, stage: int, came: Sequence[tuple[float, float]]) -> list[tuple[float, float, float]]:
-        """Returns the successive parts of a sum: when each may begin, its bytes through a port, its seconds.
+        """Returns the parts of a sum: when each may begin, its bytes through a port, its seconds.
 
-        Args:
-            came: for each replica, when its last backward ended, and how long it took.
+        `came` has, for each replica, when its last backward ended, and how long it took.
         """
         size = self.sum_bytes[stage] if self.sum_bytes else 0.0
         buckets = self.buckets[stage] if self.buckets else ((1.0, self.sync_s[stage]),)

@@ -10,9 +10,8 @@ __all__ = ["RemoteForwardsTrace"]
 class _Remote:
     """A stage whose forwards run on a rank where its weights do not live.
 
-    Attributes:
-        held_bytes: the posted receive of the weights; the weights, if they are there; inputs, from their forward to the
-            next fetch, because they wait for the backward at home.
+    Held are the posted receive of the weights; the weights, if they are there; inputs, from their forward to the next
+    fetch, because they wait for the backward at home.
     """
 
     def __init__(self, program: Program, stage: int, total: int) -> None:
@@ -45,11 +44,7 @@ class _Remote:
 
 
 class RemoteForwardsTrace:
-    """All stages whose forwards a rank runs on fetched weights.
-
-    Attributes:
-        peak_versions: the most fetched sets of weights at once, so far.
-    """
+    """All stages whose forwards a rank runs on fetched weights."""
 
     def __init__(self, program: Program, rank: int, total: int) -> None:
         remote = program.placement.remote_forwards(rank)

@@ -27,7 +27,6 @@ class MemoryTrace:
     """What one rank has held.
 
     Attributes:
-        peak_versions: the peaks of its stages, added up.
         memory: bytes at the start, and the most during each of its ops.
     """
 
@@ -41,23 +40,17 @@ class _StageTrace:
 
     A version is alive while it is the newest, and while a microbatch reads it that is still to come (or in flight, if
     versions are kept for the backward). Under rules with one set of weights only the newest is alive
-    (`WeightRule.held_until`). A kept prediction is alive from the first forward that reads it to the last pass that
-    does.
+    (`WeightRule.held_until`). A kept prediction is alive from the first forward to the last pass that reads it.
 
     Attributes:
-        is_remote: its forwards are elsewhere; a microbatch is here for its backward alone.
-        read: version that each of its microbatches reads.
-        readers: version -> microbatches that have not yet made their last pass that reads it.
-        until, held_until: see `WeightRule`.
-        predicted: version whose prediction was kept last.
+        read: version of each of its microbatches.
+        readers: version -> microbatches that are still to read it.
         newest, alive, peak: version made last; distinct ones alive now, and at most.
         order: its microbatches in the order of their gradients.
         in_flight, deferred: those that wait for the second half of their backward count as deferred alone.
         has_sums: there are gradients of the coming update.
-        start_bytes, weights_bytes, waiting_bytes, deferred_bytes: held at the start, by a version, by a microbatch in
-            flight, by a deferred one.
-        forward_bytes, first_bytes, further_bytes, update_bytes: on top of those during a forward, the first backward of
-            an update, a further one, an update (`core.plan.memory.moments`).
+        forward_bytes, first_bytes, further_bytes, update_bytes: on top of those held, during a forward, the first
+            backward of an update, a further one, an update (`core.plan.memory.moments`).
     """
 
     def __init__(self, program: Program, stage: int, replica: int, total: int, in_flight: tuple[int, ...]) -> None:

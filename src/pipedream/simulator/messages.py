@@ -29,10 +29,8 @@ class _Row:
 
     Attributes:
         number: the order of rows whose flows may begin at the same time.
-        ports: () if the flows have no bytes.
         coming: when each flow may begin, its bytes, and what it is (the index of a message; for the last bucket of a
-            sum, the function to call when it arrives); if `is_busy`, the first is in transit.
-        free_s: when the previous flow ended.
+            sum, the function to call); if `is_busy`, the first is in transit.
     """
 
     number: int
@@ -47,10 +45,9 @@ class Wire(_Row):
     """A channel in simulated time.
 
     Attributes:
-        posted: times of posted receives for which no message has been sent yet.
-        stays: messages without a posted receive, and when they were sent.
+        posted: times of unmatched receives.
+        stays: unmatched messages, and when they were sent.
         arrived: messages not yet received, and when they arrived.
-        waiting: the receiver, if it waits for a message.
     """
 
     channel: Channel
@@ -111,7 +108,7 @@ class Messages:
         """Sums up over a stage's replicas.
 
         Args:
-            parts: for each, when it may begin, its bytes, and its seconds on idle ports.
+            parts: when each may begin, its bytes, and its seconds on idle ports.
             done: called with the time of the end.
         """
         ring = self._rings[stage]

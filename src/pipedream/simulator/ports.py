@@ -36,7 +36,6 @@ class Flow:
     Attributes:
         left_bytes: left at `since_s`; since then they flow at `bytes_per_s`.
         version: counts the changes of the rate, so that ends predicted earlier are known to be wrong.
-        what: the flow's owner.
     """
 
     __slots__ = ("bytes_per_s", "left_bytes", "ports", "since_s", "version", "what")

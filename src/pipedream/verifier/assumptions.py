@@ -16,11 +16,7 @@ __all__ = ["check_assumptions"]
 
 
 def check_assumptions(run: Unrolled) -> None:
-    """Checks a run that `unroll` accepted.
-
-    Raises:
-        ScheduleError: one is broken.
-    """
+    """Checks a run that `unroll` accepted."""
     for rank in range(len(run.streams)):
         _check_order(run, rank)
     for (rank, stage, update), position in run.synced.items():

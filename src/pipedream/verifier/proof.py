@@ -29,7 +29,6 @@ class Proof:
 
     Attributes:
         microbatches: m, of a minibatch.
-        totals: microbatches of the runs that were checked.
         residues: at which a drain may begin; not all are checked if replica counts have a large common multiple.
         peak_in_flight, peak_versions: for each rank, the most microbatches in flight and sets of weights alive.
         stage_in_flight, stage_versions: the same for each of its stages, which need not peak together.

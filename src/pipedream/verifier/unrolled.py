@@ -1,7 +1,7 @@
-"""A program unrolled for one number of microbatches, and the rules that do not depend on how ranks interleave.
+"""A program unrolled for one number of microbatches, and the rules that do not depend on how ranks interleave:
 
-The rules: each op once and on its rank, nothing before what it needs, each message sent once and received once and in
-one order, each sum joined by all replicas.
+each op once and on its rank, nothing before what it needs, each message sent once and received once and in one order,
+each sum joined by all replicas.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ class Unrolled:
     """One finite run of a program, indexed.
 
     Attributes:
-        streams: the instructions of each rank, including the drain.
         sent, received: position of each message at its sender and at its receiver.
-        sequences: the microbatches of each channel in the order of sending.
         synced: (rank, stage, update) -> position at which the rank joins the sum.
     """
 

@@ -5,7 +5,8 @@ anything is. So it is enough to advance every rank as far as possible, once: if 
 topological order of the waits; if not, following who waits for whom leads into the cycle. The waits are
 
 - program order on each rank; a receive instruction waits for its message to be delivered;
-- a message is delivered when it is sent and its receive is posted: when the consumer of message i - depth is done;
+- a message is delivered when it is sent and its receive is posted, which is when the consumer of message i - depth is
+  done;
 - on a lane (what a transport runs in order, such as an NCCL communicator) a rank's transfers complete in the order in
   which they were issued, receives from one sender in that sender's order;
 - a sum waits for all replicas; a coupled update for all ranks to reach the same update, or the one `norm_delay` before.
@@ -28,11 +29,7 @@ _Meeting = tuple[str, int, int]  # ('sum' or 'update', stage or -1, update)
 
 
 def check_waits(run: Unrolled, lanes: Callable[[Channel], Hashable] | None = None) -> None:
-    """Advances every rank of a run as far as possible; `lanes` as in `verify`.
-
-    Raises:
-        DeadlockError: names the cycle, rank by rank.
-    """
+    """Advances every rank of a run as far as possible; `lanes` as in `verify`."""
     waits = _Waits(run, lanes)
     waits.go()
     stuck = [rank for rank, stream in enumerate(run.streams) if waits.position[rank] < len(stream)]

@@ -33,11 +33,9 @@ class Preset:
     """A cluster of identical machines.
 
     Attributes:
-        machines: the number in the paper.
+        machines: in the paper.
         workers: per machine.
         inside_bytes_per_s, between_bytes_per_s: of a worker's and a machine's port, in one direction.
-        memory_bytes: of a worker.
-        source: the paper, and the machine's name.
     """
 
     machines: int

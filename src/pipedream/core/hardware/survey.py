@@ -29,13 +29,7 @@ _HALF_DUPLEX = 0.7
 
 @dataclass(frozen=True)
 class Seen:
-    """One worker.
-
-    Attributes:
-        machine: a name that differs between machines.
-        work_s: seconds of work that is the same for all workers.
-        memory_bytes: that it may use.
-    """
+    """One worker; `work_s` is for work that is the same for all."""
 
     machine: str
     device: str
@@ -48,7 +42,6 @@ class Link:
     """Messages from one rank to another.
 
     Attributes:
-        level: the outermost that they cross.
         latency_s: half of a short round trip.
         alone_bytes_per_s, both_bytes_per_s: while nothing, or as much, is sent the other way.
     """
@@ -76,7 +69,6 @@ class Sum:
     """All-reduces over a group.
 
     Attributes:
-        level: the outermost that the group crosses.
         latency_s: of one of the 2 (n - 1) steps of a ring.
         bytes_per_s: 2 (n - 1) / n of the bytes over their seconds.
     """
@@ -89,12 +81,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Survey(Artifact):
-    """What was measured.
-
-    Attributes:
-        workers: by rank.
-        seconds: that the survey took.
-    """
+    """What was measured."""
 
     FORMAT = 1
 
@@ -213,11 +200,7 @@ class Survey(Artifact):
 
 
 def machines_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Returns the ranks of each machine.
-
-    Raises:
-        PlanError: they are not consecutive.
-    """
+    """Returns the ranks of each machine, which must be consecutive."""
     found: list[list[int]] = []
     for rank, name in enumerate(names):
         if rank and name == names[rank - 1]:

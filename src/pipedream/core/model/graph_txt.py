@@ -34,13 +34,11 @@ _MOST = 1e15  # larger numbers mean a damaged file
 
 @dataclass(frozen=True)
 class GraphNode:
-    """A node of a graph.txt.
+    """A node of a graph.txt, with milliseconds of one minibatch.
 
     Attributes:
         name: unique in the file (``node4``).
         kind: a module's repr, ``Input0``, ``Add``, ``__getitem__(1)``.
-        forward_ms, backward_ms: of one minibatch.
-        stage: that a plan assigned it to.
     """
 
     name: str
@@ -232,10 +230,7 @@ class GraphText:
 
 
 def in_order(count: int, edges: Iterable[tuple[int, int]], key: Callable[[int], int] = lambda i: 0) -> list[int]:
-    """Returns the nodes in an order in which they can run; of those that can, the smallest (key, index) is next.
-
-    Nodes in a cycle, and after one, are left out.
-    """
+    """Returns the nodes in an order in which they can run, the smallest (key, index) first; none in or after cycles."""
     consumers: list[list[int]] = [[] for _ in range(count)]
     missing = [0] * count
     for source, target in edges:

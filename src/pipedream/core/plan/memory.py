@@ -52,8 +52,6 @@ class Peers:
     Attributes:
         before, after: how many in the neighbouring stages.
         waiting: gradients sent to the previous stage that may be unread.
-        posted: receives posted ahead on each channel.
-        sums: gradients are summed over replicas.
     """
 
     before: int = 1

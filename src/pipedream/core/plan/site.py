@@ -26,12 +26,7 @@ __all__ = ["PortLoad", "Site", "busiest_ports", "ports_s"]
 
 @dataclass(frozen=True)
 class PortLoad:
-    """A port that a stage's messages cross: its seconds per byte.
-
-    Attributes:
-        before, after: of the stage's input (and its gradient), and of its output.
-        weights: of its parameters, summed over the replicas once a round.
-    """
+    """Seconds per byte at a port: of a stage's input (and its gradient), of its output, of its weights."""
 
     before: float
     after: float

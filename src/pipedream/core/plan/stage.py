@@ -64,12 +64,7 @@ class Stage:
                 raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
 
     def sizes(self, parts: int = 1, received_bytes: int = 0, *, samples: int = 1, is_last: bool = False) -> StageSizes:
-        """Returns what its layers need for the largest part of a unit.
-
-        Args:
-            parts: microbatches in a unit of `samples`.
-            received_bytes: from the previous stage, for a unit.
-        """
+        """Returns what its layers need for the largest of `parts` microbatches in a unit of `samples`."""
 
         def part(whole_bytes: int) -> int:
             return int(part_bytes(whole_bytes, parts, samples))

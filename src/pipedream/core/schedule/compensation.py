@@ -46,10 +46,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Compensation(ABC):
-    """One way to compensate for late gradients, with at most one number: as text ``spike``, ``spike:3``.
+    """One way to compensate for late gradients, with at most one number.
 
     Attributes:
-        moves_weights: it changes the step; an update has at most one such compensation.
+        moves_weights: an update has at most one such compensation.
     """
 
     name: ClassVar[str]
@@ -70,8 +70,10 @@ class Compensation(ABC):
 
     @staticmethod
     def of_text(text: str) -> Compensation:
-        """Raises:
-        ScheduleError: an unknown name, or a number that is missing, malformed or out of range.
+        """Reads ``spike`` or ``spike:3``.
+
+        Raises:
+            ScheduleError: an unknown name, or a wrong number.
         """
         name, colon, number = text.partition(":")
         kind = Compensation.kinds.get(name.strip().lower().replace("-", "_"))
@@ -93,11 +95,7 @@ class Compensation(ABC):
 
     @staticmethod
     def decoded(value: dict[str, Any], place: str) -> Compensation:
-        """Reads JSON values.
-
-        Raises:
-            ArtifactError: an unknown kind or wrong fields.
-        """
+        """Raises ArtifactError for an unknown kind or wrong fields."""
         kind = Compensation.kinds.get(str(value.get("compensation")))
         if kind is None:
             raise ArtifactError(f"{place}.compensation should be one of {sorted(Compensation.kinds)}")
@@ -199,7 +197,7 @@ class VelocityPrediction(OfVelocity):
     SpecTrain (Chen et al., 2018), and LWPv of Kosson et al., MLSys 2021.
 
     Attributes:
-        horizon: T, in updates; None: the stage's staleness.
+        horizon: T; None: the stage's staleness.
     """
 
     name: ClassVar[str] = "velocity_prediction"
@@ -269,9 +267,6 @@ class GapAware(Compensation):
     1 + |w_t - w_read| / (lr_max (sqrt(E[v^2]) + eps)), with w_read the weights that the gradient was taken at, E the
     moving average over the updates made so far, corrected for its start, v = u / lr the step at a rate of 1 (for
     momentum SGD its velocity), lr_max the greatest rate so far. A coupled weight decay is divided likewise.
-
-    Attributes:
-        decay: of the moving average.
     """
 
     name: ClassVar[str] = "gap_aware"
@@ -286,11 +281,7 @@ class GapAware(Compensation):
 
 
 def compensations(asked: Any) -> tuple[Compensation, ...]:
-    """Returns compensations from one or several, or their texts.
-
-    Raises:
-        ScheduleError: anything else.
-    """
+    """Returns compensations from one or several, or their texts."""
     several = [asked] if isinstance(asked, (str, Compensation)) or not isinstance(asked, Iterable) else list(asked)
     strange = [item for item in several if not isinstance(item, (str, Compensation))]
     if strange:
@@ -314,9 +305,6 @@ def check_compensations(
 
     Args:
         reads_one: all microbatches of an update read the same version.
-
-    Raises:
-        ScheduleError: they do not fit.
     """
     if not chosen:
         return

@@ -3,8 +3,8 @@
 Only a flush has a global norm: without one, stage 0 ends the backward of a microbatch long after the last stage.
 *Delayed global* clipping takes for update n the norm of update max(b, n - D), the newest that every stage can know
 without waiting; b is the update before the last drain. D is static, so that a run can be repeated, and compared with a
-serial loop. A stage also knows its own part of update n's norm, and clips by the greater of the two: so the first
-update is clipped, and a sudden rise takes effect there at once.
+serial loop. A stage clips by its own part of update n's norm if that is greater: so the first update is clipped, and a
+sudden rise takes effect there at once.
 
 Updates with gradients that are not finite can be skipped: under a flush at all stages, as a dynamic loss scale needs,
 without one only at the stage that finds them. docs/couplings.md has the table.
@@ -30,11 +30,10 @@ _ON_NAN = ("error", "continue", "skip")
 
 @dataclass(frozen=True)
 class Policy:
-    """The couplings chosen for a run.
+    """The couplings chosen for a run, as in `Pipeline`.
 
     Attributes:
-        clip_grad_norm, clip, on_nan, ema: see `Pipeline`.
-        scaling: 'constant' or 'dynamic' loss scaling; empty for none.
+        scaling: 'constant' or 'dynamic' loss scaling, or ''.
         tied: stages share weights.
     """
 
@@ -60,11 +59,7 @@ class Policy:
 
 
 def coupled(schedule: Schedule, policy: Policy) -> Schedule:
-    """Returns the schedule, with updates that wait for each other if the policy needs that.
-
-    Raises:
-        ScheduleError: the policy does not work with this method; the message has an alternative.
-    """
+    """Returns the schedule, with updates that wait for each other if the policy needs that."""
     plan = schedule.plan
     if policy.tied:
         _check_ties(schedule, policy)
@@ -109,9 +104,6 @@ def norm_delay(schedule: Schedule) -> int:
     Stage s makes update n after the forwards of its microbatches at every earlier stage, and after their backwards at
     every later stage. What each stage has updated before its own last forward for update n is therefore updated
     everywhere before any stage makes update n. With 1F1B, D is what the input stage holds in flight, in updates.
-
-    Raises:
-        ScheduleError: updates of the stages do not hold the same microbatches, or a worker has several stages.
     """
     updates, placement = schedule.updates, schedule.placement
     if len(set(updates.per_update)) > 1:

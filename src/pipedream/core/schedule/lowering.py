@@ -42,10 +42,10 @@ _MOST_PROVED = 4096  # a proof unrolls two periods
 
 
 def lower(schedule: Schedule) -> Program:
-    """Returns the program of a schedule.
+    """Returns a schedule's program.
 
     Raises:
-        ScheduleError: an order does not settle into a period, or its period is too long to be proved.
+        ScheduleError: an order without a period, or with one that is too long to be proved.
     """
     if schedule.placement.workers > _MOST_PROVED or schedule.placement.cycle > _MOST_PROVED:
         raise ScheduleError(
@@ -61,11 +61,7 @@ def lower(schedule: Schedule) -> Program:
 
 
 def with_common_channels(programs: Sequence[Program]) -> tuple[Program, ...]:
-    """Returns programs that can take turns over one set of channels, each with the largest depth that one needs.
-
-    Raises:
-        ScheduleError: their placements or their channels differ.
-    """
+    """Returns programs that can take turns over one set of channels, each with its largest depth."""
     first = programs[0]
     for other in programs[1:]:
         ways = [[(c.sender, c.receiver, c.carries, c.source, c.target) for c in p.channels] for p in (first, other)]

@@ -22,11 +22,7 @@ def listed(text: str) -> list[str]:
 
 
 def name_and_options(text: str) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Returns the name of a method or file, and its (option, value) pairs.
-
-    Raises:
-        ScheduleError: malformed brackets, or an option given twice.
-    """
+    """Returns the name of a method or file, and its (option, value) pairs."""
     found = _NAMED.fullmatch(text)
     name, inside = (text, None) if found is None else found.groups()
     malformed = ("[" in name or "]" in name) and not _FILE.fullmatch(name)

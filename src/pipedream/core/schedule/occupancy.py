@@ -23,7 +23,6 @@ class StageOccupancy:
     Attributes:
         in_flight: microbatches between their forward and the end of their backward.
         versions: sets of weights alive at once, and buffers of the same size.
-        kept_tensors: that compensations keep for each weight.
         deferred: microbatches that wait for their weight gradient alone.
     """
 
@@ -47,8 +46,8 @@ def occupancy(schedule: Schedule) -> tuple[StageOccupancy, ...]:
 def _in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
     """Returns the most in flight, and the most that wait for their weight gradients.
 
-    Follows the first replica, which has the most microbatches, until the first forward after the warm-up: by then a
-    flushed minibatch has made all its forwards, and an endless order only repeats.
+    Follows the first replica, which has the most microbatches, until the first forward after the warm-up; later nothing
+    new happens.
     """
     if schedule.placement.is_remote(stage):
         return schedule.microbatches, 0  # all inputs wait at home

@@ -97,10 +97,10 @@ def phases_text(phases: Sequence[Phase]) -> str:
 
 
 def read_phases(text: str) -> tuple[Phase, ...]:
-    """Reads phases: ``1f1b/4:200,pipedream+spike:3e,1f1b/4``.
+    """Reads phases from text.
 
     Raises:
-        ScheduleError: it is not of this form, or not in order (see `check_phases`).
+        ScheduleError: it is not of this form, or see `check_phases`.
     """
     found = []
     for part in listed(text):
@@ -133,7 +133,7 @@ def check_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
     """Returns the phases, if they can follow each other.
 
     Raises:
-        ScheduleError: there is no phase; a phase has no end, two ends, or ends before it begins; or the last one ends.
+        ScheduleError: no phase; one with no end, two ends, or an end before its begin; or an end of the last.
     """
     if not phases:
         raise ScheduleError("a run without phases was asked for; give at least one")
@@ -165,7 +165,7 @@ def next_border(phases: Sequence[Phase], epoch: int, until: int) -> int:
 
 
 def phase_after(phases: Sequence[Phase], number: int, minibatches: int, epochs: int) -> int:
-    """Returns the number of the phase at this point; `number` is the current one.
+    """Returns the number of the phase after `number` at this point.
 
     Warns of a phase that is skipped because its end, in the other unit, has passed.
     """

@@ -26,8 +26,6 @@ class WeightPrediction:
     """How a prediction is computed from a version.
 
     Attributes:
-        by: what one update is assumed to add.
-        horizons: T of each stage.
         decay: what is left of an average after |T| updates; exp(-2) is PipeMare's, which makes its correction exact to
             first order.
     """

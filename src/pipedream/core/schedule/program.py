@@ -52,7 +52,7 @@ class Transfer(NamedTuple):
     """A message sent or received, or a sum over the replicas of a stage.
 
     Attributes:
-        channel: index in `Program.channels`; for a sum, the stage.
+        channel: its number; for a sum, the stage.
         index: the microbatch; for a sum, the update.
     """
 
@@ -96,10 +96,8 @@ class Channel:
     """One direction between a stage's rank and another's, first in, first out.
 
     Attributes:
-        sender, receiver: ranks.
         carries: 'activation', 'gradient' or 'input' (a part of the batch, such as the targets, straight from the input
             stage); 'weights' and 'stage_input' for dispatched stages alone (`core.schedule.dispatch`).
-        source, target: stages.
         depth: receives that are posted ahead; receive i waits for the consumer of receive i - depth.
     """
 
@@ -131,9 +129,6 @@ class Program(Rules, Artifact):
 
     Attributes:
         cycle: microbatches by which one period advances.
-
-    Raises:
-        ValueError: parts that are not for the same stages and ranks, or a wrong cycle.
     """
 
     FORMAT = 1
@@ -181,9 +176,6 @@ class Program(Rules, Artifact):
             total: or a function that returns it once it is known: a worker learns from the data, or from an earlier
                 worker, where the stream ends. It is called before each instruction; all earlier ones must exist, except
                 for the op that found the end.
-
-        Raises:
-            ScheduleError: the program never yields an op that is still missing.
         """
         known = total if isinstance(total, int) else None
         missing = self.op_count(rank, known) if known is not None else 0

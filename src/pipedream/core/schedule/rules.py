@@ -32,9 +32,8 @@ class Rules:
     """What a method decides for one plan, except for the order of the ops.
 
     Attributes:
-        microbatches: m, how many a minibatch is split into.
-        flushes: an update waits until nothing is in flight.
-        kinds: of ops that each microbatch needs at each stage.
+        microbatches: m, of a minibatch.
+        kinds: of the ops of each microbatch at each stage.
         couples_updates: the updates of all stages wait for each other (clipping by the global norm).
         norm_delay: D: a coupled update n waits for the norm of update n - D.
     """

@@ -54,11 +54,7 @@ class Claims:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Rules):
-    """A method, for one plan: rules and an order.
-
-    Raises:
-        ScheduleError: parts that do not fit together; the message names them.
-    """
+    """A method, for one plan: rules and an order."""
 
     order: Order = field(repr=False)
     claims: Claims = field(default_factory=Claims, repr=False, compare=False)
@@ -95,11 +91,7 @@ class Schedule(Rules):
             )
 
     def compensated(self, asked: Any) -> Schedule:
-        """Returns the schedule with other compensations (see `Phase`).
-
-        Raises:
-            ScheduleError: an unknown one, or one that makes no sense here.
-        """
+        """Returns the schedule with other compensations (see `Phase`)."""
         return replace(self, updates=replace(self.updates, compensation=compensations(asked)))
 
     @property
@@ -117,11 +109,7 @@ class Schedule(Rules):
         return self.shortest_cycle
 
     def ops(self, rank: int, total: int) -> Iterator[Op]:
-        """Yields the ops of a rank for a run of `total` microbatches.
-
-        Raises:
-            ScheduleError: the order never yields one of them.
-        """
+        """Yields the ops of a rank for a run of `total` microbatches."""
         missing = self.op_count(rank, total)
         order = self.order(rank)
         idle = 0

@@ -1,7 +1,7 @@
 """The Timeline: what ran when, simulated or measured, in seconds from the start of the run.
 
-A span of kind ``F``, ``B``, ``I``, ``W`` or ``U`` is work of its rank; in ``wait`` it waits for a message or a sum;
-``send`` is a message on its way, drawn at its sender, which keeps working.
+A rank works in spans of kind ``F``, ``B``, ``I``, ``W`` and ``U``, and waits for a message or a sum in ``wait``;
+``send`` is a message on its way, drawn at its sender.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ class Span(NamedTuple):
     """One piece of a timeline.
 
     Attributes:
-        kind: an op's letter, ``wait`` or ``send``.
         stage: for a send, the sending one.
         index: microbatch or update.
     """
@@ -39,7 +38,6 @@ class GradientVersions(NamedTuple):
     """The versions at which a gradient was taken, and the version that it updates.
 
     Attributes:
-        forward_version, backward_version: that its passes read.
         applied_to: that its update started from; update ``applied_to + 1`` holds it.
     """
 
@@ -56,11 +54,7 @@ class GradientVersions(NamedTuple):
 
 
 class MemoryStep(NamedTuple):
-    """The most that a rank holds from a point in time until the next step.
-
-    Attributes:
-        held_bytes: of all kinds in `core.plan.memory`.
-    """
+    """The most that a rank holds until the next step."""
 
     at_s: float
     held_bytes: int

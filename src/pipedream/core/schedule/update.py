@@ -23,7 +23,6 @@ class UpdateRule:
     Attributes:
         per_update: for each stage, over all replicas.
         mean_of_rounds: each microbatch is a whole minibatch, normalised by itself (PipeDream).
-        compensation: for late gradients.
     """
 
     per_update: tuple[int, ...]

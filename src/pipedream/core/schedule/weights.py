@@ -53,7 +53,6 @@ class WeightRule(ABC):
     Attributes:
         backward_rule: 'stash': the true gradient at the weights that the forward read; 'recompute' or 'graph' if the
             backward reads others.
-        forward_prediction, backward_prediction: what a pass reads instead of its version.
     """
 
     name: ClassVar[str]
@@ -133,11 +132,7 @@ class WeightRule(ABC):
 
     @staticmethod
     def from_dict(data: Any, place: str = "weights") -> WeightRule:
-        """Reads JSON values.
-
-        Raises:
-            ArtifactError: an unknown rule or wrong fields.
-        """
+        """Raises ArtifactError for an unknown rule or wrong fields."""
         named = data.get("rule") if isinstance(data, dict) else None
         kind = WeightRule.rules.get(_RENAMED.get(named, named)) if isinstance(named, str) else None
         if kind is None:
@@ -149,11 +144,7 @@ class WeightRule(ABC):
 
 @dataclass(frozen=True)
 class Flush(WeightRule):
-    """The newest weights: an update waits until nothing is in flight. GPipe, 1F1B, Flush, DDP.
-
-    Attributes:
-        per_update: microbatches in one update, over all replicas.
-    """
+    """The newest weights: an update waits until nothing is in flight. GPipe, 1F1B, Flush, DDP."""
 
     name: ClassVar[str] = "flush"
     per_update: int
@@ -252,9 +243,6 @@ class DoubleBuffer(WeightRule):
 
     PipeDream-2BW, ICML 2021, section 3.1: microbatch k (from 0) reads version max(floor(k/m) - 1, 0) in
     both passes and at all stages.
-
-    Attributes:
-        per_update: m, over all replicas.
     """
 
     name: ClassVar[str] = "double_buffer"
