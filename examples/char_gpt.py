@@ -1,4 +1,4 @@
-"""A small GPT over characters. The text is on every machine: the source of modules of Python's standard library.
+"""A small GPT over characters of the source of Python's standard library.
 
 Run it: pipedream train examples/char_gpt.py --workers 2
 """
@@ -32,7 +32,7 @@ def loss(output: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
 
 
 def recipe(seed: int = 0) -> pipedream.Recipe:
-    """Returns model, loss, optimizer and data: windows of the text, of which every tenth is kept for the test."""
+    """Windows of the text, of which every tenth is kept for the test."""
     torch.manual_seed(seed)
     text = "".join(Path(get_path("stdlib"), f"{name}.py").read_text(encoding="utf-8") for name in MODULES.split())
     windows = torch.tensor(list(text.encode("ascii", "replace"))).unfold(0, CONTEXT + 1, CONTEXT)

@@ -1,4 +1,4 @@
-"""Handwritten digits: 1,797 real images of 8 x 8 pixels (UCI, carried by scikit-learn), a small convolutional network.
+"""Handwritten digits: 1,797 images of 8 x 8 pixels (UCI, from scikit-learn), a small convolutional network.
 
 Run it: pipedream train examples/digits.py --workers 2
 """
@@ -33,7 +33,7 @@ class DigitNet(nn.Module):
 
 
 def recipe(seed: int = 0) -> pipedream.Recipe:
-    """Returns model, loss, optimizer and data. The test split is fixed: stratified, 20%."""
+    """The test split is fixed: stratified, 20%."""
     torch.manual_seed(seed)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16

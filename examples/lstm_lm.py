@@ -34,7 +34,7 @@ class Read(nn.Linear):
 
 
 def recipe(seed: int = 0) -> pipedream.Recipe:
-    """Returns model, loss, optimizer and data: paragraphs, of which every tenth is kept for the test."""
+    """Paragraphs, of which every tenth is kept for the test."""
     torch.manual_seed(seed)
     text = "".join(Path(get_path("stdlib"), f"{name}.py").read_text(encoding="utf-8") for name in MODULES.split())
     data = [torch.tensor([*p.encode("ascii", "replace")])[: LENGTH + 1] for p in text.split("\n\n") if len(p) > 1]

@@ -1,4 +1,4 @@
-"""Two by two: two forwards, then two backwards, in turn, with a flush. Invented to show what a method's file needs.
+"""Two by two: two forwards, then two backwards, in turn, with a flush. Invented to show a method's file.
 
 pipedream show examples/schedules/two_by_two.py --verify
 pipedream train examples/digits.py --workers 2 --schedule examples/schedules/two_by_two.py

@@ -3,15 +3,16 @@
 Efficient Training on Multiple Consumer GPUs with RoundPipe (arXiv 2604.27085). A minibatch is a row of *slots*: the
 forwards of stage 0, 1, ..., then the backwards down to stage 0; the last stage's two passes are one slot. Each slot
 goes to the next worker, which runs all m microbatches of it. A backward repeats its forward. So the number of stages
-need not be a multiple of p; with n equal slots the bubble is p (p - 1)/(n m + p (p - 1)), where p divides n and m >= p.
+need not be a multiple of p; with n equal slots the bubble is p (p - 1)/(n m + p (p - 1)), where p divides n and m >=
+p.
 
     rank 0 | .    1F0  1F1  3F0  3B0  3F1  3B1' 1B0  1B1'
     rank 1 | 0F0  0F1  2F0  2F1  .    2B0  .    2B1' 0B0  0B1'
 
-Differences from the paper: weights live on the workers, not in host memory. The home of a stage is the worker of its
-backwards, so gradients stay there, and weights travel once per minibatch to the worker of the stage's forwards. The
-paper cuts forwards more coarsely than backwards, which take about three times as long; here one slot may hold the
-forwards of several stages. The update is the synchronous one: a minibatch starts when the one before has ended.
+Differences from the paper: weights live on the workers, not in host memory. A stage's home is the worker of its
+backwards, so gradients stay there, and weights travel once per minibatch to the worker of its forwards. One slot may
+hold the forwards of several stages, since backwards take about three times as long. A minibatch starts when the one
+before has ended.
 """
 
 from __future__ import annotations

@@ -60,14 +60,14 @@ class Interpolated(NewerBackward):
         return self._late(stage) / self.per_update
 
     def buffers(self, stage: int) -> int:
-        return int(self.staleness(stage) > 0)  # the weights of a backward
+        return int(self.staleness(stage) > 0)
 
     @property
     def held_until(self) -> Kind:
         return Kind.BACKWARD
 
     def backward_reader(self, versions: Any) -> Callable[[Any], Any]:
-        made: list[Any] = []  # one set, computed anew for each backward
+        made: list[Any] = []
 
         def between(old: Any) -> Any:
             newest = versions.peek()

@@ -83,13 +83,13 @@ def backward(stage_replica: tuple[int, int], microbatch: int) -> Op:
 
 
 def input_gradient(stage_replica: tuple[int, int], microbatch: int) -> Op:
-    """Returns the half of a backward that the stage before waits for."""
+    """Returns the half of a backward that the stage before needs."""
     stage, replica = stage_replica
     return Op(I, stage, microbatch, replica)
 
 
 def weight_gradient(stage_replica: tuple[int, int], microbatch: int) -> Op:
-    """Returns the half of a backward that only the update waits for."""
+    """Returns the half of a backward that only the update needs."""
     stage, replica = stage_replica
     return Op(W, stage, microbatch, replica)
 
@@ -104,12 +104,12 @@ def update(stage_replica: tuple[int, int], number: int) -> Op:
 
 
 def all_microbatches(stage_replica: StageReplica, replicas: int) -> range:
-    """Returns the microbatches of a stage replica in an endless run."""
+    """Returns a stage replica's microbatches."""
     return range(stage_replica.replica, _ALL, replicas)
 
 
 def one_stage_per_rank(placement: Placement, ops: Callable[[StageReplica], Iterator[Op]]) -> Order:
-    """Returns the order of ranks with one stage replica each; raises ScheduleError for any other placement."""
+    """Returns the order of ranks with one stage replica each; raises ScheduleError if a rank has several stages."""
     for rank in range(placement.workers):
         if len(stage_replicas := placement.stage_replicas(rank)) > 1:
             stages = ", ".join(str(stage) for stage, _ in stage_replicas)
@@ -126,7 +126,7 @@ def one_stage_per_rank(placement: Placement, ops: Callable[[StageReplica], Itera
 
 
 def one_forward_one_backward(stage_replica: StageReplica, *, mine: range, warmup: int) -> Iterator[Op]:
-    """Yields `warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    """Yields `warmup` forwards, then forwards and backwards in turn, then the remaining backwards."""
     for i in range(len(mine) + warmup):
         if i < len(mine):
             yield forward(stage_replica, mine[i])
@@ -149,10 +149,10 @@ def one_forward_one_input_gradient(
 
 
 def with_updates(ops: Iterator[Op], *, replicas: int, per_update: int, update_delay: int = 0) -> Iterator[Op]:
-    """Yields the ops of a stage replica with its updates, each after the last backward of its microbatches.
+    """Yields ops with their updates, each after the last backward of its microbatches.
 
     Args:
-        ops: backwards, or the weight gradients of split ones, must be in the order of microbatches.
+        ops: backwards (or weight gradients) must be in the order of microbatches.
         per_update: microbatches in an update, over all replicas; at least `replicas`.
         update_delay: 1 puts the next forward before the update.
     """
@@ -169,7 +169,7 @@ def with_updates(ops: Iterator[Op], *, replicas: int, per_update: int, update_de
 def each_minibatch(
     plan: Plan, stage_replica: StageReplica, microbatches: int, ops: Callable[[range], Iterator[Op]]
 ) -> Iterator[Op]:
-    """Yields, for each minibatch, the ops on the stage replica's microbatches and then one update."""
+    """Yields, for each minibatch, the ops on the stage replica's microbatches and one update."""
     replicas = plan.replicas[stage_replica.stage]
     for number in count():
         first = number * microbatches
@@ -178,11 +178,7 @@ def each_minibatch(
 
 
 def minibatch_by_minibatch(m: int, ops: Callable[[int, range], Iterator[Op]]) -> Order:
-    """Returns the order of ranks with several stages without replicas; a stage updates after its last backward.
-
-    Args:
-        ops: (rank, microbatches of one minibatch) -> its forwards and backwards.
-    """
+    """Returns the order of ranks with several stages; `ops`: (rank, microbatches of one minibatch) -> their passes."""
 
     def order(rank: int) -> Iterator[Op]:
         passes = (op for number in count() for op in ops(rank, range(number * m, (number + 1) * m)))
@@ -195,8 +191,8 @@ def steady_1f1b(plan: Plan, per_update: int | None = None) -> Order:
     """Returns 1F1B without a flush, at the plan's depth.
 
     Args:
-        per_update: microbatches in an update, over all replicas, without an update delay. None: one microbatch of each
-            replica, with the plan's update delay.
+        per_update: microbatches in an update, over all replicas. None: one of each replica, with the plan's update
+            delay.
     """
 
     def ops(stage_replica: StageReplica) -> Iterator[Op]:
@@ -265,11 +261,8 @@ def flushing(
 
 
 def unflushed(name: str, plan: Plan, weights: WeightRule, claims: Claims, *, m: int | None = None) -> Schedule:
-    """Returns the schedule of `steady_1f1b`.
-
-    Args:
-        m: one update. None for a method that does not split a minibatch: an update then averages one minibatch of each
-            replica of the stage.
+    """Returns the schedule of `steady_1f1b`; with m None an update averages one minibatch of each replica of the
+    stage.
     """
     updates = UpdateRule(plan.replicas, mean_of_rounds=True) if m is None else UpdateRule((m,) * len(plan.stages))
     return Schedule(
@@ -306,7 +299,7 @@ def latest_weights(
     )
 
 
-# -- plans, and what a method asks of them ----------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------------
 
 
 def warmup_forwards(plan: Plan) -> tuple[int, ...]:
@@ -331,9 +324,8 @@ def with_backward_rule(plan: Plan, backward_rule: str, rules: tuple[str, ...] = 
 def choose_microbatches(name: str, plan: Plan, wanted: int | None, default: int) -> int:
     """Returns m for a method that splits minibatches: what is wanted, or the default, but at least the most replicas.
 
-    Raises:
-        ScheduleError: fewer are wanted than a stage has replicas. Each replica must contribute to every update, or it
-            would not know whether there is one before it waits for the others' gradients.
+    Raises ScheduleError if fewer are wanted: a replica that does not contribute to every update would not know
+    whether there is one before it waits for the others' gradients.
     """
     most = max(plan.replicas)
     if wanted is not None and wanted < most:

@@ -5,16 +5,16 @@
     0F0,0F1,,0B0,,0B1
     ,1F0,1B0,1F1,1B1
 
-``2F5`` is stage 2, forward, microbatch 5; ``B`` is a whole backward, ``I`` and ``W`` are its two halves.
+``2F5`` is stage 2, forward, microbatch 5; ``B`` is a whole backward, ``I`` and ``W`` are its halves.
 ``(0F1;1B0)OVERLAP_F_B`` is a forward and a backward that run together. A lowered file also has
 
-- ``2SEND_F5``, ``3RECV_F5``, ``3SEND_B5``, ``2RECV_B5``: messages of microbatch 5 between stages 2 and 3. A send does
-  not wait; at a receive the message must have arrived;
-- ``2UNSHARD``, ``2RESHARD``: where the shards of a stage's weights are gathered and released (FSDP);
-- ``2REDUCE_GRAD``: where the stage's gradients are summed over data-parallel copies, after its last backward.
+- ``2SEND_F5``, ``3RECV_F5``, ``3SEND_B5``, ``2RECV_B5``: messages between stages 2 and 3. A send does not wait; at a
+  receive the message must have arrived;
+- ``2UNSHARD``, ``2RESHARD``: the shards of a stage's weights are gathered and released (FSDP);
+- ``2REDUCE_GRAD``: the stage's gradients are summed over data-parallel copies, after its last backward.
 
 A file is one flushed minibatch; the `Schedule` repeats it, with an update of each stage after its last backward.
-Messages are checked and left to our own lowering, empty cells to the clock, deadlocks to the proof (`verify`).
+Messages are checked and left to our own lowering, deadlocks to the proof (`verify`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def is_torch_csv(name: str) -> bool:
 
 
 def load_torch_csv(path: str | Path, plan: Plan | None = None) -> Schedule:
-    """Reads a file, after which the schedule is named; see `from_torch_csv`."""
+    """Reads a file (`from_torch_csv`), after which the schedule is named."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -91,8 +91,8 @@ def load_torch_csv(path: str | Path, plan: Plan | None = None) -> Schedule:
 def from_torch_csv(text: str, *, name: str = "torch_csv", plan: Plan | None = None) -> Schedule:
     """Reads a schedule in PyTorch's notation, either with passes only or lowered.
 
-    If any backward is split into I and W, all are: a B becomes an I directly followed by its W. The two of an
-    OVERLAP_F_B come one after the other.
+    If any backward is split into I and W, all are: a B becomes an I and its W. The two of an OVERLAP_F_B come one
+    after the other.
 
     Args:
         plan: its stages, on the same ranks; None for equal stages (`Plan.uniform`).
@@ -118,7 +118,7 @@ def from_torch_csv(text: str, *, name: str = "torch_csv", plan: Plan | None = No
 def to_torch_csv(schedule: Schedule | Program) -> str:
     """Writes one minibatch of a flushing schedule in PyTorch's notation, passes only: PyTorch adds the messages.
 
-    A column is a step in which each rank does one pass or waits, so that every pass comes after what it needs.
+    In each column every pass has what it needs from the columns before.
 
     Raises:
         ScheduleError: the notation cannot express it (updates without a flush, replicas), or it deadlocks.
@@ -158,7 +158,6 @@ def to_torch_csv(schedule: Schedule | Program) -> str:
 
 
 def _ranks(rows: Sequence[Sequence[_Action]]) -> tuple[int, ...]:
-    """Returns the rank of each stage."""
     owner: dict[int, _Action] = {}
     for action in (action for row in rows for action in row if action.computes):
         first = owner.setdefault(action.stage, action)
@@ -176,7 +175,7 @@ def _ranks(rows: Sequence[Sequence[_Action]]) -> tuple[int, ...]:
 
 
 def _check_passes(rows: Sequence[Sequence[_Action]], stages: int) -> int:
-    """Checks that each stage has each pass of each microbatch once; returns the number of microbatches."""
+    """Checks that each stage has each pass of each microbatch once; returns m."""
     found: dict[tuple[int, str, int], _Action] = {}
     for action in (action for row in rows for action in row if action.computes):
         again = found.setdefault(action[:3], action)
@@ -204,7 +203,6 @@ def _check_passes(rows: Sequence[Sequence[_Action]], stages: int) -> int:
 
 
 def _plan(ranks: tuple[int, ...], plan: Plan | None) -> Plan:
-    """Returns the plan, which must have these ranks; by default one of equal stages."""
     if plan is None:
         straight = ranks == tuple(range(len(ranks)))
         return Plan.uniform(len(ranks), order=() if straight else ranks)
@@ -264,7 +262,7 @@ def _steps(schedule: Schedule | Program, rows: Sequence[Sequence[Op]], total: in
     return steps
 
 
-# -- the words of a file ----------------------------------------------------------------------------------
+# -- actions ----------------------------------------------------------------------------------------------
 
 
 class _Action(NamedTuple):
@@ -272,8 +270,8 @@ class _Action(NamedTuple):
 
     Attributes:
         microbatch: -1 for REDUCE_GRAD.
-        place: position among all actions of the row; those of a pair count one by one.
-        column: of its cell, from 1.
+        place: position in the row; those of a pair count one by one.
+        column: from 1.
     """
 
     stage: int
@@ -296,10 +294,9 @@ class _Action(NamedTuple):
 
 
 def _read_rows(text: str) -> list[list[_Action]]:
-    """Reads the actions of each rank, those of a pair in its order.
+    """Reads the actions of each rank.
 
-    Shards are skipped: they do not change what is computed, PyTorch writes them for stages without shards too, and the
-    stages here have whole weights.
+    Shards are skipped: PyTorch writes them for stages without shards too, and the stages here have whole weights.
     """
     lines = text.removeprefix("\ufeff").splitlines()
     while lines and not lines[-1].strip():
@@ -353,7 +350,7 @@ def _check_sums(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -> No
 
 
 def _check_messages(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -> None:
-    """Checks the messages of a lowered file; a file may also have none.
+    """Checks the messages of a lowered file.
 
     Each is needed, sent once and received once, on the right ranks, after the pass that makes it and before the pass
     that reads it; two ranks receive in the order of sending; and ranks do not wait for each other forever.
@@ -390,7 +387,6 @@ def _check_owner(action: _Action, rank_of: Sequence[int]) -> None:
 
 
 def _peer(action: _Action) -> tuple[int, str, int]:
-    """Returns the other end of a message."""
     word = action.word
     other = ("RECV" if word.startswith("SEND") else "SEND") + word[-2:]
     return action.stage + _MESSAGES[word], other, action.microbatch
@@ -425,7 +421,7 @@ def _check_message(
 
 
 def _check_order(messages: Iterable[_Action], rank_of: Sequence[int]) -> None:
-    """Checks the order of messages; between two ranks they have no names: the first sent is the first received."""
+    """Between two ranks messages have no names: the first sent is the first received."""
     sent: dict[tuple[int, int], list[_Action]] = defaultdict(list)
     received: dict[tuple[int, int], list[_Action]] = defaultdict(list)
     for action in messages:

@@ -99,13 +99,13 @@ def build(name: str, plan: Plan, microbatches: int | None = None, **options: Any
         built = make(plan, microbatches, **values)
     except ScheduleError:
         raise
-    except ValueError as error:  # from a part of the schedule, such as a weight rule
+    except ValueError as error:  # e.g. of a weight rule
         raise ScheduleError(f"schedule {full!r}: {error}") from None
     return replace(built, name=full) if values else built
 
 
 def canonical(name: str, **options: Any) -> str:
-    """Returns the one name of a method: not an alias, followed by those options that differ from their defaults."""
+    """Returns the one name of a method: not an alias, with the options that differ from their defaults."""
     if is_torch_csv(name) and not options:
         return name
     bare, _, values = _resolve(name, options)
@@ -126,7 +126,7 @@ def with_options(name: str, **options: Any) -> str:
 def layout_of(name: str) -> Layout | None:
     """Returns which worker a method gives which stage; None for one stage per worker, or a file that names them."""
     if is_torch_csv(name):
-        return None  # the file itself names the workers
+        return None
     return method_of(name).layout
 
 

@@ -34,8 +34,7 @@ def uniform(
         chunks: stages per worker, for methods that leave the choice.
 
     Raises:
-        ScheduleError: there is no such method, the file is for another number of workers, or the method leaves no
-            choice of `chunks`.
+        ScheduleError: there is no such method, the file is for other workers, or `chunks` cannot be chosen.
     """
     check_chunks(name, chunks)
     if is_torch_csv(name):
@@ -52,9 +51,8 @@ def uniform(
 
 
 def claims_at(schedule: Schedule, stages: int, run: int) -> dict[str, object]:
-    """Returns what a method's paper claims for p = `stages` workers, as JSON values.
-
-    The claims are for one minibatch if the schedule flushes, else for a run of `run` microbatches.
+    """Returns a method's claims for p = `stages` workers as JSON values; for one minibatch if it flushes, else for
+    the run.
     """
     claims, m = schedule.claims, schedule.microbatches
     counted = m if schedule.flushes else run
@@ -108,10 +106,10 @@ def run_of(
     Args:
         schedule: a method's name, a file, or a schedule.
         microbatches: m; 1 for a method that does not split a minibatch.
-        minibatches: of the run. By default one if the method flushes; else enough to show the steady state, at least
-            two, and at least `usual` microbatches.
+        minibatches: by default one if the method flushes; else enough to show the steady state, at least two, and at
+            least `usual` microbatches.
         split: m if `microbatches` is None.
-        usual: m if neither is given, for methods that flush and work with it; other methods choose their own.
+        usual: m if neither is given, for methods that flush and work with it; others choose their own.
 
     Raises:
         ScheduleError: the method does not work with the plan or with m.
@@ -145,7 +143,7 @@ def _built(name: str, plan: Plan, microbatches: int | None, split: int | None, u
             return own
     own = build(name, plan, split)
     if split is None and own.flushes:
-        with suppress(ScheduleError):  # it does not work with this number
+        with suppress(ScheduleError):
             return build(name, plan, usual)
     return own
 

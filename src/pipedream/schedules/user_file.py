@@ -1,8 +1,8 @@
 """Methods in users' files: the path of such a file can be given wherever a method's name can.
 
-from pipedream.schedules import Method, Plan, Schedule, ...
-...
-METHODS = (Method(two_by_two),)
+    from pipedream.schedules import Method, Plan, Schedule, ...
+    ...
+    METHODS = (Method(two_by_two),)
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ def _methods(path: str, text: bytes) -> tuple[Method, ...]:
     assert spec is not None
     module = sys.modules[name] = module_from_spec(spec)  # dataclasses look up their module
     try:
-        # Not run by its loader, whose bytecode cache recognises a changed file by seconds and size only. Without this
-        # module's own __future__ imports.
+        # Not by its loader, whose bytecode cache recognises a changed file by seconds and size only.
         exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
     except Exception as error:
         del sys.modules[name]

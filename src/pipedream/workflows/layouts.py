@@ -1,7 +1,7 @@
 """Planning for methods with several stages per worker: a row of stages is cut, then laid out over the workers.
 
-All workers get the same number of stages, so a row of equal stages keeps them equally busy: the row is the planner's
-straight pipeline on as many workers as there are stages, over the cluster's slowest links.
+All workers get the same number of stages, so equal stages keep them equally busy: the row is the planner's straight
+pipeline on as many workers as there are stages, over the cluster's slowest links.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def lay_out(
 
     Raises:
         PlanError: the model has too few places to cut, workers differ in speed, or stages do not fit their memory.
-        ScheduleError: the method does not work with this number of workers or microbatches, or leaves no choice of
-            `chunks`.
+        ScheduleError: the method does not work with these workers, microbatches or chunks.
     """
     schedules.check_chunks(schedule, chunks)
     layout = schedules.layout_of(schedule)
@@ -73,7 +72,7 @@ def lay_out(
 
 
 def _cut(profile: Profile, row: Cluster) -> Plan:
-    """Returns the fastest straight cut; one between layers that share parameters only if there is no other.
+    """Returns the fastest straight cut, between layers that share parameters only if there is no other.
 
     Methods with a layout flush, and keep weights equal that several stages hold (`core.schedule.coupling`).
     """

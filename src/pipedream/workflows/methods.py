@@ -39,8 +39,8 @@ def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -
     """Returns the methods to compare, by their canonical names, in the order in which ties are broken.
 
     By default those that flush, 1F1B before GPipe; with `allow_asynchronous` also those whose gradients are late.
-    Methods whose backward reads other weights than its forward, or predicted ones, only if they are named: whether a
-    model and its optimizer tolerate that is no matter of seconds and bytes.
+    Methods whose backward reads other weights than its forward, or predicted ones, only if named: whether a model
+    tolerates that is no matter of seconds and bytes.
 
     Raises:
         ScheduleError: there is no such method, or it cannot be compared.
@@ -69,7 +69,7 @@ def score(plan: Plan) -> planner.Score:
 
 
 def simulated_period_s(plan: Plan) -> float | None:
-    """Returns a plan's simulated seconds per minibatch under its own method; None if simulating it would take long."""
+    """Returns a plan's simulated seconds per minibatch; None if simulating it would take long."""
     if max(plan.workers, plan.placement.cycle) > _MOST_SIMULATED:
         return None
     with suppress(PipelineError):
@@ -78,13 +78,11 @@ def simulated_period_s(plan: Plan) -> float | None:
 
 
 def occupancy_of(schedule: str, microbatches: int | None = None, compensation: Any = None) -> planner.MethodOccupancy:
-    """Returns what the stages of a plan hold under a method, read off the method's schedule for that plan.
-
-    Where that cannot be built (another number of stages than a file's, or not laid out yet) it is the least that a
-    stage can hold.
+    """Returns what the stages of a plan hold under a method; the least possible for a plan without the method's
+    layout.
 
     Args:
-        microbatches: m; a plan with more replicas than that gets as many as it needs. None: the method's own.
+        microbatches: m, or as many as the plan's replicas need. None: the method's own.
         compensation: of delay, in place of the method's own.
     """
     layout = schedules.layout_of(schedule)
@@ -115,7 +113,7 @@ def occupancy_of(schedule: str, microbatches: int | None = None, compensation: A
         return tuple(replace(one, in_flight=count) for one, count in zip(occupancy(built), plan.in_flight, strict=True))
 
     grows = False
-    with suppress(ScheduleError):  # of a method that works on special plans only
+    with suppress(ScheduleError):
         grows = schedules.properties_of(schedule).versions_grow_with_stages
     return planner.MethodOccupancy(holds, grows)
 
@@ -183,7 +181,6 @@ def plan_of_file(
     worker, and the sum of what its stages need, an upper bound, must fit its memory.
 
     Args:
-        cuts: by hand, see `pipedream.planner.manual_plan`.
         depth: by which receives are posted ahead; the order is the file's.
 
     Raises:

@@ -1,7 +1,6 @@
 """Published methods that are another method's order and weights plus a compensation of delay.
 
-They differ from that method in the update only (`core.schedule.compensation`). Any other pair can be asked for as
-``schedule=..., compensation=...``.
+Any other pair can be asked for as ``schedule=..., compensation=...``.
 """
 
 from __future__ import annotations

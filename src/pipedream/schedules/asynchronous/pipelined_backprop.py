@@ -1,9 +1,9 @@
 """Pipelined backpropagation: forward and backward of each stage in every cycle, one set of weights, updated in place.
 
-Petrowski et al., IEEE Transactions on Neural Networks 1993; Kosson et al., MLSys 2021, section 3. 2(p-1-s) cycles, and
-as many updates, lie between the two passes of a minibatch. Run one after the other, as here, this is 1F1B with twice
-the warm-up. The backward goes through the old activations with the newest weights (the rule 'graph'); with 'recompute'
-the gradient is a true one.
+Petrowski et al., IEEE Transactions on Neural Networks 1993; Kosson et al., MLSys 2021, section 3. 2(p-1-s) cycles,
+and as many updates, lie between the two passes of a minibatch. One after the other, as here, this is 1F1B with twice
+the warm-up. The backward goes through the old activations with the newest weights (the rule 'graph'); with
+'recompute' the gradient is a true one.
 
     rank 0 | F0  F1  F2  B0' F3  B1' F4  B2' F5  B3'
     rank 1 | .   F0  B0' F1  B1' F2  B2' F3  B3' F4
@@ -31,11 +31,10 @@ __all__ = ["METHODS", "concurrent", "one_set", "pipelined_backprop"]
 
 
 def pipelined_backprop(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
-    """Returns pipelined backpropagation: stage s is 2(p-1-s) updates late, with one set of weights.
+    """Returns pipelined backpropagation: stage s is 2(p-1-s) updates late. `backward_rule`: see `idioms`.
 
     Args:
         plan: of any depth; stages hold at least as much as this order needs.
-        backward_rule: see `idioms`.
     """
     return one_set("pipelined_backprop", plan, microbatches, backward_rule)
 

@@ -1,9 +1,8 @@
 """PipeMare: no flush and no stash; the backward reads weights that are corrected towards those of its forward.
 
 Yang et al., MLSys 2021, section 3.2, T2: u = w(t) - D d(t), d(t+1) = gamma d(t) + (1 - gamma)(w(t+1) - w(t)), D the
-stage's delay in updates, gamma = decay^(1/D). The order is that of pipelined backpropagation with m microbatches in an
-update, so the mean D is 2(p-1-s)/m; the paper's is (2(p-1-s) + 1)/m, with one microbatch between the two passes at the
-last stage.
+stage's delay in updates, gamma = decay^(1/D). The order is that of pipelined backpropagation with m microbatches in
+an update, so the mean D is 2(p-1-s)/m; the paper's has one more microbatch between the two passes: (2(p-1-s) + 1)/m.
 
     rank 0 | F0  F1  F2  B0  F3  B1' F4  B2  F5  B3'
     rank 1 | .   F0  B0  F1  B1' F2  B2  F3  B3' F4

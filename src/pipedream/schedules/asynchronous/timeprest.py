@@ -2,13 +2,13 @@
 
 2024 (arXiv 2410.14312; Future Generation Computer Systems, 2026), sections 3.1 and 3.2; `v_timeprest`: 2025 (arXiv
 2509.23241). A stage runs the backward of a whole minibatch of m microbatches as soon as it can, and admits at most
-p - s: min(2, m)(p-1-s) warm-up forwards besides the minibatch's own m.
+p - s minibatches: min(2, m)(p-1-s) warm-up forwards besides the minibatch's own m.
 
     rank 0 | F0  F1  F2  F3  B0  B1' F4  F5  B2  B3'
     rank 1 | .   F0  F1  B0  B1' F2  F3  B2  B3' F4
 
-Differences from the paper. The backwards of a minibatch's microbatches follow each other, in place of one backward of
-their mean loss: the gradient is the same. The paper has one worker per stage; here replicas share the warm-up.
+Differences from the paper: its one backward of the mean loss is here the backwards of the microbatches, with the same
+gradient; replicas, which it does not have, share the warm-up.
 
 The paper says that v = floor((p+m-2)/m) minibatches lie between a backward and the one whose weights it reads, at all
 stages alike. Its own order gives floor((p-1)/(m+1)) + 1, up to the newest minibatch that every stage has updated for.

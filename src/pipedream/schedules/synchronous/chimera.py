@@ -1,14 +1,12 @@
 """Chimera: two pipelines in opposite directions, each with half of the microbatches, in each other's bubbles.
 
 Li and Hoefler, Chimera, SC 2021, section 3. Worker w has stage w of the pipeline down and stage p - 1 - w of the
-pipeline up; the two holders of a stage add up their gradients. A minibatch is a row of units of p microbatches, whose
-first forwards use the last bubbles of the unit before (section 3.5, direct concatenation): p - 2 idle slots in all,
-against 2(p - 1) of 1F1B. Even microbatches go down.
+pipeline up; the two holders of a stage add up their gradients. The first forwards of each p microbatches use the last
+bubbles of the p before (section 3.5, direct concatenation): p - 2 idle slots in all, against 2(p - 1) of 1F1B. Even
+microbatches go down.
 
     rank 0 | 0F0  1F1  1B1  0B0'
     rank 1 | 0F1  1F0  1B0  0B1'
-
-A holder's sum starts as soon as its own last backward is done, in a bubble; the update waits for both.
 """
 
 from __future__ import annotations
@@ -79,15 +77,15 @@ def both_directions(name: str, plan: Plan, m: int, order: Order, claims: Claims)
 
     def with_updates(rank: int) -> Iterator[Op]:
         p = plan.workers
-        left = 2 * m  # of a minibatch at the rank's two stages: half of the forwards and backwards each
+        left = 2 * m  # passes of a minibatch at the rank's two stages
         number = 0
         for op in order(rank):
             yield op
             left -= 1
             if not left:
                 number, left = number + 1, 2 * m
-                # After all backwards, so that the sum of the stage that is done first can overlap with the other
-                # stage; on both holders in the same order.
+                # After all backwards, so that one stage's sum can overlap with the other stage; in the same order on
+                # both holders.
                 for stage in sorted((rank, p - 1 - rank), reverse=True):
                     yield update((stage, int(stage != rank)), number)
 

@@ -1,10 +1,9 @@
 """DualPipeV: the two directions of DualPipe in one V of stages, so that each forward has a backward to overlap with.
 
-DeepSeek-AI, DualPipe (2025), "cut in half": worker r has stages r and 2p - 1 - r, and no second copy of its weights. In
-the middle of a minibatch a forward at one stage is followed by an independent backward at the other; at the end
-deferred weight gradients W fill the bubbles. Here the two of a pair run one after the other: a minibatch takes
-2m (f + i + w) + (p - 1)(f + i - w), w <= i <= f, with 2p + 1 in flight. (The authors count a pair as one block, which
-starts when both can: (p - 1)(f + 2i - w).)
+DeepSeek-AI, DualPipe (2025), "cut in half": worker r has stages r and 2p - 1 - r, and no second copy of its weights.
+In the middle of a minibatch a forward at one stage is followed by an independent backward at the other; at the end
+deferred weight gradients W fill the bubbles. A minibatch takes 2m (f + i + w) + (p - 1)(f + i - w), w <= i <= f, with
+2p + 1 in flight. (The authors count a pair as one block, which starts when both can: (p - 1)(f + 2i - w).)
 
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3I1 3W1 3F2 0I0 0W0
     rank 1 | .   1F0 2F0 1F1 2F1 1F2 2I0 2W0 2F2 1I0 1W0 1F3 2I1

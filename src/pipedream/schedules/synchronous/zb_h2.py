@@ -1,12 +1,14 @@
 """ZB-H2: 1F1B at twice the depth with split backwards: no worker waits between its first op and its last.
 
-Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.2, figure 3. Stage s runs 2(p - s) - 1 forwards before
-its first input gradient I, and weight gradients W 2s microbatches later: 2p - 1 are in flight until their W. A stage
-continues with the next minibatch at once, so n of them take n m (f + i + w) + (p - 1) f. The paper's update before the
-global norm is known, rolled back if wrong, is not implemented.
+Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.2, figure 3. Stage s runs 2(p - s) - 1 forwards
+before its first input gradient I, and weight gradients W 2s microbatches later: 2p - 1 are in flight until their W. A
+stage continues with the next minibatch at once, so n of them take n m (f + i + w) + (p - 1) f.
 
     rank 0 | F0  F1  F2  I0  W0  F3  I1  W1  I2  W2  I3  W3'
     rank 1 | .   F0  I0  F1  I1  F2  I2  W0  F3  I3  W1  W2  W3'
+
+The paper's remedy for clipping by the global norm, to update first and roll back if that was wrong, is not
+implemented.
 """
 
 from __future__ import annotations

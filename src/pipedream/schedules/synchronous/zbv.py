@@ -1,9 +1,10 @@
-"""ZB-V: split backwards over a V of stages; no worker waits between its first op and its last, with 1F1B's activations.
+"""ZB-V: split backwards over a V of stages; no worker waits between its first op and its last, with 1F1B's
+activations.
 
 Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, section 3.3, and Zero Bubble Pipeline
 Parallelism, ICLR 2024, section 6. Worker r has stages r and 2p - 1 - r, so the first worker also has the loss and
-starts its backwards as early as the last one. With f = i = w, n minibatches take 6 n m f + (p - 1) f. A worker has at
-most 2p in flight at its two stages: as much as 1F1B's first worker at one stage twice as large.
+starts its backwards as early as the last one. With f = i = w, n minibatches take 6 n m f + (p - 1) f; at most 2p are
+in flight at a worker's two stages.
 
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2
     rank 1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1
