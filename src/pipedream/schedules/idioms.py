@@ -114,8 +114,8 @@ def one_stage_per_rank(placement: Placement, ops: Callable[[StageReplica], Itera
         if len(stage_replicas := placement.stage_replicas(rank)) > 1:
             stages = ", ".join(str(stage) for stage, _ in stage_replicas)
             raise ScheduleError(
-                f"this method has one stage per worker, but in the plan worker {rank} has the stages {stages}; plan for "
-                "this method, or choose one with several stages per worker, such as the plan's own"
+                f"this method has one stage per worker, but in the plan worker {rank} has the stages {stages}; plan "
+                "for this method, or choose one with several stages per worker, such as the plan's own"
             )
 
     def order(rank: int) -> Iterator[Op]:

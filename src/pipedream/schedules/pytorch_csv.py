@@ -435,8 +435,8 @@ def _check_order(messages: Iterable[_Action], rank_of: Sequence[int]) -> None:
         for left, arrived in zip(sent[pair], received[pair], strict=True):
             if _peer(left) != arrived[:3]:
                 raise ScheduleError(
-                    f"{arrived.where} is received where {left} of rank {left.rank} (column {left.column}) arrives; between "
-                    "two ranks messages are received in the order in which they are sent"
+                    f"{arrived.where} is received where {left} of rank {left.rank} (column {left.column}) arrives; "
+                    "between two ranks messages are received in the order in which they are sent"
                 )
 
 

@@ -118,8 +118,8 @@ def run_of(
     if microbatches not in (None, built.microbatches):
         if _keeps_minibatches(built):
             raise ScheduleError(
-                f"schedule {built.name!r} does not split a minibatch, but {microbatches} microbatches per minibatch were "
-                "asked for; leave the number out, and give the length of the run in minibatches "
+                f"schedule {built.name!r} does not split a minibatch, but {microbatches} microbatches per minibatch "
+                "were asked for; leave the number out, and give the length of the run in minibatches "
                 f"(--minibatches {microbatches}, or minibatches={microbatches} in Python)"
             )
         raise ScheduleError(

@@ -54,8 +54,14 @@ def lay_out(
     stages = tuple(replace(stage, replicas=layout.replicas, recompute=recompute) for stage in cut.stages)
     note = f"fastest straight cut into {count} stages, {len(order) // p} on each of {p} workers: {layout.words}"
     plan = replace(
-        cut, stages=stages, in_flight=depth.noam(replicas), update_delay=(0,) * count, cluster=cluster, order=order, bound_s=0.0
-    )  # fmt: skip
+        cut,
+        stages=stages,
+        in_flight=depth.noam(replicas),
+        update_delay=(0,) * count,
+        cluster=cluster,
+        order=order,
+        bound_s=0.0,
+    )
     built = schedules.build(schedule, plan, microbatches)
     plan, m = built.plan, built.microbatches  # the method may let stages recompute
     if 1 < profile.batch < m:
