@@ -1,7 +1,4 @@
-"""Planning: which layers form a stage, on how many workers, and with which method to train.
-
-PipeDream's dynamic program, an exhaustive search to test it against, manual cuts, and the planners of the papers.
-"""
+"""Planning: which layers form a stage, on how many workers, and with which method to train."""
 
 from pipedream.planner.auto import Candidate, Comparison, Score, choose
 from pipedream.planner.dynamic_program.oracle import every_plan, exhaustive

@@ -1,20 +1,18 @@
 """Chooses the method, the stages, the microbatches and the depth, by simulating many ways to train.
 
-A plan's own seconds are those of a full pipeline. But a flush fills and drains the pipeline with each minibatch, and at
-the paper's depth barriers and communication are not fully hidden. So the candidates are compared by a short simulation
-of each method's own program. The simulation and the methods are passed in: planning knows neither schedules nor a clock.
+A plan's own seconds ignore filling, draining and exposed communication. The simulation and the methods are passed in:
+planning knows neither schedules nor a clock.
 
-Candidates are tried by increasing *bound*: seconds per minibatch that the candidate cannot beat. The search ends when
-the next bound is above the best simulated time, so nothing that it leaves out could have won. With f, b the forward and
-backward of a whole minibatch at a stage, u its update, r its replicas and m microbatches, the bound of a flushing method
-is the maximum over stages s of
+Candidates are tried by increasing *bound*, seconds per minibatch that a candidate cannot beat, until the next bound is
+above the best simulated time. With f, b the forward and backward of a minibatch at a stage, u its update with the part
+of the all-reduce that the last backward cannot hide, r its replicas and m microbatches, the bound of a flushing method
+is the maximum of each stage's own work, and over stages s of
 
     sum over t < s of (f_t + b_t) / m  +  ceil(m / r_s) / m (f_s + b_s)  +  u_0
 
-because stage 0 updates after the last microbatch has come back from s, and runs no forward of the next minibatch before;
-and of each stage's own work and update. The seconds of an update include the part of its all-reduce that the last
-backward cannot hide. The bound of any other method is the compute of its slowest stage, (f + b + u) / r
-(`Site.compute_s`); if its updates are delayed, without the all-reduce.
+because stage 0 updates after the last microbatch has come back from s, and runs no forward of the next minibatch
+before. The bound of any other method is the compute of its slowest stage, (f + b + u) / r (`Site.compute_s`); if its
+updates are delayed, without the all-reduce.
 """
 
 from __future__ import annotations
@@ -56,12 +54,12 @@ class Candidate:
 
     Attributes:
         depth_mode: 'noam', 'full' or 'auto'; 'hand' if a count was given for each stage.
-        shape: of the plan, as requested.
+        shape: as requested.
         config: of the plan; '' if there is none.
         bound_s: a lower bound of the seconds per minibatch.
         period_s, bubble: simulated; None if the bound ruled the candidate out.
         peak_bytes: of the fullest worker.
-        why: the reason why it was not simulated; '' if it was.
+        why: it was not simulated; '' if it was.
     """
 
     schedule: str
@@ -109,8 +107,6 @@ class Comparison:
 
 @dataclass(frozen=True, eq=False)
 class _Alternatives:
-    """All ways to train a profiled model on a cluster with some methods."""
-
     profile: Profile
     cluster: Cluster
     methods: Mapping[str, MethodProperties]
@@ -138,7 +134,7 @@ class _Alternatives:
                             yield Candidate(name, m, mode, update_delay, shape), in_flight
 
     def plan(self, way: Candidate, in_flight: str | tuple[int, ...]) -> Plan:
-        """Returns the plan of a candidate. Raises PlanError if none fits, or if it equals that of another candidate."""
+        """Raises PlanError if no plan fits, or if it equals that of another candidate."""
         occupancy = self.occupancy(way.schedule, way.microbatches)
         free = self._unlimited(way.shape, way.update_delay)
         if way.update_delay and not any(free.update_delay):
@@ -207,23 +203,23 @@ def choose(
 ) -> Comparison:
     """Finds the way to train with the fewest simulated seconds per minibatch.
 
-    Ties go to fewer bytes on the fullest worker, then to the first in the order of the methods.
+    Ties go to fewer bytes on the fullest worker, then to the order of the methods.
 
     Args:
-        methods: the methods to compare, by name.
-        score: simulates a plan with its method and microbatches; raises a PipelineError if that does not work.
+        methods: by name.
+        score: simulates a plan with its method and microbatches; may raise a PipelineError.
         occupancy: (method, microbatches) -> what the stages of a plan hold.
-        shape: 'any' tries the fastest plan, one stage on all workers, one stage on one worker, and pipelines of 2, 3,
-            ... stages with as many replicas each as the workers allow, like PipeDream-2BW's planner (ICML 2021,
-            section 3.3); 'pipeline' leaves out plans of one stage; only any other shape itself is tried.
+        shape: 'any' tries the fastest plan, one stage on all workers or one, and pipelines of 2, 3, ... stages with
+            equal replicas, like PipeDream-2BW's planner (ICML 2021, section 3.3); 'pipeline' leaves out plans of one
+            stage; any other shape is the only one.
         microbatches: None tries powers of two up to the samples of a minibatch.
         in_flight: 'noam' also tries 'auto' with methods that can be deeper.
         update_delay: 0 also tries 1 with methods that can delay updates.
         all_workers, recompute: see `plan`.
 
     Raises:
-        PlanError: no candidate works; gives the reason for the first of them. Or a method splits the backward: a
-            profile has only the sum of the two halves, so the method would seem faster than it is known to be.
+        PlanError: no candidate works (with the reason for the first). Or a method splits the backward, of which a
+            profile has only the sum.
     """
     if halves := [name for name, method in methods.items() if method.splits_backward]:
         raise PlanError(
@@ -266,7 +262,7 @@ def choose(
 
 
 def _plan_all(ways: _Alternatives) -> tuple[list[tuple[int, Candidate, Plan]], list[Candidate]]:
-    """The candidates that have a plan, numbered, and those that have none. Of equal plans only the first is kept."""
+    """Of equal plans only the first is kept."""
     planned: list[tuple[int, Candidate, Plan]] = []
     refused: list[Candidate] = []
     seen = set()
@@ -303,7 +299,6 @@ def _shapes(shape: str | tuple[int, ...], cluster: Cluster, all_workers: bool) -
 
 
 def _splits(batch: int) -> list[int]:
-    """Powers of two, up to the samples of a minibatch."""
     return [1 << power for power in range(min(batch, _MOST_MICROBATCHES).bit_length())]
 
 

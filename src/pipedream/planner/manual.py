@@ -24,11 +24,7 @@ def single_stage_plan(
     versions: VersionsRule = stash,
     microbatches: int = 1,
 ) -> Plan:
-    """Returns the plan of one stage: one worker alone, or data parallelism over `replicas` workers.
-
-    Raises:
-        PlanError: see `manual_plan`.
-    """
+    """Returns the plan of one stage: one worker, or data parallelism over `replicas` workers. Raises PlanError."""
     return manual_plan(profile, cluster, (), (replicas,), versions=versions, microbatches=microbatches)
 
 
@@ -52,15 +48,13 @@ def manual_plan(
         cuts: indices or names of layers.
         replicas: workers of each stage; None: one each.
         update_delay: of a pipeline's replicated stages.
-        versions, occupancy: what the method holds, see `plan`.
-        recompute: which stages keep only their input: 'never' none, 'auto' those that do not fit the memory at the
-            paper's depth otherwise, 'always' all.
-        part_ties: layers that share a parameter may be in different stages. Each stage then holds the parameter, which
-            a method that flushes keeps equal; its bytes are counted at the first stage only.
+        versions, occupancy, recompute: see `plan`.
+        part_ties: layers that share a parameter may be in different stages. Each then holds the parameter, which a
+            method that flushes keeps equal; its bytes are counted at the first stage only.
 
     Raises:
-        PlanError: a cut that the model does not allow (with the reason), counts that match neither the stages nor the
-            workers, or a stage that does not fit the memory.
+        PlanError: a cut that the model does not allow, counts that match neither the stages nor the workers, or a stage
+            that does not fit the memory.
     """
     places = tuple(_place(profile.graph, cut) for cut in cuts)
     check_cuts(profile.graph, places, part_ties=part_ties)
@@ -107,13 +101,10 @@ def _place(graph: LayerGraph, cut: int | str) -> int:
 
 
 def check_cuts(graph: LayerGraph, cuts: tuple[int, ...], *, part_ties: bool = False) -> None:
-    """Checks that a model may be cut before each of these layers.
-
-    Args:
-        part_ties: cuts may also separate layers that share a parameter, if some method can train them.
+    """Checks that a model may be cut before each of these layers, also between ties if `part_ties`.
 
     Raises:
-        PlanError: a cut is not allowed (with the reason), or the cuts are not in increasing order.
+        PlanError: a cut is not allowed, or the cuts are not in increasing order.
     """
     count = len(graph.layers)
     ties = graph.whole if part_ties else graph.ties

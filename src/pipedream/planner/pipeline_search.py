@@ -1,8 +1,4 @@
-"""The best plan of each family, over all orders of the workers that are searched.
-
-Identical workers and machines keep the cluster's order. If they differ, several orders are tried
-(`planner.workers.line_orders`): all of them, up to symmetry, if there are few enough for the size of the model.
-"""
+"""The best plan of each family, over all orders of the workers that are searched (`planner.workers.line_orders`)."""
 
 from __future__ import annotations
 
@@ -43,10 +39,8 @@ class PipelineSearch:
     """The searches of a space, over several lines of workers.
 
     Attributes:
-        space: what each stage costs.
-        recompute: see `DynamicProgram`.
         lines: in the order in which they win ties.
-        order_kind: which orders the lines have, in words; '' if there is only one.
+        order_kind: in words; '' if there is only one line.
     """
 
     space: SearchSpace
@@ -56,37 +50,32 @@ class PipelineSearch:
 
     @classmethod
     def of(cls, space: SearchSpace, recompute: str = "never") -> PipelineSearch:
-        """Returns the searches over the lines of a space's cluster."""
         orders = LineOrders.of(space.cluster, int(min(max(_MOST_WORK // _work(space), 1), _MOST_ORDERS)))
         return cls(space, recompute, tuple(WorkerLine.of(space.cluster, order) for order in orders.orders), orders.kind)
 
     @property
     def workers(self) -> int:
-        """All workers of the cluster."""
         return self.space.cluster.workers
 
     @property
     def is_large(self) -> bool:
-        """Whether the dynamic program over replicated pipelines would have too many states."""
+        """Whether the dynamic program would have too many states."""
         return _work(self.space) > _MOST_STATES
 
     @property
     def optimality(self) -> str:
-        """What may be claimed of the pipeline that is found."""
+        """What may be claimed of the pipeline."""
         return "best found" if self.is_large or self.space.spare_bytes else "optimal"
 
     @property
     def order_note(self) -> str:
-        """The orders of workers that are searched, in words; '' if they do not matter."""
+        """'' if orders do not matter."""
         if self.space.cluster.is_flat:
             return ""
         return f" on consecutive workers{f' {self.order_kind}' if self.order_kind else ''}"
 
     def best_single_stage(self, counts: Iterable[int]) -> Plan | None:
-        """Returns the fastest plan of one stage on one of these counts of workers; None if none fits.
-
-        Ties go to the first count.
-        """
+        """Returns the fastest plan of one stage on one of these counts of workers; ties go to the first."""
         best: tuple[float, int, WorkerLine, bool] | None = None
         end = len(self.space.profile.layers)
         forward_s, backward_s = self.space.passes_s(0, end)
@@ -109,7 +98,7 @@ class PipelineSearch:
         return replace(self.space.plan((), (count,), order=line.taken(count), recompute=(recompute,)), bound_s=seconds)
 
     def best_pipeline(self, all_workers: bool) -> Plan | None:
-        """Returns the best pipeline of at least two stages, or the best that bisection finds; None if none fits."""
+        """Returns the best pipeline of at least two stages, or the best that bisection finds."""
         if self.is_large:
             tried = (Bisection(self.space, line, self.recompute, all_workers).best() for line in self.lines)
             found = [plan for plan in tried if plan is not None]
@@ -118,10 +107,7 @@ class PipelineSearch:
         return self._best(*self._states(all_workers), allow_single_stage=False)
 
     def best_straight(self) -> Plan | None:
-        """Returns the fastest straight pipeline of at least two stages; None if there is none or none fits.
-
-        None in large searches too, where it would take longer than everything else.
-        """
+        """Returns the fastest straight pipeline of at least two stages; None also in large searches, to save time."""
         longest = min(len(self.space.positions) - 1, self.workers)
         return (
             self._best(straight_states(longest), None, allow_single_stage=False)
@@ -130,11 +116,10 @@ class PipelineSearch:
         )
 
     def best_with_counts(self, counts: tuple[int, ...]) -> Plan | None:
-        """Returns the best plan whose stages have these replicas; None if none fits."""
         return self._best(states_of_counts(counts), ((sum(counts), counts[0]),), allow_single_stage=True)
 
     def shortage_of_pipelines(self, all_workers: bool) -> Shortage:
-        """Returns the shortage that leaves no `best_pipeline`; in large searches, no straight one."""
+        """In large searches, of straight ones."""
         if self.is_large:
             return self._shortage(
                 straight_states(min(len(self.space.positions) - 1, self.workers)), None, allow_single_stage=False
@@ -142,7 +127,6 @@ class PipelineSearch:
         return self._shortage(*self._states(all_workers), allow_single_stage=False)
 
     def shortage_of_counts(self, counts: tuple[int, ...]) -> Shortage:
-        """Returns the shortage that leaves no `best_with_counts`."""
         return self._shortage(states_of_counts(counts), ((sum(counts), counts[0]),), allow_single_stage=True)
 
     def _states(self, all_workers: bool) -> tuple[tuple[State, ...], tuple[State, ...] | None]:

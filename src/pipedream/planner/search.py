@@ -1,8 +1,7 @@
 """The entry point of the planner: the plan that is asked for, or the one that is predicted to be fastest.
 
-It compares one worker, data parallelism and pipelines. The predicted seconds are those of a full pipeline whose
-communication overlaps with compute. That may take the depth ``full``; at the paper's depth some communication may not
-be hidden (`core.plan.depth`).
+The predicted seconds are those of a full pipeline whose communication overlaps with compute, which may take the depth
+``full`` (`core.plan.depth`).
 """
 
 from __future__ import annotations
@@ -49,21 +48,19 @@ def plan(
     Ties go to fewer bytes sent between stages, then fewer stages, then fewer workers, then the plan that is smallest,
     stage by stage, in (last layer, replicas).
 
-    Stages take consecutive workers of the cluster, after any idle ones. If workers or machines differ, several orders
-    of them are tried, and the note says which. A model with many layers on many workers is planned by bisection
-    (`planner.bisection.bisection`); the plan's bound then says how far from optimal it may be.
+    Stages take consecutive workers of the cluster, after any idle ones. If workers differ, several orders of them are
+    tried. A model with many layers on many workers is planned by bisection (`planner.bisection.bisection`); the plan's
+    bound then says how far from optimal it may be.
 
     Args:
         versions: versions of the weights that a stage holds, given its in-flight count and its update delay.
-        occupancy: what each stage of a plan holds under the method; None: everything admitted, with the weight versions
-            given by `versions`. Where it depends on the whole plan (vertical sync), the search assumes the least, and
-            memory is checked again afterwards.
+        occupancy: what each stage of a plan holds under the method; None: everything admitted, with `versions`. Where
+            it depends on the whole plan (vertical sync), the search assumes the least; memory is checked again.
         microbatches: parts that a minibatch is split into.
         in_flight: the depth, which is applied to the plan found at the paper's depth; memory is checked again.
         shape: 'any' compares one worker, data parallelism and pipelines whose stages may be replicated; 'pipeline' has
-            at least two stages, if the model and the workers allow them; 'straight' has exactly one stage for each
-            worker; 'data-parallel' has one stage on all workers; replica counts, as '2-1' or (2, 1), give the replicas
-            of each stage.
+            at least two stages, if the model and the workers allow them; 'straight' has one stage for each worker;
+            'data-parallel' has one stage on all workers; '2-1' or (2, 1) are the replicas of each stage.
         update_delay: of a pipeline's replicated stages; 1 applies their updates after the next forward.
         all_workers: 'any' and 'pipeline' leave no worker idle.
         recompute: which stages keep only their input and repeat the forward before the backward: 'never' none, 'auto'
@@ -114,10 +111,7 @@ def plan(
 
 
 def _sufficient_memory(space: SearchSpace, searches: Iterable[Callable[[SearchSpace], Plan]], need_bytes: int) -> str:
-    """Names a plan that would fit if the workers had a little more memory; '' if a search finds none.
-
-    The least that a search knows of leaves out messages, so the plan may need a little more than that.
-    """
+    """A plan that would fit if the workers had a little more memory, in words; '' if a search finds none."""
 
     def enlarged(memory_bytes: int | None) -> int | None:
         return None if memory_bytes is None else max(memory_bytes, need_bytes)
@@ -140,26 +134,22 @@ def _fitting(
 ) -> Plan:
     """The plan of a search, including the memory of its messages, which only a whole plan determines.
 
-    If the messages do not fit, the search is repeated with some memory kept free for them (`_with_spare_memory`). As
-    every stage keeps the same amount free, the narrower searches of `others` are tried too. The bound is still that of
-    the first search.
+    If they do not fit, some memory is kept free for them on every stage, so the narrower searches of `others` are tried
+    too. The bound is still that of the first search.
     """
     least = space.with_bytes(search(space))
     if least.overfull is None:
         return least
     found = [plan for how in (search, *others) for plan in _with_spare_memory(space, how)]
     fitting = [plan for plan in found if plan.overfull is None]
-    if not fitting:  # the caller refuses the one that comes nearest, naming what it needs
+    if not fitting:  # the caller refuses it, naming what it needs
         return min((least, *found), key=lambda plan: _missing_bytes(space, plan))
     best = min(fitting, key=lambda plan: (plan.period_s, plan.slowest_stage_s))
     return replace(best, bound_s=min(least.bound_s, best.slowest_stage_s))
 
 
 def _with_spare_memory(space: SearchSpace, search: Callable[[SearchSpace], Plan]) -> Iterator[Plan]:
-    """Yields plans of a search, keeping more and more memory free for messages until one fits, then less.
-
-    The first attempt keeps free what is missing, and each further one doubles that. Bisection then looks for less.
-    """
+    """Yields plans with more and more memory kept free for messages until one fits, then less."""
 
     def tried(spare_bytes: int) -> Plan | None:
         try:
@@ -212,7 +202,6 @@ def _data_parallel(searches: PipelineSearch) -> Plan:
 
 
 def _plan_with_counts(searches: PipelineSearch, counts: tuple[int, ...]) -> Plan:
-    """The best plan whose stages have these replicas."""
     is_straight = max(counts) == 1
     kind, sizes = ("straight pipeline", f" of {len(counts)} stages") if is_straight else ("plan", f" {_config(counts)}")
     _check_counts(searches.space, counts, f"a {kind}{sizes}")
@@ -224,7 +213,7 @@ def _plan_with_counts(searches: PipelineSearch, counts: tuple[int, ...]) -> Plan
 
 
 def _fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool) -> Plan:
-    """The fastest plan of all; with `as_pipeline`, of those with several stages, if there can be any."""
+    """With `as_pipeline`, of those with several stages, if there can be any."""
     workers = searches.workers
     one = searches.best_single_stage((workers,) if all_workers else range(1, workers + 1))
     longest = min(len(searches.space.positions) - 1, workers)
@@ -283,7 +272,7 @@ def _config(counts: tuple[int, ...]) -> str:
 def _comparison(
     best: Plan, searches: PipelineSearch, ones: Iterable[int], pipelines: Iterable[Plan | None] = ()
 ) -> str:
-    """What the alternatives would take: one stage on each count of workers in `ones`, and the given pipelines."""
+    """What the alternatives would take: one stage on each of these counts of workers, and the given pipelines."""
     rivals = {str(count): searches.best_single_stage((count,)) for count in ones}
     rivals |= {plan.config: plan for plan in pipelines if plan is not None}
     parts = [""]
@@ -306,15 +295,12 @@ def _short(config: str) -> str:
 
 
 def _with_bound(plan: Plan, space: SearchSpace) -> Plan:
-    """Returns a plan that a search of the space found, with its proven bound (`Plan.bound_s`), which the note mentions.
-
-    If the space is complete, the bound is the one that the search proved. Otherwise it is `least_period_s`.
-    """
+    """The bound that the search proved, or `least_period_s` if the space is not complete."""
     graph, cuts = space.profile.graph, len(space.positions) - 2
     period_s = plan.slowest_stage_s
     if space.is_complete:
         if space.spare_bytes:
-            return plan  # the best only of those that keep so much memory free
+            return plan  # the best only of those that keep this memory free
         is_chain = graph.edges == LayerGraph.chain(graph.layers).edges
         if is_chain or plan.bound_s < period_s:
             return plan
@@ -328,7 +314,7 @@ def _with_bound(plan: Plan, space: SearchSpace) -> Plan:
 
 
 def least_period_s(space: SearchSpace) -> float:
-    """Returns seconds per minibatch that no plan can beat: all compute, divided evenly by the workers' speeds."""
+    """Returns seconds per minibatch that no plan can beat: all compute, divided by the workers' speeds."""
     end = len(space.profile.layers)
     seconds = (*space.passes_s(0, end), float(space.update_s(0, end)))
     return float(sum(seconds)) / sum(space.cluster.speeds)

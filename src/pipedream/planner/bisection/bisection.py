@@ -1,17 +1,16 @@
-"""Bisection over the period, for pipelines of many layers on many workers, where dynamic programming has too many states.
+"""Bisection over the period, for pipelines too long for the dynamic program.
 
 Two questions about a period are answered, both from the output backwards:
 
-- **lower bound**: if each stage has the fewest workers that it needs wherever it is (`planner.bisection.lower_bounds`),
-  how few run the layers from each place on? Fewer workers after a stage are never worse for it, because it then holds
-  less in flight. If the model needs more workers than exist, no pipeline on consecutive workers of the line is this
-  fast; that is the proof.
-- **plan**: with the true seconds of each stage's position (`planner.bisection.latest_start`), what is the last worker at
-  which the layers from each place on can begin?
+- **lower bound**: if each stage has the fewest workers that it needs wherever it is
+  (`planner.bisection.lower_bounds`), how few run the layers from each place on? If the model needs more than exist, no
+  pipeline on consecutive workers of the line is this fast: fewer workers after a stage are never worse for it, because
+  it then holds less in flight.
+- **plan**: with the true seconds of each position (`planner.bisection.latest_start`), what is the last worker at which
+  the layers from each place on can begin?
 
 On one level of identical workers without latency the two agree, and the plan is optimal up to the tolerance. On several
-levels, a suffix that begins earlier may have a better position, which is rarely tried. The gap between the two is
-printed with the plan.
+levels, a suffix that begins earlier may have a better position, which is rarely tried.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ __all__ = ["TOLERANCE", "Bisection"]
 TOLERANCE = 1e-6
 """Relative tolerance of the lower bound."""
 
-_COARSE = 1e-4  # the same, if no plan reaches the bound
+_COARSE = 1e-4  # if no plan reaches the bound
 
-# If no plan reaches the bound, periods above it are tried, each twice as far, then bisected.
+# Then periods above it are tried, each twice as far, and bisected.
 _FIRST_EXCESS, _LAST_EXCESS = 1 / 256, 1e9
 _STEPS = 3
 
 
 @dataclass(frozen=True, eq=False)
 class Bisection:
-    """The search for a pipeline of at least two stages, which may be replicated, on a line of workers.
+    """The search for a pipeline of at least two stages on a line of workers.
 
     Attributes:
-        recompute: one of `planner.dynamic_program.recurrence.RECOMPUTE`.
+        recompute: one of `recurrence.RECOMPUTE`.
         all_workers: leave no worker idle.
     """
 
@@ -70,7 +69,7 @@ class Bisection:
         return None if found is None else replace(found, bound_s=min(low.period, found.slowest_stage_s))
 
     def _bracket(self, low: PeriodNeeds) -> tuple[PeriodNeeds, PeriodNeeds]:
-        """Returns a shorter and a longer period, starting from `low`; the needs of the longer one can be met."""
+        """A shorter and a longer period, starting from `low`; the needs of the longer one can be met."""
         needs, factor = low.needs, 1.02
         while True:
             high = needs.for_period(max(low.period * factor, needs.smallest_s), low)

@@ -1,4 +1,4 @@
-"""What the stages of a space need on a line: how few workers for a period, and how many microbatches fit in flight."""
+"""What stages need on a line: how few workers for a period, and how many microbatches fit in flight."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class StageNeeds:
     """The stages that pipelines of at least two stages may have, and what each needs.
 
     Attributes:
-        places: the positions of the space: where a stage may begin or end.
-        index: the index of each stage in `costs`, as [from, to]; -1 where there is no stage.
-        costs: of the stages, without and with (the key) recomputation.
+        places: where a stage may begin or end.
+        index: of each stage in `costs`, as [from, to]; -1 where there is no stage.
+        costs: without and with (the key) recomputation.
     """
 
     space: SearchSpace
@@ -35,7 +35,6 @@ class StageNeeds:
 
     @classmethod
     def of(cls, space: SearchSpace, line: WorkerLine, recompute: str) -> StageNeeds:
-        """Returns the needs of a space on a line; `recompute` is one of `recurrence.RECOMPUTE`."""
         places = np.array(space.positions)
         allowed = space.precedes.copy()
         allowed[0, -1] = False
@@ -49,7 +48,6 @@ class StageNeeds:
 
     @property
     def workers(self) -> int:
-        """All workers of the line."""
         return len(self.line.order)
 
     @property
@@ -62,13 +60,13 @@ class StageNeeds:
 
     @property
     def smallest_s(self) -> float:
-        """A period, above zero, that is short enough to begin the search with if nothing else is known."""
+        """A period, above zero, that is short enough to begin the search with."""
         compute_s = self.costs[min(self.costs)].compute_s
         above = compute_s[compute_s > 0]
         return float(above.min() if len(above) else 1.0) / (4 * self.workers * max(self.line.cluster.speeds))
 
     def for_period(self, period: float, low: PeriodNeeds | None = None, high: PeriodNeeds | None = None) -> PeriodNeeds:
-        """Returns what a period needs; `low` and `high` are the known needs of a shorter and of a longer period."""
+        """Returns what a period needs, given the known needs of a shorter and of a longer one."""
         alone, several = {}, {}
         fastest_s = period * max(self.line.cluster.speeds)  # seconds of work that a worker does in a period
         for recompute, costs in self.costs.items():
@@ -93,10 +91,9 @@ class StageNeeds:
         }
 
     def most_in_flight(self, memory_bytes: float, replicas: int, recompute: bool) -> IntArray:
-        """Returns the most in flight that each stage's replicas have the memory for, up to the number of workers.
+        """Returns the most in flight that each stage has the memory for, up to the number of workers.
 
-        Of several replicas, two need the most memory, because their share of a minibatch is the largest, and as many
-        as there are workers need the least.
+        Of several replicas, two need the most memory, because their share of a minibatch is the largest.
         """
         key = int(min(memory_bytes, 2**62)), replicas, recompute
         if key not in self._in_flight:
@@ -126,7 +123,6 @@ class PeriodNeeds:
     """What a period needs.
 
     Attributes:
-        period: in seconds.
         alone: which stages one worker runs within the period, without and with (the key) recomputation.
         several: the fewest workers, 2 or more, that run each stage within it; one more than exist if no count is
             enough, or if it leaves too few for the other layers.
@@ -200,10 +196,10 @@ class PeriodNeeds:
 
     @property
     def _far(self) -> int:
-        """Stands for too many workers: more than exist, even if added up."""
+        """More workers than exist, even if added up."""
         return 4 * self.needs.workers + 4
 
     def _square(self, row: IntArray) -> IntArray:
-        """A row of numbers of the stages as a table [from, to]."""
+        """As a table [from, to]."""
         table = np.append(row, self._far if row.dtype != bool else False)
         return table[self.needs.index]

@@ -14,7 +14,7 @@ from pipedream.planner.bisection.lower_bounds import period_s
 __all__ = ["PlacedStage", "latest_start_pipeline"]
 
 _TRIED = 128  # candidates to try at once, the most promising first
-_ROUNDS = 4  # at most
+_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,8 @@ def latest_start_pipeline(known: PeriodNeeds, all_workers: bool) -> list[PlacedS
     """Returns the stages of a pipeline within a period (up to rounding), or None if none is found.
 
     From each place on several suffixes are kept: the one that begins last, and, for each level, the one that begins
-    last at the start of a component. Each suffix is extended by stages with the fewest workers that may be enough, with
-    one more, and with as many as reach back to the start of a component. A suffix that leaves too few workers for the
-    layers before it is dropped.
+    last at the start of a component. Stages with the fewest workers that may be enough, with one more, and with as many
+    as reach back to the start of a component extend each suffix.
     """
     needs, period = known.needs, known.period * (1 + 1e-12)
     levels = len(needs.line.cluster.levels)
@@ -82,7 +81,7 @@ class _StageCandidates:
     def before_suffixes(
         cls, known: PeriodNeeds, starts: IntArray, i: int, needed_before: int, exact: bool
     ) -> _StageCandidates:
-        """Returns the candidates of place i that leave `needed_before` workers; if `exact`, they begin at the first one."""
+        """Candidates of place i that leave `needed_before` workers; if `exact`, they begin at the first one."""
         needs = known.needs
         ends = np.flatnonzero((needs.index[i] >= 0) & (starts.max(axis=0) > needed_before))
         stages = needs.index[i, ends]
@@ -104,7 +103,7 @@ class _StageCandidates:
         return cls(i, *(column[fine][order] for column in columns))
 
     def best(self, needs: StageNeeds, period: float) -> list[PlacedStage | None]:
-        """Returns, for each level, the stage that fits the period and the memory and begins last at a component's start."""
+        """For each level, the stage that fits and begins last at a component's start."""
         best: list[PlacedStage | None] = [None] * len(needs.line.cluster.levels)
         for begin in range(0, len(self.last), _TRIED):
             fits = np.flatnonzero(self._fits(needs, slice(begin, begin + _TRIED), period)) + begin
@@ -147,8 +146,7 @@ def _counts(
     """Yields which stages may precede suffixes, and the fewest workers: first for one worker, then for several.
 
     Args:
-        stages: indices of the stages.
-        fronts: the first worker of the suffix after each of them.
+        fronts: the first worker of the suffix after each stage.
     """
     needs = known.needs
     memory = needs.line.memory_bytes
@@ -165,7 +163,7 @@ def _counts(
 
 
 def _options(needs: StageNeeds, fronts: IntArray, counts: IntArray, exact: bool) -> list[IntArray]:
-    """Counts of workers to try before suffixes: the fewest, one more, and back to the start of a component."""
+    """Counts of workers to try before suffixes."""
     if exact:
         return [np.where(fronts >= counts, fronts, 0)]
     options = [counts]

@@ -2,13 +2,12 @@
 
 For each count of workers, a *relaxed* site has the best of any run of that many workers on the line: the fastest
 all-reduce, the least load of each port, the largest memory. Counts are taken in spans within which the relaxed seconds
-of a stage only fall as workers are added, so that the least count of a span is found by bisection, for all stages at
-once:
+of a stage only fall as workers are added, so that bisection finds the least count of a span, for all stages at once:
 
 - its compute, and each byte of a ring, 2 (r - 1) / r^2, fall for r >= 2;
-- the effect of the network changes where a run must leave a component, so spans end there; within a span the best so
-  far is taken;
-- the latency of an all-reduce grows with r. Within a span that of its first count is taken; spans end at powers of two.
+- the effect of the network changes where a run must leave a component, so spans end there; within one the best so far
+  is taken;
+- the latency of an all-reduce grows with r, so that of a span's first count is taken; spans end at powers of two.
 
 On one level of identical workers, without latency, nothing is relaxed.
 """
@@ -34,11 +33,10 @@ _AT_ONCE = 1 << 14  # stages at a time: several times faster if they stay in the
 
 @dataclass(frozen=True, eq=False)
 class StageCosts:
-    """What each stage costs, as flat arrays: seconds of its passes and update, and its bytes.
+    """What each stage costs, as flat arrays, as `Site.period_s` takes them.
 
     Attributes:
         first, last: indices into the positions of the space.
-        forward_s, backward_s, update_s, parameter_bytes, before_bytes, behind_bytes: as `Site.period_s` takes them.
     """
 
     first: IntArray
@@ -52,7 +50,6 @@ class StageCosts:
 
     @classmethod
     def of(cls, space: SearchSpace, places: IntArray, allowed: BoolArray, recompute: bool) -> StageCosts:
-        """Returns the costs of all allowed stages; with `recompute` they repeat their forward."""
         first, last = np.nonzero(allowed)
         ends = places[first], places[last]
         forward, backward = (np.asarray(row, dtype=float) for row in space.passes_s(*ends))
@@ -62,7 +59,6 @@ class StageCosts:
         return cls(first, last, forward, backward, update, parameters, before, behind)
 
     def __getitem__(self, chosen: IntArray) -> StageCosts:
-        """Returns the stages with these indices."""
         return StageCosts(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
     @property
@@ -72,11 +68,7 @@ class StageCosts:
 
 
 def period_s(costs: StageCosts, sites: SiteArrays, how: str) -> FloatArray:
-    """Returns the seconds per minibatch of stages, each on its own site: `Site.period_s` for arrays.
-
-    Args:
-        how: the all-reduce, 'ring' or 'tree'.
-    """
+    """Returns the seconds per minibatch of stages, each on its own site: `Site.period_s` for arrays."""
     summed_s = visible_sum_s(
         costs.parameter_bytes,
         costs.backward_s / sites.speed,
@@ -100,16 +92,14 @@ class RelaxedLine:
 
     @property
     def workers(self) -> int:
-        """All workers of the line."""
         return len(self.line.order)
 
     def sites(self, replicas: IntArray) -> SiteArrays:
-        """Returns the sites with these counts of workers."""
         return self._sites[replicas]
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
-        """The first and last count of each span; the count 1 is a span of its own."""
+        """The first and last count of each span; 1 is a span of its own."""
         cluster = self.line.cluster
         ends = {1, self.workers, *(2**k for k in range(self.workers.bit_length()))}
         for number in range(1, len(cluster.levels)):
@@ -137,7 +127,7 @@ class RelaxedLine:
         return SiteArrays(np.arange(self.workers + 1), speed, memory, bandwidth, latency, *ports)
 
     def _best(self) -> Iterator[list[float]]:
-        """Yields, for each count, the greatest speed, memory and bandwidth of a run, and the least of everything else."""
+        """For each count, the greatest speed, memory and bandwidth of a run, and the least of everything else."""
         for count in range(1, self.workers + 1):
             first = np.arange(self.workers - count + 1)
             sites = self.line.site_arrays(first, np.full(len(first), count))
@@ -147,7 +137,7 @@ class RelaxedLine:
 
     @staticmethod
     def _one_each(sites: SiteArrays) -> tuple[list[FloatArray], list[FloatArray], list[FloatArray]]:
-        """The loads before, behind and weights of one port for each level: that which most of a run's messages cross."""
+        """One port for each level: that which most of a run's messages cross."""
         found: tuple[list[FloatArray], list[FloatArray], list[FloatArray]] = ([], [], [])
         for begin, end in pairwise((0, *range(1, len(sites.before) + 1, 3))):
             rows = [np.stack(port[begin:end]) for port in (sites.before, sites.behind, sites.weights)]
@@ -161,10 +151,9 @@ class RelaxedLine:
     ) -> IntArray:
         """Returns the fewest workers, 2 or more, that keep each stage within a period.
 
-        The answer is one more than the line has if no count is enough, or only one above `useful`.
+        One more than the line has if no count is enough, or only one above `useful`.
 
         Args:
-            period: in seconds.
             low, high: known bounds of the answer, both included.
             useful: the most workers that each stage may have.
         """

@@ -1,7 +1,6 @@
 """Which of a graph's cuts are searched: all of them, or good ones where there are too many.
 
-The good ones follow one order of the layers that passes through the narrowest cuts: those that the fewest bytes cross,
-one for each share of the compute before them.
+The good ones follow one order of the layers that passes through the narrowest cuts, those that the fewest bytes cross.
 
 The downset D with A in D in B, for given downsets A and B, that the fewest bytes cross is a minimum cut of a flow
 network (a closure problem: Picard 1976). If a layer is in D, so is everything that it reads (edges without limit), and
@@ -30,9 +29,8 @@ _SHARES = 64
 def searched_downsets(lattice: Lattice, profile: Profile, cluster: Cluster) -> tuple[list[int], bool]:
     """Returns the downsets to search, and whether they are complete: no plan on any others is faster.
 
-    A chain, or any graph whose downsets are those of a single order, is searched at all of them. In other graphs, free
-    layers (`Lattice.free`) run as soon as they can. If memory is limited, it may matter what they keep, so all downsets
-    are searched unless there are too many.
+    Unless a graph is a chain, free layers (`Lattice.free`) run as soon as they can. If memory is limited, it matters
+    what they keep, so all downsets are searched unless there are too many.
     """
     if lattice.is_chain:
         return lattice.downsets(len(lattice.groups) + 1) or [], True
@@ -50,8 +48,8 @@ def searched_downsets(lattice: Lattice, profile: Profile, cluster: Cluster) -> t
 def heuristic_downsets(lattice: Lattice, profile: Profile) -> list[int]:
     """Returns the downsets of one good order of a graph that has too many downsets.
 
-    The order passes through the narrowest cuts. Between two of them, branches run side by side: of the layers that can
-    run, the one with the least compute on the longest path to it comes first.
+    Between the narrowest cuts, branches run side by side: the layer with the least compute on the longest path to it
+    comes first.
     """
     costs_s = [layer.forward_s + layer.backward_s for layer in profile.layers]
     cuts = narrowest_cuts(lattice, costs_s, [layer.output_bytes for layer in profile.layers], _SHARES)
@@ -70,10 +68,7 @@ def heuristic_downsets(lattice: Lattice, profile: Profile) -> list[int]:
 def narrowest_cuts(lattice: Lattice, costs_s: Sequence[float], output_bytes: Sequence[int], count: int) -> list[int]:
     """Returns downsets, each contained in the next: the narrowest one for each of `count` shares of the compute.
 
-    Args:
-        costs_s: seconds of each layer.
-        output_bytes: bytes of each layer's output.
-        count: the number of shares; a share within which no downset can end contributes none.
+    A share within which no downset can end contributes none.
     """
     layers = len(lattice.graph.layers)
     own = bool_rows(lattice.groups, layers) @ costs_s
@@ -109,7 +104,7 @@ def min_cut_downset(lattice: Lattice, low: int, high: int, output_bytes: Sequenc
             capacity[a][b] = capacity[a].get(b, 0) + limit
 
     owner = lattice.owner
-    outputs = len(lattice.groups)  # nodes of outputs are numbered after those of groups
+    outputs = len(lattice.groups)  # numbered after the nodes of groups
     for g, read in enumerate(lattice.reads):
         for i in bit_indices(read & high & ~low):
             join(node(g), owner[i], no_limit)
@@ -125,7 +120,7 @@ def min_cut_downset(lattice: Lattice, low: int, high: int, output_bytes: Sequenc
 
 
 def _augment(capacity: dict[int, dict[int, int]], source: int, sink: int) -> set[int] | None:
-    """Augments the flow along a shortest path (Edmonds and Karp 1972); if there is none, returns the reachable nodes."""
+    """Augments the flow along a shortest path (Edmonds and Karp 1972); if there is none, the reachable nodes."""
     came_from = {source: source}
     waiting = deque([source])
     while waiting and sink not in came_from:

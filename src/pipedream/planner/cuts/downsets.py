@@ -1,9 +1,8 @@
 """Where a graph may be cut: at its downsets, the sets of layers that contain, with a layer, everything that it reads.
 
 A stage is the difference of two downsets, and a plan a chain of them from no layers to all (Tarnawski and others 2020
-call them ideals). Each output that a layer after the cut still reads crosses the cut once, however many layers read it.
-An output that is read two stages later is relayed, so it crosses both boundaries. An output that nobody reads is not
-sent.
+call them ideals). Each output that a layer after the cut still reads crosses the cut once. One that is read two stages
+later is relayed, so it crosses both boundaries.
 
 Sets are the bits of an int: bit i for layer i of the graph's order.
 """
@@ -38,7 +37,7 @@ class Lattice:
 
     @classmethod
     def of(cls, graph: LayerGraph) -> Lattice:
-        """Returns the lattice of a graph, with its groups in an order in which they can run."""
+        """The groups are in an order in which they can run."""
         count = len(graph.layers)
         if not graph.ties:
             return cls(graph, tuple(1 << i for i in range(count)))
@@ -64,7 +63,6 @@ class Lattice:
 
     @property
     def everything(self) -> int:
-        """All layers."""
         return (1 << len(self.graph.layers)) - 1
 
     @cached_property
@@ -97,13 +95,10 @@ class Lattice:
     def downsets(self, most: int, free: Collection[int] = ()) -> list[int] | None:
         """Returns all downsets, smaller ones first, or None if there are more than `most`.
 
-        Each group in turn is added to each downset of the earlier groups that contains what it reads. If a group is
-        before or after every other one, only the downset of all earlier groups can be extended, so a chain takes linear
-        time.
+        Each group is added to each downset of the earlier groups that contains what it reads: linear time for a chain.
 
         Args:
-            most: the limit.
-            free: groups that every downset contains that contains what they read.
+            free: groups that run as soon as they can.
         """
         passed: list[int] = []
         active = [0]
@@ -123,7 +118,7 @@ class Lattice:
 
     @property
     def is_chain(self) -> bool:
-        """Whether there is only one order: each group is before or after every other one."""
+        """Whether there is only one order."""
         return all(self._meets)
 
     @cached_property
@@ -150,14 +145,12 @@ class Lattice:
     def free(self, costs: Sequence[bool], output_bytes: Sequence[int]) -> set[int]:
         """Returns the groups that a plan may run as soon as possible without losing anything.
 
-        They cost nothing, and send no more than what only they read: a cut after them carries no more bytes than one
-        before them, wherever else it runs. As each keeps the chain of cuts a chain, the best plan of those that run
-        them early has the period, the bytes between stages and the stages of the best plan of all. (Only what they keep
-        for their backward may be in another stage, which matters for memory.)
+        They cost nothing, and send no more than what only they read, so cuts after them carry no more than cuts before. The
+        best plan that runs them early has the period, the bytes and the stages of the best of all. (What they keep for
+        their backward may be in another stage, which matters for memory.)
 
         Args:
             costs: whether each layer takes time or holds parameters.
-            output_bytes: bytes of each layer's output.
         """
         found = set()
         for g, (group, read) in enumerate(zip(self.groups, self.reads, strict=True)):
@@ -169,14 +162,14 @@ class Lattice:
         return found
 
     def prefixes(self, key: Callable[[int], Any]) -> list[int]:
-        """Returns the downsets of the order in which, of the groups that can run, the one with the smallest key is next."""
+        """Returns the downsets of one order: of the groups that can run, the one with the smallest key is next."""
         owner = self.owner
         edges = {(owner[a], owner[b]) for a, b in self.graph.edges if owner[a] != owner[b]}
         order = in_order(len(self.groups), sorted(edges), key=key)
         return [0, *accumulate((self.groups[g] for g in order), lambda done, group: done | group)]
 
     def crossing_bytes(self, downsets: Sequence[int], output_bytes: Sequence[int]) -> IntArray:
-        """Returns the bytes that cross each of these cuts, given those of each layer's output."""
+        """Returns the bytes that cross each of these cuts."""
         count = len(self.graph.layers)
         inside = bool_rows(downsets, count)
         read = bool_rows(self.consumers, count)

@@ -19,13 +19,11 @@ __all__ = ["every_plan", "exhaustive", "fits", "peak_bytes", "ranked"]
 def every_plan(
     space: SearchSpace, *, orders: Iterable[tuple[int, ...]] = (), recompute: str = "never"
 ) -> Iterator[Plan]:
-    """Yields every plan of the space on any number of workers, at the paper's depth, even if it does not fit the memory.
-
-    All chains of places are tried, by the layers in them and not by `SearchSpace.precedes`.
+    """Yields every plan at the paper's depth, on any number of workers, even if it does not fit the memory.
 
     Args:
         orders: orders of all workers, of which a plan takes the last ones; (): the cluster's own.
-        recompute: 'auto' yields each plan once for each choice of stages that recompute, 'always' with all of them.
+        recompute: 'auto' yields each choice of stages that recompute.
     """
     workers = space.cluster.workers
     lines = [*orders] or [tuple(range(workers))]
@@ -56,11 +54,7 @@ def exhaustive(
     orders: Iterable[tuple[int, ...]] = (),
     recompute: str = "never",
 ) -> Plan:
-    """Finds what `DynamicProgram` finds, with the same ties, by trying every plan that `among` accepts.
-
-    Raises:
-        PlanError: no plan fits.
-    """
+    """Finds what `DynamicProgram` finds, with the same ties, by trying every plan that `among` accepts."""
     fitting = ranked(space, among, orders=orders, recompute=recompute)
     if not fitting:
         raise PlanError("none of the plans fits the memory; give more of it, or more workers")
@@ -74,16 +68,16 @@ def ranked(
     orders: Iterable[tuple[int, ...]] = (),
     recompute: str = "never",
 ) -> list[Plan]:
-    """Returns all plans that fit (`fits`) and that `among` accepts, the best first."""
+    """Returns all plans that fit and that `among` accepts, the best first."""
     need = cache(partial(_need, space))
     every = every_plan(space, orders=orders, recompute=recompute)
     return sorted((plan for plan in every if among(plan) and _fits(space, plan, need)), key=tie_break_key)
 
 
 def fits(space: SearchSpace, plan: Plan) -> bool:
-    """Returns whether each stage fits the smallest of its workers, as a search counts it.
+    """Returns whether each stage fits the smallest of its workers.
 
-    A search counts the fewest possible messages (`SearchSpace.need_bytes`), and no depth added for an update delay.
+    As in a search: with the fewest possible messages (`SearchSpace.need_bytes`) and no depth added for an update delay.
     """
     return _fits(space, plan, partial(_need, space))
 

@@ -1,12 +1,8 @@
 """Leaves out places that no plan as fast as a known one can use. This is exact, and removes most places.
 
-Given the period T of some plan, let R(a, b) be the fewest replicas with which the stage from place a to place b takes at
-most T, f(b) the fewest workers of a chain of such stages from the input to b, and g(b) of one from b to the output. A
-plan with a period of at most T has a cut at b only if f(b) + g(b) workers exist. Memory is ignored, because it could
-only rule out more.
-
-R is computed only for the few pairs that can matter: the layers before and after a stage need workers too, at least
-their seconds / T.
+Given the period T of some plan, let R(a, b) be the fewest replicas with which the stage from place a to place b takes
+at most T, f(b) the fewest workers of a chain of such stages from the input to b, and g(b) of one from b to the output.
+A plan with a period of at most T has a cut at b only if f(b) + g(b) workers exist.
 """
 
 from __future__ import annotations
@@ -28,18 +24,15 @@ _ENOUGH = 160  # with so few places the dynamic program takes a fraction of a se
 _MOST = 400  # places to keep if the space is not complete anyway
 _FIRST = 64  # places on which a first plan is searched
 _MOST_WORKERS = 64
-_CLOSE = 1e-3  # relative; no need to know the best period more precisely here
+_CLOSE = 1e-3  # relative precision of the best period
 _SLACK = 1e-9  # relative; seconds are added in floating point here, exactly in the search space
 
 
 def prune_places(pipelines: DynamicProgram, *, enough: int = _ENOUGH, first: int = _FIRST) -> DynamicProgram:
-    """Returns the same search on fewer places, with the same best plan.
-
-    If the space is not complete (`SearchSpace.is_complete`), the best plan may become another one, about as good.
+    """Returns the same search on fewer places, with the same best plan (if the space is complete, else about as good).
 
     Args:
-        pipelines: returned unchanged if it has few places, many workers, or several levels.
-        enough: the number of places that counts as few.
+        pipelines: returned unchanged with at most `enough` places, many workers, or several levels.
         first: the number of places on which a first plan is searched.
     """
     space = pipelines.space
@@ -56,7 +49,7 @@ def prune_places(pipelines: DynamicProgram, *, enough: int = _ENOUGH, first: int
     # Bisection finds faster periods, provided that memory is unlimited and all counted plans are allowed.
     every = {(w, count) for w in range(1, workers + 1) for count in counts if count <= w}
     may_bisect = not space.cluster.is_limited and pipelines.starts is None and set(pipelines.states) == every
-    may_bisect &= pipelines.recompute != "always"  # recomputation is not counted here
+    may_bisect &= pipelines.recompute != "always"  # not counted here
     while may_bisect and kept.sum() > enough and high - low > _CLOSE * high:
         low = low or float(sum(space.passes_s(0, len(space.profile.layers)))) / workers
         middle = (low + high) / 2
@@ -69,7 +62,7 @@ def prune_places(pipelines: DynamicProgram, *, enough: int = _ENOUGH, first: int
     positions = tuple(place for place, keep in zip(space.positions, kept, strict=True) if keep)
     left = replace(pipelines, space=replace(space, positions=positions))
     if not space.is_complete and len(positions) > _MOST:
-        # The space is not complete anyway, so still fewer places will do if they have as good a plan.
+        # Still fewer places will do if they have as good a plan.
         few = replace(pipelines, space=replace(space, positions=_thinned(left.space, _MOST)))
         if min(few.periods.values()) <= high * (1 + _CLOSE):
             return few
@@ -83,10 +76,8 @@ def fewest_workers(
 
     Args:
         space: on a cluster of identical workers.
-        period_s: of the slowest stage.
-        counts: the replicas that stages may have, in increasing order.
+        counts: the replicas that stages may have, increasing.
         workers: the limit; `workers` + 1 means more.
-        allow_single_stage: a single stage counts too.
     """
     least = _least_replicas(space, period_s * (1 + _SLACK), counts, workers)
     if not allow_single_stage:
@@ -102,7 +93,7 @@ def fewest_workers(
 
 
 def _least_replicas(space: SearchSpace, period_s: float, counts: Iterable[int], workers: int) -> NDArray[np.int16]:
-    """The fewest replicas of the stage from one position to another; `workers` + 1 if no count is enough."""
+    """As [from, to]; `workers` + 1 if no count is enough."""
     places = np.array(space.positions)
     forward, backward = (np.asarray(part, dtype=float) for part in (space.forward[places], space.backward[places]))
     forward, backward, parameters = forward / space.scale, backward / space.scale, space.parameters[places]
@@ -122,7 +113,7 @@ def _least_replicas(space: SearchSpace, period_s: float, counts: Iterable[int], 
         open_now = (needs <= left) & (left >= count)
         i, j, left, needs = i[open_now], j[open_now], left[open_now], needs[open_now]
         tried = np.flatnonzero(needs <= count)
-        # An all-reduce never overlaps with forwards. This quickly rules out most pairs for which it takes too long.
+        # An all-reduce never overlaps with forwards, which quickly rules out most pairs.
         site, held = space.site(count), parameters[j[tried]] - parameters[i[tried]]
         seen_s = all_reduce_s(held, count, site.sum_bytes_per_s, how=site.sums) + forward[j[tried]] - forward[i[tried]]
         tried = tried[seen_s <= count * period_s]

@@ -1,27 +1,23 @@
 """The dynamic program over pipelines whose stages may be replicated, on any cluster.
 
 After PipeDream, SOSP 2019, section 3.1. Stages take consecutive workers of a line (`planner.workers.worker_line`), up
-to its end; idle workers come first. The period of a full pipeline is that of its slowest stage, including the
-all-reduce over its replicas and its messages. It is a function of the stage's layers and of its position on the line
-(`core.plan.site`). The paper's recurrence runs over prefixes. This one runs over suffixes, because a stage's memory
-depends on what is in flight, which at the paper's depth follows from the stage's replicas and the number of workers
-from it to the output. With A(a, w, r) for the layers from a on, run by the last w workers, r of them in the first stage:
+to its end. The cost of a stage depends on its layers and its position on the line (`core.plan.site`). The paper's
+recurrence runs over prefixes, this one over suffixes, because a stage's memory depends on what is in flight: on its
+replicas and on the workers from it to the output. With A(a, w, r) for the layers from a on, run by the last w workers,
+r of them in the first stage:
 
     A(a, w, r) = min over b of max(cost(a, b, w, r), min over q of A(b, w - r, q))
 
-where stage [a, b) must fit the memory of its smallest worker with (w - 1) // r + 1 in flight. If recomputation is
-allowed, a stage that does not fit may keep only its input and repeat its forward. The search covers a set of such
-states (w, r): all of them; those with r = 1 for straight pipelines; or one for each stage if the counts are given. (An
-update delay may raise the depth upstream, `core.plan.depth.legal`, which is not known here: the depth is applied after
-the search, and memory is checked again.)
+where stage [a, b) must fit the memory of its smallest worker with (w - 1) // r + 1 in flight; if it does not, it may be
+allowed to recompute its forward. (An update delay may raise the depth upstream, `core.plan.depth.legal`: memory is
+checked again after the search.)
 
-Ties, exactly: of all plans with the smallest period, those that send the fewest bytes between stages; of these, those
-with the fewest stages; then with the fewest workers; then the one that is smallest, stage by stage, in (last layer,
-replicas). A recurrence on (period, bytes, ...) would not give this, because a suffix may trade its own slack for bytes.
-So a second recurrence minimises bytes and stages within the period.
+Ties, exactly: the smallest period, then the fewest bytes between stages, the fewest stages, the fewest workers, and the
+plan that is smallest, stage by stage, in (last layer, replicas). A recurrence on (period, bytes, ...) would not give
+this, because a suffix may trade its own slack for bytes. So a second recurrence minimises bytes and stages within the
+period.
 
-The cost is O(n^2 s) for n places and s states, vectorised over n. On one level of identical workers, all states with
-the same number of replicas share their costs; on several levels, those with the same position in their components.
+The cost is O(n^2 s) for n places and s states, vectorised over n. Sites that are alike share their costs.
 """
 
 from __future__ import annotations
@@ -61,7 +57,7 @@ RECOMPUTE = ("never", "auto", "always")
 
 
 def check_recompute(recompute: str) -> None:
-    """Checks that `recompute` is one of `RECOMPUTE`. Raises PlanError."""
+    """Raises PlanError if `recompute` is not one of `RECOMPUTE`."""
     if recompute not in RECOMPUTE:
         raise PlanError(f"unknown recompute {recompute!r}; give {', '.join(RECOMPUTE)}")
 
@@ -94,11 +90,10 @@ class DynamicProgram:
     """All plans of a space over a set of states, and the tables that find the best of them.
 
     Attributes:
-        space: what each stage costs.
-        states: those to search, by increasing workers.
-        starts: the states that the first stage may have; None: all of them.
+        states: by increasing workers.
+        starts: the states that the first stage may have; None: all.
         allow_single_stage: a single stage is a plan too.
-        line: the order of the workers; None: the cluster's own.
+        line: None: the cluster's own.
         recompute: one of `RECOMPUTE`.
     """
 
@@ -110,7 +105,7 @@ class DynamicProgram:
     recompute: str = "never"
 
     def best(self, note: str = "") -> Plan | None:
-        """Returns the best plan at the paper's depth, or None if none fits the memory."""
+        """Returns the best plan at the paper's depth; None if none fits."""
         period = min(self.periods.values())
         if np.isinf(period):
             return None
@@ -118,21 +113,21 @@ class DynamicProgram:
 
     @cached_property
     def periods(self) -> dict[State, float]:
-        """The smallest period, in seconds, for each state of the first stage; infinite if nothing fits."""
+        """The smallest period for each state of the first stage; infinite if nothing fits."""
         return {start: float(self._suffixes[start][0]) for start in self._starts}
 
     @property
     def least_bytes(self) -> int:
-        """The least memory per worker with which some plan fits, if all workers had the same; there must be a plan."""
+        """The least memory, equal on all workers, with which some plan fits; there must be a plan."""
         suffixes = self._bottlenecks(self._least)
         return int(min(suffixes[start][0] for start in self._starts))
 
     @property
     def shortage(self) -> Shortage:
-        """The stage that does not fit, of the plan whose workers lack the fewest bytes. Only valid if no plan fits.
+        """Of the plan whose workers lack the fewest bytes. Only valid if no plan fits.
 
         Raises:
-            PlanError: there is no plan at all, because no chain of cuts is long enough.
+            PlanError: no chain of cuts is long enough.
         """
         suffixes = self._bottlenecks(self._missing)
         most = min(suffixes[start][0] for start in self._starts)
@@ -176,7 +171,7 @@ class DynamicProgram:
 
     @cached_property
     def _allowed(self) -> BoolArray:
-        """Whether there is a stage from one place to another, as [from, to]."""
+        """As [from, to]."""
         order = self.space.precedes.copy()
         order[0, -1] &= self.allow_single_stage
         return order
@@ -188,18 +183,16 @@ class DynamicProgram:
 
     @cached_property
     def _redone(self) -> tuple[FloatArray, FloatArray]:
-        """The same for a stage that recomputes its forward."""
         forward, backward = self._passes
         return forward, backward + forward
 
     @cached_property
     def _bytes(self) -> tuple[Bytes, Bytes, Bytes]:
-        """Bytes of all stages: parameters, received and sent, as `Site` takes them."""
         return self.space.bytes_of(self._places[:, None], self._places[None, :])
 
     @cached_property
     def _updates(self) -> tuple[FloatArray, FloatArray]:
-        """Seconds of the updates of all stages, without and with an update delay. A single stage never has one."""
+        """Seconds without and with an update delay, which a single stage never has."""
         ends = self._places[:, None], self._places[None, :]
         without, delayed = (np.array(self.space.update_s(*ends, update_delay), dtype=float) for update_delay in (0, 1))
         delayed[0, -1] = without[0, -1]
@@ -214,7 +207,6 @@ class DynamicProgram:
         return {}
 
     def _cost(self, site: Site, recompute: bool) -> FloatArray:
-        """Seconds of each stage on a site; infinite where there is no stage."""
         held, before, behind = self._bytes
         bare = replace(site, ports=(), memory_bytes=None)
         compute_s = self._cached((bare, recompute), lambda: self._compute_s(site, recompute))
@@ -236,7 +228,7 @@ class DynamicProgram:
 
     @cached_property
     def _rows(self) -> dict[tuple[bool, int], tuple[FloatArray | IntArray, ...]]:
-        """The arguments of `Site.compute_s` for the allowed stages, as flat arrays."""
+        """The arguments of `Site.compute_s` as flat arrays."""
         return {}
 
     def _cached(self, key: _CostKey, make: Callable[[], FloatArray]) -> FloatArray:
@@ -248,10 +240,8 @@ class DynamicProgram:
         return made
 
     def _need(self, state: State, recompute: bool) -> IntArray:
-        """Bytes that each stage needs in a state, from one place to another."""
         workers, replicas = state
         held, update_delay = (workers - 1) // replicas + 1, self.space.update_delay if replicas > 1 else 0
-        # A single stage does not delay its updates.
         share = -(-self.space.microbatches // replicas)
         key = (
             self.space.stage_occupancy(held, update_delay, replicas),
@@ -269,7 +259,7 @@ class DynamicProgram:
         return self._needs[key]
 
     def _seconds(self, state: State) -> FloatArray:
-        """Seconds of the stage from one place to another; infinite where there is none or it does not fit."""
+        """Infinite where there is no stage or it does not fit."""
         site, always = self._site(state), self.recompute == "always"
         cost = self._cost(site, always)
         if site.memory_bytes is None:
@@ -281,19 +271,17 @@ class DynamicProgram:
         return np.where(fits, cost, np.where(fits_then, self._cost(site, True), np.inf))
 
     def _least(self, state: State) -> FloatArray:
-        """The least bytes that each stage needs, whichever way it may recompute."""
         need = self._need(state, self.recompute == "always")
         if self.recompute == "auto":
             need = np.minimum(need, self._need(state, True))
         return np.where(self._allowed, need, np.inf)
 
     def _missing(self, state: State) -> FloatArray:
-        """The bytes that the memory of each stage lacks."""
         memory = self._site(state).memory_bytes
         return np.where(self._allowed, -np.inf if memory is None else self._least(state) - (memory or 0), np.inf)
 
     def _followers(self, state: State) -> list[State]:
-        """The states that may follow; empty if the stage must be the last."""
+        """Empty if the stage must be the last."""
         return self._by_workers.get(state[0] - state[1], [])
 
     @cached_property
@@ -308,7 +296,7 @@ class DynamicProgram:
         return self._bottlenecks(self._seconds)
 
     def _bottlenecks(self, cost: Callable[[State], FloatArray]) -> dict[State, FloatArray]:
-        """For each state and each place, the smallest possible maximum of the costs of the stages from there on."""
+        """For each state and place, the smallest possible maximum of the costs of the stages from there on."""
         suffixes: dict[State, FloatArray] = {}
         best: dict[int, FloatArray] = {}
         for state in self.states:
@@ -317,13 +305,12 @@ class DynamicProgram:
             rest = np.full(len(self._places), np.inf) if rest is None else rest
             if workers == count:
                 rest = rest.copy()
-                rest[-1] = -np.inf  # nothing is left to run
+                rest[-1] = -np.inf
             suffixes[state] = np.maximum(cost(state), rest[None, :]).min(axis=1)
             best[workers] = np.minimum(best.get(workers, np.inf), suffixes[state])
         return suffixes
 
     def _rest(self, tables: dict[State, FloatArray], state: State, none: float) -> FloatArray:
-        """For each place, the smallest value in the tables of the states that may follow `state`."""
         rest = np.full(len(self._places), none)
         for after in self._followers(state):
             if after in tables:
@@ -333,7 +320,7 @@ class DynamicProgram:
         return rest
 
     def _walk(self, period: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The cuts and replicas that win the ties among the plans within a period."""
+        """The cuts and replicas that win the ties within a period."""
         none = np.iinfo(np.int64).max // 4
         stages = len(self._places) + 1
         # (bytes, stages) as one number, bytes first: exact up to 2^60 / places, a petabyte at a thousand places.
@@ -377,7 +364,6 @@ class DynamicProgram:
             choices = self._followers(state)
 
     def _plan(self, cuts: tuple[int, ...], counts: tuple[int, ...], note: str) -> Plan:
-        """The plan of these stages at the end of the line, each of which recomputes where it must."""
         workers = sum(counts)
         recompute = []
         indices = {int(place): index for index, place in enumerate(self._places)}
@@ -401,10 +387,9 @@ def tie_break_key(plan: Plan) -> tuple[float, int, int, int, tuple[tuple[int, in
 
 @dataclass(frozen=True)
 class Shortage:
-    """The stage that keeps the plan that comes nearest to fitting from doing so.
+    """A stage that does not fit, of the plan that comes nearest to fitting.
 
     Attributes:
-        need_bytes, memory_bytes: what a worker of the stage needs, and what it has.
         first, last: its layers first <= i < last.
     """
 
@@ -415,16 +400,11 @@ class Shortage:
 
     @property
     def missing_bytes(self) -> int:
-        """The difference."""
         return self.need_bytes - self.memory_bytes
 
 
 def refuse(shortage: Shortage, what: str) -> NoReturn:
-    """Refuses a family of plans, none of which fits the memory.
-
-    Raises:
-        ShortageError: names the least need, the layers that have it, and the memory.
-    """
+    """Refuses a family of plans, none of which fits the memory. Raises ShortageError."""
     layers = f"layers {shortage.first} to {shortage.last - 1}"
     if shortage.last == shortage.first + 1:
         layers = f"layer {shortage.first}"

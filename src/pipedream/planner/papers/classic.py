@@ -1,8 +1,8 @@
 """The original PipeDream's planner, with its own arithmetic, so that its published answers can be reproduced.
 
 github msr-fiddle/pipedream, ``optimizer_graph_hierarchical.py`` with ``--activation_compression_ratio 1``. The cuts are
-those of `classic_states`, the recurrence is in `classic_levels`, and the known defects of both are listed in
-docs/cost_models.md. To train, plan with the other planner (`search`).
+those of `classic_states`, the recurrence is in `classic_levels`; docs/cost_models.md lists the known defects of both.
+To train, plan with the other planner (`search`).
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ def classic(
 
     Raises:
         PlanError: a memory limit, which the classic model cannot keep, machines of unequal sizes, too many workers or
-            states, a profile of no seconds, or a straight
-            pipeline of more stages than the graph can be cut into.
+            states, a profile of no seconds, or too few cuts for a straight pipeline.
     """
     if cluster.is_limited:
         raise PlanError(
@@ -105,7 +104,7 @@ def classic(
 class _ClassicStage:
     """A stage: its first and last state, and its replicas in total.
 
-    If it is part of a pipeline that is replicated as a whole, `nest` is (first state, copies) of that pipeline.
+    `nest` is (first state, copies) of a pipeline that is replicated as a whole.
     """
 
     first: int
@@ -115,7 +114,7 @@ class _ClassicStage:
 
 
 def _flat(tables: list[LevelTable], i: int, j: int, outer: int) -> list[_ClassicStage]:
-    """The stages of states i to j on all components of the outermost of these levels, with `outer` copies of each."""
+    """The stages of states i to j on all components of the outermost level, with `outer` copies of each."""
     found: list[_ClassicStage] = []
     *inner, table = tables
     for first, last, components in table.stages(i, j):
@@ -128,7 +127,7 @@ def _flat(tables: list[LevelTable], i: int, j: int, outer: int) -> list[_Classic
 
 
 def _nests(stages: list[_ClassicStage]) -> str:
-    """The part of the note that names stages which are copies of a whole pipeline; a list of stages cannot show it."""
+    """Names stages which are copies of a whole pipeline; a list of stages cannot show it."""
     nests: dict[tuple[int, int], list[int]] = {}
     for s, stage in enumerate(stages):
         if stage.nest is not None:
@@ -148,7 +147,7 @@ def _plan(
     versions: VersionsRule,
     in_flight: str | tuple[int, ...],
 ) -> Plan:
-    """The plan of these stages; its nodes are ordered by stage, so that they can run in this order."""
+    """Nodes are ordered by stage, so that they can run in this order."""
     owner = _owners(text, [states.done[stage.last] for stage in stages])
     order = in_order(len(owner), text.edges, key=lambda i: owner[i])
     places = {node: place for place, node in enumerate(order)}
@@ -170,7 +169,7 @@ def _plan(
 
 
 def _owners(text: GraphText, done: list[int]) -> list[int]:
-    """The stage of each node. A node that no state contains goes to the last stage that it reads from."""
+    """A node that no state contains goes to the last stage that it reads from."""
     owner = [0] * len(text.nodes)
     producers: list[list[int]] = [[] for _ in text.nodes]
     for source, target in text.edges:
@@ -182,7 +181,6 @@ def _owners(text: GraphText, done: list[int]) -> list[int]:
 
 
 def _data_parallel_s(seconds: float, held: float, cluster: Cluster) -> float:
-    """Seconds per minibatch of one stage on all workers."""
     below = 1
     for level in cluster.levels:
         seconds = float(alone_s(seconds, held, level.width, level, below))

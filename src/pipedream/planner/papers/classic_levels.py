@@ -9,17 +9,16 @@ bandwidth, W the width of the level below (1 at the innermost), and A the second
                          2 o_j / (B q))
     A(i, j, m)     = min(alone(i, j, m), min over k before j, k >= i, and q < m of max(A(i, k, m-q), last(k, j, q)))
 
-C of the next level is A(i, j, all m). All of this is as published: compute and synchronisation are added where the
-paper takes the maximum; W is that of one level below, not the product, and only applies to a stage that is alone; all m
-components are used. If state i - 1 does not come before j, C_ij is a difference of unrelated sums (it may be negative);
-the inner levels use it, as the published program does.
+C of the next level is A(i, j, all m). As published: compute and synchronisation are added where the paper takes the
+maximum; W is that of one level below, not the product, and only applies to a stage that is alone; all m components are
+used. If state i - 1 does not come before j, C_ij is a difference of unrelated sums (it may be negative).
 
-A straight pipeline has no replicas (the original's ``--straight_pipeline``): alone is infinite for m > 1, and q is 1.
+A straight pipeline has no replicas (``--straight_pipeline``): alone is infinite for m > 1, and q is 1.
 
 Ties: a stage that is alone, then the smallest k in the order of the states, then the smallest q.
 
-For a block of starts i, a pair (k, q) is evaluated only if max(least A of the block, last) is below the worst value that
-the block has so far: nothing that could lower the minimum is left out.
+For a block of starts i, a pair (k, q) is evaluated only if max(least A of the block, last) is below the worst value
+that the block has so far: nothing that could lower the minimum is left out.
 """
 
 from __future__ import annotations
@@ -74,7 +73,8 @@ class LevelTable:
 
     def stages(self, i: int, j: int) -> list[tuple[int, int, int]]:
         """Returns the stages of the best answer from state i to j on all components, as (first state, last state,
-        components of this level)."""
+        components of this level).
+        """
         found = []
         m, end = self.level.width, j
         while (split := self._split(i, end, m)) is not None:
@@ -90,7 +90,7 @@ class LevelTable:
             return None
         before = self.states.before[j]
         before = before[before >= i]
-        most = 1 if self.straight else m - 1  # replicas of the last stage
+        most = 1 if self.straight else m - 1  # of the last stage
         reached = self.table[m - 2 :: -1, before, row][:most]
         best = np.maximum(reached, _last(self, j, before)[:most])
         k, q = np.argwhere((best == value).T)[0]
@@ -99,10 +99,6 @@ class LevelTable:
 
 def solve(states: CutStates, levels: tuple[Level, ...], *, straight: bool = False) -> list[LevelTable]:
     """Returns the tables of all levels, innermost first; that of the outermost has only the row i = 0.
-
-    Args:
-        levels: of the network, innermost first.
-        straight: only pipelines whose stages have one worker each.
 
     Raises:
         PlanError: the tables would be too large.
@@ -161,8 +157,7 @@ def _last(found: LevelTable, j: int, before: IntArray) -> FloatArray:
 
 
 def _blocks(found: LevelTable) -> list[slice]:
-    """Splits the rows into blocks. A block ends early where the compute before its starts changes, because its bound is
-    only good if the block is uniform."""
+    """Blocks of rows. One ends early where the compute before its starts changes: uniform blocks have good bounds."""
     first = found.cost[found.starts, -1]
     blocks, begin, rows = [], 0, len(first)
     for row in range(1, rows + 1):

@@ -1,9 +1,9 @@
 """The states of the original planner: cuts of a graph, each named by the nodes whose outputs cross it.
 
 github msr-fiddle/pipedream, ``graph/graph.py`` (``antichain_dag``) and ``optimizer_graph_hierarchical.py``. A state is
-an antichain: a set of nodes none of which comes before another. At a state, these nodes have run and all that come
-before them. The walk begins at the first source of the file; the neighbours of a state replace one of its nodes by a
-consumer of that node. *Augmented*, a state also includes the nodes before it whose output is still needed.
+an antichain: a set of nodes none of which comes before another, which have run with all that come before them. The
+neighbours of a state replace one of its nodes by a consumer of that node. *Augmented*, a state also includes the nodes
+before it whose output is still needed.
 
 Kept as published, including the defects: loaders and unread ``__getitem__`` are left out (one pass each); the walk
 begins only at the first source, so nodes that no path from it passes count for nothing; and a producer counts as
@@ -36,9 +36,8 @@ class CutStates:
     """The cuts of a graph, each after those that come before it, with sums over the nodes that have run.
 
     Attributes:
-        done: for each state the nodes that have run, as a bit set of indices.
-        before: for each state the indices of the states that come before it, in increasing order.
-        compute_s, parameter_bytes: sums over the nodes that have run.
+        done: for each state the nodes that have run, as a bit set.
+        before: for each state the indices of the states before it, in increasing order.
         output_bytes: sums over the augmented state.
     """
 
@@ -51,11 +50,7 @@ class CutStates:
 
     @classmethod
     def of(cls, graph: GraphText) -> CutStates:
-        """Returns the states of a graph.
-
-        Raises:
-            PlanError: a graph of inputs only, or one with more than `MOST_STATES` states.
-        """
+        """Raises PlanError for a graph of inputs only, or one with more than `MOST_STATES` states."""
         cuts = _Cuts(*_reduced(graph))
         order, followers = cuts.ordered()
         before: list[int] = [0] * len(order)
@@ -137,7 +132,7 @@ class _Cuts:
                 yield tuple(other for other in moved if not self._future[other] & everything)
 
     def ordered(self) -> tuple[list[tuple[int, ...]], list[list[int]]]:
-        """All states, each before its followers, and for each the indices of its followers."""
+        """All states, each before its followers, and the indices of those."""
         targets = {target for node in self._nodes for target in self._consumers[node]}
         first: tuple[int, ...] = (next(node for node in self._nodes if node not in targets),)
         numbers = {_key(first): 0}
@@ -165,7 +160,7 @@ class _Cuts:
 
 
 def _reduced(graph: GraphText) -> tuple[list[int], list[tuple[int, int]]]:
-    """The nodes and edges that count: without loaders and unread outputs (one pass each)."""
+    """Without loaders and unread outputs (one pass each)."""
     targets = {target for _, target in graph.edges}
     nodes = [i for i, node in enumerate(graph.nodes) if i in targets or not node.is_input]
     edges = [edge for edge in graph.edges if edge[0] in set(nodes)]
@@ -199,5 +194,5 @@ def _key(state: tuple[int, ...]) -> int:
 
 
 def _sums(rows: BoolArray, values: FloatArray) -> FloatArray:
-    """Sums over the members of each row, in the order of the file."""
+    """In the order of the file."""
     return np.array([sum(values[row].tolist()) for row in rows])

@@ -1,9 +1,9 @@
 """PipeDream-2BW's planner: equal replicas of all stages, and the microbatches, by the paper's own cost model.
 
-Narayanan et al., ICML 2021, section 3.3. There are d stages with w replicas each, w d workers in total, and a microbatch
-has b samples. With T_comp a stage's seconds for a microbatch (forward and backward; with recomputation the forward
-again, which is the paper's c_extra = 4/3 if a backward takes twice a forward), T_comm those of the messages that it
-receives for one, and m(b) = B / (w b) the microbatches of a replica in a minibatch of B samples:
+Narayanan et al., ICML 2021, section 3.3. There are d stages with w replicas each, and b samples in a microbatch. With
+T_comp a stage's seconds for a microbatch (with recomputation the forward again, which is the paper's c_extra = 4/3 if a
+backward takes twice a forward), T_comm those of the messages that it receives for one, and m(b) = B / (w b) the
+microbatches of a replica in a minibatch of B samples:
 
     t = max over stages i of max(T_comp_i + sum over j of T_comm_ji,  T_allreduce_i / m(b))
     throughput = w b / t,  m(b) >= d

@@ -1,4 +1,4 @@
-"""What the stages of a plan hold under a method, as a search asks for it."""
+"""What the stages of a plan hold under a method."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MethodOccupancy:
     """What stages hold under one method, in one number of microbatches.
 
     Attributes:
-        of_plan: from a plan to what each of its stages holds, read off the method's schedule for that plan.
+        of_plan: from a plan to what each of its stages holds.
         versions_grow_with_stages: see `MethodProperties`.
     """
 
@@ -35,13 +35,7 @@ class MethodOccupancy:
 
 @dataclass(frozen=True, eq=False)
 class OccupancyRule:
-    """What stages hold of the microbatches that they admit.
-
-    Attributes:
-        versions: of the weights, where no method is given.
-        method: None if a stage holds all that it admits.
-        microbatches: of a minibatch.
-    """
+    """What stages hold of the microbatches that they admit: by the method, or all with `versions`."""
 
     versions: VersionsRule
     method: MethodOccupancy | None
@@ -50,8 +44,8 @@ class OccupancyRule:
     def of_stage(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:
         """Returns the least that a stage can hold while its neighbors are not known.
 
-        This is what the input stage of a plan of two stages holds. Only where the number of versions depends on the
-        whole plan is it taken as two, the least for any stage but the last.
+        This is what the input stage of a plan of two stages holds. If the versions depend on the whole plan, there are
+        two, the least for any stage but the last.
         """
         if self.method is None:
             return StageOccupancy(in_flight, self.versions(in_flight, update_delay))
@@ -68,7 +62,6 @@ class OccupancyRule:
         return self._known[key]
 
     def of_plan(self, plan: Plan) -> tuple[StageOccupancy, ...]:
-        """Returns what each stage of a whole plan holds."""
         if self.method is not None:
             return self.method.of_plan(plan)
         return tuple(self.of_stage(*row, 1) for row in zip(plan.in_flight, plan.update_delay, strict=True))

@@ -1,12 +1,10 @@
 """The search space: the places where a graph may be cut, and what the layers between two places cost as a stage.
 
 A place is a downset of the graph (`planner.cuts.downsets`). Places 0 to n are the layers before each index, in the
-graph's order. After them come the searched downsets that this order does not pass through. The cost of a stage is a
-function of (first place, last place, replicas), and its memory one of (first, last, in_flight, update delay). Besides,
-a search needs `positions`, the places that it may use, and `precedes`, which pairs of them make a stage.
+graph's order; the other searched downsets come after them.
 
 Seconds are added exactly (as integers over a common power of two) and rounded once. So stages that cost the same
-compare equal, wherever they are in the model, and ties are broken by rule, not by rounding.
+compare equal, and ties are broken by rule, not by rounding.
 """
 
 from __future__ import annotations
@@ -52,21 +50,17 @@ class SearchSpace:
     """A profile, a cluster and a way to train: what everything between two places would cost as a stage.
 
     Attributes:
-        profile, cluster: as given.
         versions: the weight versions alive at once, given the in-flight count and the update delay.
-        update_delay: of a pipeline's replicated stages; other stages have none (`Plan.update_delay`).
-        microbatches: parts of a minibatch; activations in flight and inputs are those of one part.
+        update_delay: of a pipeline's replicated stages.
         scale: `forward` and `backward` are integers over this power of two.
         forward, backward: seconds of all layers before each place, times `scale`; the loss is part of the last
             layer's backward.
-        parameters, optimizer: bytes of all layers before each place; the optimizer's state is divided in proportion
-            to the parameter bytes.
-        peaks: the memory that stages keep, and need while they work.
+        parameters, optimizer: bytes of all layers before each place; the optimizer's in proportion to the parameters'.
         crossing: bytes that cross a cut at each place; at 0 the model's input, at n its output.
         downsets: the layers before each place, as bit sets.
         positions: the places where a stage may begin or end, those after fewer layers first; 0 and n are included.
         is_complete: no plan on any other places is faster than the best on these.
-        occupancy: what each stage of a plan holds under the method; None: everything admitted, with `versions`.
+        occupancy: None: everything admitted, with `versions`.
         spare_bytes: memory that a search keeps free on each worker of stages that have neighbours.
     """
 
@@ -103,7 +97,7 @@ class SearchSpace:
         """Returns the space of a profile on a cluster.
 
         Args:
-            downsets: to cut at; None: all that a best plan may need, or good ones if there are too many.
+            downsets: None: all that a best plan may need, or good ones if there are too many.
 
         Raises:
             PlanError: fewer than one microbatch, or an update delay that is neither 0 nor 1.
@@ -163,7 +157,7 @@ class SearchSpace:
 
     @cached_property
     def precedes(self) -> BoolArray:
-        """Which positions make a stage, as [from, to]: everything before the one is before the other too."""
+        """Which positions make a stage, as [from, to]."""
         if max(self.positions) <= len(self.profile.layers):
             places = np.array(self.positions)
             in_order: BoolArray = places[:, None] < places[None, :]
@@ -178,8 +172,8 @@ class SearchSpace:
     def update_s(self, first: Place, last: Place, update_delay: int = 0) -> Seconds:
         """Returns the seconds of one update of a stage: its share of the optimizer's step, by parameter bytes.
 
-        A stage that holds several versions first copies the weights that a forward in flight still reads. The stage at
-        the output has none in flight, so it makes no copy, unless its updates are delayed.
+        With several versions, weights that a forward in flight still reads are copied first; at the output only if updates
+        are delayed.
         """
         copy_s = self._copies(last, update_delay) * self._share(self.profile.copy_s, first, last)
         update_s: Seconds = self._share(self.profile.update_s, first, last) + copy_s
@@ -202,12 +196,12 @@ class SearchSpace:
         return forward, backward
 
     def period_s(self, passes_s: tuple[Seconds, Seconds], first: Place, last: Place, site: Site) -> Seconds:
-        """Returns the seconds per minibatch of a stage on a site, given its `passes_s`."""
+        """Returns the seconds per minibatch of a stage, given its `passes_s`."""
         seconds: Seconds = site.period_s(*passes_s, self.update_s(first, last), *self.bytes_of(first, last))
         return seconds
 
     def bytes_of(self, first: Place, last: Place) -> tuple[Bytes, Bytes, Bytes]:
-        """Returns the bytes of a stage's parameters, and those that it receives from the stage before and sends on."""
+        """Returns a stage's bytes: parameters, received, sent on."""
         end = len(self.profile.layers)
         return (
             self.parameters[last] - self.parameters[first],
@@ -232,8 +226,7 @@ class SearchSpace:
     ) -> Bytes:
         """Returns a lower bound of the peak bytes of a worker of a stage that admits `in_flight` microbatches.
 
-        How many messages it holds depends on its neighbours, which a search does not know. It has at least one on
-        either side, and the one before it holds at least as much. The figures of a plan (`with_bytes`) are never less.
+        A search does not know its neighbours, so it counts the fewest messages that are possible.
         """
         held = self.stage_occupancy(in_flight, update_delay, replicas)
         before = self.stage_occupancy(in_flight + 1, update_delay, replicas)  # at the paper's depth it admits one more
@@ -252,12 +245,11 @@ class SearchSpace:
         recompute: bool = False,
         replicas: int = 1,
     ) -> StageMemory:
-        """Returns what a worker of a stage holds at its peak, given its neighbours."""
         how = self._memory_options(held, update_delay, recompute, replicas)
         return stage_memory(self.sizes(first, last), peers=peers, **how)
 
     def sizes(self, first: Place, last: Place) -> StageSizes:
-        """Returns what the layers of a stage need for one microbatch, the largest one."""
+        """Returns what a stage needs for the largest microbatch."""
         part = partial(part_bytes, parts=self.microbatches, samples=self.profile.batch)
         _, received, sent = self.bytes_of(first, last)
         return StageSizes(
@@ -289,7 +281,6 @@ class SearchSpace:
         }
 
     def stage_occupancy(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:
-        """Returns the least that a stage holds, whatever its neighbours (`planner.tables.method_occupancy`)."""
         return self._rule.of_stage(in_flight, update_delay, replicas)
 
     @cached_property
@@ -297,7 +288,7 @@ class SearchSpace:
         return OccupancyRule(self.versions, self.occupancy, self.microbatches)
 
     def stage(self, first: int, last: int, replicas: int = 1, recompute: bool = False, update_delay: int = 0) -> Stage:
-        """Returns the stage between two places, without its peak memory, which depends on the whole plan."""
+        """Returns the stage without its peak memory, which depends on the whole plan."""
         key = first, last
         if key not in self._stages:
             self._stages[key] = self._stage(first, last)
@@ -342,17 +333,11 @@ class SearchSpace:
         order: tuple[int, ...] = (),
         recompute: tuple[bool, ...] = (),
     ) -> Plan:
-        """Returns the plan with cuts at these places, at the paper's depth, without its peak memory.
-
-        The cuts are not checked. The layers are ordered by stage, and as in the graph within a stage, so they can run in
-        this order.
+        """Returns the plan with these cuts, which are not checked, at the paper's depth, without its peak memory.
 
         Args:
-            cuts: the places between the stages.
-            replicas: workers of each stage; None: one each.
-            note: `Plan.note`.
-            order: `Plan.order`.
-            recompute: which stages keep only their input; (): none.
+            replicas: None: one each.
+            recompute: (): none.
         """
         counts = replicas or (1,) * (len(cuts) + 1)
         delays_updates = tuple(self.update_delay if count > 1 and cuts else 0 for count in counts)
@@ -364,9 +349,7 @@ class SearchSpace:
         return Plan(stages, in_flight, self.cluster, delays_updates, model, batch, note=note, order=order)
 
     def at_depth(self, plan: Plan, in_flight: str | tuple[int, ...]) -> Plan:
-        """Returns the plan at a depth, with its peak bytes, which are checked against the workers' memory.
-
-        Depth 'auto' is between 'noam' and 'full', as deep as each stage's memory allows (`core.plan.depth.fitting`).
+        """Returns the plan at a depth ('auto': as deep as memory allows), with its peak bytes.
 
         Raises:
             PlanError: an unknown or ill-formed depth (`Plan.with_depth`), or a stage that does not fit.
@@ -393,7 +376,7 @@ class SearchSpace:
         return deep
 
     def with_bytes(self, plan: Plan) -> Plan:
-        """Returns the plan with the peak bytes of its stages, and with the seconds of the weight copies that they make."""
+        """Returns the plan with the peak bytes of its stages, and with the seconds of their weight copies."""
         occupancies = self._rule.of_plan(plan)
         peers = peers_of(plan.replicas, [held.in_flight for held in occupancies])
         stages = []
@@ -408,14 +391,13 @@ class SearchSpace:
         return replace(plan, stages=tuple(stages))
 
     def ends(self, plan: Plan) -> list[tuple[int, int]]:
-        """Returns the first and the last place of each stage of a plan of this space."""
+        """Returns the first and the last place of each stage."""
         known = {found: place for place, found in enumerate(self.downsets)}
         numbers = {layer.name: i for i, layer in enumerate(self.profile.graph.layers)}
         stages = (sum(1 << numbers[name] for name in stage.names) for stage in plan.stages)
         return list(pairwise(known[found] for found in (0, *accumulate(stages))))
 
     def _most_in_flight(self, plan: Plan, s: int) -> int:
-        """Returns how much in flight a stage's memory has room for, up to what the plan has."""
         recompute, limit = plan.stages[s].recompute, self.memory_bytes(plan, s)
         ends, held, count = self.ends(plan)[s], plan.in_flight[s], plan.replicas[s]
         peers = peers_of(plan.replicas, [one.in_flight for one in self._rule.of_plan(plan)])[s]
@@ -432,7 +414,6 @@ class SearchSpace:
 
 
 def _downset_order(downset: int) -> tuple[int, int]:
-    """The sort key of downsets: those of fewer layers first."""
     return downset.bit_count(), downset
 
 
@@ -442,17 +423,16 @@ def _scaled(ratios: Iterable[tuple[int, int]], scale: int) -> list[int]:
 
 
 def _prefix_sums(values: list[int], steps: Sequence[tuple[list[int], list[int]]]) -> list[int]:
-    """The sums over the layers before each index, then over those of each further downset.
+    """Sums over the layers before each index, then over those of each further downset.
 
     Args:
-        values: of each layer.
-        steps: for each further downset, the layers that it has more and less than the one before it.
+        steps: the layers that each further downset has more and less than the one before it.
     """
     changes = (sum(values[i] for i in more) - sum(values[i] for i in less) for more, less in steps)
     return [0, *accumulate(values), *islice(accumulate(changes, initial=0), 1, None)]
 
 
 def _input_bytes(profile: Profile) -> int:
-    """The bytes of the model's input. The profile has only one dtype, which inputs of another are counted as."""
+    """The profile has only one dtype, which inputs of another are counted as."""
     bits = re.search(r"\d+", profile.dtype)
     return sum(prod(shape) for shape in profile.input_shapes) * (int(bits[0]) // 8 if bits else 4)

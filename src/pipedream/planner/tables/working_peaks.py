@@ -1,8 +1,8 @@
 """What a run of layers needs while it works: temporaries and gradients on top of what it keeps.
 
-While layer i of a stage works, the layers of the stage up to i keep their activations. After i, in a backward, there
-are gradients of the parameters instead. So the peak of a pass is a maximum over the layers of a sum that begins at the
-model's first layer, minus what is before the stage: one table of maxima over runs answers for every stage.
+While layer i of a stage works, the layers up to i keep their activations. After i, in a backward, there are gradients
+of the parameters instead. So the peak is a maximum over the layers of a sum that begins at the model's first layer,
+minus what is before the stage: one table of maxima over runs answers for every stage.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RangeMaximum:
 
     @classmethod
     def of(cls, numbers: IntArray | list[int]) -> RangeMaximum:
-        """Returns the table of a row, which must not be empty."""
+        """The row must not be empty."""
         level = np.asarray(numbers)
         levels, width = [level], 1
         while 2 * width <= len(level):
@@ -49,7 +49,7 @@ class RangeMaximum:
         return cls(np.stack(levels))
 
     def over(self, first: Place, last: Place) -> IntArray:
-        """Returns the maxima of the numbers first <= i < last; of the number `first` alone if that run is empty."""
+        """Returns the maxima of the numbers first <= i < last; of `first` alone if that run is empty."""
         count = self.levels.shape[1]
         first = np.minimum(first, count - 1)
         length = np.maximum(np.asarray(last) - first, 1)
@@ -63,13 +63,12 @@ class StagePeaks:
     """The peaks of every stage of a profile, for a whole minibatch.
 
     Between two places of the graph's own order, a stage is a run of layers and its peaks are exact. Between others it
-    is part of a run, and the layers are assumed not to share what they need: the peaks are upper bounds.
+    is part of a run, and the peaks are upper bounds.
 
     Attributes:
-        count: the number of layers; the places up to it are those of the graph's order.
+        count: of layers; the places up to it are those of the graph's order.
         lowest, highest: for each place, the first layer that is not before it, and one more than the last that is.
-        kept: bytes kept by all layers before each place; the loss is part of the last layer.
-        parameters: bytes of all layers before each place.
+        kept, parameters: bytes of all layers before each place; the loss is part of the last layer.
         arriving, leaving: bytes that a stage that begins, or ends, at a place keeps in addition to `kept`.
         working, growing, largest: over runs: activations and temporaries; these and gradients; parameters.
         alone: over runs: temporaries of a single layer.
@@ -91,10 +90,8 @@ class StagePeaks:
 
     @classmethod
     def of(cls, profile: Profile, downsets: Sequence[int], places: PlaceBytes) -> StagePeaks:
-        """Returns the peaks of a profile.
-
-        Args:
-            downsets: the layers before each place, as bit sets; those of the graph's order first.
+        """Args:
+        downsets: those of the graph's order first.
         """
         layers, count = profile.layers, len(profile.layers)
         kept = places.activations.copy()
@@ -126,27 +123,25 @@ class StagePeaks:
         )
 
     def activation_bytes(self, first: Place, last: Place) -> Bytes:
-        """Returns what a stage keeps of a minibatch until its backward."""
+        """Returns what a stage keeps of a minibatch."""
         return self.kept[last] - self.kept[first] + self.arriving[first] + self.leaving[last]
 
     def working_bytes(self, first: Place, last: Place) -> Bytes:
-        """Returns the most that a pass of a minibatch needs in addition to what the stage keeps of it."""
+        """Returns what a pass of a minibatch needs in addition."""
         run = np.maximum(self.working.over(*self._run(first, last)) - self.kept[last], 0)
         part = self.alone.over(self.lowest[first], self.highest[last])
         return np.where(self._is_run(first, last), run, part)
 
     def relief_bytes(self, first: Place, last: Place) -> Bytes:
-        """Returns how much less a backward of a whole minibatch needs, see `StageSizes`."""
+        """Returns how much less a backward needs, see `StageSizes`."""
         peak = self.kept[last] + self.working_bytes(first, last)
         run = peak - self.growing.over(*self._run(first, last)) - self.parameters[first]
         return np.where(self._is_run(first, last), np.maximum(run, 0), 0)
 
     def largest_parameter_bytes(self, first: Place, last: Place) -> Bytes:
-        """Returns the bytes of the stage's largest parameter."""
         return self.largest.over(self.lowest[first], self.highest[last])
 
     def update_working_bytes(self, first: Place, last: Place) -> Bytes:
-        """Returns the most that an optimizer step of the stage needs."""
         by_largest, by_all = self.update_working
         all_bytes = self.parameters[last] - self.parameters[first]
         need = by_largest * self.largest_parameter_bytes(first, last) + by_all * all_bytes
@@ -164,8 +159,7 @@ class StagePeaks:
 def _update_working(profile: Profile) -> tuple[float, float]:
     """The bytes of a step per byte of the largest parameter, and of all: one is 0.
 
-    An optimizer updates its parameters one after the other, or all at once; then it needs the temporaries of more than
-    one.
+    An optimizer updates its parameters one by one, or all at once, which needs the temporaries of several.
     """
     largest = max(layer.largest_parameter_bytes for layer in profile.layers)
     if profile.update_working_bytes <= 4 * largest:

@@ -1,8 +1,7 @@
 """Orders of the workers of a mixed cluster along a pipeline, up to symmetry.
 
-The workers of a component of the network stay adjacent; what changes, at every level, is the order of the components
-within theirs. Swapping components that are alike (the same workers in the same order inside) makes no difference, so
-only one order of each such class is returned.
+At every level of the network, the order of the components within theirs changes. Of orders that differ only by swapping
+components that are alike, one is returned.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class LineOrders:
 
     Attributes:
         orders: the cluster's own comes first.
-        kind: which orders they are, in words; '' if there is only one, up to symmetry.
+        kind: in words; '' if there is only one order, up to symmetry.
     """
 
     orders: tuple[tuple[int, ...], ...]
@@ -56,7 +55,6 @@ class _Node:
     parts: tuple[_Node, ...] = ()
 
     def count(self, *, apart: bool) -> int:
-        """Returns the number of `orders`."""
         if not self.parts:
             return 1
         alike = Counter(part.likeness for part in self.parts)

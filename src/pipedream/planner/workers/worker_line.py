@@ -1,8 +1,7 @@
 """The workers in a line, and the site of each run of them: what a search over any cluster chooses among.
 
-Stages take consecutive workers of the line, which runs through the tree of the network: the workers of a component are
-adjacent. The line is assumed to have further workers before and after it. A stage at the input or the output exchanges
-nothing with them.
+Workers of a component of the network are adjacent. The line is assumed to have further workers before and after it; a
+stage at the input or the output exchanges nothing with them.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class SiteArrays:
     weights: list[FloatArray]
 
     def __getitem__(self, chosen: IntArray) -> SiteArrays:
-        """Returns the sites with these indices."""
         return SiteArrays(
             replicas=self.replicas[chosen],
             speed=self.speed[chosen],
@@ -55,22 +53,17 @@ class SiteArrays:
 
 @dataclass(frozen=True, eq=False)
 class WorkerLine:
-    """The workers of a cluster in the order in which stages take them.
-
-    Attributes:
-        order: all workers of the cluster, those of each component of the network adjacent.
-    """
+    """The workers of a cluster in the order in which stages take them."""
 
     cluster: Cluster
     order: tuple[int, ...]
 
     @classmethod
     def of(cls, cluster: Cluster, order: Iterable[int] = ()) -> WorkerLine:
-        """Returns the line of a cluster, in its own order unless one is given."""
         return cls(cluster, tuple(order) or tuple(range(cluster.workers)))
 
     def taken(self, workers: int) -> tuple[int, ...]:
-        """Returns `Plan.order` of a plan on the last `workers` of the line; () if it does not differ from the default."""
+        """Returns `Plan.order` of a plan on the last `workers` of the line; () if it is the default."""
         order = self.order[len(self.order) - workers :]
         return () if self.cluster.is_flat or order == tuple(range(workers)) else order
 
@@ -79,7 +72,7 @@ class WorkerLine:
         return self.site_list(np.array([first]), np.array([replicas]))[0]
 
     def site_list(self, first: IntArray, replicas: IntArray) -> list[Site]:
-        """Returns the sites of stages, each as `Site.of` returns it for a stage between neighbours on the line."""
+        """Returns each site as `Site.of` returns it for a stage between neighbours on the line."""
         found = self.site_arrays(first, replicas)
         known: dict[tuple[float, ...], Site] = {}
         sites = []
@@ -103,7 +96,6 @@ class WorkerLine:
         return sites
 
     def site_arrays(self, first: IntArray, replicas: IntArray) -> SiteArrays:
-        """Returns the same sites as arrays."""
         last = first + replicas - 1
         before: list[FloatArray] = []
         behind: list[FloatArray] = []
@@ -143,7 +135,7 @@ class WorkerLine:
         )
 
     def start(self, level: int, position: IntArray) -> IntArray:
-        """Returns where on the line the component of a level begins that contains each position."""
+        """Returns where on the line the component that contains each position begins."""
         runs = self._runs[level]
         return runs.starts[runs.of[position]]
 
@@ -172,7 +164,7 @@ class WorkerLine:
 
 @dataclass(frozen=True, eq=False)
 class _ComponentRuns:
-    """The components of a level along the line: which one each position is in, and where each begins and ends."""
+    """The components of a level along the line: of each position, and where each begins and ends."""
 
     of: IntArray
     starts: IntArray
@@ -190,7 +182,7 @@ class _ComponentRuns:
         return cls(np.cumsum(begins) - 1, starts, ends, _Extremes.of(ends - starts, np.maximum))
 
     def largest(self, first: IntArray, end: IntArray) -> IntArray:
-        """Returns the size of the largest of the components first <= i < end; 0 if there are none."""
+        """The size of the largest of the components first <= i < end; 0 if there are none."""
         largest: IntArray = np.where(
             first < end, self.sizes.between(np.minimum(first, end - 1).clip(0), end.clip(1)), 0
         )
@@ -199,7 +191,7 @@ class _ComponentRuns:
 
 @dataclass(frozen=True, eq=False)
 class _Extremes:
-    """The minimum or maximum of any run of a row, in two look-ups (a sparse table); one table if all are equal."""
+    """The minimum or maximum of any run of a row (a sparse table); one table if all are equal."""
 
     tables: FloatArray | IntArray
     extreme: np.ufunc
@@ -219,7 +211,7 @@ class _Extremes:
         return cls(stacked, extreme)
 
     def between(self, first: IntArray, end: IntArray) -> Any:
-        """The extremes of the numbers first <= i < end."""
+        """Of first <= i < end."""
         if len(self.tables) == 1:  # a row of one, or of equal numbers
             return self.tables[0][first]
         power = np.frexp(end - first)[1] - 1
