@@ -75,7 +75,7 @@ def test_a_plan_is_simulated_on_another_cluster(tmp_path: Path, capfd: pytest.Ca
         0.0,
     )
     assert cli.main(["simulate", path, "--cluster", "pipedream-c:1"]) == 2
-    assert "the stages take 2 workers, the cluster has 1; plan again for that one" in capfd.readouterr().err
+    assert "the stages take 2 workers, the cluster has 1; plan again for that cluster" in capfd.readouterr().err
     assert cli.main(["simulate", "--uniform", "2", "--cluster", "pipedream-c"]) == 2
     assert "a cluster is for the stages of a plan" in capfd.readouterr().err
 

@@ -410,7 +410,7 @@ def test_tied_weights_that_cannot_be_kept_equal_are_refused() -> None:
     for name in ("pipedream", "pipedream_2bw"):
         refuse(f"train by '{name}', which does not flush: the stages would update the shared weight", schedule=name)
     refuse("'pipedream', which does not flush", phases="1f1b/4:5,pipedream")
-    refuse("clipped differently at its holders", schedule="1f1b", clip_grad_norm=1.0, clip="local")
+    refuse("clipped differently in each stage", schedule="1f1b", clip_grad_norm=1.0, clip="local")
     viewed = tied_model()
     viewed[3].head.weight = nn.Parameter(viewed[0].words.weight.data.view(9, 8))
     refuse("share one storage under different parameters", PlanError, viewed, schedule="1f1b")
@@ -479,7 +479,7 @@ def test_a_plan_by_hand_parts_ties_for_a_method_that_flushes() -> None:
     graph = capture(tied_model(), (sentences()[0][0],)).graph
     profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
     assert pd.plan(profile, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1").config == "1-1"
-    with pytest.raises(PlanError, match=r"share a parameter .*which takes a method that flushes"):
+    with pytest.raises(PlanError, match=r"share a parameter .*which needs a method that flushes"):
         pd.plan(profile, Cluster.flat(2), schedule="pipedream", cuts=(2,), shape="1-1")
 
 

@@ -118,7 +118,7 @@ def test_command_with_a_device_from_a_file(tmp_path: Path, capfd: pytest.Capture
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--as", "A100"], "device='meta'"),
+        (["--as", "A100"], "--device cpu was given with --as A100"),
         (["--device", "meta", "--as", "abacus"], "RTX-4090"),
         (["--device", "meta", "--as", "A100", "--dtype", "int8"], "bfloat16"),
         (["--device", "moon"], "meta"),
