@@ -42,7 +42,7 @@ COMMANDS = {
 
 
 class _Commands(TyperGroup):
-    """The commands. Until one is used, an empty one stands for it, with the first line of its help."""
+    """Until a command is used, an empty one stands for it, with the first line of its help."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _failed(error: PipelineError) -> int:
-    """Prints an error, once for all workers, and returns the exit status."""
+    """Prints an error, once for all workers."""
     status = 1 if isinstance(error, WorkerError) else BAD_CALL
     if isinstance(error, PeerError):
         return status  # the worker that failed prints it
@@ -127,7 +127,7 @@ def _failed(error: PipelineError) -> int:
 
 
 def script() -> None:
-    """Exits with the command's status: the entry point of ``pipedream``."""
+    """The entry point ``pipedream``."""
     status = main()
     if status == BAD_CALL and "TORCHELASTIC_ERROR_FILE" in os.environ:
         # The threads of process groups that are still open may abort an interpreter that

@@ -1,4 +1,4 @@
-"""Clusters of different devices, from the datasheets: ``--devices 4xV100,2xRTX-4090``."""
+"""Clusters of different devices: ``--devices 4xV100,2xRTX-4090``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Devices = Annotated[
 
 
 def kinds_of(text: str | None, profile: Profile | GraphText) -> tuple[Workers, ...]:
-    """Reads --devices; raises PlanError if a device, or the profile's own device, has no datasheet."""
+    """Reads --devices; raises PlanError if one, or the profile's own device, has no datasheet."""
     if text is None:
         return ()
     if isinstance(profile, GraphText):

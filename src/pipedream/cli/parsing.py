@@ -1,4 +1,4 @@
-"""How a command line is read, where typer alone does not: options with several values, options that have moved."""
+"""What typer does not parse alone: options with several values, options that have moved."""
 
 from __future__ import annotations
 

@@ -169,13 +169,14 @@ def plan(
 
 @dataclass(frozen=True)
 class _Answer:
-    """A plan, with what it is compared with.
+    """A plan, with what it is compared with, in seconds per minibatch.
 
     Attributes:
-        slowest_stage_s: predicted seconds per minibatch, of a full pipeline.
-        alone_s: seconds per minibatch of one worker.
-        parallel_s: seconds per minibatch of data parallelism.
-        simulated_s: per minibatch; None where it takes long, or by the classic cost model.
+        slowest_stage_s: predicted, of a full pipeline.
+        alone_s: of one worker.
+        parallel_s: of data parallelism.
+        planning_s: seconds that the planner took.
+        simulated_s: None where it takes long, or by the classic cost model.
         comparison: of the methods, for the schedule 'auto'.
     """
 
@@ -235,7 +236,7 @@ class _Answer:
 def _answer(
     given: Profile | GraphText, cluster: Cluster, options: dict[str, Any], *, name: str, batch: int | None
 ) -> _Answer:
-    """Plans, and computes what the plan is compared with; `name` and `batch` are for a graph.txt, which has none."""
+    """`name` and `batch` are for a graph.txt, which has none."""
     began = time.perf_counter()
     if options["cost_model"] == "classic":
         answer = planning.classic(

@@ -94,8 +94,7 @@ def check_memory(plan: Plan, built: Schedule, profile: Profile | None) -> tuple[
 
     Returns the plan for that method, and the differences between plan and profile.
 
-    Raises:
-        PlanError: it does not fit, or the layers are not those of the profile.
+    Raises PlanError if it does not fit, or the layers are not those of the profile.
     """
     marked = zip(plan.stages, built.plan.stages, strict=True)  # a method may make stages recompute
     stages = tuple(replace(stage, recompute=own.recompute) for stage, own in marked)
@@ -154,8 +153,7 @@ def _renewed(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple
 def _downsets(plan: Plan, profile: Profile, *, part_ties: bool) -> list[int]:
     """Returns the layers up to the end of each stage, a bit for each layer.
 
-    They are the layers that the stages name, if they can run in that order and their number is right; otherwise those
-    of the graph's own order.
+    Those that the stages name, if they can run in that order; otherwise those of the graph's own order.
     """
     graph = profile.graph
     numbers = {layer.name: i for i, layer in enumerate(graph.layers)}
@@ -196,7 +194,7 @@ def _span(names: tuple[str, ...]) -> str:
 
 
 def _with_bytes(plan: Plan, built: Schedule) -> Plan:
-    """Returns the plan with peak bytes computed from its own figures."""
+    """Peak bytes from the plan's own figures."""
     parts = built.microbatches if plan.unit == "minibatch" else 1
     last, holds = len(plan.stages) - 1, occupancy(built)
     peers = peers_of(plan.replicas, [one.in_flight for one in holds])

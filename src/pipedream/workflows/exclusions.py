@@ -22,11 +22,10 @@ class Exclusion:
     """An option that rules out others.
 
     Attributes:
-        option: its name, as a keyword of Python.
-        applies: the values of it that rule others out.
+        applies: the values of it that do.
         others: the options ruled out, each with the values that are.
-        reason: why, as a clause.
-        advice: what to do, as an imperative; OTHERS is replaced by those that were found.
+        reason: a clause.
+        advice: an imperative; OTHERS is replaced by those that were found.
     """
 
     option: str
@@ -39,11 +38,7 @@ class Exclusion:
 def check_options(
     options: Mapping[str, Any], spell: Spelling | None = None, *, error: type[PipelineError] = PlanError
 ) -> None:
-    """Checks that no given option rules out another.
-
-    Args:
-        options: name -> value; a row of the table whose option is missing here does not apply.
-        spell: writes an option with its value in the message.
+    """Checks that no given option rules out another; one that is missing in `options` does not.
 
     Raises:
         PlanError, or `error`: names the two sides, the reason and what to do.
@@ -60,13 +55,13 @@ def check_options(
 
 
 def as_keyword(name: str, value: Any) -> str:
-    """Writes an option as an argument of a Python function; a long value as dots."""
+    """Writes an option as a Python argument; a long value as dots."""
     text = repr(value)
     return f"{name}={text if len(text) <= 80 else '...'}"
 
 
 def as_flag(name: str, value: Any) -> str:
-    """Writes an option as on the command line; a name in capitals is an argument."""
+    """Writes an option as a flag; a name in capitals is an argument."""
     if name == "shape":
         return f"--{value}" if value in ("straight", "data-parallel") else f"--config {value}"
     flag = name if name.isupper() else "--as" if name == "as_device" else f"--{name.replace('_', '-')}"
@@ -76,7 +71,7 @@ def as_flag(name: str, value: Any) -> str:
 
 
 def _given(*names: str) -> dict[str, Test]:
-    """Returns a test for each option: whether it has another value than its default."""
+    """Whether each option has another value than its default."""
 
     def is_given(name: str) -> Test:
         return lambda value: value not in (None, False, 0, (), [], _DEFAULTS.get(name))

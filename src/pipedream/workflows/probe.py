@@ -112,7 +112,7 @@ def _add_level(
 
 
 def _measured(step: Step, rank: int, device: Any, target_s: float) -> list[Link | Fan | Sum]:
-    """Takes part in a step; returns the results that this rank reports."""
+    """Returns the results that this rank reports."""
     what, level, ranks = step
     if what == "sum":
         return _sum(level, ranks, rank, device, target_s)

@@ -1,7 +1,7 @@
 """Sweeps over numbers of workers, bandwidths and methods, and where pipelines overtake data parallelism.
 
-Each point is planned and then simulated to its steady state (`methods.score`). Data parallelism is PipeDream's
-one-stage plan, whose all-reduces start during the backward, as in PyTorch's DistributedDataParallel.
+Each point is planned and then simulated to its steady state. Data parallelism is PipeDream's one-stage plan, whose
+all-reduces start during the backward, as in PyTorch's DistributedDataParallel.
 """
 
 from __future__ import annotations

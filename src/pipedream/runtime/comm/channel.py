@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class Pending(ABC, Generic[Result]):
-    """Abstract: a result that may not be there yet."""
+    """A result that may not be there yet."""
 
     @abstractmethod
     def ready(self) -> bool:
@@ -38,7 +38,7 @@ Waiting = Generator[Pending[Any], None, Result]
 
 
 class Sender(ABC):
-    """Abstract: the sending end of a channel."""
+    """The sending end of a channel."""
 
     @abstractmethod
     def send(self, message: Message) -> None:
@@ -59,7 +59,7 @@ class Sender(ABC):
 
 
 class Receiver(ABC):
-    """Abstract: the receiving end of a channel."""
+    """The receiving end of a channel."""
 
     @abstractmethod
     def receive(self) -> Pending[Message]:
@@ -71,7 +71,7 @@ class Receiver(ABC):
 
 
 def close_all(ends: Sequence[Sender | Receiver]) -> None:
-    """Closes ends of channels, here and at the other ends in the same order."""
+    """The other ends are closed in the same order."""
     for end in ends:
         if isinstance(end, Sender):
             end.close_begin()
@@ -84,7 +84,7 @@ def close_all(ends: Sequence[Sender | Receiver]) -> None:
 
 
 class Group(ABC):
-    """Abstract: workers that sum tensors."""
+    """Workers that sum tensors."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:

@@ -6,10 +6,10 @@ tags; on NCCL each has its own process group, because a communicator runs its me
 Receives are posted ahead without negotiating sizes. Message i finds a posted receive of ``capacity(i)`` bytes, the
 largest payload among the messages up to i - depth, which both ends know. A smaller payload is padded; the rest of a
 larger one follows in another message, by gloo with its own tag, because receives for later messages are posted already.
-Between CPUs a small payload is joined to its header, because each message has a fixed cost.
+Between CPUs a small payload is joined to its header: each message has a fixed cost.
 
-Nothing waits for a send on the critical path: a worker keeps the tensors, and waits for the oldest message only when
-more are under way than its schedule can have unread. (gloo reports that one has been sent only to those who wait.)
+Nothing waits for a send on the critical path: a worker waits for the oldest message only when more are under way than
+its schedule can have unread. (gloo reports that one has been sent only to those who wait.)
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class ChannelEndpoint:
     Attributes:
         number: distinct for each channel of the run.
         depth: receives posted ahead.
-        headers: gloo process group of all ranks.
-        payloads: the same on gloo.
+        payloads: the process group `headers` itself on gloo.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 
 class _Capacity:
-    """Bytes of receives that are posted `depth` messages ahead; the same at both ends."""
+    """Bytes of receives posted `depth` messages ahead; the same at both ends."""
 
     def __init__(self, depth: int) -> None:
         self._recent: deque[int] = deque(maxlen=depth)
@@ -199,7 +198,6 @@ class DistributedReceiver(Receiver):
         return _Arrival(self)
 
     def take(self, repost: bool = True) -> Message:
-        """Waits for the next message and posts another receive."""
         header, words, work, payload = self._posted.popleft()
         header.wait()
         message, size, specs = decode_header(words)

@@ -1,7 +1,7 @@
 """A message and its header.
 
 The header has a fixed size, so its receive can be posted before anything is known about the message. It holds the type
-and shape of each tensor, so a smaller last minibatch or a longer sequence needs no negotiation.
+and shape of each tensor: a smaller last minibatch or a longer sequence needs no negotiation.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Content(IntEnum):
 
 
 class Ending(IntEnum):
-    """Why a stream of minibatches ended: the flags of an `END` message."""
+    """Why a stream of minibatches ended."""
 
     DATA = 0
     DRAIN = 1
@@ -80,9 +80,9 @@ class Message:
         minibatch: number since the start of training.
         samples: in the microbatch.
         version: of the weights that the forward read.
-        flags: `ENDS_EPOCH` with data, an `Ending` with the end of a stream.
+        flags: `ENDS_EPOCH`, or at the end of a stream an `Ending`.
         weight: of the microbatch's loss.
-        share: of the minibatch's samples that are in the microbatch.
+        share: of the minibatch's samples.
         numbers: losses and metrics.
     """
 
@@ -196,7 +196,7 @@ def join_payload(message: Message, device: torch.device) -> torch.Tensor:
 
 
 def split_payload(message: Message, specs: list[TensorSpec | None], payload: torch.Tensor) -> Message:
-    """Returns the message with tensors that share the storage of the payload."""
+    """The tensors share the payload's storage."""
     place = 0
     tensors: list[torch.Tensor | None] = []
     for spec in specs:
@@ -225,7 +225,7 @@ def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def copy_as_received(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a dense copy, its dimensions in the same order of memory."""
+    """Returns a dense copy with the same order of dimensions in memory."""
     order = dimension_order(tensor)
     numbers = tensor.detach().permute(order).clone(memory_format=torch.contiguous_format).view(-1)
     return _restored(numbers, tuple(tensor.shape), order).data

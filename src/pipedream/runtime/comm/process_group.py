@@ -34,8 +34,7 @@ def is_distributed() -> bool:
 def join_group(device: str | torch.device) -> tuple[int, int]:
     """Joins the process group, initializing it if needed. Returns (rank, workers); (0, 1) for a single process.
 
-    Raises:
-        PlanError: a launcher's variables are incomplete.
+    Raises PlanError if a launcher's variables are incomplete.
     """
     if not is_distributed():
         return 0, 1
@@ -83,7 +82,7 @@ def run_on_rank_0(make: Callable[[], str], device: str) -> str:
 
 
 def from_rank_0(make: Callable[[], str], rank: int) -> str:
-    """Returns rank 0's result of `make`; if it fails, all ranks raise, the others PlanError with its message."""
+    """Returns rank 0's result of `make`; if it fails, all ranks raise, the others PlanError."""
     text, failure = "", None
     if rank == 0:
         try:
@@ -117,7 +116,7 @@ def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
 
 
 def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Returns a process group of some ranks; every rank calls it, in the same order."""
+    """Every rank calls it, in the same order."""
     group: dist.ProcessGroup = dist.new_group(list(ranks))
     return group
 
@@ -143,11 +142,7 @@ def check_same_on_all_ranks(what: str, text: str, group: dist.ProcessGroup | Non
 
 
 def process_device(name: str) -> torch.device:
-    """Returns the device of this process; 'cuda' is the GPU number LOCAL_RANK.
-
-    Raises:
-        PlanError: this machine has no such device.
-    """
+    """'cuda' is the GPU number LOCAL_RANK; raises PlanError if this machine has no such device."""
     if name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:

@@ -1,7 +1,4 @@
-"""Values that are sent: a minibatch, its microbatches, and what crosses between two stages.
-
-A value is a tensor, or tensors in tuples, lists and dicts with plain numbers and strings; nothing is pickled.
-"""
+"""Values that are sent: tensors, or tensors in tuples, lists and dicts with numbers and strings. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ __all__ = ["count_samples", "flatten", "split_batch", "to_device", "unflatten"]
 def flatten(value: Any) -> tuple[str, tuple[torch.Tensor, ...]]:
     """Returns a JSON text of the structure, empty for a single tensor, and the tensors in a fixed order.
 
-    Raises:
-        TypeError: the value holds anything but tensors, containers, numbers and strings.
+    Raises TypeError for anything but tensors, containers, numbers and strings.
     """
     if isinstance(value, torch.Tensor):
         return "", (value,)
@@ -91,6 +87,6 @@ def split_batch(value: Any, count: int, parts: int) -> list[Any]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Moves the tensors of a value to a device."""
+    """Moves the tensors of a value."""
     structure, tensors = flatten(value)
     return unflatten(structure, tuple(tensor.to(device, non_blocking=True) for tensor in tensors))

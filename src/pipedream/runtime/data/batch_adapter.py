@@ -18,8 +18,8 @@ AdaptBatch = Callable[[Any], tuple[Any, Any]]
 class BatchAdapter:
     """Maps a batch to (inputs, targets).
 
-    By default a pair's first is the input, else the batch; the targets are a pair's second for torch's own losses, else
-    the whole batch.
+    Without functions, the inputs are the first of a pair, else the batch; the targets are the second of a pair for
+    torch's own losses, else the batch.
     """
 
     inputs: Callable[[Any], Any] | None = None

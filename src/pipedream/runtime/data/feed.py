@@ -1,4 +1,4 @@
-"""The minibatches of one worker of the input stage, counted from the last drain."""
+"""One worker's minibatches, counted from the last drain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Feed"]
 class Feed:
     """Minibatches that enter the pipeline at one worker of the input stage.
 
-    `stopped` is why the stream ends before its next round; `ended_at` its minibatches, once it has ended.
+    `stopped`: why the stream ends before its next round. `ended_at`: its number of minibatches, once it has ended.
     """
 
     def __init__(self, reader: MinibatchReader) -> None:
@@ -26,7 +26,7 @@ class Feed:
 
         Args:
             cycle: a drain comes after a multiple of this number of minibatches, so that no stage's round is broken.
-            until: minibatches before a drain, rounded up to a multiple of the cycle; None: all data.
+            until: minibatches before a drain, rounded up to whole cycles; None: all data.
         """
         self._cycle = cycle
         self._until = None if until is None else -(-until // cycle) * cycle
@@ -41,11 +41,11 @@ class Feed:
         self.stopped = None
 
     def read(self, number: int, replica: int = 0) -> Minibatch | Ending:
-        """Returns minibatch `number` since the last drain, or why the stream has ended; the numbers must grow."""
+        """Returns minibatch `number`, or why the stream has ended; the numbers must grow."""
         if self._until is not None and number >= self._until:
             self.stop(Ending.DRAIN)
         if self.stopped is not None and number % self._cycle == replica % self._cycle:
-            # All replicas stop before the same round, unless the data ended within the one before it.
+            # All replicas stop before the same round, unless the data ended in the one before.
             until = number - number % self._cycle
             if not until or self._exists(self._base + until - 1):
                 self.ended_at = until

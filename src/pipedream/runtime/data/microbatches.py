@@ -1,7 +1,7 @@
 """The microbatches of one worker of the input stage, each with its header.
 
-If the replicas of the input stage cannot load their own parts (an iterable data set, or a minibatch spread over them),
-replica 0 alone reads, a whole round at a time, and sends the others theirs, and the end of the stream.
+If the replicas of the input stage cannot load their own parts (an iterable data set, or split minibatches), replica 0
+alone reads, a whole round at a time, and sends the others theirs.
 
 No deadlock: a forward of replica c waits until replica 0 reads its round, at its own first forward of it. That waits
 only for ops of earlier rounds, because no stage has more in flight than the input stage. By induction every round is
@@ -25,10 +25,7 @@ __all__ = ["LocalMicrobatches", "Microbatches", "ReceivedMicrobatches"]
 
 
 class Microbatches(ABC):
-    """Abstract: the microbatches of one worker of the input stage.
-
-    Life: `begin` a stream; `take` each microbatch until the answer is an `Ending`; after a drain, `resume`.
-    """
+    """Life: `begin` a stream; `take` each microbatch until the answer is an `Ending`; after a drain, `resume`."""
 
     ended_at: int = 0
 
@@ -47,7 +44,7 @@ class Microbatches(ABC):
 
     @abstractmethod
     def stop(self, ending: Ending) -> None:
-        """Lets the stream end with what has been read."""
+        """Ends the stream with what has been read."""
 
     @abstractmethod
     def resume(self) -> None:
@@ -55,7 +52,7 @@ class Microbatches(ABC):
 
 
 class LocalMicrobatches(Microbatches):
-    """Minibatches that this process reads, and sends the other replicas theirs."""
+    """Microbatches that this process reads; it sends the other replicas theirs."""
 
     def __init__(self, feed: Feed, adapt: AdaptBatch, senders: Mapping[int, Sender] | None = None) -> None:
         self._feed = feed
@@ -113,7 +110,6 @@ class LocalMicrobatches(Microbatches):
         return list(zip(headers, split_batch(inputs, count, parts), split_batch(targets, count, parts), strict=True))
 
     def _send_round(self, number: int) -> None:
-        """Sends the other replicas their parts of the round that minibatch `number` begins or belongs to."""
         if not self._open_senders:
             return
         if self._per_minibatch > 1:
@@ -146,7 +142,7 @@ class LocalMicrobatches(Microbatches):
 
 
 class ReceivedMicrobatches(Microbatches):
-    """Microbatches that replica 0 of the input stage reads and sends."""
+    """Microbatches that replica 0 reads and sends."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver

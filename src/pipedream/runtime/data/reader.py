@@ -56,7 +56,7 @@ class EpochRange:
 
 
 class MinibatchReader(ABC):
-    """Abstract: an iterator over one worker's minibatches; at the end, `count` is the number of all replicas'."""
+    """One worker's minibatches; at the end, `count` is the number of all replicas'."""
 
     count: int | None = None
     _last = -1
@@ -74,7 +74,7 @@ class MinibatchReader(ABC):
         """Raises StopIteration and sets `count` at the end."""
 
     def has_minibatch(self, number: int) -> bool:
-        """Returns whether there is a minibatch `number`, before this worker's next one, so nothing extra is loaded."""
+        """`number` is before this worker's next one, so nothing extra is loaded."""
         while self._last < number:
             if next(self, None) is None:
                 return False
@@ -82,7 +82,7 @@ class MinibatchReader(ABC):
 
 
 class LoaderReader(MinibatchReader):
-    """Abstract: reads a user's loader, from the start or from a `state`."""
+    """Reads a user's loader, from the start or from a `state`."""
 
     def __init__(self, loader: Any, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None) -> None:
         self._loader = loader
@@ -244,7 +244,7 @@ class _TeeReader(MinibatchReader):
 
 
 def tee(reader: LoaderReader, readers: int) -> Sequence[MinibatchReader]:
-    """Returns readers of which each sees every minibatch."""
+    """Returns readers that each see every minibatch."""
     if readers == 1:
         return [reader]
     queues: list[deque[Minibatch]] = [deque() for _ in range(readers)]
@@ -276,7 +276,7 @@ def empty_epoch_error(epoch: int) -> WorkerError:
 
 
 def shut_down_workers(iterator: Any) -> None:
-    """Ends a DataLoader iterator's worker processes, if any; may be called twice."""
+    """Ends the worker processes of a DataLoader's iterator; may be called twice."""
     shut_down = getattr(iterator, "_shutdown_workers", None)
     if shut_down is not None:
         with suppress(AttributeError):  # raised by torch if the iterator was never completed

@@ -1,8 +1,8 @@
 """Random states: those of the process, and those that decide the order of the data.
 
-Loaders and samplers draw from the global generators; but what else draws from them differs from rank to rank and from
-plan to plan. So a `DataOrder` keeps a state of them that is in force only while a loader or sampler draws. If nothing
-else draws, the order is that of a plain ``for batch in loader``.
+What else draws from the global generators differs from rank to rank and from plan to plan. So a `DataOrder` keeps a
+state of them that is in force only while a loader or sampler draws. If nothing else draws, the order is that of a
+plain ``for batch in loader``.
 
 A user's own `torch.Generator` is drawn from in place; it has the same state on all ranks.
 """
@@ -70,7 +70,7 @@ class RngStates(NamedTuple):
 
 
 def saved_rng(device: torch.device) -> str:
-    """Returns the states of all global generators, the GPU's included."""
+    """All global generators, the GPU's included."""
     found = RngStates.read().to_json()
     if device.type == "cuda":
         found["cuda"] = _text_of(torch.cuda.get_rng_state(device))
@@ -78,7 +78,7 @@ def saved_rng(device: torch.device) -> str:
 
 
 def restore_rng(text: str, device: torch.device) -> None:
-    """Restores what `saved_rng` returned; raises ArtifactError for any other text."""
+    """Raises ArtifactError if `saved_rng` did not write the text."""
     try:
         found = json.loads(text)
         RngStates.from_json(found).apply()
@@ -114,7 +114,7 @@ def preserved_rng(loader: Any) -> Iterator[None]:
 
 
 class DataOrder:
-    """The state of the draws that decide the order of the data; first taken over from the global generators."""
+    """The draws that decide the order of the data; the first state is that of the global generators."""
 
     def __init__(self) -> None:
         self._states: RngStates | None = None

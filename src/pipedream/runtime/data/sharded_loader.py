@@ -1,8 +1,7 @@
 """Sharding a map-style DataLoader: each replica of the input stage loads only its own minibatches.
 
-Every replica runs the user's batch sampler with the same random state (`rng.py`) and loads its own index lists with
-another DataLoader. From the lists it knows, without loading, which minibatch ends the epoch; skipping them leads back
-to a position.
+Every replica runs the user's batch sampler with the same random state (`rng.py`) and loads its own index lists. From
+the lists it knows, without loading, which minibatch ends the epoch; skipping them leads back to a position.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _END = object()
 
 
 def can_be_sharded(loader: Any) -> bool:
-    """Returns whether a loader is a map-style DataLoader that is iterated as torch's own is."""
+    """Returns whether a loader is a map-style DataLoader, iterated as torch's own is."""
     return (
         isinstance(loader, DataLoader)
         and all(getattr(type(loader), n) is getattr(DataLoader, n) for n in ("__iter__", "_get_iterator"))
@@ -47,7 +46,7 @@ def _is_torchs(sampler: Any) -> bool:
 
 
 class ShardedLoader:
-    """The minibatches k of a user's DataLoader with k mod replicas = replica; the user's is never iterated."""
+    """The minibatches k of a user's DataLoader with k mod replicas = replica, loaded by a DataLoader of its own."""
 
     def __init__(self, loader: DataLoader[Any], replica: int = 0, replicas: int = 1) -> None:
         self.loader = loader
@@ -135,7 +134,7 @@ class _EpochIndices:
         ended: called once all replicas' last list has been drawn.
 
     Attributes:
-        seeds: generator state for the seeds of the loading processes.
+        seeds: generator state for the loading processes.
         number: of the next list of all replicas.
         loading: (number, ends the epoch) of the lists being loaded.
     """
@@ -190,7 +189,7 @@ class _EpochIndices:
 
 
 class ShardedReader(LoaderReader):
-    """Reads a replica's minibatches of a map-style DataLoader."""
+    """Reads a replica's minibatches."""
 
     def __init__(
         self, sharded: ShardedLoader, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None

@@ -1,8 +1,8 @@
 """Which workers of the input stage read the loader, and with which random state.
 
 - All workers in one process: one reader serves all of them.
-- One replica, or a map-style DataLoader and minibatches that are never split: each replica loads its own.
-- Anything else: replica 0 reads and sends the others their parts (`microbatches.py`).
+- One replica, or a map-style DataLoader and no split minibatches: each replica loads its own.
+- Anything else: replica 0 reads and sends the others theirs (`microbatches.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class DataSource:
     Args:
         programs: one for each phase of the training.
         group: of all ranks; None in a single process.
-        senders: from replica 0 of the input stage to the others.
-        receiver: of those, at the others.
+        senders: at replica 0 of the input stage, to the others.
+        receiver: at the others.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class DataSource:
     def open_training(
         self, loader: Any, adapt: AdaptBatch, epochs: EpochRange, state: Mapping[str, Any] | None
     ) -> dict[int, Microbatches]:
-        """Returns rank -> microbatches for the input stage's workers here; without a `state` the order continues."""
+        """Returns rank -> microbatches for the workers here; without a `state` the order continues."""
         return self._open(self._training, self._splits, loader, adapt, epochs, state)
 
     def open_evaluation(self, loader: Any, adapt: AdaptBatch) -> dict[int, Microbatches]:
-        """Opens a loader for one epoch of forwards, which leaves the order of the training data as it is."""
+        """Opens a loader for one epoch; the training's order stays as it is."""
         self._borrowed = [(generator, generator.get_state()) for generator in generators_of(loader).values()]
         self._evaluation.order = DataOrder()
         return self._open(self._evaluation, False, loader, adapt, EpochRange(), None)
@@ -78,8 +78,7 @@ class DataSource:
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
         """Returns what is needed to continue reading; empty where the loader is not read.
 
-        Raises:
-            PipelineError: the reader is not at this position, or JSON cannot hold the loader's own state.
+        Raises PipelineError if the reader is not at this position, or JSON cannot hold the loader's own state.
         """
         reader = self._training.reader
         return {} if reader is None else reader.state(epoch, batches)

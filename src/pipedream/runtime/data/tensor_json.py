@@ -16,11 +16,7 @@ _TENSOR, _TUPLE, _BYTES = "__tensor__", "__tuple__", "__bytes__"
 
 
 def to_json(value: Any, where: str = "the loader's state_dict()") -> Any:
-    """Marks tensors, tuples and bytes as dicts.
-
-    Raises:
-        PipelineError: a value holds anything else, or a dict whose keys are not strings.
-    """
+    """Marks tensors, tuples and bytes as dicts; raises PipelineError for other objects, or keys that are no strings."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):

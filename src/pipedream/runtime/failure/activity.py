@@ -14,7 +14,7 @@ __all__ = ["Activity", "TaskDurations"]
 
 
 class TaskDurations:
-    """How long tasks of one kind take on this rank."""
+    """Of the tasks of one kind on this rank."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -25,7 +25,7 @@ class Activity:
     """What a rank is doing.
 
     Attributes:
-        place: what is done outside of the program ("the training loop"); None while the program runs.
+        place: what is done outside of the program ("the training loop"); None while it runs.
         task: (kind, number); None while the rank waits or its caller runs.
         durations: by kind of task.
     """
@@ -45,7 +45,6 @@ class Activity:
         self.task = (kind, self._number)
 
     def end(self) -> None:
-        """Ends the task, if any, and records its duration."""
         if self.task is None:
             return
         took_s = time.monotonic() - self._start_s
@@ -77,7 +76,6 @@ class Activity:
 
     @property
     def where(self) -> str:
-        """Description of what the rank is doing."""
         task = self.task
         if self.place is not None and task is None:
             return self.place

@@ -1,9 +1,9 @@
 """The guard: when one worker fails, all workers end.
 
 The ranks exchange their status and the first failure through the process group's store (`heartbeat.py`); a thread
-judges them (`verdict.py`). When a worker dies, the main thread usually wakes up because connections close. If it waits
-for a stopped or healthy third worker, a blocking wait of gloo cannot be cancelled from Python; so after a grace period
-the thread ends the process. It also kills an unresponsive worker of the same machine: a stopped one would never end.
+judges them (`verdict.py`). When a worker dies, connections close and the others usually wake up. But one that waits
+for a stopped or healthy third worker would wait forever, as a blocking wait of gloo cannot be cancelled from Python; so
+after a grace period the thread ends the process. It also kills an unresponsive worker of the same machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GRACE_S = 3.0
 
 
 class Guard:
-    """Watches for a failure of any rank of a run until `end`; every rank creates one."""
+    """Watches for a failure of any rank until `end`; every rank creates one."""
 
     def __init__(
         self, store: Any, rank: int, ranks: int, activity: Activity, *, stuck_after_s: float = STUCK_AFTER_S
@@ -48,16 +48,16 @@ class Guard:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pipedream-guard", daemon=True)
         self._thread.start()
-        # A rank that ends without closing its pipeline must not look as if it had been stopped.
+        # A rank that ends without closing its pipeline must not look as if stopped.
         atexit.register(self.end)
 
     def report(self, error: WorkerError) -> PeerError | None:
-        """Reports this rank's failure; returns the one that another rank reported before, if any."""
+        """Returns the failure that another rank reported before, if any."""
         first = self._heartbeat.report_failure(Verdict(error.rank, error.where, error.cause, error.advice))
         return None if first is None or first[0] == self._rank else _peer_error(first[1])
 
     def failure(self, wait_s: float = 3.0) -> PeerError | None:
-        """Returns the failure that another rank has reported; waits up to `wait_s`."""
+        """Waits up to `wait_s` for another rank's report."""
         end = time.monotonic() + wait_s
         while True:
             found = self._heartbeat.newest_failure(max(0.1, min(wait_s, 1.0)))
@@ -120,7 +120,7 @@ class Guard:
         return Verdict(0, where, verdict.cause.replace("this rank cannot", "the others cannot"), unresponsive=True)
 
     def _ranks_here(self) -> list[int]:
-        """Returns the running ranks of this machine."""
+        """Running ranks of this machine."""
         here = [rank for rank, status in self._detector.others.items() if status.process.is_local and not status.ended]
         return [self._rank, *(rank for rank in here if rank or not self._store_is_rank_0s)]
 
@@ -135,7 +135,7 @@ class Guard:
 
 
 def _own_client(store: Any, rank: int) -> Any:
-    """Returns a client of the store whose keys belong to this run's guard alone."""
+    """Its keys belong to this run's guard alone."""
     # Runs may share a process group, and restarts a store: failures of earlier ones do not count.
     number = store.add(f"pipedream/runs/{rank}", 1)
     key = f"pipedream/run/{number}"
@@ -149,7 +149,7 @@ def _peer_error(verdict: Verdict) -> PeerError:
 
 
 def _print_verdict(verdict: Verdict) -> None:
-    """Prints once for the run: through our own launcher if it is running, otherwise here."""
+    """Prints once for the run: through our own launcher if it is running."""
     text = f"pipedream: {_peer_error(verdict)}"
     left = notes.write_error(text, verdict=True)
     if not (left and notes.is_launched_here()):
@@ -157,7 +157,6 @@ def _print_verdict(verdict: Verdict) -> None:
 
 
 def _exit_now() -> None:
-    """Ends this process and its loaders' processes at once."""
     with suppress(Exception):
         for child in multiprocessing.active_children():
             child.kill()

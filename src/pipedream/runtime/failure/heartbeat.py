@@ -56,7 +56,7 @@ class Heartbeat:
         self._thread.start()
 
     def report_failure(self, verdict: Verdict, wait_s: float = 1.0) -> tuple[int, Verdict] | None:
-        """Returns the failure that was reported first, perhaps another rank's; None if the store does not answer."""
+        """Returns the failure reported first, perhaps another rank's; None if the store does not answer."""
         self._own_failure = verdict
         end_s = time.monotonic() + wait_s
         while self.report is None and time.monotonic() < end_s:
@@ -64,7 +64,7 @@ class Heartbeat:
         return self.report
 
     def newest_failure(self, wait_s: float) -> tuple[int, Verdict] | None:
-        """Returns the first reported failure, asking the store again."""
+        """Asks the store again."""
         end_s, enough = time.monotonic() + wait_s, self.exchanges + 2  # the first may have been under way before
         while self.report is None and self.exchanges < enough and time.monotonic() < end_s:
             self._exchange_now(end_s)

@@ -69,8 +69,7 @@ def launch(
         max_restarts: after failures (TORCHELASTIC_RESTART_COUNT counts them); not after exit status 2, bad input.
         fewest: after the restarts, start with one worker fewer, down to this number.
 
-    Returns the exit status: 0; 130 after Ctrl-C; otherwise that of the worker that failed first, whose message is
-    printed.
+    Returns the exit status: 0; 130 after Ctrl-C; otherwise that of the worker that failed first.
     """
     _quiet_torch()
     rendezvous_handler_registry.register(_BACKEND, _loopback_rendezvous)
@@ -109,7 +108,7 @@ def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool)
             rdzv_backend=_BACKEND,
             rdzv_endpoint=f"{_ADDRESS}:0",
             local_addr=_ADDRESS,
-            max_restarts=0,  # each attempt is one launch: the agent would restart a wrong call too
+            max_restarts=0,  # the agent would restart a wrong call too
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.OUT if silent else Std.NONE),
         )

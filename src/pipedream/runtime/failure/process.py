@@ -17,7 +17,7 @@ class RankProcess:
 
     Attributes:
         host: boot id of the machine and namespace of its process ids.
-        started: in kernel ticks; unlike an id it is not used again.
+        started: in kernel ticks; unlike an id not used again.
     """
 
     host: str
@@ -68,7 +68,7 @@ def _started(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat after the command's name; [] without it."""
+    """Returns the fields of /proc/PID/stat after the command's name."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,7 +1,6 @@
 """The guard's decision: from the ranks' statuses to a verdict. It uses no clock, store or process itself.
 
-Time is counted in checks, each for at most a second, so that a detector that was itself stopped blames nobody for what
-it did not see.
+Each check counts for at most a second, so that a detector that was itself stopped blames nobody.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class FailureDetector:
         self._task_s = 0.0
 
     def receive(self, now_s: float, statuses: Mapping[int, RankStatus]) -> None:
-        """Takes the others' statuses from an exchange that has just succeeded."""
+        """Takes the statuses from an exchange that has just succeeded."""
         since_s = 0.0 if self._exchanged_at_s is None else now_s - self._exchanged_at_s
         self._exchanged_at_s = now_s
         self._unanswered_s = 0.0

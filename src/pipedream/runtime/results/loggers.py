@@ -1,4 +1,4 @@
-"""Loggers of a run's results: CSV, TensorBoard, or any object with the same method."""
+"""Loggers of a run's results."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Losses and metrics with their exact weights.
 
-A minibatch's loss is a mean over something: samples, tokens that count, elements. A pipeline sees it in parts, and the
-mean of the parts' means is not the mean of the whole. So each microbatch has a *weight*, the amount that its mean is
-over; gradients and losses are summed as weight x mean and divided once by the summed weight.
+A minibatch's loss is a mean over samples, counted tokens or elements, and the mean of its parts' means is not the mean
+of the whole. So each microbatch has a *weight*, the amount that its mean is over; gradients and losses are summed as
+weight x mean and divided once by the summed weight.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ELEMENT_MODULES = (
 
 
 def is_torch_loss(loss: Any) -> bool:
-    """Returns whether a loss is called with (output, targets)."""
+    """It is then called with (output, targets)."""
     function, _ = _unwrapped(loss)
     if isinstance(function, nn.Module):
         return type(function).__module__ == "torch.nn.modules.loss"
@@ -59,7 +59,7 @@ class Loss:
 
         Args:
             batch: the targets for torch's own losses.
-            share: of the minibatch's samples that are in the microbatch.
+            share: of the minibatch's samples.
 
         Raises:
             TypeError: the loss returned neither a scalar tensor nor a pair.
@@ -89,7 +89,7 @@ class Loss:
         return float(count if count and count % samples == 0 else samples)
 
     def value(self, output: Any, batch: Any) -> torch.Tensor:
-        """Returns the mean or the sum without its weight, for which the targets would have to be read."""
+        """Without the weight, for which the targets would have to be read."""
         found = self._evaluated(output, batch)
         return found[0] if isinstance(found, tuple) else self._scalar(found)
 
@@ -138,7 +138,7 @@ class Loss:
 def metric_sums(
     metrics: Mapping[str, Metric], output: Any, batch: Any, samples: int
 ) -> tuple[tuple[float, float], ...]:
-    """Returns (sum, weight) of each metric for one microbatch."""
+    """Returns (sum, weight) of each metric."""
     found = []
     with torch.no_grad():
         for metric in metrics.values():

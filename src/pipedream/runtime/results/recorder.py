@@ -1,4 +1,4 @@
-"""What a worker did and when: spans, the versions of gradients, its busy share."""
+"""What a worker did and when."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ Moment = float | torch.cuda.Event
 class Recorder:
     """Records one worker's spans and tags.
 
-    Attributes:
-        peaks: phase -> (most versions that a stage held, `peak_bytes`).
+    `peaks`: phase -> (most versions that a stage held, `peak_bytes`).
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -72,7 +71,7 @@ class Recorder:
         return [tag for p, tag in self._tags if p == phase]
 
     def busy_share(self) -> float:
-        """Returns the share of the time since the last call."""
+        """Since the last call."""
         since, self._busy_since = self._busy_since, self._watch.mark()
         if since is None:
             return 0.0
@@ -115,7 +114,7 @@ class OpTimer:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Returns the peak memory: on the GPU since the phase began, else resident since the process began."""
+    """Peak on the GPU since the phase began, else resident since the process began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

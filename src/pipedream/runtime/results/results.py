@@ -1,7 +1,7 @@
 """Losses, metrics and outputs: from the workers of the last stage to all ranks.
 
-They go over gloo and off the compute path. A rank receives a minibatch's sums when its own weights contain the
-minibatch; they were sent long before, as the gradient came from there.
+Off the compute path: a rank receives a minibatch's sums when its own weights contain the minibatch, long after they
+were sent.
 """
 
 from __future__ import annotations
@@ -96,16 +96,15 @@ class Results:
 
     @property
     def zeros(self) -> list[float]:
-        """The sums of a microbatch without samples."""
+        """Sums of a microbatch without samples."""
         return [0.0] * (2 + 2 * len(self._metrics))
 
     def add(self, key: int, message: Message, numbers: Sequence[float]) -> None:
-        """Adds a microbatch's sums to those of minibatch `key` of this stream."""
+        """`key` is the minibatch's number in this stream."""
         sums = self._open.setdefault(key, MinibatchSums(message.minibatch, message.epoch, message.flags & ENDS_EPOCH))
         sums.add(numbers, message.samples)
 
     def send_sums(self, key: int) -> None:
-        """Sends a minibatch's complete sums to all ranks."""
         sums = self._open.pop(key, None) or MinibatchSums()
         sums.numbers = sums.numbers or self.zeros
         self._own[key] = sums
@@ -121,7 +120,7 @@ class Results:
             sender.send(message)
 
     def replicas_of(self, key: int, microbatches: int) -> list[int]:
-        """Returns the replicas of the last stage that have a part of a minibatch."""
+        """Those that have a part of a minibatch."""
         count = len(self._owners)
         return sorted({k % count for k in range(key * microbatches, (key + 1) * microbatches)})
 

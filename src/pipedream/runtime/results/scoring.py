@@ -1,4 +1,4 @@
-"""The end of the model: from output and targets to loss, weight and metrics."""
+"""From output and targets to loss, weight and metrics."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Scorer:
     ) -> tuple[torch.Tensor, float, float]:
         """Returns the loss to differentiate, its weight, and the scale of its gradient, in the minibatch's unit.
 
-        The sum over an update's microbatches is divided by their weights only at the update. To keep the gradients
-        before that no larger than those of the mean, which low precision can represent, the unit is a power of two near
-        the minibatch's weight; dividing by it is exact. A recomputation (`again`) records nothing.
+        An update's sum is divided by its weights only at the update. To keep the gradients before that no larger than
+        those of the mean, which low precision can represent, the unit is a power of two near the minibatch's weight;
+        dividing by it is exact. A recomputation (`again`) records nothing.
 
         Raises:
             WorkerError: the loss is not a number and `on_nan` is 'error'.
@@ -71,7 +71,7 @@ class Scorer:
         if not self._has_units:
             return 1.0
         weight = self._loss.weight_from_shapes(output, targets, message.samples, message.share)
-        # For the whole minibatch, so that each microbatch on each replica computes the same unit.
+        # Of the whole minibatch: the same for each microbatch on each replica.
         return 2.0 ** round(log2(max(round(weight / message.share), 1)))
 
     def score_evaluation(self, message: Message, output: Any, targets: Any) -> None:
