@@ -36,7 +36,7 @@ class RankMetrics:
         send_s: with at least one of its messages being sent.
         peak_in_flight: most microbatches between forward and backward, over its stages; 0 for a run of forwards.
         peak_versions: most weight versions alive at once; None if unknown.
-        staleness: most updates by which a gradient of its stages was late; None if unknown.
+        staleness: most updates by which a gradient was late; None if unknown.
         peak_bytes: None if unknown.
     """
 
@@ -73,7 +73,7 @@ class Metrics(Artifact):
 
     @property
     def busy_shares(self) -> tuple[float, ...]:
-        """Each rank's fraction of the time that it computes."""
+        """Each rank's fraction of the time."""
         return tuple(row.busy_s / self.makespan_s if self.makespan_s else 0.0 for row in self.per_rank)
 
     def __str__(self) -> str:
@@ -106,9 +106,7 @@ def run_metrics(timeline: Timeline) -> Metrics:
 def steady_metrics(timeline: Timeline, *, skip: int = 0) -> Metrics:
     """Returns the metrics of a run without warm-up and drain (`steady_window`).
 
-    Throughput counts the microbatches between the ends of the input stage's first and last backwards in the window, so
-    that
-    no fraction is lost at its borders.
+    Throughput counts the microbatches between the ends of the input stage's first and last backwards in the window.
 
     Raises:
         ValueError: the run is too short to have such a part.
@@ -182,8 +180,7 @@ def in_flight(timeline: Timeline, rank: int) -> int:
 
     A split backward ends with its weight gradient. A run of forwards only has none. If the backward is on another rank,
     that rank holds one microbatch while it runs; the rank of the forward holds a minibatch's until its next minibatch
-    at
-    the stage, because the timeline does not show when the other rank fetches them.
+    there, because the timeline does not show when they are fetched.
     """
     return _in_flight(timeline.of_rank(rank), timeline, _apart(timeline))
 

@@ -47,8 +47,7 @@ class Pipeline:
 
     Args:
         model: a chain of modules (`pipedream.capture`). It is not rewritten; on several processes the parameters of
-            other
-            ranks' stages become meta tensors.
+            other ranks' stages become meta tensors.
         options: keyword arguments, see `PipelineOptions`.
 
     Attributes:
@@ -56,7 +55,7 @@ class Pipeline:
         prepared: each phase's schedule, program and proof.
         schedule, program, proof: of the current phase.
         ready: results that a drain has finished and `train` has yet to yield.
-        drains: minibatch numbers at which the pipeline was drained.
+        drains: minibatch numbers.
 
     Raises:
         PlanError: the plan does not fit the model or the number of processes.
@@ -122,9 +121,8 @@ class Pipeline:
     def train(self, loader: Iterable[Any], *, epochs: int = 1) -> Iterator[Done]:
         """Trains; yields each minibatch once its gradients are in the weights, the same on every rank.
 
-        It is one stream, not drained between epochs. After a `break` the admitted minibatches are finished (the loggers
-        receive them, the loop does not), and the next call continues from `position`; the rest of an epoch counts as
-        its
+        It is one stream, not drained between epochs. After a `break` the admitted minibatches are finished (for the
+        loggers, not for the loop), and the next call continues from `position`; the rest of an epoch counts as its
         first epoch.
 
         Args:
@@ -168,7 +166,7 @@ class Pipeline:
             self._raise_interrupt()
 
     def _advance(self) -> bool:
-        """Takes the running segment's next result. Returns whether there was one."""
+        """Takes the next result, if there is one."""
         if self._segment is None:
             return False
         self._session.check_saved(wait=False)
@@ -189,7 +187,6 @@ class Pipeline:
         return True
 
     def _enter(self, phase: int) -> None:
-        """Switches to a phase, at a drain."""
         if phase != self._phase:
             self._session.switch_to(phase)
         self._phase = phase
@@ -245,9 +242,7 @@ class Pipeline:
         """Returns the whole model's state dict under the user's names at rank 0, an empty one elsewhere; drains.
 
         If a compensation trains predicted weights, these are returned, as they are evaluated and averaged; with
-        `predicted=False` the weights they are predicted from, w of `core.schedule.compensation`, which SpecTrain and
-        LWP
-        evaluate.
+        `predicted=False` the weights they are predicted from, w of `core.schedule.compensation` (SpecTrain, LWP).
         """
         self.drain()
         return self._session.state_dict(ema, predicted)

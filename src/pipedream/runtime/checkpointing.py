@@ -190,7 +190,6 @@ class Checkpointer:
                 yield name
 
     def _counts_alike(self, page: Checkpoint) -> bool:
-        """Whether counts of updates mean the same now as in the checkpoint."""
         plan, then = self._program.plan, page.plan
         spans = [[(stage.first, stage.last, stage.replicas) for stage in p.stages] for p in (plan, then)]
         alike = spans[0] == spans[1] and page.schedule == self._program.name

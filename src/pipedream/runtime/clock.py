@@ -16,7 +16,7 @@ def run_in_process(workers: Sequence[Generator[Any, None, None]], input_ranks: S
 
     Args:
         input_ranks: of the input stage, the lead first. None continues after a result before the lead has yielded the
-            same one, so that a drain requested then reaches all of them at the same point.
+            same one, so that a drain reaches all at the same point.
 
     Raises:
         DeadlockError: no worker can continue. (The verifier excludes this.)

@@ -47,7 +47,6 @@ class DataStream:
         return index // self.split
 
     def number(self, index: int) -> int:
-        """A microbatch's number since the start of training."""
         return self.base * self.split + index
 
 

@@ -68,7 +68,6 @@ class Mailbox:
         return None
 
     def take(self, carries: str, op: Op) -> Message:
-        """Removes and returns the message that an op reads."""
         return self._inbox.pop((carries, op.stage, op.index))
 
     def drop(self, carries: str, op: Op) -> None:
@@ -92,7 +91,6 @@ class Mailbox:
             self._end_channel(number)
 
     def end(self, total: int, ending: Ending) -> None:
-        """The stream ends at `total` microbatches."""
         self._last = (total, ending)
         for number in range(len(self._channels)):
             self._end_channel(number)

@@ -124,7 +124,6 @@ class Session:
         return connections
 
     def _build_own(self, connections: Connections) -> Worker:
-        """Drops the parameters of other stages."""
         blueprint, model, placement = self._blueprint, self.model, self._blueprint.placement
         own_stages = [stage for stage, _ in placement.stage_replicas(self.rank)]
         self._names_here = {name for stage in own_stages for name in self._stage_names[stage]}
@@ -154,7 +153,6 @@ class Session:
         return self.workers[0].trained
 
     def switch_to(self, phase: int) -> None:
-        """Call it at a drain."""
         for worker in self.workers:
             worker.switch_to(self._blueprint.programs[phase], phase)
 
@@ -228,7 +226,6 @@ class Session:
             microbatches.stop(Ending.DRAIN)
 
     def resume(self) -> None:
-        """Reads on after a drain."""
         for microbatches in self._microbatches.values():
             microbatches.resume()
 
@@ -322,7 +319,6 @@ class Session:
                     average.copy_(stage_state.versions.handles[name].detach())
 
     def save(self, folder: Path, request: RunRequest, position: Position, *, keep: int | None, wait: bool) -> Path:
-        """See `Checkpointer.save`."""
         try:
             with self._activity.at("saving a checkpoint"):
                 return self.checkpointer.save(folder, request, position, keep=keep, wait=wait)
@@ -330,17 +326,14 @@ class Session:
             raise self._reported(error) from error.__cause__
 
     def read_checkpoint(self, path: Path) -> Checkpoint:
-        """See `Checkpointer.read`."""
         with self._activity.at("reading a checkpoint"):
             return self.checkpointer.read(path)
 
     def restore(self, path: Path, page: Checkpoint) -> None:
-        """See `Checkpointer.restore`."""
         with self._activity.at("reading a checkpoint"):
             self.checkpointer.restore(path, page)
 
     def check_saved(self, *, wait: bool) -> None:
-        """Raises the error of a background save."""
         try:
             if wait:
                 with self._activity.at("saving a checkpoint"):
@@ -353,7 +346,6 @@ class Session:
     # -- what happened ------------------------------------------------------------------------------
 
     def timeline(self, phase: int, batch: int) -> Timeline:
-        """See `measured.timeline`."""
         return measured.timeline(
             self._blueprint.programs, phase, self.workers, self._group, self._blueprint.device, batch
         )
@@ -379,7 +371,6 @@ class Session:
         return self.lead.rate, self.lead.stage_states[min(self.lead.stage_states)].optimizer.rounds
 
     def status(self) -> dict[int, dict[str, float]]:
-        """See `measured.status`."""
         return measured.status(self.workers, self.program.placement.workers, self._blueprint.device, self.distributed)
 
     def abort(self, error: BaseException) -> None:

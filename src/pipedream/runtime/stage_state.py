@@ -127,7 +127,6 @@ class StageState:
         return found, found.version
 
     def read_again(self, saved: SavedForward) -> WeightSet:
-        """The weights for a recomputed forward."""
         assert saved.weights is not None
         if self._rule.backward_rule == "stash":
             return saved.weights
@@ -135,12 +134,10 @@ class StageState:
         return saved.recomputed_weights
 
     def _newer(self, saved: SavedForward) -> WeightSet:
-        """Weights for a backward that does not read its forward's."""
         assert saved.weights is not None
         return self._backward_weights(saved.weights)
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Call `read` before."""
         return nullcontext() if self.predictions is None else self.predictions.forward()
 
     def backward_context(self, saved: SavedForward) -> AbstractContextManager[None]:
@@ -149,7 +146,6 @@ class StageState:
         return nullcontext() if self.predictions is None else self.predictions.backward()
 
     def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
-        """See `StageModule.forward`."""
         layers = partial(self.module.forward, value, read.leaves, microbatch, first)
         return layers() if self.saved_tensor_hooks is None else self.saved_tensor_hooks.run(layers, value, read)
 
@@ -159,7 +155,6 @@ class StageState:
         self.optimizer.all_reduce.put(index, self.gradients.complete(index, gradient))
 
     def add_gradients(self, saved: SavedForward, gradients: list[torch.Tensor | None]) -> None:
-        """Completes a microbatch at this stage."""
         self.gradients.add(gradients, saved.weight)
         if saved.weights is not None:
             stashes = self._rule.backward_rule == "stash"

@@ -95,7 +95,6 @@ class Worker:
         self._begin(DataStream(), None)
 
     def switch_to(self, program: Program, phase: int) -> None:
-        """Call it at a drain."""
         self.program = program
         self._ends_update = program.ends_update(self.rank)
         self.recorder.switch_to(phase)

@@ -19,7 +19,7 @@ def compare_recipe(
     """Trains each variant in its own processes; returns a row of figures for each.
 
     Args:
-        schedules: methods to compare with one worker and with data parallelism.
+        schedules: methods besides one worker and data parallelism.
         options: only workers (of the parallel variants), epochs, minibatches, seed and device are used.
         out: folder for the run folders.
 

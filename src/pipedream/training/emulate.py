@@ -39,9 +39,8 @@ def emulate(
 ) -> dict[str, Any]:
     """Runs a plan with waits in place of computation, and writes a run folder like training. Returns its summary.
 
-    Every worker is a process, so under torchrun each calls it; `pipedream emulate` starts them. Messages travel over
-    the
-    processes' own network; the prediction assumes the plan's, with its bandwidth times `byte_scale` / `dilation`.
+    Every worker is a process: under torchrun each calls it; `pipedream emulate` starts them. Messages travel over the
+    processes' own network; the prediction assumes the plan's, its bandwidth times `byte_scale` / `dilation`.
 
     Args:
         schedule: a method's name; by default the plan's, or PipeDream.
@@ -117,7 +116,7 @@ def _join_group(plan: Plan) -> tuple[int, int]:
 
 
 def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Plan:
-    """Returns the plan of a model with one layer per stage, all seconds and bytes multiplied by positive factors.
+    """Returns the plan of a model with one layer per stage, all seconds and bytes multiplied.
 
     Raises:
         PlanError: factors that are not positive.

@@ -35,11 +35,10 @@ __all__ = ["Job", "PlannedJob", "Process", "model_input", "plan_job", "profile_r
 
 @dataclass(frozen=True)
 class Process:
-    """This process of a run.
+    """This process of a run; only rank 0's console prints.
 
     Attributes:
         count: 1 if all workers run in this one.
-        console: silent on all ranks but 0.
         began_s: by `time.perf_counter`.
     """
 
@@ -51,7 +50,6 @@ class Process:
 
     @classmethod
     def join(cls, options: TrainingOptions) -> Process:
-        """Joins the run's other processes, if there are any."""
         began_s = time.perf_counter()
         device = process_group.process_device(options.device)
         rank, count = process_group.join_group(device)
@@ -62,11 +60,11 @@ class Process:
 
 @dataclass(frozen=True)
 class Job:
-    """What a run trains, settled as far as it can be without a plan.
+    """What a run trains, as far as it can be settled without a plan.
 
     Attributes:
         resumed: None for a new run.
-        schedule: a method's name or file, or 'auto'; with several phases that of the one that is planned for.
+        schedule: a method's name or file, or 'auto'; with several phases that of the one planned for.
         phases: empty if the run has one method.
         compensation: None leaves it to the recipe and the methods.
     """
@@ -84,7 +82,6 @@ class Job:
 
     @property
     def epochs(self) -> int:
-        """Since the start of training."""
         return self.options.epochs or self.recipe.epochs
 
 
@@ -93,7 +90,7 @@ class PlannedJob:
     """A job with its plan.
 
     Attributes:
-        profile: None if the plan was given or saved without one.
+        profile: None if the plan came without one.
         phases: one if the method does not change.
         compensation: for phases that do not flush and name none; or None.
     """
@@ -262,7 +259,6 @@ def _workers(options: TrainingOptions, resumed: ResumePoint | None, processes: i
 
 
 def _phases(options: TrainingOptions, resumed: ResumePoint | None, recipe: Recipe) -> tuple[Phase, ...]:
-    """The given phases, else the checkpoint's, else the recipe's; none for one method."""
     phases = options.phases
     if phases is None and options.schedule is None:
         phases = recipe.phases

@@ -39,7 +39,7 @@ class TrainingLoop:
     """The training loop of one run.
 
     Args:
-        evaluate_every: epochs between evaluations; 0 evaluates only at the end.
+        evaluate_every: epochs; 0 evaluates only at the end.
 
     Attributes:
         losses: (number, loss) of each minibatch.
@@ -108,7 +108,6 @@ class TrainingLoop:
         return interrupted
 
     def _save(self) -> None:
-        """Saves in the background; keeps the losses so far in the run folder."""
         self.pipeline.save(self._checkpoints.folder, keep=self._checkpoints.keep, wait=False)
         if self.pipeline.rank == 0:
             # The checkpoint includes minibatches that the drain has finished and this loop has yet to be given.

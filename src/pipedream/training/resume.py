@@ -22,12 +22,7 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run continues from.
-
-    Attributes:
-        page: its contents page.
-        folder: the run folder; None if the checkpoint is not in one.
-    """
+    """The checkpoint that a run continues from; the folder is the run's, if it is in one."""
 
     path: Path
     page: Checkpoint
@@ -35,13 +30,12 @@ class ResumePoint:
 
     @property
     def profile(self) -> Profile | None:
-        """The run folder's, for a new plan."""
         path = self.folder / "profile.json" if self.folder is not None else None
         return Profile.load(path) if path is not None and path.exists() else None
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """(number, loss) before the checkpoint, as far as the run folder has them."""
+        """(number, loss) before the checkpoint, as far as kept."""
         if self.folder is None:
             return []
         try:
@@ -58,7 +52,6 @@ def resume_point(
 
     Args:
         resume: a run folder, a folder of checkpoints, or a checkpoint; or None.
-        out: the run folder.
         rank: rank 0 decides for all.
 
     Raises:

@@ -68,8 +68,8 @@ def summarise(
     Args:
         predicted, measured: the same part of the run.
         sent_bytes: by rank, over the whole run.
-        learning_rates: of each stage at the end.
-        samples_per_s: of each epoch; their median is the throughput, if there are any.
+        learning_rates: of each stage.
+        samples_per_s: of each epoch; their median is the throughput.
     """
     before, after = _steady(predicted), _steady(measured)
     stages = []
@@ -115,9 +115,7 @@ def phase_figures(
 ) -> list[dict[str, Any]]:
     """Returns each phase's method, microbatches, begin and end, throughput, bubble.
 
-    Args:
-        timelines: measured, by phase.
-        trained: phase -> (begin, end) in minibatches.
+    `trained` is phase -> (begin, end) in minibatches.
     """
     rows = []
     for number, timeline in timelines.items():
@@ -166,7 +164,7 @@ class RunFiles:
 
     Attributes:
         measured: each phase's, for the trace.
-        steady: the part that the report shows.
+        steady: for the report.
         losses: (number, loss) of each minibatch.
         weights, average: state dicts, or None.
     """

@@ -85,13 +85,11 @@ class Outcome:
 
     Attributes:
         trained: phase -> (begin, end) in minibatches.
-        timelines: measured, by phase.
         drains: minibatch numbers.
         weights: at rank 0.
         average: None if no average is kept.
-        program: of the phase that trained most minibatches.
-        steady: its measured timeline after the last drain.
-        predicted: simulated from `program`.
+        program: of the phase that trained most minibatches; `predicted` is simulated from it.
+        steady: its timeline after the last drain.
     """
 
     loop: TrainingLoop
@@ -172,14 +170,14 @@ def _checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
 
 
 def _outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Plan) -> Outcome:
-    # Nothing may have been left to train
+    # Nothing may have been left to train.
     trained = pipeline.trained or {len(pipeline.phases) - 1: (pipeline.drain(),) * 2}
     timelines = {number: pipeline.timeline(number) for number in sorted(trained)}
     sent_bytes = pipeline.sent_bytes()
     weights = pipeline.state_dict()
     average = pipeline.state_dict(ema=True) if loop.recipe.ema is not None else None
     skipped_updates = pipeline.skipped_updates()
-    # Only the later phases of a resumed run have spans
+    # Only the later phases of a resumed run have spans.
     longest = max(trained, key=lambda number: (bool(timelines[number].spans), trained[number][1] - trained[number][0]))
     program, steady = pipeline.prepared[longest].program, last_segment(timelines[longest], pipeline.drains)
     return Outcome(

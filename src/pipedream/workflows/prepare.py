@@ -89,7 +89,7 @@ def prepare(plan: Plan, phases: Sequence[Phase], policy: Policy) -> tuple[Prepar
     """Returns the phases of a run, lowered and proved.
 
     Raises:
-        ScheduleError: a method does not work with this plan or this policy, or the placements differ.
+        ScheduleError: a method does not work with this plan or policy, or the placements differ.
         DeadlockError: a program would deadlock.
     """
     built = [coupled(_built(plan, phase), policy) for phase in phases]
@@ -111,7 +111,7 @@ def check_phases_fit(plan: Plan, phases: Sequence[Phase], profile: Profile | Non
     """Checks that a plan has memory for each phase and its compensation.
 
     Args:
-        profile: None uses the plan's bytes as they are.
+        profile: None uses the plan's bytes.
 
     Raises:
         PlanError: memory is short; names the phase and the stage.
@@ -125,10 +125,7 @@ def check_phases_fit(plan: Plan, phases: Sequence[Phase], profile: Profile | Non
 
 
 def planned_for(phases: Sequence[Phase]) -> Phase:
-    """Returns the phase to plan for: the first with late gradients, or the last if all flush.
-
-    The others' memory is unknown without a plan; see `check_phases_fit`.
-    """
+    """Returns the phase to plan for: the first with late gradients, else the last. See `check_phases_fit`."""
 
     def flushes(phase: Phase) -> bool:
         if isinstance(phase.schedule, Schedule):

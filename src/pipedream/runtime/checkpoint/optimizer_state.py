@@ -230,7 +230,6 @@ def _states(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Turns tensors into numbers."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):
@@ -241,7 +240,6 @@ def _plain(value: Any) -> Any:
 
 
 def _like(present: Any, value: Any) -> Any:
-    """Gives a value from JSON the type of the present value."""
     if isinstance(present, torch.Tensor):
         return torch.as_tensor(value, dtype=present.dtype, device=present.device)
     if isinstance(present, tuple) and isinstance(value, list):

@@ -46,8 +46,8 @@ def trained(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
 def materialise(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
     """Gives storage and initial values to layers built on the meta device.
 
-    Each layer is seeded by (seed, layer name), whatever the cut. A parameter that layers share gets the values of the
-    first of them.
+    Each layer is seeded by (seed, layer name), whatever the cut. A parameter that layers share gets the first one's
+    values.
 
     Raises:
         CaptureError: a module with parameters of its own has no ``reset_parameters``.

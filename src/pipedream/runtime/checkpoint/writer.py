@@ -4,9 +4,9 @@ Life of a checkpoint:
 
 1. At a drain each rank provides its tensors, for each stage its replica 0.
 2. All ranks write into a folder whose name begins with a dot (torch's `save`, one file per rank).
-3. When all have written, rank 0 adds the contents page (`core.checkpoint`), flushes it to the disk and renames the
-   folder: now the checkpoint exists. A folder with a dot is never read, and the next save removes it.
-4. If there are more than `keep`, the oldest are renamed and then removed.
+3. When all have written, rank 0 adds the contents page (`core.checkpoint`), flushes it and renames the folder: now the
+   checkpoint exists. A folder with a dot is never read, and the next save removes it.
+4. The oldest beyond `keep` are renamed and then removed.
 
 The contents page is JSON and tensors are read with ``weights_only``: a checkpoint from elsewhere cannot run code. The
 ``.metadata`` that torch also writes is a pickle and is never read here.
@@ -177,7 +177,6 @@ class Writer:
             raise failure
 
     def loaded(self, path: Path, minibatches: int) -> None:
-        """The checkpoint of a resumed run need not be saved again."""
         self._last = (path, minibatches)
 
     def _run(self, write: Callable[[], None], what: str) -> None:
@@ -264,7 +263,6 @@ class _Reader(FileSystemReader):
 
 @contextmanager
 def _single_process() -> Iterator[None]:
-    """Suppresses torch's warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield

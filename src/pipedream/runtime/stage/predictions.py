@@ -1,8 +1,8 @@
 """Weight predictions of one stage, as tensors (see `core.schedule.prediction`).
 
 At a stage with one set of weights, a prediction is written into its storage for one pass, and the weights are restored
-to the bit afterwards; graphs keep seeing the weights. If the backward must read what its forward read, or several
-forwards the same, the prediction is kept. The last update or the average of updates is kept here, and in checkpoints.
+to the bit afterwards. If the backward must read what its forward read, or several forwards the same, the prediction is
+kept. The last update or the average of updates is kept too, also in checkpoints.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class WeightPredictions:
         self._shared_version = 0
 
     def begin(self) -> None:
-        """Versions are counted anew."""
         self._shared_asked = None
 
     def read(self, version: int) -> tuple[WeightSet, int]:
@@ -99,7 +98,6 @@ class WeightPredictions:
             self._save_weights()
 
     def end_update(self) -> None:
-        """Records what the update has added to the weights."""
         if DIFFERENCE in self._added and self._handles:
             last = self._added[DIFFERENCE]
             torch._foreach_neg_(last)
@@ -109,7 +107,6 @@ class WeightPredictions:
             torch._foreach_lerp_(self._added[AVERAGE], added, 1.0 - self._gamma)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """A checkpoint's ``difference/NAME`` or ``average/NAME``."""
         names = list(self._versions.handles)
         return {f"{kind}/{n}": t for kind, row in self._added.items() for n, t in zip(names, row, strict=True)}
 
@@ -161,7 +158,6 @@ class WeightPredictions:
 
 
 def _moving(prediction: WeightPrediction | None, stage: int) -> WeightPrediction | None:
-    """None if it is the version itself."""
     return prediction if prediction is not None and prediction.horizons[stage] else None
 
 

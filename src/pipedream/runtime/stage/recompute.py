@@ -39,8 +39,6 @@ class ForwardFunction(Protocol):
 
 @dataclass(frozen=True)
 class _BufferSlot:
-    """The place of a buffer in a module."""
-
     module: nn.Module
     name: str
 
@@ -57,7 +55,6 @@ class _BufferSlot:
 
     @property
     def tracks(self) -> bool:
-        """Its statistics change without autograd seeing it."""
         return isinstance(self.module, _NormBase) and self.module.track_running_stats
 
 
@@ -111,7 +108,6 @@ class Recomputation:
 
     @contextmanager
     def _with_buffers(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
-        """In this context other tensors replace the buffers that change."""
         own = [slot.tensor for slot in self._moving]
         for slot, tensor in zip(self._moving, others, strict=True):
             slot.module._buffers[slot.name] = tensor

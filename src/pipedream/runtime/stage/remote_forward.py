@@ -74,8 +74,6 @@ class WeightPacket:
 
 
 class _WithoutGraph:
-    """Keeps nothing, because the backwards run on another rank."""
-
     def forward(self, held: SavedForward, message: Message, run: ForwardFunction) -> Message:
         result = without_graph(run, message)
         held.graph_inputs = ()
@@ -105,7 +103,6 @@ class RemoteForward:
             self.module.handles[name] = nn.Parameter(torch.empty_like(handle, device="meta"))
 
     def fetch(self, message: Message) -> None:
-        """Earlier weights must have been dropped."""
         assert self._weights is None, "weights are fetched where others still are"
         (payload,) = message.tensors
         assert payload is not None
@@ -127,11 +124,9 @@ class RemoteForward:
         raise AssertionError(f"the forward of microbatch {held.microbatch} was to be recomputed on a remote rank")
 
     def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
-        """See `StageModule.forward`."""
         return self.module.forward(value, read.leaves, microbatch, first)
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """The untrained tensors are in the modules."""
         return self._packet.installed(self._others)
 
     @contextmanager

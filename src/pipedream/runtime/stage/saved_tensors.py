@@ -104,7 +104,6 @@ class SavedTensorHooks:
 
     @contextmanager
     def redirected_to(self, weights: WeightSet) -> Iterator[None]:
-        """Context of a backward with these weights in place of its graph's references."""
         self._target = weights.leaves
         try:
             yield
@@ -172,8 +171,6 @@ class _WeightSlice(NamedTuple):
 
 
 class _WeightLocator:
-    """Finds the part of the weights that a tensor is."""
-
     def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
         self._owners: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for name, leaf in leaves.items():
@@ -203,7 +200,6 @@ class _WeightLocator:
         )
 
     def owners(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """The parameters that share their storage with a tensor."""
         return self._owners.get(_place(tensor), [])
 
 
@@ -212,7 +208,6 @@ def _quoted(owners: Iterable[tuple[str, Any]]) -> str:
 
 
 def _nodes(outputs: Iterable[torch.Tensor]) -> Iterator[Node]:
-    """Yields the nodes of a graph, each once."""
     waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(waiting)
     while waiting:
@@ -271,7 +266,6 @@ class _DataflowTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def note(self, tensor: torch.Tensor) -> None:
-        """Checks a tensor that autograd saves."""
         self.refused |= self.computed_from(tensor)
 
     def computed_from(self, tensor: torch.Tensor) -> dict[str, str]:
@@ -280,5 +274,4 @@ class _DataflowTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """The address of a tensor's storage; 0 if it has none."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0

@@ -222,7 +222,6 @@ class _Graph:
         return [leaf.variable for leaf in early], [_Branch(n, leaves, off) for n, leaves in late.items() if n], apart
 
     def _above(self, nodes: Sequence[Node], stop: Set[Node] = frozenset()) -> set[Node]:
-        """Nodes and all from which they are reached, up to those in `stop`."""
         found = set(nodes)
         waiting = list(nodes)
         while waiting:
@@ -238,7 +237,6 @@ def _note(arrived: dict[int, _Gradients], number: int, gradients: _Gradients) ->
 
 
 def _done(leaves: Sequence[torch.Tensor], left: Counter[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Counts down each weight's remaining additions; yields the complete ones."""
     for leaf in leaves:
         left[leaf] -= 1
         if not left[leaf]:
@@ -260,7 +258,6 @@ def _fitted(gradient: torch.Tensor | None, node: Node, number: int) -> torch.Ten
 
 
 def _nothing(node: Node, number: int) -> torch.Tensor:
-    """Zeros for the gradient of a node's output, expanded from one number."""
     like = node._input_metadata[number]
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
 

@@ -89,7 +89,6 @@ class SavedForward:
 
     @property
     def leaves(self) -> WeightSet:
-        """The set of the leaves in the graph."""
         found = self.recomputed_weights or self.weights
         assert found is not None, "a microbatch without samples has no graph"
         return found
@@ -281,7 +280,6 @@ class StageModule:
             torch.cuda.manual_seed(seed)
 
     def save_generator(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The state of the user's generators."""
         cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         return torch.default_generator.get_state(), cuda
 
@@ -294,7 +292,6 @@ class StageModule:
 def _with_gradients(
     saved: SavedForward, gradients: Sequence[torch.Tensor | None]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Outputs that have a gradient, and the gradients."""
     pairs = [
         (output, gradient)
         for output, gradient in zip(saved.outputs, gradients, strict=True)

@@ -1,8 +1,8 @@
 """The velocity of an optimizer: the direction of its step, taken from its state, to predict weights along it.
 
 It is SGD's momentum buffer, and m / (sqrt(v) + eps) for Adam and AdamW, with both bias corrections and without
-decoupled decay. A user's own optimizer may have ``velocity(parameter)``, which returns the direction (its step
-subtracts the learning rate times that), or None before the first step.
+decoupled decay. A user's own optimizer may have ``velocity(parameter)``: the direction that its step subtracts, times
+the learning rate, or None before the first step.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 def add_velocity(
     optimizer: torch.optim.Optimizer, targets: Mapping[torch.nn.Parameter, torch.Tensor], updates: float
 ) -> None:
-    """Moves tensors in place along a known velocity, at the optimizer's learning rates; not before its first step.
-
-    Args:
-        updates: distance in steps; negative for backwards.
-    """
+    """Moves tensors in place by a number of steps (negative for backwards), if there is a velocity yet."""
     for group in optimizer.param_groups:
         scale = -float(group["lr"]) * updates
         for parameter in group["params"]:

@@ -192,12 +192,10 @@ class Versions:
         self.peak = max(self.peak, len(self._sets))
 
     def end_update(self) -> None:
-        """Makes what the optimizer wrote the newest version."""
         self.newest += 1
         self.cast()
 
     def cast(self) -> None:
-        """Casts the handles into the newest version's leaves."""
         leaves = self._sets[self.newest].leaves
         for name in self._low:
             # Not detach(): graphs may have read the leaf, and must see the new weights.

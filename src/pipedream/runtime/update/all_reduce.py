@@ -84,7 +84,6 @@ class GradientAllReduce:
 
     @property
     def started(self) -> int:
-        """Buckets started for the coming update."""
         return len(self._running)
 
     @property

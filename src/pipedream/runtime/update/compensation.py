@@ -1,13 +1,12 @@
 """Compensations of delay: what one stage does around a step of the user's own optimizer.
 
-Within an update, after the gradients have been normalised, summed over the replicas and clipped:
+Within an update, after the gradients have been normalised, summed and clipped:
 
 1. the gap-aware penalty on the gradients, while the weights at which they were computed still exist;
 2. T1 on the learning rate (`Optimizer.rate_factor`);
 3. the optimizer's own step, followed by a further move of the weights.
 
-The weights that are stored, read by forwards, evaluated and averaged are the compensated ones, y of
-`core.schedule.compensation`; `unpredicted` computes the others.
+The stored weights are the compensated ones, y of `core.schedule.compensation`; `unpredicted` computes the others.
 """
 
 from __future__ import annotations
@@ -82,8 +81,8 @@ class Compensator:
         """Divides the gradients by 1 + gap / usual step, element by element.
 
         Args:
-            newest: name -> weights from which the update starts.
-            read: name -> weights at which the gradients were computed.
+            newest: weights from which the update starts.
+            read: weights at which the gradients were computed.
         """
         if self._gap is None:
             return
@@ -108,7 +107,6 @@ class Compensator:
                     handle.grad.div_(penalty)
 
     def step(self) -> None:
-        """Steps the optimizer, and moves the weights further if asked to."""
         if self._velocity is not None:
             self._step_along_velocity(self._velocity)
         elif self._strength or self._gap is not None:
@@ -171,7 +169,6 @@ class Compensator:
             self._track_usual_step(moved, velocities, float(rate))
 
     def _step_and_track(self) -> None:
-        """Uses the step's difference for error feedback and for the usual step."""
         handles = list(self._handles.values())
         if not handles:
             self._optimizer.step()

@@ -41,7 +41,6 @@ class LossScaleOptions:
 
     @property
     def kind(self) -> str:
-        """'dynamic' or 'constant'."""
         return "constant" if self.growth == self.backoff == 1.0 else "dynamic"
 
     @classmethod
@@ -79,7 +78,6 @@ class LossScale:
         return self._scaling.kind == "dynamic"
 
     def update(self, finite: bool) -> None:
-        """Adjusts the scale after an update with finite gradients or not."""
         self.good = self.good + 1 if finite else 0
         self._bad = 0 if finite else self._bad + 1
         if self._bad == _SKIPPED_IN_A_ROW and not self.changes:

@@ -40,7 +40,6 @@ class Gradients:
 
     @property
     def accumulators(self) -> list[torch.Tensor | None]:
-        """The sums so far; None for a handle without one."""
         return list(self._sums)
 
     def add(self, gradients: list[torch.Tensor | None], weight: float) -> None:
@@ -189,7 +188,6 @@ class Optimizer:
 
     @property
     def scale(self) -> float:
-        """The factor on the loss."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     @property
@@ -243,7 +241,6 @@ class Optimizer:
         return float(torch.stack(list(norms)).square().sum()) if found else 0.0
 
     def clip(self, limit: float, norm: float) -> None:
-        """Scales the gradients so that `norm` does not exceed `limit`."""
         scale = limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         gradients = [handle.grad for handle in self._handles if handle.grad is not None]
         if scale < 1.0 and gradients:
@@ -294,7 +291,6 @@ class Optimizer:
         return int(self.updates * self._clock_rate) - self.scheduled
 
     def unpredicted(self) -> dict[str, torch.Tensor]:
-        """See `Compensator.unpredicted`."""
         return self.compensator.unpredicted(self.rate_factor)
 
     def step_scheduler(self, steps: int) -> None:
