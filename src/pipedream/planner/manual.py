@@ -49,8 +49,8 @@ def manual_plan(
         replicas: workers of each stage; None: one each.
         update_delay: of a pipeline's replicated stages.
         versions, occupancy, recompute: see `plan`.
-        part_ties: layers that share a parameter may be in different stages. Each then holds the parameter, which a
-            method that flushes keeps equal; its bytes are counted at the first stage only.
+        part_ties: layers that share a parameter may be in different stages. Each holds the parameter, which a method
+            that flushes keeps equal; its bytes are counted at the first stage only.
 
     Raises:
         PlanError: a cut that the model does not allow, counts that match neither the stages nor the workers, or a stage

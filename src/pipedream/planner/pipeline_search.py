@@ -75,7 +75,7 @@ class PipelineSearch:
         return f" on consecutive workers{f' {self.order_kind}' if self.order_kind else ''}"
 
     def best_single_stage(self, counts: Iterable[int]) -> Plan | None:
-        """Returns the fastest plan of one stage on one of these counts of workers; ties go to the first."""
+        """Returns the fastest plan of one stage; ties go to the first count."""
         best: tuple[float, int, WorkerLine, bool] | None = None
         end = len(self.space.profile.layers)
         forward_s, backward_s = self.space.passes_s(0, end)

@@ -272,7 +272,7 @@ def _config(counts: tuple[int, ...]) -> str:
 def _comparison(
     best: Plan, searches: PipelineSearch, ones: Iterable[int], pipelines: Iterable[Plan | None] = ()
 ) -> str:
-    """What the alternatives would take: one stage on each of these counts of workers, and the given pipelines."""
+    """What the alternatives would take, in words."""
     rivals = {str(count): searches.best_single_stage((count,)) for count in ones}
     rivals |= {plan.config: plan for plan in pipelines if plan is not None}
     parts = [""]

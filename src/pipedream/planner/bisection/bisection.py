@@ -1,16 +1,15 @@
 """Bisection over the period, for pipelines too long for the dynamic program.
 
-Two questions about a period are answered, both from the output backwards:
+Two questions about a period, both answered from the output backwards:
 
-- **lower bound**: if each stage has the fewest workers that it needs wherever it is
-  (`planner.bisection.lower_bounds`), how few run the layers from each place on? If the model needs more than exist, no
-  pipeline on consecutive workers of the line is this fast: fewer workers after a stage are never worse for it, because
-  it then holds less in flight.
-- **plan**: with the true seconds of each position (`planner.bisection.latest_start`), what is the last worker at which
+- **lower bound** (`planner.bisection.lower_bounds`): if each stage has the fewest workers that it needs wherever it is,
+  how few run the layers from each place on? More than exist proves that no pipeline on consecutive workers is this
+  fast: fewer workers after a stage are never worse for it, because it then holds less in flight.
+- **plan** (`planner.bisection.latest_start`): with the true seconds of each position, what is the last worker at which
   the layers from each place on can begin?
 
-On one level of identical workers without latency the two agree, and the plan is optimal up to the tolerance. On several
-levels, a suffix that begins earlier may have a better position, which is rarely tried.
+On one level of identical workers without latency the two agree, up to the tolerance. On several levels, a suffix that
+begins earlier may have a better position, which is rarely tried.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Bisection:
         return None if found is None else replace(found, bound_s=min(low.period, found.slowest_stage_s))
 
     def _bracket(self, low: PeriodNeeds) -> tuple[PeriodNeeds, PeriodNeeds]:
-        """A shorter and a longer period, starting from `low`; the needs of the longer one can be met."""
+        """A shorter and a longer period; the needs of the longer one can be met."""
         needs, factor = low.needs, 1.02
         while True:
             high = needs.for_period(max(low.period * factor, needs.smallest_s), low)
@@ -78,7 +77,6 @@ class Bisection:
             low, factor = high, min(factor**2, 4.0)
 
     def _narrowed(self, low: PeriodNeeds, high: PeriodNeeds, tolerance: float) -> tuple[PeriodNeeds, PeriodNeeds]:
-        """Bisects between a period whose needs cannot be met and one whose can."""
         needs = low.needs
         while high.period - low.period > tolerance * high.period:
             middle = needs.for_period((low.period + high.period) / 2, low, high)

@@ -20,7 +20,6 @@ class StageNeeds:
     """The stages that pipelines of at least two stages may have, and what each needs.
 
     Attributes:
-        places: where a stage may begin or end.
         index: of each stage in `costs`, as [from, to]; -1 where there is no stage.
         costs: without and with (the key) recomputation.
     """
@@ -60,13 +59,13 @@ class StageNeeds:
 
     @property
     def smallest_s(self) -> float:
-        """A period, above zero, that is short enough to begin the search with."""
+        """A period, above zero, to begin the search with."""
         compute_s = self.costs[min(self.costs)].compute_s
         above = compute_s[compute_s > 0]
         return float(above.min() if len(above) else 1.0) / (4 * self.workers * max(self.line.cluster.speeds))
 
     def for_period(self, period: float, low: PeriodNeeds | None = None, high: PeriodNeeds | None = None) -> PeriodNeeds:
-        """Returns what a period needs, given the known needs of a shorter and of a longer one."""
+        """Returns what a period needs, given the needs of a shorter and of a longer one."""
         alone, several = {}, {}
         fastest_s = period * max(self.line.cluster.speeds)  # seconds of work that a worker does in a period
         for recompute, costs in self.costs.items():
@@ -91,7 +90,7 @@ class StageNeeds:
         }
 
     def most_in_flight(self, memory_bytes: float, replicas: int, recompute: bool) -> IntArray:
-        """Returns the most in flight that each stage has the memory for, up to the number of workers.
+        """Returns the most in flight that each stage has the memory for.
 
         Of several replicas, two need the most memory, because their share of a minibatch is the largest.
         """
@@ -123,9 +122,8 @@ class PeriodNeeds:
     """What a period needs.
 
     Attributes:
-        alone: which stages one worker runs within the period, without and with (the key) recomputation.
-        several: the fewest workers, 2 or more, that run each stage within it; one more than exist if no count is
-            enough, or if it leaves too few for the other layers.
+        alone: which stages one worker runs within it, without and with (the key) recomputation.
+        several: the fewest workers, 2 or more, that run each stage within it; one more than exist if there are too few.
     """
 
     needs: StageNeeds
@@ -135,7 +133,6 @@ class PeriodNeeds:
 
     @cached_property
     def feasible(self) -> BoolArray:
-        """Which stages some count of workers can run within the period."""
         feasible: BoolArray = np.any(
             [self.alone[recompute] | (self.several[recompute] <= self.needs.workers) for recompute in self.needs.costs],
             0,
@@ -143,7 +140,7 @@ class PeriodNeeds:
         return feasible
 
     def fewest_workers(self) -> IntArray:
-        """Returns the fewest workers that run the layers from each place on; a large number if there are too few."""
+        """Returns the fewest workers that run the layers from each place on; `_far` if there are too few."""
         needs, workers = self.needs, self.needs.workers
         memory = needs.line.memory_bytes
         far = self._far

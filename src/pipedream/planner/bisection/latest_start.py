@@ -38,9 +38,8 @@ class PlacedStage:
 def latest_start_pipeline(known: PeriodNeeds, all_workers: bool) -> list[PlacedStage] | None:
     """Returns the stages of a pipeline within a period (up to rounding), or None if none is found.
 
-    From each place on several suffixes are kept: the one that begins last, and, for each level, the one that begins
-    last at the start of a component. Stages with the fewest workers that may be enough, with one more, and with as many
-    as reach back to the start of a component extend each suffix.
+    Several suffixes are kept for each place: the one that begins last, and, for each level, the one that begins last at
+    the start of a component.
     """
     needs, period = known.needs, known.period * (1 + 1e-12)
     levels = len(needs.line.cluster.levels)
@@ -68,7 +67,7 @@ def latest_start_pipeline(known: PeriodNeeds, all_workers: bool) -> list[PlacedS
 
 @dataclass(frozen=True, eq=False)
 class _StageCandidates:
-    """Some stages that may begin at a place, as arrays; those that begin last on the line come first."""
+    """Some stages that may begin at a place, as arrays; those that begin last come first."""
 
     place: int
     last: IntArray
@@ -81,7 +80,7 @@ class _StageCandidates:
     def before_suffixes(
         cls, known: PeriodNeeds, starts: IntArray, i: int, needed_before: int, exact: bool
     ) -> _StageCandidates:
-        """Candidates of place i that leave `needed_before` workers; if `exact`, they begin at the first one."""
+        """Those of place i that leave `needed_before` workers; if `exact`, they begin at the first one."""
         needs = known.needs
         ends = np.flatnonzero((needs.index[i] >= 0) & (starts.max(axis=0) > needed_before))
         stages = needs.index[i, ends]
@@ -143,11 +142,7 @@ class _StageCandidates:
 def _counts(
     known: PeriodNeeds, recompute: bool, stages: IntArray, fronts: IntArray
 ) -> Iterator[tuple[BoolArray, IntArray]]:
-    """Yields which stages may precede suffixes, and the fewest workers: first for one worker, then for several.
-
-    Args:
-        fronts: the first worker of the suffix after each stage.
-    """
+    """Yields which stages may precede suffixes (from `fronts` on), and the fewest workers: one, then several."""
     needs = known.needs
     memory = needs.line.memory_bytes
     after = needs.workers - fronts
@@ -163,7 +158,7 @@ def _counts(
 
 
 def _options(needs: StageNeeds, fronts: IntArray, counts: IntArray, exact: bool) -> list[IntArray]:
-    """Counts of workers to try before suffixes."""
+    """The fewest, one more, and back to the start of a component."""
     if exact:
         return [np.where(fronts >= counts, fronts, 0)]
     options = [counts]

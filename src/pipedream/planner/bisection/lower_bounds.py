@@ -2,12 +2,11 @@
 
 For each count of workers, a *relaxed* site has the best of any run of that many workers on the line: the fastest
 all-reduce, the least load of each port, the largest memory. Counts are taken in spans within which the relaxed seconds
-of a stage only fall as workers are added, so that bisection finds the least count of a span, for all stages at once:
+of a stage only fall as workers are added, so that bisection finds the least count of a span:
 
 - its compute, and each byte of a ring, 2 (r - 1) / r^2, fall for r >= 2;
-- the effect of the network changes where a run must leave a component, so spans end there; within one the best so far
-  is taken;
-- the latency of an all-reduce grows with r, so that of a span's first count is taken; spans end at powers of two.
+- spans end where a run must leave a component; within one the best network so far is taken;
+- the latency of an all-reduce grows with r: that of a span's first count is taken, and spans end at powers of two.
 
 On one level of identical workers, without latency, nothing is relaxed.
 """
@@ -99,7 +98,7 @@ class RelaxedLine:
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
-        """The first and last count of each span; 1 is a span of its own."""
+        """The first and last count of each span."""
         cluster = self.line.cluster
         ends = {1, self.workers, *(2**k for k in range(self.workers.bit_length()))}
         for number in range(1, len(cluster.levels)):
@@ -127,7 +126,6 @@ class RelaxedLine:
         return SiteArrays(np.arange(self.workers + 1), speed, memory, bandwidth, latency, *ports)
 
     def _best(self) -> Iterator[list[float]]:
-        """For each count, the greatest speed, memory and bandwidth of a run, and the least of everything else."""
         for count in range(1, self.workers + 1):
             first = np.arange(self.workers - count + 1)
             sites = self.line.site_arrays(first, np.full(len(first), count))
@@ -137,7 +135,7 @@ class RelaxedLine:
 
     @staticmethod
     def _one_each(sites: SiteArrays) -> tuple[list[FloatArray], list[FloatArray], list[FloatArray]]:
-        """One port for each level: that which most of a run's messages cross."""
+        """The port of each level that most of a run's messages cross."""
         found: tuple[list[FloatArray], list[FloatArray], list[FloatArray]] = ([], [], [])
         for begin, end in pairwise((0, *range(1, len(sites.before) + 1, 3))):
             rows = [np.stack(port[begin:end]) for port in (sites.before, sites.behind, sites.weights)]
@@ -151,11 +149,8 @@ class RelaxedLine:
     ) -> IntArray:
         """Returns the fewest workers, 2 or more, that keep each stage within a period.
 
-        One more than the line has if no count is enough, or only one above `useful`.
-
-        Args:
-            low, high: known bounds of the answer, both included.
-            useful: the most workers that each stage may have.
+        One more than the line has if no count is enough, or only one above `useful`, the most that each stage may have.
+        `low` and `high` are known bounds, included.
         """
         found = np.where(high <= useful, high, self.workers + 1)
         left = np.flatnonzero((low < found) & (low <= useful))

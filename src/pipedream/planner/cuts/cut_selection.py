@@ -1,12 +1,10 @@
-"""Which of a graph's cuts are searched: all of them, or good ones where there are too many.
-
-The good ones follow one order of the layers that passes through the narrowest cuts, those that the fewest bytes cross.
+"""Which of a graph's cuts are searched: all, or those of one order through the narrowest cuts if there are too many.
 
 The downset D with A in D in B, for given downsets A and B, that the fewest bytes cross is a minimum cut of a flow
 network (a closure problem: Picard 1976). If a layer is in D, so is everything that it reads (edges without limit), and
 the bytes of its output are paid unless all its readers are in D (an edge to a node for the output, which has edges
-without limit to the readers). Of several minimum cuts the smallest is taken. The cuts found for growing A and B then
-grow too, because the crossing bytes are submodular.
+without limit to the readers). Of several minimum cuts the smallest is taken, so the cuts for growing A and B grow too,
+because the crossing bytes are submodular.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ def searched_downsets(lattice: Lattice, profile: Profile, cluster: Cluster) -> t
 def heuristic_downsets(lattice: Lattice, profile: Profile) -> list[int]:
     """Returns the downsets of one good order of a graph that has too many downsets.
 
-    Between the narrowest cuts, branches run side by side: the layer with the least compute on the longest path to it
-    comes first.
+    Between the narrowest cuts, the layer with the least compute on the longest path to it comes first.
     """
     costs_s = [layer.forward_s + layer.backward_s for layer in profile.layers]
     cuts = narrowest_cuts(lattice, costs_s, [layer.output_bytes for layer in profile.layers], _SHARES)
@@ -66,10 +63,7 @@ def heuristic_downsets(lattice: Lattice, profile: Profile) -> list[int]:
 
 
 def narrowest_cuts(lattice: Lattice, costs_s: Sequence[float], output_bytes: Sequence[int], count: int) -> list[int]:
-    """Returns downsets, each contained in the next: the narrowest one for each of `count` shares of the compute.
-
-    A share within which no downset can end contributes none.
-    """
+    """Returns downsets, each contained in the next: the narrowest one for each of `count` shares of the compute."""
     layers = len(lattice.graph.layers)
     own = bool_rows(lattice.groups, layers) @ costs_s
     before = bool_rows(lattice.past, layers) @ costs_s + own

@@ -1,8 +1,7 @@
 """Where a graph may be cut: at its downsets, the sets of layers that contain, with a layer, everything that it reads.
 
-A stage is the difference of two downsets, and a plan a chain of them from no layers to all (Tarnawski and others 2020
-call them ideals). Each output that a layer after the cut still reads crosses the cut once. One that is read two stages
-later is relayed, so it crosses both boundaries.
+A plan is a chain of downsets from no layers to all (Tarnawski and others 2020 call them ideals). Each output that a
+layer after the cut still reads crosses the cut once; one that is read two stages later crosses both boundaries.
 
 Sets are the bits of an int: bit i for layer i of the graph's order.
 """
@@ -29,7 +28,7 @@ class Lattice:
     """The downsets of a graph that do not separate layers that share a parameter.
 
     Attributes:
-        groups: the sets of layers that stay in one stage: single layers, and tied layers with all layers between them.
+        groups: what stays in one stage: single layers, and tied layers with all between them.
     """
 
     graph: LayerGraph
@@ -75,7 +74,6 @@ class Lattice:
 
     @cached_property
     def past(self) -> tuple[int, ...]:
-        """The layers that must have run before each group."""
         found: list[int] = []
         for read in self.reads:
             past = read
@@ -86,16 +84,13 @@ class Lattice:
 
     @cached_property
     def consumers(self) -> tuple[int, ...]:
-        """The layers that read each layer's output."""
         found = [0] * len(self.graph.layers)
         for source, target in self.graph.edges:
             found[source] |= 1 << target
         return tuple(found)
 
     def downsets(self, most: int, free: Collection[int] = ()) -> list[int] | None:
-        """Returns all downsets, smaller ones first, or None if there are more than `most`.
-
-        Each group is added to each downset of the earlier groups that contains what it reads: linear time for a chain.
+        """Returns all downsets, smaller ones first, or None if there are more than `most`. Linear time for a chain.
 
         Args:
             free: groups that run as soon as they can.
@@ -129,7 +124,6 @@ class Lattice:
 
     @cached_property
     def future(self) -> tuple[int, ...]:
-        """The layers that run only after each group."""
         found = [0] * len(self.groups)
         for g in reversed(range(len(self.groups))):
             onward = found[g] | self.groups[g]
@@ -139,15 +133,13 @@ class Lattice:
 
     @cached_property
     def owner(self) -> dict[int, int]:
-        """The group of each layer."""
         return {i: g for g, group in enumerate(self.groups) for i in bit_indices(group)}
 
     def free(self, costs: Sequence[bool], output_bytes: Sequence[int]) -> set[int]:
         """Returns the groups that a plan may run as soon as possible without losing anything.
 
-        They cost nothing, and send no more than what only they read, so cuts after them carry no more than cuts before. The
-        best plan that runs them early has the period, the bytes and the stages of the best of all. (What they keep for
-        their backward may be in another stage, which matters for memory.)
+        They cost nothing, and send no more than what only they read. (But what they keep for their backward may be in
+        another stage, which matters for memory.)
 
         Args:
             costs: whether each layer takes time or holds parameters.
@@ -169,7 +161,6 @@ class Lattice:
         return [0, *accumulate((self.groups[g] for g in order), lambda done, group: done | group)]
 
     def crossing_bytes(self, downsets: Sequence[int], output_bytes: Sequence[int]) -> IntArray:
-        """Returns the bytes that cross each of these cuts."""
         count = len(self.graph.layers)
         inside = bool_rows(downsets, count)
         read = bool_rows(self.consumers, count)

@@ -31,9 +31,7 @@ _SLACK = 1e-9  # relative; seconds are added in floating point here, exactly in 
 def prune_places(pipelines: DynamicProgram, *, enough: int = _ENOUGH, first: int = _FIRST) -> DynamicProgram:
     """Returns the same search on fewer places, with the same best plan (if the space is complete, else about as good).
 
-    Args:
-        pipelines: returned unchanged with at most `enough` places, many workers, or several levels.
-        first: the number of places on which a first plan is searched.
+    Unchanged with at most `enough` places, many workers, or several levels. A first plan is searched on `first` places.
     """
     space = pipelines.space
     workers = max(w for w, _ in pipelines.states)
@@ -74,10 +72,7 @@ def fewest_workers(
 ) -> tuple[IntArray, IntArray]:
     """Returns the fewest workers of stages that take at most `period_s`, up to each position and from it.
 
-    Args:
-        space: on a cluster of identical workers.
-        counts: the replicas that stages may have, increasing.
-        workers: the limit; `workers` + 1 means more.
+    On a cluster of identical workers, with increasing `counts` of replicas; `workers` + 1 means more.
     """
     least = _least_replicas(space, period_s * (1 + _SLACK), counts, workers)
     if not allow_single_stage:

@@ -1,23 +1,20 @@
 """The dynamic program over pipelines whose stages may be replicated, on any cluster.
 
 After PipeDream, SOSP 2019, section 3.1. Stages take consecutive workers of a line (`planner.workers.worker_line`), up
-to its end. The cost of a stage depends on its layers and its position on the line (`core.plan.site`). The paper's
-recurrence runs over prefixes, this one over suffixes, because a stage's memory depends on what is in flight: on its
-replicas and on the workers from it to the output. With A(a, w, r) for the layers from a on, run by the last w workers,
-r of them in the first stage:
+to its end. The paper's recurrence runs over prefixes, this one over suffixes, because a stage's memory depends on what
+is in flight: on its replicas and on the workers from it to the output. With A(a, w, r) for the layers from a on, run by
+the last w workers, r of them in the first stage:
 
     A(a, w, r) = min over b of max(cost(a, b, w, r), min over q of A(b, w - r, q))
 
-where stage [a, b) must fit the memory of its smallest worker with (w - 1) // r + 1 in flight; if it does not, it may be
-allowed to recompute its forward. (An update delay may raise the depth upstream, `core.plan.depth.legal`: memory is
-checked again after the search.)
+where stage [a, b) must fit the memory of its smallest worker with (w - 1) // r + 1 in flight, perhaps by recomputing
+its forward. (An update delay may raise the depth upstream, `core.plan.depth.legal`: memory is checked again.)
 
 Ties, exactly: the smallest period, then the fewest bytes between stages, the fewest stages, the fewest workers, and the
 plan that is smallest, stage by stage, in (last layer, replicas). A recurrence on (period, bytes, ...) would not give
-this, because a suffix may trade its own slack for bytes. So a second recurrence minimises bytes and stages within the
-period.
+this, because a suffix may trade its own slack for bytes. So a second recurrence minimises bytes and stages.
 
-The cost is O(n^2 s) for n places and s states, vectorised over n. Sites that are alike share their costs.
+The cost is O(n^2 s) for n places and s states, vectorised over n.
 """
 
 from __future__ import annotations
@@ -76,12 +73,12 @@ def replicated_states(workers: int) -> tuple[State, ...]:
 
 
 def straight_states(stages: int) -> tuple[State, ...]:
-    """Returns the states of straight pipelines of at most this many stages."""
+    """Returns the states of straight pipelines."""
     return tuple((w, 1) for w in range(1, stages + 1))
 
 
 def states_of_counts(replicas: tuple[int, ...]) -> tuple[State, ...]:
-    """Returns the states of the pipelines whose stages have these replicas."""
+    """Returns the states of pipelines with these replicas."""
     return tuple((sum(replicas[s:]), replicas[s]) for s in range(len(replicas) - 1, -1, -1))
 
 
@@ -171,7 +168,6 @@ class DynamicProgram:
 
     @cached_property
     def _allowed(self) -> BoolArray:
-        """As [from, to]."""
         order = self.space.precedes.copy()
         order[0, -1] &= self.allow_single_stage
         return order
@@ -259,7 +255,6 @@ class DynamicProgram:
         return self._needs[key]
 
     def _seconds(self, state: State) -> FloatArray:
-        """Infinite where there is no stage or it does not fit."""
         site, always = self._site(state), self.recompute == "always"
         cost = self._cost(site, always)
         if site.memory_bytes is None:

@@ -102,7 +102,7 @@ def classic(
 
 @dataclass(frozen=True)
 class _ClassicStage:
-    """A stage: its first and last state, and its replicas in total.
+    """Its first and last state, and its replicas in total.
 
     `nest` is (first state, copies) of a pipeline that is replicated as a whole.
     """
@@ -114,7 +114,7 @@ class _ClassicStage:
 
 
 def _flat(tables: list[LevelTable], i: int, j: int, outer: int) -> list[_ClassicStage]:
-    """The stages of states i to j on all components of the outermost level, with `outer` copies of each."""
+    """The stages of states i to j on all components of the outermost level, `outer` copies of each."""
     found: list[_ClassicStage] = []
     *inner, table = tables
     for first, last, components in table.stages(i, j):
@@ -127,7 +127,7 @@ def _flat(tables: list[LevelTable], i: int, j: int, outer: int) -> list[_Classic
 
 
 def _nests(stages: list[_ClassicStage]) -> str:
-    """Names stages which are copies of a whole pipeline; a list of stages cannot show it."""
+    """Names copies of a whole pipeline, which a list of stages cannot show."""
     nests: dict[tuple[int, int], list[int]] = {}
     for s, stage in enumerate(stages):
         if stage.nest is not None:

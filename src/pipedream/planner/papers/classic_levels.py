@@ -51,7 +51,6 @@ class LevelTable:
         cost: C as cost[i, j].
         starts: the i of each row, sorted by the compute before it, so that neighbours have similar A.
         table: A as table[m - 1, j, row of i]; infinite where j < i, or if no pipeline has that many stages.
-        straight: no stage has replicas.
     """
 
     states: CutStates
@@ -72,9 +71,7 @@ class LevelTable:
         return float(self.table[m - 1, j, self.rows[i]])
 
     def stages(self, i: int, j: int) -> list[tuple[int, int, int]]:
-        """Returns the stages of the best answer from state i to j on all components, as (first state, last state,
-        components of this level).
-        """
+        """Returns the best stages from state i to j on all components, as (first state, last state, components)."""
         found = []
         m, end = self.level.width, j
         while (split := self._split(i, end, m)) is not None:
@@ -98,11 +95,7 @@ class LevelTable:
 
 
 def solve(states: CutStates, levels: tuple[Level, ...], *, straight: bool = False) -> list[LevelTable]:
-    """Returns the tables of all levels, innermost first; that of the outermost has only the row i = 0.
-
-    Raises:
-        PlanError: the tables would be too large.
-    """
+    """Returns the tables of all levels, innermost first; the outermost has only the row i = 0. Raises PlanError."""
     count = len(states)
     ahead = np.concatenate([[0.0], states.compute_s[:-1]])
     cost = states.compute_s[None, :] - ahead[:, None]
@@ -124,14 +117,7 @@ def solve(states: CutStates, levels: tuple[Level, ...], *, straight: bool = Fals
 
 
 def alone_s(cost_s: Seconds, held_bytes: Seconds, components: int | IntArray, level: Level, below: int) -> Seconds:
-    """Returns alone(i, j, m), the seconds per minibatch of one stage on m components, for numbers or arrays.
-
-    Args:
-        cost_s: C_ij.
-        held_bytes: w_ij.
-        components: m.
-        below: W.
-    """
+    """Returns alone(i, j, m) for numbers or arrays C_ij, w_ij, m, and W, in this order."""
     sync = (4 * (components - 1) * held_bytes) / (level.bandwidth_bytes_per_s * components) / below
     return (cost_s + sync) / components
 

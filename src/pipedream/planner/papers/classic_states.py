@@ -1,9 +1,8 @@
 """The states of the original planner: cuts of a graph, each named by the nodes whose outputs cross it.
 
 github msr-fiddle/pipedream, ``graph/graph.py`` (``antichain_dag``) and ``optimizer_graph_hierarchical.py``. A state is
-an antichain: a set of nodes none of which comes before another, which have run with all that come before them. The
-neighbours of a state replace one of its nodes by a consumer of that node. *Augmented*, a state also includes the nodes
-before it whose output is still needed.
+an antichain: nodes none of which comes before another, which have run with all that come before them. The next states
+replace one of its nodes by a consumer of it. *Augmented*, a state includes the nodes before it whose output is needed.
 
 Kept as published, including the defects: loaders and unread ``__getitem__`` are left out (one pass each); the walk
 begins only at the first source, so nodes that no path from it passes count for nothing; and a producer counts as
@@ -33,11 +32,11 @@ MOST_STATES = 4000
 
 @dataclass(frozen=True, eq=False)
 class CutStates:
-    """The cuts of a graph, each after those that come before it, with sums over the nodes that have run.
+    """The cuts of a graph, with sums over the nodes that have run.
 
     Attributes:
         done: for each state the nodes that have run, as a bit set.
-        before: for each state the indices of the states before it, in increasing order.
+        before: for each state the indices of the states before it, increasing.
         output_bytes: sums over the augmented state.
     """
 
@@ -107,14 +106,12 @@ class _Cuts:
         }
 
     def done(self, state: tuple[int, ...]) -> int:
-        """The nodes that have run at a state."""
         found = 0
         for node in state:
             found |= self._past[node] | 1 << node
         return found
 
     def augmented(self, state: tuple[int, ...]) -> int:
-        """The nodes of a state, and the nodes before it whose outputs cross it."""
         found = 0
         for node in state:
             found |= self._needed[node] | 1 << node
@@ -132,7 +129,7 @@ class _Cuts:
                 yield tuple(other for other in moved if not self._future[other] & everything)
 
     def ordered(self) -> tuple[list[tuple[int, ...]], list[list[int]]]:
-        """All states, each before its followers, and the indices of those."""
+        """All states, each before its followers, and their indices."""
         targets = {target for node in self._nodes for target in self._consumers[node]}
         first: tuple[int, ...] = (next(node for node in self._nodes if node not in targets),)
         numbers = {_key(first): 0}

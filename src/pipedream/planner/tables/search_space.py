@@ -55,13 +55,13 @@ class SearchSpace:
         scale: `forward` and `backward` are integers over this power of two.
         forward, backward: seconds of all layers before each place, times `scale`; the loss is part of the last
             layer's backward.
-        parameters, optimizer: bytes of all layers before each place; the optimizer's in proportion to the parameters'.
+        parameters, optimizer: bytes of all layers before each place.
         crossing: bytes that cross a cut at each place; at 0 the model's input, at n its output.
         downsets: the layers before each place, as bit sets.
-        positions: the places where a stage may begin or end, those after fewer layers first; 0 and n are included.
+        positions: the places where a stage may begin or end, those after fewer layers first.
         is_complete: no plan on any other places is faster than the best on these.
         occupancy: None: everything admitted, with `versions`.
-        spare_bytes: memory that a search keeps free on each worker of stages that have neighbours.
+        spare_bytes: memory that a search keeps free for messages.
     """
 
     profile: Profile
@@ -172,8 +172,8 @@ class SearchSpace:
     def update_s(self, first: Place, last: Place, update_delay: int = 0) -> Seconds:
         """Returns the seconds of one update of a stage: its share of the optimizer's step, by parameter bytes.
 
-        With several versions, weights that a forward in flight still reads are copied first; at the output only if updates
-        are delayed.
+        With several versions, weights that a forward in flight still reads are copied first. At the output there is
+        none, unless updates are delayed.
         """
         copy_s = self._copies(last, update_delay) * self._share(self.profile.copy_s, first, last)
         update_s: Seconds = self._share(self.profile.update_s, first, last) + copy_s
@@ -190,13 +190,12 @@ class SearchSpace:
         return share
 
     def passes_s(self, first: Place, last: Place) -> tuple[Seconds, Seconds]:
-        """Returns the seconds of forward and backward of a stage on one worker."""
+        """Returns the seconds of forward and backward on one worker."""
         forward = (self.forward[last] - self.forward[first]) / self.scale
         backward = (self.backward[last] - self.backward[first]) / self.scale
         return forward, backward
 
     def period_s(self, passes_s: tuple[Seconds, Seconds], first: Place, last: Place, site: Site) -> Seconds:
-        """Returns the seconds per minibatch of a stage, given its `passes_s`."""
         seconds: Seconds = site.period_s(*passes_s, self.update_s(first, last), *self.bytes_of(first, last))
         return seconds
 
@@ -224,9 +223,9 @@ class SearchSpace:
         recompute: bool = False,
         replicas: int = 1,
     ) -> Bytes:
-        """Returns a lower bound of the peak bytes of a worker of a stage that admits `in_flight` microbatches.
+        """Returns a lower bound of the peak bytes of a worker that admits `in_flight` microbatches.
 
-        A search does not know its neighbours, so it counts the fewest messages that are possible.
+        A search does not know its neighbours, so it counts the fewest messages.
         """
         held = self.stage_occupancy(in_flight, update_delay, replicas)
         before = self.stage_occupancy(in_flight + 1, update_delay, replicas)  # at the paper's depth it admits one more
@@ -376,7 +375,7 @@ class SearchSpace:
         return deep
 
     def with_bytes(self, plan: Plan) -> Plan:
-        """Returns the plan with the peak bytes of its stages, and with the seconds of their weight copies."""
+        """Returns the plan with its peak bytes and the seconds of its weight copies."""
         occupancies = self._rule.of_plan(plan)
         peers = peers_of(plan.replicas, [held.in_flight for held in occupancies])
         stages = []
@@ -409,7 +408,7 @@ class SearchSpace:
         return held
 
     def memory_bytes(self, plan: Plan, s: int) -> int | None:
-        """Returns the memory of the smallest worker of a stage."""
+        """Returns that of the smallest worker of a stage."""
         return plan.sites[s].memory_bytes
 
 

@@ -69,10 +69,10 @@ class StagePeaks:
         count: of layers; the places up to it are those of the graph's order.
         lowest, highest: for each place, the first layer that is not before it, and one more than the last that is.
         kept, parameters: bytes of all layers before each place; the loss is part of the last layer.
-        arriving, leaving: bytes that a stage that begins, or ends, at a place keeps in addition to `kept`.
+        arriving, leaving: what a stage that begins, or ends, at a place keeps in addition to `kept`.
         working, growing, largest: over runs: activations and temporaries; these and gradients; parameters.
         alone: over runs: temporaries of a single layer.
-        update_working: bytes that an optimizer step needs per byte of the largest parameter, and per byte of all.
+        update_working: bytes of an optimizer step per byte of the largest parameter, and per byte of all.
     """
 
     count: int
@@ -90,9 +90,7 @@ class StagePeaks:
 
     @classmethod
     def of(cls, profile: Profile, downsets: Sequence[int], places: PlaceBytes) -> StagePeaks:
-        """Args:
-        downsets: those of the graph's order first.
-        """
+        """Returns the peaks; the `downsets` of the graph's order come first."""
         layers, count = profile.layers, len(profile.layers)
         kept = places.activations.copy()
         working = np.array([layer.working_bytes for layer in layers])
@@ -127,7 +125,7 @@ class StagePeaks:
         return self.kept[last] - self.kept[first] + self.arriving[first] + self.leaving[last]
 
     def working_bytes(self, first: Place, last: Place) -> Bytes:
-        """Returns what a pass of a minibatch needs in addition."""
+        """Returns what a pass needs in addition."""
         run = np.maximum(self.working.over(*self._run(first, last)) - self.kept[last], 0)
         part = self.alone.over(self.lowest[first], self.highest[last])
         return np.where(self._is_run(first, last), run, part)

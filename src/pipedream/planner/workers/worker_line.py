@@ -135,7 +135,7 @@ class WorkerLine:
         )
 
     def start(self, level: int, position: IntArray) -> IntArray:
-        """Returns where on the line the component that contains each position begins."""
+        """Returns where the component that contains each position begins."""
         runs = self._runs[level]
         return runs.starts[runs.of[position]]
 
@@ -164,7 +164,7 @@ class WorkerLine:
 
 @dataclass(frozen=True, eq=False)
 class _ComponentRuns:
-    """The components of a level along the line: of each position, and where each begins and ends."""
+    """The components of a level along the line."""
 
     of: IntArray
     starts: IntArray
@@ -182,7 +182,6 @@ class _ComponentRuns:
         return cls(np.cumsum(begins) - 1, starts, ends, _Extremes.of(ends - starts, np.maximum))
 
     def largest(self, first: IntArray, end: IntArray) -> IntArray:
-        """The size of the largest of the components first <= i < end; 0 if there are none."""
         largest: IntArray = np.where(
             first < end, self.sizes.between(np.minimum(first, end - 1).clip(0), end.clip(1)), 0
         )
@@ -191,7 +190,7 @@ class _ComponentRuns:
 
 @dataclass(frozen=True, eq=False)
 class _Extremes:
-    """The minimum or maximum of any run of a row (a sparse table); one table if all are equal."""
+    """The minimum or maximum of any run of a row (a sparse table)."""
 
     tables: FloatArray | IntArray
     extreme: np.ufunc
@@ -211,7 +210,6 @@ class _Extremes:
         return cls(stacked, extreme)
 
     def between(self, first: IntArray, end: IntArray) -> Any:
-        """Of first <= i < end."""
         if len(self.tables) == 1:  # a row of one, or of equal numbers
             return self.tables[0][first]
         power = np.frexp(end - first)[1] - 1
