@@ -76,7 +76,10 @@ class Candidate:
 
     def __str__(self) -> str:
         parts = f", m = {self.microbatches}" if self.microbatches > 1 else ""
-        return f"{self.schedule} on {self.config or self.shape}{parts}, {self.depth_mode}{', update delay 1' if self.update_delay else ''}"
+        return (
+            f"{self.schedule} on {self.config or self.shape}{parts}, {self.depth_mode}"
+            f"{', update delay 1' if self.update_delay else ''}"
+        )
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,8 @@ def manual_plan(
     counts = (1,) * (len(cuts) + 1) if replicas is None else tuple(replicas)
     if len(counts) != len(cuts) + 1:
         raise PlanError(
-            f"replicas {counts} are for {len(counts)} stages, cuts {cuts} make {len(cuts) + 1}; give one count for each stage"
+            f"replicas {counts} are for {len(counts)} stages, cuts {cuts} make {len(cuts) + 1}; give one count for "
+            "each stage"
         )
     if min(counts) < 1:
         raise PlanError(f"replicas {counts} were asked for; every stage needs at least one worker")
@@ -125,5 +126,8 @@ def _reason(graph: LayerGraph, cut: int) -> str:
     group = next(group for group in (*graph.whole, *graph.ties) if min(group) < cut <= max(group))
     names = ", ".join(graph.layers[i].name for i in sorted(group))
     if group in graph.whole:
-        return f"it would separate layers that share a module with buffers, or running statistics ({names}), which both change"
+        return (
+            f"it would separate layers that share a module with buffers, or running statistics ({names}), which both "
+            "change"
+        )
     return f"it would separate layers that share a parameter ({names}), which needs a method that flushes"

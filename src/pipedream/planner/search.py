@@ -251,8 +251,8 @@ def _check_counts(space: SearchSpace, counts: tuple[int, ...], what: str) -> Non
     workers, longest = space.cluster.workers, len(space.positions) - 1
     if sum(counts) > workers:
         raise PlanError(
-            f"{what} was asked for: it takes {sum(counts)} workers, the cluster has {workers}; ask for fewer or give more "
-            "workers"
+            f"{what} was asked for: it takes {sum(counts)} workers, the cluster has {workers}; ask for fewer or give "
+            "more workers"
         )
     if len(counts) > longest:
         raise PlanError(

@@ -82,13 +82,14 @@ def classic(
     seconds = tables[-1].seconds(0, end, cluster.levels[-1].width)
     if seconds == np.inf:
         raise PlanError(
-            f"the classic cost model was asked for a straight pipeline of {cluster.workers} stages, but this graph cannot "
-            "be cut into as many; use fewer workers, or leave the shape out"
+            f"the classic cost model was asked for a straight pipeline of {cluster.workers} stages, but this graph "
+            "cannot be cut into as many; use fewer workers, or leave the shape out"
         )
     stages = _flat(tables, 0, end, 1)
     if seconds <= 0:
         raise PlanError(
-            "the classic cost model was asked for a graph whose layers take no time; give a profile with measured seconds"
+            "the classic cost model was asked for a graph whose layers take no time; give a profile with measured "
+            "seconds"
         )
     note = f"classic cost model: {format_seconds(seconds)} per minibatch{_nests(stages)}"
     if any(states.done[a.last] & ~states.done[b.last] for a, b in pairwise(stages)):
