@@ -3,8 +3,7 @@
 Efficient Training on Multiple Consumer GPUs with RoundPipe (arXiv 2604.27085). A minibatch is a row of *slots*: the
 forwards of stage 0, 1, ..., then the backwards down to stage 0; the last stage's two passes are one slot. Each slot
 goes to the next worker, which runs all m microbatches of it. A backward repeats its forward. So the number of stages
-need not be a multiple of p; with n equal slots the bubble is p (p - 1)/(n m + p (p - 1)), where p divides n and m >=
-p.
+need not be a multiple of p. With n equal slots, p divides n and m >= p, the bubble is p (p - 1)/(n m + p (p - 1)).
 
     rank 0 | .    1F0  1F1  3F0  3B0  3F1  3B1' 1B0  1B1'
     rank 1 | 0F0  0F1  2F0  2F1  .    2B0  .    2B1' 0B0  0B1'
@@ -109,7 +108,6 @@ def _claims(last: int) -> Claims:
         return n * ((rounds * m + rest) * (2 * f + b) + m * (f + b) + waits)
 
     def away(p: int, s: int) -> int:
-        """Returns how many stages have s slots of backwards after them, mod p."""
         return len(range((-s) % p or p, last + 1, p))
 
     return Claims(

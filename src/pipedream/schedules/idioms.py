@@ -71,13 +71,13 @@ _ALL = 2**62
 
 
 def forward(stage_replica: tuple[int, int], microbatch: int) -> Op:
-    """Returns the forward of a microbatch."""
+    """Returns a microbatch's forward."""
     stage, replica = stage_replica
     return Op(F, stage, microbatch, replica)
 
 
 def backward(stage_replica: tuple[int, int], microbatch: int) -> Op:
-    """Returns the backward of a microbatch."""
+    """Returns a microbatch's backward."""
     stage, replica = stage_replica
     return Op(B, stage, microbatch, replica)
 

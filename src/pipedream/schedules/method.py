@@ -32,8 +32,7 @@ class Method:
         name: by default that of `build`.
         since: year of its paper, by which lists are ordered; 0 for a baseline.
         aliases: other names that papers use.
-        layout: which worker gets which stage, if a worker has several.
-        compensates: another method plus a compensation of delay, with that method's time and memory.
+        compensates: another method plus a compensation of delay.
         properties: with options at their defaults. None: derived from small schedules (`properties_of`).
         choose: when to choose it; Markdown.
     """

@@ -1,8 +1,7 @@
 """Options of a method: keyword arguments in Python, brackets after the name in text.
 
-They are the keyword-only parameters of the method's builder, whose annotations determine how text is read: ``str``,
-``int``, ``float``, ``bool`` (true, false), a tuple of one of these (``horizons=3/2/1``), or None (``none``) where the
-annotation allows it.
+They are the keyword-only parameters of the method's builder; annotations determine how text is read: ``str``,
+``int``, ``float``, ``bool`` (true, false), a tuple of one of these (``horizons=3/2/1``), or None (``none``).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", NoneT
 
 
 def options_of(method: Method) -> dict[str, inspect.Parameter]:
-    """Returns the options of a method in the order of its signature, with evaluated annotations."""
+    """Returns the options of a method, with evaluated annotations."""
     try:
         found = inspect.signature(method.build, eval_str=True).parameters
     except NameError as error:
@@ -46,7 +45,7 @@ def read_options(name: str, method: Method, texts: Mapping[str, str], values: Ma
         values: given as keyword arguments.
 
     Raises:
-        ScheduleError: the method does not have an option, it is given twice, or its value is of the wrong type.
+        ScheduleError: there is no such option, it is given twice, or its value is of the wrong type.
     """
     if not texts and not values:
         return {}  # a user's builder may be any callable, even one without a signature
@@ -121,7 +120,6 @@ def _kinds(name: str, option: inspect.Parameter) -> tuple[Any, ...]:
 
 
 def _item(kind: Any) -> Any:
-    """Returns T if a type is ``tuple[T, ...]``, else None."""
     items = get_args(kind)
     return items[0] if get_origin(kind) is tuple and items[1:] == (...,) else None
 
@@ -131,7 +129,6 @@ def _form(option: inspect.Parameter) -> str:
 
 
 def _wanted(kinds: tuple[Any, ...]) -> str:
-    """Returns what to write for an option of these types, for errors."""
     found = []
     for kind in kinds:
         item = _item(kind)

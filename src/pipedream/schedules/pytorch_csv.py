@@ -60,7 +60,7 @@ _HALVES = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 @dataclass(frozen=True)
 class _Repeated:
-    """An order that repeats one minibatch; `rows` are the ops of each rank, updates included."""
+    """An order that repeats one minibatch."""
 
     rows: tuple[tuple[Op, ...], ...]
     microbatches: int
@@ -175,7 +175,7 @@ def _ranks(rows: Sequence[Sequence[_Action]]) -> tuple[int, ...]:
 
 
 def _check_passes(rows: Sequence[Sequence[_Action]], stages: int) -> int:
-    """Checks that each stage has each pass of each microbatch once; returns m."""
+    """Returns m; checks that each stage has each pass of each microbatch once."""
     found: dict[tuple[int, str, int], _Action] = {}
     for action in (action for row in rows for action in row if action.computes):
         again = found.setdefault(action[:3], action)
@@ -240,7 +240,7 @@ def _passes(schedule: Schedule | Program, rank: int, total: int) -> Iterator[Op]
 
 
 def _steps(schedule: Schedule | Program, rows: Sequence[Sequence[Op]], total: int, name: str) -> dict[Op, int]:
-    """Returns the step of each pass: after all that it needs, and after the pass before it on its rank."""
+    """Returns the step of each pass: after its needs, and after the pass before it on its rank."""
     steps: dict[Op, int] = {}
     at = [0] * len(rows)
     moving = True
@@ -334,7 +334,7 @@ def _where(rank: int, column: int) -> str:
 
 
 def _check_sums(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -> None:
-    """Checks that a stage's gradients are summed at most once, on its own rank, after its last backward."""
+    """Checks that a stage's gradients are summed at most once, after its last backward."""
     for row in rows:
         summed: dict[int, _Action] = {}
         for action in row:
@@ -352,8 +352,8 @@ def _check_sums(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -> No
 def _check_messages(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -> None:
     """Checks the messages of a lowered file.
 
-    Each is needed, sent once and received once, on the right ranks, after the pass that makes it and before the pass
-    that reads it; two ranks receive in the order of sending; and ranks do not wait for each other forever.
+    Each is needed, sent and received once, on the right ranks, after the pass that makes it and before the pass that
+    reads it; two ranks receive in the order of sending; and no ranks wait for each other forever.
     """
     messages = [action for row in rows for action in row if action.word in _MESSAGES]
     if not messages:

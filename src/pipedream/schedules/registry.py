@@ -37,7 +37,7 @@ _FOLDERS = ("pipedream.schedules.synchronous", "pipedream.schedules.asynchronous
 
 
 def _declared() -> dict[str, Method]:
-    """Returns the methods of all files by name, those of older papers first."""
+    """Returns the methods of all files, those of older papers first."""
     methods: list[Method] = []
     for folder in _FOLDERS:
         try:
@@ -160,7 +160,7 @@ def method_of(name: str) -> Method:
 
 
 def _resolve(name: str, options: dict[str, Any]) -> tuple[str, Method, dict[str, Any]]:
-    """Returns the method's own name (or its file's), the method, and the options that differ from their defaults."""
+    """Returns the method's own name (or its file's), the method, and its changed options."""
     if is_torch_csv(name):
         raise ScheduleError(f"schedule {name!r}: a file in PyTorch's notation has no options; leave them out")
     method, (bare, given) = method_of(name), name_and_options(name)

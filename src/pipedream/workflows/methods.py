@@ -230,7 +230,7 @@ def refuse_overfull(plan: Plan) -> None:
 
 
 def refuse_visitors(built: Schedule) -> None:
-    """Raises PlanError if a worker lacks the memory for remote forwards; the plan's stages must have their bytes."""
+    """Raises PlanError if a worker lacks the memory for remote forwards; the stages must have their bytes."""
     plan, m, memories = built.plan, built.microbatches, built.plan.cluster.memories
     if not any(built.placement.remote_forwards(rank) for rank in range(plan.workers)):
         return

@@ -30,7 +30,9 @@ STASHING = MethodProperties(flushes=False, splits_minibatch=False, uses_depth=Tr
 
 
 def pipedream(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """Returns PipeDream with weight stashing: stage s is W_s updates late and keeps W_s + 1 versions."""
+    """Returns PipeDream with weight stashing: stage s, with W_s warm-up forwards, is W_s updates late and keeps W_s +
+    1 versions.
+    """
     return stashing("pipedream", plan, microbatches)
 
 

@@ -31,10 +31,11 @@ __all__ = ["METHODS", "concurrent", "one_set", "pipelined_backprop"]
 
 
 def pipelined_backprop(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
-    """Returns pipelined backpropagation: stage s is 2(p-1-s) updates late. `backward_rule`: see `idioms`.
+    """Returns pipelined backpropagation: stage s is 2(p-1-s) updates late.
 
     Args:
         plan: of any depth; stages hold at least as much as this order needs.
+        backward_rule: see `idioms`.
     """
     return one_set("pipelined_backprop", plan, microbatches, backward_rule)
 

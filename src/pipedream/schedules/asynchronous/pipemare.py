@@ -49,7 +49,7 @@ def pipemare(
         plan: of any depth; stages hold at least as much as this order needs.
         microbatches: by default one per stage, or as many as the replicas of the input stage need.
         decay: the paper's D; exp(-2) is what its theory asks for.
-        horizons: updates that each stage's backward goes back; None for its own mean delay.
+        horizons: updates that each stage's backward goes back; None for its mean delay.
         backward_rule: see `idioms`.
     """
     refuse_update_delay("pipemare", plan)

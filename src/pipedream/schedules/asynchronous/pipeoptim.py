@@ -30,7 +30,10 @@ __all__ = ["METHODS", "pipeoptim"]
 def pipeoptim(
     plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY, backward_rule: str = "graph"
 ) -> Schedule:
-    """Returns PipeOptim, at the plan's depth; for the options see `idioms`."""
+    """Returns PipeOptim, at the plan's depth.
+
+    For the options see `idioms`.
+    """
     refuse_microbatches("pipeoptim", microbatches)
     plan = with_backward_rule(plan, backward_rule)
     stages, bare = range(len(plan.stages)), latest_weights(plan)

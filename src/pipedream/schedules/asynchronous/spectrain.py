@@ -33,8 +33,8 @@ _PROPERTIES = MethodProperties(flushes=False, splits_minibatch=False, reads_stor
 def spectrain(
     plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY, backward_rule: str = "graph"
 ) -> Schedule:
-    """Returns SpecTrain with one set of weights and predictions for both passes: T = floor(s/2) for the backward, p -
-    s - 1 more for the forward.
+    """Returns SpecTrain with one set of weights and predictions for both passes: T = floor(s/2) for the backward, and
+    p - s - 1 more for the forward.
 
     For the options see `idioms`.
     """

@@ -49,9 +49,10 @@ __all__ = ["METHODS", "nf1b", "timeprest", "v_timeprest"]
 
 def timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
     """Returns TiMePReSt, with vertical sync but no horizontal stash: a microbatch's forwards read the version that it
-    met at the input stage, a backward the newest of its stage, ceil(2(p-1)/m) updates later at every stage.
+    met at the input stage, a backward the newest of its stage, ceil(2(p-1)/m) updates later at every stage. By
+    default m = 3.
 
-    By default m = 3, as in the paper. The plan's in-flight counts are replaced: this order has a depth of its own.
+    The plan's in-flight counts are replaced: this order has a depth of its own.
     """
     return nf1b(
         "timeprest",
@@ -65,9 +66,8 @@ def timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str
 
 
 def v_timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
-    """Returns V-TiMePReSt, with neither a stash nor a version per microbatch: ceil(2(p-1-s)/m) updates late.
-
-    By default m = 3, as in the paper.
+    """Returns V-TiMePReSt, with neither a stash nor a version per microbatch: ceil(2(p-1-s)/m) updates late; by
+    default m = 3.
     """
 
     def rule(waits: tuple[int, ...], replicas: tuple[int, ...], m: int) -> Latest:
