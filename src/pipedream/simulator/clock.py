@@ -1,9 +1,9 @@
 """The clock: runs a Program in simulated time, instruction by instruction, as the runtime would.
 
-- A send never blocks its rank. Its message begins to flow when its receive is posted (`simulator.messages`); receive i
-  of a channel of depth d is posted when the consumer of receive i - d, the op after it, is done.
-- A sum over replicas begins inside the last backward before it (`costs`), or, for a replica without a backward in it,
-  when it reaches its update, where it blocks its ranks. A coupled update waits for all ranks to reach it.
+- A send never blocks its rank. Its message flows when its receive is posted (`simulator.messages`); receive i of a
+  channel of depth d is posted when the consumer of receive i - d, the op after it, is done.
+- A sum over replicas begins inside the last backward before it (`costs`), or, for a replica without one, when it
+  reaches its update, where it blocks its ranks. A coupled update waits for all ranks to reach it.
 
 Each rank runs ahead until it waits for another. When all wait, the earliest pending start or end of a flow happens:
 nothing that a rank does later can come before it, so ports see all events in the order of time.

@@ -1,10 +1,6 @@
 """How long each instruction takes: the seconds and bytes of a plan on the links of its cluster.
 
-**A sum over replicas begins inside the backward.** The runtime sums gradients in buckets, in reverse order of the
-parameters, each as soon as it is full (`runtime.update.all_reduce`). The model is that of
-`core.plan.cost.visible_sum_s`, from the end of the slowest replica's backward: at least the last bucket's seconds
-remain. An update delay hides that too, in the next forward. Messages that share a port with the sum make it longer
-(`simulator.ports`).
+Sums over replicas begin inside the backward, bucket by bucket (`core.plan.cost.visible_sum_s`, docs/cost_models.md).
 """
 
 from __future__ import annotations
@@ -30,13 +26,11 @@ class Costs:
         weight_s: the weight gradient's part of a split backward.
         update_s, sync_s: of one optimizer step, and of one sum over the replicas.
         output_bytes: that each stage sends on, for one microbatch; its gradient is as large.
-        workers: the cluster's worker of each rank; () for the first ones, in order.
-        input_bytes: that go straight from the input stage to the output stage; 0 costs no time.
+        workers: the cluster's worker of each rank; () for the first ones.
+        input_bytes: that go straight from the input stage to the output stage.
         buckets: of each stage's sum: the share of the last backward after which one is ready, and the seconds of it and
-            all later ones. () for the classic model: sums begin when all replicas have reached their update, nothing
-            hides them, and they take `sync_s`.
+            all later ones. () for the classic model: nothing hides sums, and they take `sync_s`.
         sum_bytes: that each stage's sum moves through a port, one way.
-        weight_bytes: of each dispatched stage.
     """
 
     forward_s: tuple[float, ...]

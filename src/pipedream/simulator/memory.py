@@ -38,9 +38,9 @@ class MemoryTrace:
 class _StageTrace:
     """One replica of a stage: its versions, and what its microbatches in flight keep.
 
-    A version is alive while it is the newest, and while a microbatch reads it that is still to come (or in flight, if
-    versions are kept for the backward). Under rules with one set of weights only the newest is alive
-    (`WeightRule.held_until`). A kept prediction is alive from the first forward to the last pass that reads it.
+    A version is alive while it is the newest, and while a microbatch that is still to come reads it (or one in flight,
+    if versions are kept for the backward). A kept prediction is alive from the first forward to the last pass that
+    reads it.
 
     Attributes:
         read: version of each of its microbatches.
@@ -48,7 +48,6 @@ class _StageTrace:
         newest, alive, peak: version made last; distinct ones alive now, and at most.
         order: its microbatches in the order of their gradients.
         in_flight, deferred: those that wait for the second half of their backward count as deferred alone.
-        has_sums: there are gradients of the coming update.
         forward_bytes, first_bytes, further_bytes, update_bytes: on top of those held, during a forward, the first
             backward of an update, a further one, an update (`core.plan.memory.moments`).
     """

@@ -1,8 +1,7 @@
 """Messages and sums in transit, from a send to the receive that is posted for it, in the order of time.
 
-A message begins to flow (`simulator.ports`) when it is sent and its receive is posted, as in gloo and NCCL, and after
-all earlier messages on its channel; it arrives one latency after its last byte. A sum flows around the replicas bucket
-by bucket, each when it is ready on all.
+A message flows (`simulator.ports`) when it is sent and its receive is posted, as in gloo and NCCL, and after all
+earlier ones on its channel; it arrives one latency after its last byte.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The ports of a cluster: the network is a tree of levels, with a port for each component.
 
-Data from worker a to worker b leaves through the ports of a's components up to the outermost level that it crosses, and
-enters through those of b's components, all at the same time: it is a *flow* through them. Flows that share ports share
-their bandwidth fairly, as TCP connections do, with the rates of max-min fairness (Bertsekas and Gallager, Data
-Networks, section 6.5.2: progressive filling): all rates grow evenly until a port is full; flows through it keep their
-rate, the others keep growing.
+A *flow* leaves through the ports of its sender's components up to the outermost level that it crosses, and enters
+through those of its receiver's, all at the same time. Flows that share ports have the rates of max-min fairness
+(Bertsekas and Gallager, Data Networks, section 6.5.2: progressive filling): all grow evenly until a port is full; flows
+through it keep their rate, the others keep growing.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ __all__ = ["Stragglers"]
 class Stragglers:
     """How the seconds of ops differ from the plan's. Messages and sums are not affected.
 
-    Each op takes its seconds times a factor drawn from a lognormal distribution of mean 1, and times the factor of its
-    rank. A rank draws from a generator of its own, so that a seed gives the same run, whatever other ranks do.
+    Each op takes its seconds times a factor from a lognormal distribution of mean 1, and times the factor of its rank.
+    Each rank draws from a generator of its own, so that a seed gives the same run.
 
     Attributes:
-        jitter: coefficient of variation (standard deviation / mean) of an op's seconds: one for all kinds, or by an
-            op's letter, such as {"F": 0.1, "B": 0.2}; other kinds then have none.
+        jitter: coefficient of variation (standard deviation / mean) of an op's seconds, or one for each letter of an
+            op, such as {"F": 0.1, "B": 0.2}; others then have none.
         slow: rank -> factor on the seconds of its ops; by default 1.
 
     Raises:

@@ -1,10 +1,10 @@
 """What the runtime assumes of each stage replica, besides that nothing comes before what it needs.
 
 - Microbatches are forwarded in their order: the first that does not exist is where a stream ends.
-- An update takes all gradients since the one before it, so no other update's gradients may lie between.
-- A sum over replicas is begun for an update that follows.
-- Version numbers never fall from one microbatch to the next, so that older versions can be dropped; under the backward
-  rule 'stash' a backward reads what its forward has read.
+- An update takes all gradients since the one before it, so no other update's may lie between.
+- Each sum over replicas has its update after it.
+- Version numbers never fall, so that older ones can be dropped; under the backward rule 'stash' a backward reads what
+  its forward has read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Verify, then run: every rule is checked on finite runs that represent all.
+"""Verify, then run: every rule is checked on finite runs that represent all (docs/architecture.md).
 
 One run is a single minibatch. The others have the warm-up, as many microbatches as the deepest ring and the oldest
 version in use reach back, two periods, and a drain that begins at each residue of the period.

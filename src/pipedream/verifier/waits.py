@@ -1,8 +1,8 @@
 """No deadlock: the graph of waits has no cycle.
 
 A program of fixed order with bounded rings is a marked graph: whether its ranks deadlock does not depend on how fast
-anything is. So it is enough to advance every rank as far as possible, once: if all finish, their order is a
-topological order of the waits; if not, following who waits for whom leads into the cycle. The waits are
+anything is. So every rank is advanced as far as possible, once: if not all finish, following who waits for whom leads
+into the cycle. The waits are
 
 - program order on each rank; a receive instruction waits for its message to be delivered;
 - a message is delivered when it is sent and its receive is posted, which is when the consumer of message i - depth is

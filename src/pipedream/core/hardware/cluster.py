@@ -1,8 +1,8 @@
-"""The Cluster: the workers' number, speed and memory, and how fast they communicate.
+"""The Cluster: the workers' number, speed and memory, and how fast they communicate (docs/cost_models.md).
 
 The network is a tree. ``levels`` are innermost first: for example, level 0 joins workers to machines, level 1 machines
 to racks. Each *component* that a level joins has one full-duplex port into it: a worker its own at level 0, all workers
-of a machine a shared one at level 1. The classic planner uses the levels differently (docs/cost_models.md).
+of a machine a shared one at level 1.
 """
 
 from __future__ import annotations

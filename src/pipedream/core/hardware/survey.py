@@ -1,7 +1,7 @@
 """A Survey: measurements of a cluster's links and workers, and the Cluster that follows from them.
 
-A level has one bandwidth for all its ports, so the median is used. A message is as fast as the slower of the two ports
-that it passes; which one that is only shows when one port exchanges messages with several at once.
+A message is as fast as the slower of the two ports that it passes; which one that is only shows when one port exchanges
+messages with several at once.
 """
 
 from __future__ import annotations

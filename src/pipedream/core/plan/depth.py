@@ -1,13 +1,9 @@
-"""Depth: how many warm-up forwards W_s each stage makes; W_s + 1 are then in flight.
+"""Depth: how many warm-up forwards W_s each stage makes; W_s + 1 are then in flight (docs/exact_rules.md, Depth).
 
-``noam`` is PipeDream's (SOSP 2019, section 3.2): NOAM = ceil(workers / replicas of the input stage) minibatches are
-admitted: W_s = (sum of replicas from s on, minus 1) // r_s. It hides no messages: with one-way message time c and slot
-T a straight pipeline of p stages has the period T + 2c(p - 1)/p.
+``noam`` is PipeDream's (SOSP 2019, section 3.2): W_s = (sum of replicas from s on, minus 1) // r_s.
 
-``full`` is the smallest depth that hides messages and replica barriers (docs/exact_rules.md, Depth):
+``full`` is the smallest that hides messages and replica barriers:
 W_{p-1} = 0; W_s = ceil((W_u r_u + r_s + 2 r_u - 2 gcd(r_s, r_u) + ceil((c_fwd + c_bwd)/T)) / r_s), u = s + 1.
-
-``auto`` is the deepest between the two that fits the memory (`fitting`).
 
 A depth is legal if no stage waits for what is never sent: W_u r_u >= X(u, s) for each u upstream of s,
 
@@ -17,9 +13,9 @@ A depth is legal if no stage waits for what is never sent: W_u r_u >= X(u, s) fo
               (W_s + 1) r_s - r_u                       both have one
 
 Why: minibatch k's backward at s follows the forward of k + W_s r_s or, with an update delay, all forwards of its
-round's W_s-th successor, because the update before it waits for all replicas. At u a forward follows all backwards up
-to W_u rounds (with an update delay, only the one W_u + 1 rounds) before its own. Together they must not require the
-backward of k or of a later minibatch.
+round's W_s-th successor, because the update before it waits for those of all replicas. At u a forward follows all
+backwards up to W_u rounds (with an update delay, only the one W_u + 1 rounds) before its own. Together they must not
+require the backward of k or of a later minibatch.
 """
 
 from __future__ import annotations

@@ -79,14 +79,12 @@ class StageSizes:
     """What a stage's layers need; activations and messages are for one microbatch.
 
     Attributes:
-        parameter_bytes: of one version.
         received_bytes, sent_bytes: of its messages on both sides; 0 at the model's ends.
         loaded_bytes: of minibatches loaded ahead at the model's input.
-        working_bytes: that a pass needs besides what it keeps.
+        working_bytes, update_working_bytes: that a pass or an update needs besides what is kept.
         relief_bytes: how much less than activations, gradients and working bytes together a backward needs that makes
             all gradients itself, since activations go before the last gradient comes. For a microbatch at least its
             share of a minibatch's, because gradients are as large.
-        update_working_bytes: that an update needs besides weights, state and gradients.
     """
 
     parameter_bytes: Numbers
@@ -144,11 +142,10 @@ def moments(
     """Returns what one replica of a stage holds at its worst moments: a first backward, further passes, the update.
 
     Args:
-        versions: sets of weights alive at once.
         per_update: microbatches of the replica in one update.
         peers: None: one worker in the previous stage, which holds one microbatch more, and one in the next.
         kept_tensors: that compensations keep for each weight; an update temporarily needs one more.
-        deferred: microbatches in flight that wait for their weight gradients.
+        deferred: microbatches that wait for their weight gradients.
     """
     own, whole = sizes.activation_bytes, sizes.parameter_bytes
     waiting = sizes.input_bytes if recompute else own
@@ -211,9 +208,8 @@ def bucket_bytes(sizes: StageSizes, peers: Peers | None) -> Numbers:
 def message_bytes(sizes: StageSizes, in_flight: int, recompute: bool = False, peers: Peers | None = None) -> Numbers:
     """Returns the bytes of posted receives, messages that may be unread, and loaded minibatches.
 
-    Unread: as many as the other stage has in flight, plus one. Without recomputation outputs are kept anyway, except
-        the
-    last one.
+    As many may be unread as the other stage has in flight, plus one. Without recomputation outputs are kept anyway,
+    except the last one.
     """
     joined = peers or Peers(waiting=in_flight + 2)
     received = joined.before * joined.posted + joined.waiting

@@ -1,12 +1,9 @@
-"""The Site: the workers of a stage, and how long it takes there. The cost model of planner and plan.
-
-A full pipeline is as fast as its slowest stage, and a stage as slow as the slowest of its parts (docs/cost_models.md):
+"""The Site: the workers of a stage, and how long it takes there (docs/cost_models.md).
 
     compute     (forward + backward + update + what the backward does not hide of the sum over its replicas) / r
     port        of each level that its messages cross: the bytes of a minibatch through one port / bandwidth
 
-with r replicas. Messages overlap with compute; latency delays a message, which depth hides, but keeps no port busy.
-Gradients are as large as activations, so a port sends what it receives.
+A stage with r replicas takes the greatest of these: messages overlap with compute, and depth hides their latency.
 """
 
 from __future__ import annotations
@@ -66,9 +63,8 @@ class Site:
     def of(cls, cluster: Cluster, workers: Sequence[int], before: int | None = None, after: int | None = None) -> Site:
         """Returns the site of a stage on some workers of a cluster.
 
-        `before` is the last worker of the previous stage, `after` the first of the next; None at the model's ends. A
-        boundary counts at a component's port if that neighbour is in another component. What other stages send through
-        the same port is unknown here (`ports_s` counts it).
+        `before` is the last worker of the previous stage, `after` the first of the next; None at the model's ends. What
+        other stages send through the same port is unknown here (`ports_s` counts it).
         """
         count = len(workers)
         summed = float(all_reduce_bytes(1, count, how=cluster.sums)) / count  # once in as many minibatches

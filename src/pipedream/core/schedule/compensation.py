@@ -1,16 +1,14 @@
-"""Compensations for late gradients: their algebra, without tensors.
+"""Compensations for late gradients: their algebra, without tensors (docs/exact_rules.md, Compensation of delay).
 
-A gradient under an asynchronous method is D updates late. A compensation changes what an update makes of it:
+An update may change the *rate* (`LearningRateRescheduling`), the *gradient* (`GapAware`), or the *step*: every
+published way to predict the weights at a constant horizon, in which the backward reads the prediction of its forward,
+is one in other coordinates. With w the weights, p_t the predicted displacement and u_t the optimizer's own update, the
+predicted weights y = w - p obey
 
-- the *rate* (`LearningRateRescheduling`), the *gradient* (`GapAware`), or
-- the *step*. Every published way to predict the weights at a constant horizon, in which the backward reads the
-  prediction that its forward read, is one in other coordinates: with w the weights, p_t the predicted displacement and
-  u_t the optimizer's own update, the predicted weights y = w - p obey
+    y(t+1) = y(t) - (u_t + p_{t+1} - p_t)
 
-      y(t+1) = y(t) - (u_t + p_{t+1} - p_t)
-
-  so that y alone is stored. If u is momentum SGD's and p lies along its velocity, all of them are one family
-  (`OfVelocity`); for other optimizers there is `ErrorFeedback`.
+so that y alone is stored. If u is momentum SGD's and p lies along its velocity, all are one family (`OfVelocity`); for
+other optimizers there is `ErrorFeedback`.
 
 Legend: m momentum, v velocity, g gradient, lr learning rate, D staleness of the stage (`WeightRule.staleness`), T
 horizon in updates, t an update, k an update since the start of training.

@@ -1,13 +1,8 @@
 """What couples the stages besides the data: global norms, gradients that are not finite, shared weights.
 
-Only a flush has a global norm: without one, stage 0 ends the backward of a microbatch long after the last stage.
-*Delayed global* clipping takes for update n the norm of update max(b, n - D), the newest that every stage can know
-without waiting; b is the update before the last drain. D is static, so that a run can be repeated, and compared with a
-serial loop. A stage clips by its own part of update n's norm if that is greater: so the first update is clipped, and a
-sudden rise takes effect there at once.
-
-Updates with gradients that are not finite can be skipped: under a flush at all stages, as a dynamic loss scale needs,
-without one only at the stage that finds them. docs/couplings.md has the table.
+docs/couplings.md has the table. Without a flush there is never one global norm. *Delayed global* clipping takes for
+update n that of update max(b, n - D), the newest that every stage can know without waiting; b is the update before the
+last drain. D is static, so that a run can be repeated, and compared with a serial loop.
 """
 
 from __future__ import annotations
@@ -103,7 +98,7 @@ def norm_delay(schedule: Schedule) -> int:
 
     Stage s makes update n after the forwards of its microbatches at every earlier stage, and after their backwards at
     every later stage. What each stage has updated before its own last forward for update n is therefore updated
-    everywhere before any stage makes update n. With 1F1B, D is what the input stage holds in flight, in updates.
+    everywhere before any stage makes update n.
     """
     updates, placement = schedule.updates, schedule.placement
     if len(set(updates.per_update)) > 1:

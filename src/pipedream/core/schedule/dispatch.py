@@ -1,8 +1,8 @@
 """Dispatched stages: forwards on a rank where the weights do not live (RoundPipe). No other method needs this module.
 
-A stage's weights are updated, and its backwards run, at its *home*. The rank of its forwards *fetches* the weights once
-per update (op ``H``; ``2H8`` is for the forwards of stage 2 from microbatch 8 on). Channels carry 'weights' from home
-(numbered by the first microbatch that they are for) and 'stage_input', what a forward has read, to its home.
+A stage's weights live and its backwards run at its *home*. The rank of its forwards *fetches* them once per update (op
+``H``; ``2H8`` is for the forwards of stage 2 from microbatch 8 on). Channels carry 'weights' from home (numbered by the
+first microbatch that they are for) and 'stage_input', what a forward has read, to it.
 """
 
 from __future__ import annotations

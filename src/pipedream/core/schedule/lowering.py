@@ -3,11 +3,11 @@
 1. Each op gets its messages. Targets go straight from the input stage to the output stage, and the update of a
    replicated stage begins with a sum.
 2. Each direction across each boundary of stages between two ranks is a channel of its own: with one for both, two
-   stages deadlock, because each side's next message queues after its own.
+   stages deadlock.
 3. The endless order of each rank is folded into a warm-up and a period, and the fold is checked.
 
-A channel's depth, the receives that are posted ahead, lets a send find its receive posted: the difference of what the
-two stages hold in flight, divided among the channels between them, plus one, within `MOST_AHEAD`.
+A send should find its receive posted: a channel is as deep as the difference of what the two stages hold in flight,
+divided among the channels between them, plus one, within `MOST_AHEAD`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Phases: a run may change its method at a drain, for example from a synchronous warm-up to an asynchronous method.
+"""Phases: a run may change its method at a drain (docs/exact_rules.md, Phases).
 
 PipeMare trains its first epochs synchronously (Yang et al., MLSys 2021, T3); Zhang & Abdelrahman (2021) end an
-asynchronous run synchronously. At a drain each stage has one version of its weights, so the same stages, optimizers,
-averages and data continue under another program of the same placement.
+asynchronous run synchronously.
 
 As text, phases are ``1f1b/4:200,pipedream+spike:3e,1f1b/4``: a method; ``/`` and its microbatches; ``+`` and a
 compensation (``+t1=500``, repeated for several, ``+none``); ``:`` and where it ends, in minibatches or epochs (e) since
@@ -159,7 +158,7 @@ def check_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
 def next_border(phases: Sequence[Phase], epoch: int, until: int) -> int:
     """Returns the first epoch between `epoch` and `until` at which one of the phases ends, or `until`.
 
-    The data is opened anew there: an end at a minibatch must not make the next phase open it in the middle of an epoch.
+    The data is opened anew there (docs/exact_rules.md, Phases).
     """
     return min((p.until_epoch for p in phases if p.until_epoch and epoch < p.until_epoch < until), default=until)
 

@@ -1,7 +1,7 @@
 """The Schedule: a method's answers to four questions (order, placement, weights, updates), and its paper's claims.
 
 It is drawn, verified, lowered, simulated and run from this one object. A run of n microbatches is the endless order
-without the ops of the microbatches from n on: this is how a pipeline drains.
+without later microbatches: this is how a pipeline drains.
 """
 
 from __future__ import annotations

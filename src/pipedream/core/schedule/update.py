@@ -1,7 +1,7 @@
 """When an update is made, and of what: the update rules.
 
-Update n of a stage (from 1) is one optimizer step, the same on all its replicas, and makes version n. Which
-microbatches it holds is arithmetic. Gradients are averaged in one of two ways:
+Update n of a stage (from 1) is one optimizer step, the same on all its replicas, and makes version n. Gradients are
+averaged in one of two ways (docs/exact_rules.md, Normalisation):
 
 - a *flushing* or *accumulating* update divides the sum of gradients by the summed loss weight, once;
 - a *round* of PipeDream normalises each minibatch by itself and takes the plain mean over the replicas.

@@ -1,8 +1,7 @@
 """Weight rules: which weights a forward reads, and which its backward.
 
-A rule answers with static version numbers, counted from the last drain: version n is made by update n. Nobody reads
-"whatever has arrived", so a program's staleness and its memory are known before it runs, and the versions that the
-runtime has noted are compared with them.
+A rule answers with static version numbers, counted from the last drain; version n is made by update n. So a program's
+staleness and memory are known before it runs, and what the runtime reads is compared with them.
 
 If a backward reads a newer version than its forward, one of these holds:
 
@@ -188,8 +187,7 @@ class VerticalSync(WeightRule):
 
     PipeDream, SOSP 2019, section 3.3: w(t+1) = w(t) - lr grad f(w_0(t-p+1), ..., w_{p-1}(t-p+1)). The stamp that
     travels is a count of minibatches, a multiple of L = lcm(r), so that every stage has a version for it. It is
-    W_0 + update_delay_0 rounds of the input stage late, or more if a later stage with an update delay has not yet made
-    that version.
+    W_0 + update_delay_0 rounds of the input stage late, or more if a later stage with an update delay needs that.
     """
 
     name: ClassVar[str] = "vertical_sync"
@@ -262,9 +260,9 @@ class DoubleBuffer(WeightRule):
 class Latest(WeightRule):
     """The newest weights: at the forward, and again at the backward.
 
-    One set of weights, which the optimizer writes while microbatches are in flight: update n of a stage follows the
-    last backward of its microbatches (or, with an update delay, the next forward), so which version is newest at an op
-    is arithmetic. With the rule 'stash', the backward reads what its forward has read.
+    The optimizer writes the only set while microbatches are in flight: update n of a stage follows the last backward of
+    its microbatches (or, with an update delay, the next forward), so which version is newest at an op is arithmetic.
+    With the rule 'stash', the backward reads what its forward has read.
 
     Attributes:
         per_update: over all replicas; at least their number.
