@@ -86,8 +86,8 @@ def _face(
 
     For example: pipedream show 1f1b --stages 4 --microbatches 8
 
-    'pipedream COMMAND --help' describes a command; 'pipedream --install-completion' lets the shell complete commands and
-    options.
+    'pipedream COMMAND --help' describes a command; 'pipedream --install-completion' lets the shell complete commands
+    and options.
     """
 
 

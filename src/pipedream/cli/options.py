@@ -128,8 +128,8 @@ Depth = Annotated[
         "--in-flight",
         metavar="noam|full|auto|N,N,...",
         rich_help_panel=_METHOD,
-        help="Depth, the microbatches in flight at each stage: as in the paper (noam), enough to hide messages (full), the "
-        "deepest that fits the memory (auto), or a count for each stage, e.g. 3,2,1.",
+        help="Depth, the microbatches in flight at each stage: as in the paper (noam), enough to hide messages (full), "
+        "the deepest that fits the memory (auto), or a count for each stage, e.g. 3,2,1.",
     ),
 ]
 
@@ -158,8 +158,8 @@ Workers = Annotated[
     typer.Option(
         metavar="N [N ...]",
         rich_help_panel=_CLUSTER,
-        help="Number of workers. With several network levels one number a level, innermost first, e.g. 4 4; for machines "
-        "of unequal size, e.g. 4+4+2 3.",
+        help="Number of workers. With several network levels one number a level, innermost first, e.g. 4 4; for "
+        "machines of unequal size, e.g. 4+4+2 3.",
     ),
 ]
 Bandwidth = Annotated[

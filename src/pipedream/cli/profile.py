@@ -27,8 +27,8 @@ def profile(
             metavar="DEVICE",
             rich_help_panel=_META,
             show_default="here",
-            help="Device to predict for: a name such as A100-80GB, H100 or RTX-4090, a device's file, or 'here' for this "
-            "machine.",
+            help="Device to predict for: a name such as A100-80GB, H100 or RTX-4090, a device's file, or 'here' for "
+            "this machine.",
         ),
     ] = None,
     dtype: Annotated[

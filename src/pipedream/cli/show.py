@@ -29,8 +29,8 @@ def show(
         str,
         typer.Argument(
             metavar="NAME",
-            help="Method to draw: a name from 'pipedream schedules', with options as in roundpipe[forwards=3]; a schedule "
-            "in PyTorch's notation (FILE.csv); or a Python file that declares a method (FILE.py).",
+            help="Method to draw: a name from 'pipedream schedules', with options as in roundpipe[forwards=3]; a "
+            "schedule in PyTorch's notation (FILE.csv); or a Python file that declares a method (FILE.py).",
         ),
     ],
     stages: Annotated[

@@ -113,8 +113,8 @@ def _check_figures(plan: Plan) -> None:
     for s, stage in enumerate(plan.stages):
         if stage.names and len(stage.names) != stage.last - stage.first:
             raise PlanError(
-                f"stage {s} of the plan has layers {stage.first} to {stage.last - 1} but {len(stage.names)} layer names: "
-                "its cut was moved, its figures were not; check it with the model's profile (--profile)"
+                f"stage {s} of the plan has layers {stage.first} to {stage.last - 1} but {len(stage.names)} layer "
+                "names: its cut was moved, its figures were not; check it with the model's profile (--profile)"
             )
     if not any(stage.forward_s + stage.backward_s for stage in plan.stages):
         raise PlanError(
@@ -129,8 +129,8 @@ def _renewed(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple
     strange = {name for stage in plan.stages for name in stage.names} - {layer.name for layer in layers}
     if strange:
         raise PlanError(
-            f"the plan names the layer {min(strange)!r}, but the profile of {profile.model} has no such layer; give the "
-            "profile of the plan's model, or plan again from this profile"
+            f"the plan names the layer {min(strange)!r}, but the profile of {profile.model} has no such layer; give "
+            "the profile of the plan's model, or plan again from this profile"
         )
     downsets = _downsets(plan, profile, part_ties=built.flushes)
     space = SearchSpace.of(
@@ -179,7 +179,8 @@ def _differences(stage: Stage, row: Stage) -> list[str]:
     lines = []
     if stage.names and stage.names != row.names:
         lines.append(
-            f"layers: the plan names {_span(stage.names)}, but layers {row.first} to {row.last - 1} are {_span(row.names)}"
+            f"layers: the plan names {_span(stage.names)}, "
+            f"but layers {row.first} to {row.last - 1} are {_span(row.names)}"
         )
     for name in _COMPARED:
         planned, found = getattr(stage, name), getattr(row, name)
