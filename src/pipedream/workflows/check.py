@@ -49,7 +49,7 @@ class Check:
 
     @property
     def samples_per_s(self) -> float:
-        """Predicted."""
+        """Predicted throughput."""
         return self.plan.batch / self.score.period_s
 
     def __str__(self) -> str:
@@ -195,7 +195,7 @@ def _span(names: tuple[str, ...]) -> str:
 
 
 def _with_bytes(plan: Plan, built: Schedule) -> Plan:
-    """Peak bytes from the plan's own figures."""
+    """Returns the plan with peak bytes from its own figures."""
     parts = built.microbatches if plan.unit == "minibatch" else 1
     last, holds = len(plan.stages) - 1, occupancy(built)
     peers = peers_of(plan.replicas, [one.in_flight for one in holds])

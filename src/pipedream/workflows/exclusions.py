@@ -71,7 +71,7 @@ def as_flag(name: str, value: Any) -> str:
 
 
 def _given(*names: str) -> dict[str, Test]:
-    """Whether each option has another value than its default."""
+    """Returns tests of whether each option has another value than its default."""
 
     def is_given(name: str) -> Test:
         return lambda value: value not in (None, False, 0, (), [], _DEFAULTS.get(name))

@@ -44,9 +44,8 @@ def plan(
             see `choose`; a CSV file in PyTorch's notation determines the stages too.
         microbatches: m, the microbatches of a minibatch.
         in_flight: depth: 'noam', 'full', 'auto' (the deepest that fits), or a count for each stage.
-        shape: 'any' takes the fastest of one worker, data parallelism and pipelines; 'pipeline' at least two stages,
-            replicated or not; 'straight' one stage for each worker; 'data-parallel' one stage on all workers; replica
-            counts, '2-1' or (2, 1), that many replicas of each stage.
+        shape: 'any' takes the fastest of one worker, data parallelism and pipelines; 'pipeline' at least two stages;
+            'straight' one stage for each worker; 'data-parallel' one stage; replica counts: '2-1' or (2, 1).
         cuts: the layers, by index or name, at which a new stage begins, on one worker unless `shape` gives counts.
         update_delay: 1 lets replicated stages run their next forward before they update.
         all_workers: 'any' and 'pipeline' must use every worker.

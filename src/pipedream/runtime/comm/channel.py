@@ -63,7 +63,7 @@ class Receiver(ABC):
 
     @abstractmethod
     def receive(self) -> Pending[Message]:
-        """The message's tensors belong to the caller."""
+        """Returns the next message, whose tensors belong to the caller."""
 
     def close(self) -> None:
         """Completes the receives that were posted ahead."""
@@ -71,7 +71,7 @@ class Receiver(ABC):
 
 
 def close_all(ends: Sequence[Sender | Receiver]) -> None:
-    """The other ends are closed in the same order."""
+    """Closes ends of channels; the other ends are closed in the same order."""
     for end in ends:
         if isinstance(end, Sender):
             end.close_begin()

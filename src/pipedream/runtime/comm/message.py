@@ -196,7 +196,7 @@ def join_payload(message: Message, device: torch.device) -> torch.Tensor:
 
 
 def split_payload(message: Message, specs: list[TensorSpec | None], payload: torch.Tensor) -> Message:
-    """The tensors share the payload's storage."""
+    """Returns the message with tensors that share the payload's storage."""
     place = 0
     tensors: list[torch.Tensor | None] = []
     for spec in specs:

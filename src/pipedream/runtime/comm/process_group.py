@@ -116,7 +116,7 @@ def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
 
 
 def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Every rank calls it, in the same order."""
+    """Returns a process group of some ranks; every rank calls it, in the same order."""
     group: dist.ProcessGroup = dist.new_group(list(ranks))
     return group
 
@@ -142,7 +142,10 @@ def check_same_on_all_ranks(what: str, text: str, group: dist.ProcessGroup | Non
 
 
 def process_device(name: str) -> torch.device:
-    """'cuda' is the GPU number LOCAL_RANK; raises PlanError if this machine has no such device."""
+    """Returns this process's device: 'cuda' is the GPU number LOCAL_RANK.
+
+    Raises PlanError if this machine has no such device.
+    """
     if name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:

@@ -74,7 +74,7 @@ class MinibatchReader(ABC):
         """Raises StopIteration and sets `count` at the end."""
 
     def has_minibatch(self, number: int) -> bool:
-        """`number` is before this worker's next one, so nothing extra is loaded."""
+        """Returns whether there is this minibatch, before the worker's next one, so that nothing extra is loaded."""
         while self._last < number:
             if next(self, None) is None:
                 return False

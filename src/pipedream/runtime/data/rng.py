@@ -70,7 +70,7 @@ class RngStates(NamedTuple):
 
 
 def saved_rng(device: torch.device) -> str:
-    """All global generators, the GPU's included."""
+    """Returns the states of all global generators, the GPU's included."""
     found = RngStates.read().to_json()
     if device.type == "cuda":
         found["cuda"] = _text_of(torch.cuda.get_rng_state(device))

@@ -14,7 +14,7 @@ __all__ = ["Activity", "TaskDurations"]
 
 
 class TaskDurations:
-    """Of the tasks of one kind on this rank."""
+    """How long tasks of one kind take."""
 
     def __init__(self) -> None:
         self.done = 0

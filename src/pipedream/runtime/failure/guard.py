@@ -52,12 +52,12 @@ class Guard:
         atexit.register(self.end)
 
     def report(self, error: WorkerError) -> PeerError | None:
-        """Returns the failure that another rank reported before, if any."""
+        """Reports a failure; returns one that another rank reported before."""
         first = self._heartbeat.report_failure(Verdict(error.rank, error.where, error.cause, error.advice))
         return None if first is None or first[0] == self._rank else _peer_error(first[1])
 
     def failure(self, wait_s: float = 3.0) -> PeerError | None:
-        """Waits up to `wait_s` for another rank's report."""
+        """Returns another rank's report; waits up to `wait_s` for it."""
         end = time.monotonic() + wait_s
         while True:
             found = self._heartbeat.newest_failure(max(0.1, min(wait_s, 1.0)))

@@ -64,7 +64,7 @@ class Heartbeat:
         return self.report
 
     def newest_failure(self, wait_s: float) -> tuple[int, Verdict] | None:
-        """Asks the store again."""
+        """Returns the first reported failure, asking the store again."""
         end_s, enough = time.monotonic() + wait_s, self.exchanges + 2  # the first may have been under way before
         while self.report is None and self.exchanges < enough and time.monotonic() < end_s:
             self._exchange_now(end_s)

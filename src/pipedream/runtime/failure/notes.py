@@ -37,7 +37,7 @@ def is_launched_here() -> bool:
 
 
 def write_error(message: str, *, verdict: bool = False) -> bool:
-    """Returns whether there is an elastic agent to read it.
+    """Writes a message for the elastic agent; returns whether there is one.
 
     Args:
         verdict: about another rank, or one that could not report itself; it counts for the run.
@@ -75,7 +75,7 @@ def read_verdict(folder: Path) -> str | None:
 
 
 def read_place(folder: Path, rank: int) -> str | None:
-    """None if the worker had not built its pipeline."""
+    """Returns what a worker was last doing; None if it had not built its pipeline."""
     with suppress(OSError):
         for file in folder.rglob(_PLACE):
             if file.parent.name == str(rank):

@@ -33,7 +33,7 @@ _ELEMENT_MODULES = (
 
 
 def is_torch_loss(loss: Any) -> bool:
-    """It is then called with (output, targets)."""
+    """Returns whether a loss is PyTorch's own, called with (output, targets)."""
     function, _ = _unwrapped(loss)
     if isinstance(function, nn.Module):
         return type(function).__module__ == "torch.nn.modules.loss"
@@ -89,7 +89,7 @@ class Loss:
         return float(count if count and count % samples == 0 else samples)
 
     def value(self, output: Any, batch: Any) -> torch.Tensor:
-        """Without the weight, for which the targets would have to be read."""
+        """Returns the value alone: for the weight, the targets would have to be read."""
         found = self._evaluated(output, batch)
         return found[0] if isinstance(found, tuple) else self._scalar(found)
 

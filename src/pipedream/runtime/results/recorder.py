@@ -71,7 +71,7 @@ class Recorder:
         return [tag for p, tag in self._tags if p == phase]
 
     def busy_share(self) -> float:
-        """Since the last call."""
+        """Returns the computing share of the time since the last call."""
         since, self._busy_since = self._busy_since, self._watch.mark()
         if since is None:
             return 0.0
@@ -114,7 +114,7 @@ class OpTimer:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak on the GPU since the phase began, else resident since the process began."""
+    """Returns the peak on the GPU since the phase began, else resident since the process began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -120,7 +120,7 @@ class Results:
             sender.send(message)
 
     def replicas_of(self, key: int, microbatches: int) -> list[int]:
-        """Those that have a part of a minibatch."""
+        """Returns those that have a part of a minibatch."""
         count = len(self._owners)
         return sorted({k % count for k in range(key * microbatches, (key + 1) * microbatches)})
 

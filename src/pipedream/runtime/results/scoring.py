@@ -75,7 +75,7 @@ class Scorer:
         return 2.0 ** round(log2(max(round(weight / message.share), 1)))
 
     def score_evaluation(self, message: Message, output: Any, targets: Any) -> None:
-        """All sums of an evaluation have the key 0."""
+        """Records an evaluation's batch; all have the key 0."""
         value, weight, is_sum = self._loss(output, targets, message.samples, message.share)
         self._record(0, message, output, targets, float(value), weight, is_sum)
 
