@@ -64,11 +64,7 @@ class EmulatedStage(nn.Module):
     """Waits, and returns tensors of the planned sizes.
 
     The weights of a replicated stage are in pieces whose gradients come one by one during the backward, as the planner
-    assumes (`core.plan.cost.visible_sum_s`).
-
-    Args:
-        sends: its output is a message, not the loss.
-        splits_backward: see `emulated_model`; the weight gradients are off the path to the stage's input.
+    assumes (`core.plan.cost.visible_sum_s`). A stage that sends nothing returns the loss.
     """
 
     def __init__(self, stage: Stage, microbatches: int, *, sends: bool, splits_backward: bool = False) -> None:

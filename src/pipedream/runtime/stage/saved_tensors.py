@@ -2,13 +2,12 @@
 
 An old graph sees new weights if autograd has saved the weights' own storage. If it has saved something computed from a
 weight alone (a cast under autocast, weight_norm, a mask, cuDNN's flattened weights), the backward would silently be a
-mixture. So the first forward is watched, operation by operation: values computed from weights and constants alone,
-unless they are views of a weight, must not be saved.
+mixture. So the first forward is watched, operation by operation: of what is computed from weights and constants alone,
+only views may be saved.
 
-With several versions, the backward's storage is another one. Then autograd keeps only a reference to a slice of a
-weight (parameter and position), which the backward looks up in the set it is redirected to. What a Python function
-keeps on its context, other than by `save_for_backward`, cannot be redirected: it must not be computed from weights
-alone.
+With several versions, autograd keeps only a reference to a slice of a weight (parameter and position), which the
+backward looks up in the set it is redirected to. What a Python function keeps on its context, other than by
+`save_for_backward`, cannot be redirected.
 """
 
 from __future__ import annotations
@@ -57,11 +56,8 @@ class SavedTensorHooks:
         self.redirects = redirects
 
     def run(self, layers: Callable[[], Any], value: Any, read: WeightSet) -> Any:
-        """Runs the layers with these hooks.
-
-        Raises:
-            ScheduleError: as for `watching`; or a layer saves tensors in its own way (checkpointing, offloading); or a
-                function keeps a weight that cannot be redirected.
+        """Raises a `ScheduleError` as `watching`, or if a layer saves tensors in its own way (checkpointing,
+        offloading), or if a function keeps a weight that cannot be redirected.
         """
         known = self._checked and (self._redirect_checked or not self.redirects)
         with self.watching(value, read) as tracker:
@@ -76,8 +72,8 @@ class SavedTensorHooks:
         """Context in which the layers run; the first time it yields a tracker of where tensors come from.
 
         Raises:
-            ScheduleError: autograd has saved something computed from weights alone, or, with redirection, a part of a
-                weight that other versions do not have.
+            ScheduleError: something computed from weights alone was saved, or, with redirection, a part of a weight
+                that other versions do not have.
         """
         if self._checked and not self.redirects:
             yield None
@@ -154,11 +150,7 @@ class _SavedActivation(NamedTuple):
 
 
 class _WeightSlice(NamedTuple):
-    """A part of a weight, of any version.
-
-    Attributes:
-        offset: from the parameter's first element, in the storage.
-    """
+    """A part of a weight, of any version; its offset counts from the parameter's first element."""
 
     name: str
     size: torch.Size
@@ -178,11 +170,7 @@ class _WeightLocator:
         self._owners.pop(0, None)
 
     def of(self, tensor: torch.Tensor) -> _WeightSlice | None:
-        """None if the tensor is no part of a weight.
-
-        Raises:
-            ScheduleError: another version does not have this part in the same position.
-        """
+        """None for no part of a weight; raises a `ScheduleError` if other versions do not have it there."""
         owners = self.owners(tensor)
         if not owners:
             return None
@@ -228,8 +216,7 @@ def _extent(tensor: torch.Tensor) -> int:
 class _DataflowTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tracks what is a weight, an activation, or computed from weights and constants alone.
 
-    Attributes:
-        refused: parameter -> operation that computed a saved tensor from it.
+    `refused`: parameter -> operation that computed a saved tensor from it.
     """
 
     def __init__(self, leaves: Mapping[str, torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:

@@ -37,12 +37,7 @@ _Gradients = tuple[torch.Tensor | None, ...]  # one for each output of a node
 
 
 class _Branch:
-    """A node of the path where gradients leave it.
-
-    Args:
-        leaves: weights that are reached from it.
-        off: the first nodes off the path.
-    """
+    """A node of the path where gradients leave it, to the nodes `off` and the weights `leaves`."""
 
     def __init__(self, node: Node, leaves: Sequence[torch.Tensor], off: set[Node]) -> None:
         self.node = node
@@ -55,8 +50,7 @@ class _Branch:
     def run(self, arrived: _Gradients) -> None:
         """Adds the gradients that leave here to the weights' ``.grad``.
 
-        The run of autograd starts with zeros, which hooks replace by the node's results: called inside the run, the
-        node computes only what is needed.
+        The node is called inside a run of autograd, by hooks, so that it computes only what is needed.
         """
         made: list[Any] = []
         nothing: dict[tuple[Node, int], torch.Tensor] = {}
@@ -156,11 +150,11 @@ def split_backward(
 
 
 class _Graph:
-    """The nodes that a backward would run through, from the roots to the entries.
+    """The nodes that a backward would run through.
 
     Attributes:
-        path: nodes from which an entry is reached, without the entries.
-        reached: the same with the entries.
+        path: nodes from which an entry is reached.
+        reached: these and the entries.
     """
 
     def __init__(self, roots: Sequence[Node], entries: Sequence[Node]) -> None:
@@ -188,7 +182,7 @@ class _Graph:
     def shared_out(self) -> tuple[list[torch.Tensor], list[_Branch], list[torch.Tensor]]:
         """Returns the weights whose gradients I computes, the path's branches, and the weights apart from it.
 
-        A node off the path runs once, in one of the halves, with all the weights that it reaches.
+        A node off the path runs once, with all the weights that it reaches.
         """
         weights_of: dict[Node, list[Any]] = defaultdict(list)  # nodes off the path -> weights that they reach
         readers: dict[

@@ -64,11 +64,11 @@ class SavedForward:
 
     Attributes:
         weights: that the forward read; None for a microbatch without samples.
-        graph_inputs: of each input that requires a gradient.
+        graph_inputs: for each input that requires a gradient.
         outputs: that were sent on, or the loss.
-        wants: for each received tensor, whether its gradient is sent back.
-        version: that was read, or from which it was predicted.
-        weight: loss weight, in the minibatch's unit (`Scorer.score`).
+        wants: whether each received tensor's gradient is sent back.
+        version: that was read, or predicted from.
+        weight: in the minibatch's unit (`Scorer.score`).
         scale: d objective / d loss, at the last stage.
         recompute: fills in graph_inputs and outputs; None if the graph was kept.
         recomputed_weights: if not `weights`.
@@ -112,11 +112,10 @@ class SavedForward:
 
 
 class StageModule:
-    """Consecutive layers of the user's model.
+    """Consecutive layers of the user's model, by name.
 
     Args:
-        layers: (name, module) in run order.
-        handles: name -> trained parameter; in the modules while nothing runs.
+        handles: trained parameters by name; in the modules while nothing runs.
         autocast: dtype of the forward; None keeps that of the weights.
     """
 
@@ -156,7 +155,7 @@ class StageModule:
         """Runs the layers with the weights `leaves`.
 
         Args:
-            microbatch: number since the start of training, for the seeds.
+            microbatch: since the start of training, for the seeds.
             first: the value is the model's input; a tuple is passed as several arguments.
         """
         state = self.save_generator()
@@ -175,7 +174,7 @@ class StageModule:
     def enter(
         self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]
     ) -> tuple[Any, tuple[GraphInput, ...]]:
-        """Returns a received value as part of a new graph, and the inputs whose gradients are sent back."""
+        """Makes a received value part of a new graph; also returns the inputs whose gradients are sent back."""
         graph_inputs: list[GraphInput] = []
         inside = []
         for tensor, want in zip(tensors, wants, strict=True):
@@ -269,7 +268,7 @@ class StageModule:
             module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in flat]
 
     def casting(self) -> AbstractContextManager[Any]:
-        """Context of the layers and of the loss, which autocast computes in full precision."""
+        """Context of the layers and the loss."""
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, self._autocast)
@@ -318,6 +317,6 @@ def low_precision_weights(
 
 
 def outputs_of(value: Any) -> tuple[str, tuple[torch.Tensor, ...], tuple[bool, ...]]:
-    """Returns structure and tensors of a stage's output, and which of them require a gradient."""
+    """Returns structure and tensors of an output, and which of them require a gradient."""
     structure, tensors = flatten(value)
     return structure, tensors, tuple(tensor.requires_grad for tensor in tensors)

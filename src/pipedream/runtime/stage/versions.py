@@ -36,9 +36,9 @@ class WeightSet:
 
     Attributes:
         version: -1 while the set is free.
-        leaves: name -> tensor that a forward reads and that gets a gradient.
+        leaves: what a forward reads and what gets a gradient, by name.
         readers: forwards without their backward yet.
-        ready: called with index and gradient of a watched leaf, once complete; None leaves it in ``.grad``.
+        ready: called with a watched leaf's index and complete gradient; None leaves it in ``.grad``.
     """
 
     __slots__ = ("leaves", "readers", "ready", "version")
@@ -65,9 +65,9 @@ class Versions:
     """The weight sets of one stage replica.
 
     Args:
-        handles: name -> the user's trained parameter.
+        handles: the user's trained parameters, by name.
         low_precision: name -> dtype, for weights that autocast would cast.
-        watched: gradients are needed while a backward still runs (`WeightSet.ready`).
+        watched: gradients are needed while a backward still runs.
         single: one set, whose updates ignore its readers.
 
     Attributes:
@@ -111,11 +111,7 @@ class Versions:
         return [*self._sets.values(), *self._predictions.values(), *self._free]
 
     def read(self, version: int) -> WeightSet:
-        """Returns a version for a forward, which must `release` it after its backward.
-
-        Raises:
-            KeyError: the version does not exist yet, or no longer; the verifier excludes both.
-        """
+        """Returns a version for a forward, which must `release` it after its backward."""
         found = self._sets[version]
         found.readers += 1
         return found
@@ -127,9 +123,7 @@ class Versions:
     def read_prediction(self, version: int, fill: Callable[[Mapping[str, torch.Tensor]], None]) -> WeightSet:
         """Returns the prediction from a version for a forward, which must `release` it after its backward.
 
-        Args:
-            version: the newest, or one whose prediction is kept.
-            fill: writes the prediction into tensors by name.
+        Unless it is kept already, the version is the newest and `fill` writes the prediction.
         """
         if version not in self._predictions:
             assert version == self.newest, (
@@ -165,10 +159,8 @@ class Versions:
             self._free.append(freed)
 
     def begin_update(self, coming: Collection[int]) -> None:
-        """Makes the handles safe to write: moves them to a free set if the newest one will still be read.
-
-        Args:
-            coming: versions up to the newest that later forwards will read.
+        """Makes the handles safe to write: moves them to a free set if a later forward (`coming`) or a reader needs the
+        newest.
         """
         if self._single:
             self._sets = {self.newest + 1: self._sets[self.newest]}

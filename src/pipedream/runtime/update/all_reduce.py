@@ -25,13 +25,9 @@ __all__ = ["GradientAllReduce", "all_reduce_many", "buckets_of"]
 def buckets_of(
     handles: Sequence[torch.Tensor], first_bytes: int = FIRST_BUCKET_BYTES, bucket_bytes: int = BUCKET_BYTES
 ) -> list[list[int]]:
-    """Returns the indices of the handles in each bucket, in the order in which the buckets are reduced.
+    """Returns the indices of the handles in each bucket, in the order in which the backward completes the buckets.
 
-    A bucket holds one dtype. The order is that in which the backward reaches their last handles.
-
-    Args:
-        handles: in the order of the forward.
-        first_bytes, bucket_bytes: sizes at which the first bucket, and any other, is full.
+    A bucket holds one dtype. The first one is full at `first_bytes`, any other at `bucket_bytes`.
     """
     full: list[list[int]] = []
     filling: dict[torch.dtype, list[int]] = {}
@@ -47,13 +43,7 @@ def buckets_of(
 
 @dataclass
 class _Bucket:
-    """Gradients that are reduced together.
-
-    Attributes:
-        members: indices of the handles.
-        parts: handle -> gradient; None if it has none, no entry while it is missing.
-        flat: concatenated, once started.
-    """
+    """Gradients that are reduced together: handle -> gradient, or None; `flat` once started."""
 
     members: list[int]
     parts: dict[int, torch.Tensor | None] = field(default_factory=dict)
@@ -88,7 +78,7 @@ class GradientAllReduce:
 
     @property
     def closed(self) -> bool:
-        """This replica has contributed all its gradients."""
+        """This replica's part is complete."""
         return self._amounts is not None
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
@@ -118,7 +108,7 @@ class GradientAllReduce:
         Args:
             sums: ignored for handles that were `put` before.
             weight, count: of the microbatches.
-            stop_request: not 0 to ask all replicas to stop.
+            stop_request: not 0 stops all replicas.
         """
         assert not self.closed, "two backwards claim to be the last one of an update"
         for bucket in self._buckets:

@@ -40,11 +40,10 @@ class Compensator:
 
     Args:
         chosen: checked (`core.schedule.compensation.check_compensations`).
-        staleness: D of the stage.
-        handles: name -> parameter.
+        staleness: D.
 
     Raises:
-        ScheduleError: one of them is not defined for this optimizer.
+        ScheduleError: one is not defined for this optimizer.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Compensator:
 
     @property
     def needs_read_weights(self) -> bool:
-        """An update needs the weights at which its gradients were computed (`penalise`)."""
+        """`penalise` needs the weights at which the gradients were computed."""
         return self._gap is not None
 
     def penalise(self, newest: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
@@ -206,11 +205,7 @@ class Compensator:
 
 
 def check_optimizer(chosen: Sequence[Compensation], optimizer: torch.optim.Optimizer) -> None:
-    """Checks that compensations are defined for an optimizer.
-
-    Raises:
-        ScheduleError: one of them is not.
-    """
+    """Raises a `ScheduleError` if a compensation is not defined for an optimizer."""
     for one in chosen:
         if isinstance(one, OfVelocity):
             _check_velocity(one, optimizer)

@@ -29,7 +29,7 @@ class LossScaleOptions:
 
     Attributes:
         growth, backoff: factors; 1 for a constant scale.
-        interval: good updates in a row before the scale grows.
+        interval: good updates in a row until the scale grows.
         good: initial count of these.
     """
 
@@ -45,10 +45,8 @@ class LossScaleOptions:
 
     @classmethod
     def of(cls, given: Any) -> LossScaleOptions | None:
-        """Returns the options for a number (a constant scale), a torch.amp.GradScaler or None.
-
-        Raises:
-            ScheduleError: `given` is something else.
+        """Returns the options for a number (a constant scale), a torch.amp.GradScaler or None; else raises a
+        `ScheduleError`.
         """
         if given is None or (isinstance(given, torch.amp.GradScaler) and not given.is_enabled()):
             return None

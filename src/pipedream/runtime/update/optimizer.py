@@ -43,10 +43,9 @@ class Gradients:
         return list(self._sums)
 
     def add(self, gradients: list[torch.Tensor | None], weight: float) -> None:
-        """Adds one microbatch's gradients (of weight x mean loss, or of the mean, see `UpdateRule`) and loss weight.
+        """Adds one microbatch's gradients (see `UpdateRule`) and loss weight.
 
-        Args:
-            gradients: owned from now on; an accumulator among them has been added to.
+        It owns them from now on; an accumulator among them has been added to.
         """
         self.weight += weight
         self.count += 1
@@ -69,7 +68,7 @@ class Gradients:
         return total.add_(gradient.to(self._dtypes[index]))
 
     def take(self) -> tuple[list[torch.Tensor | None], float, int]:
-        """Returns the sums, the summed weight and the number of microbatches; starts again from zero."""
+        """Returns the sums, the summed weight and the number of microbatches; empties itself."""
         taken = (self._sums, self.weight, self.count)
         self._sums = [None] * len(self._dtypes)
         self.weight = 0.0
@@ -78,12 +77,9 @@ class Gradients:
 
 
 class ReducedGradients(NamedTuple):
-    """An update's gradients summed over all replicas, not yet divided.
+    """An update's gradients summed over all replicas, in the order of the handles, not yet divided by the loss weight.
 
-    Attributes:
-        sums: in the order of the handles; None for a handle without a gradient.
-        weight: loss weight.
-        stop_request: not 0 if a replica was asked to stop.
+    `stop_request` is not 0 if a replica was asked to stop.
     """
 
     sums: list[torch.Tensor | None]
@@ -98,7 +94,6 @@ class Optimizer:
     `switch_to` sets what depends on the method.
 
     Args:
-        handles: name -> parameter.
         optimizer: factory from a list of (name, parameter).
         scheduler: factory from the optimizer; None for a constant rate.
         replicas: r_s.
@@ -109,7 +104,6 @@ class Optimizer:
 
     Attributes:
         finite: False skips the coming update.
-        skipped: number of skipped updates.
         updates: made or skipped since `switch_to`.
         scheduled: scheduler steps since `switch_to`.
         rounds_before: rounds of the input stage before `switch_to`.
@@ -168,8 +162,8 @@ class Optimizer:
         The state of a compensation continues if the previous method kept it too.
 
         Args:
-            staleness: of the gradients, at most.
-            clock: updates of the input stage with the previous method.
+            staleness: the gradients' greatest.
+            clock: the input stage's updates with the previous method.
             mean_staleness: None if all gradients are equally late.
 
         Raises:
@@ -211,7 +205,7 @@ class Optimizer:
         return self.normalise(gathered)
 
     def gather(self, gradients: Gradients, stop_request: float = 0.0) -> Waiting[ReducedGradients]:
-        """Returns the gradients summed over the replicas (see `close`); yields where it would wait."""
+        """The gradients summed over the replicas; yields where it would wait."""
         if self.all_reduce is None:
             return ReducedGradients(*gradients.take(), stop_request)
         self.close(gradients, stop_request)
@@ -234,7 +228,7 @@ class Optimizer:
 
     @property
     def norm_square(self) -> float:
-        """Of the handles' gradients, without weights that are counted at another stage."""
+        """Without weights that are counted at another stage."""
         found = [h.grad for i, h in enumerate(self._handles) if h.grad is not None and i not in self.counted_elsewhere]
         # In double precision the squares of all finite float32 are finite. Waits for the device once.
         norms = torch._foreach_norm(found, 2, torch.float64) if found else ()
@@ -279,14 +273,14 @@ class Optimizer:
 
     @property
     def rounds(self) -> int:
-        """Rounds of the input stage before the coming update, also those before `switch_to`."""
+        """Rounds of the input stage before the coming update."""
         return self.rounds_before + int(self.updates * self._clock_rate)
 
     @property
     def scheduler_steps_due(self) -> int:
         """Steps of the learning-rate schedule due before the next update.
 
-        All stages share one clock: update n of this stage belongs to round (n - 1) r_s / r_0 of the input stage.
+        One clock for all stages: update n of this stage belongs to round (n - 1) r_s / r_0 of the input stage.
         """
         return int(self.updates * self._clock_rate) - self.scheduled
 

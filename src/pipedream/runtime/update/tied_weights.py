@@ -110,8 +110,8 @@ class TiedGradientSum:
     """One rank's part in the gradient sums over all holders of the same weights.
 
     Args:
-        handles: holder on this rank -> its weights by name, in order.
-        replicas: of each stage; they have the same sums, of which each contributes its share.
+        handles: holder on this rank -> its weights by name.
+        replicas: of each stage; each contributes its share of their common sum.
     """
 
     def __init__(
