@@ -211,7 +211,7 @@ def read_profile(path: Path) -> Profile | GraphText:
 
 
 def profile_of(path: Path) -> Profile:
-    """Reads a profile; a graph.txt becomes one that is named after its file."""
+    """Reads a profile; a graph.txt is named after its file."""
     found = read_profile(path)
     return found.profile(path.stem) if isinstance(found, GraphText) else found
 

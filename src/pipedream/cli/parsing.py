@@ -51,7 +51,6 @@ class OptionParser(TyperCommand):
         return list(super().parse_args(ctx, given))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Groups options under the titles of their panels."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for param in self.get_params(ctx):
             if record := param.get_help_record(ctx):

@@ -123,7 +123,7 @@ def _check_figures(plan: Plan) -> None:
 
 
 def _renewed(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple[str, ...]]:
-    """Returns the plan with the figures of a profile, and the differences; see `planner.check_cuts`."""
+    """Returns the plan with a profile's figures, and the differences."""
     layers = profile.graph.layers
     plan.check_layers(len(layers))
     strange = {name for stage in plan.stages for name in stage.names} - {layer.name for layer in layers}

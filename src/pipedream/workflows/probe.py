@@ -98,7 +98,7 @@ def steps_of(machines: Sequence[Sequence[int]]) -> tuple[tuple[Step, ...], tuple
 def _add_level(
     needed: list[Step], further: list[Step], level: int, groups: Sequence[tuple[int, ...]], whole: tuple[int, ...]
 ) -> None:
-    """Adds the steps of a level: messages within the groups, and all-reduces up to `whole`."""
+    """Adds messages within the groups, and all-reduces up to `whole`."""
     pairs = [group[:2] for group in groups] + [pair for group in groups for pair in pairwise(group[1:])]
     first = groups[0]
     needed += [("link", level, pairs[0]), ("sum", level, whole)]

@@ -103,7 +103,7 @@ def sweep(
 
 
 def _crossover(workers: int, schedule: str, lead: Callable[[float], float]) -> Crossover:
-    """Bisects the logarithm of the bandwidth, in the interval where the lead changes."""
+    """Bisects the logarithm of the bandwidth where the lead changes."""
     low, high = _SLOWEST, _FASTEST
     below, above = lead(low) > 0, lead(high) > 0
     if below == above:

@@ -90,7 +90,7 @@ class Group(ABC):
     def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
         """Starts to sum a tensor over all members, in place.
 
-        All members call it in the same order, with the same size and type; nobody touches the tensor before the result.
+        All call it in the same order, with the same size and type; nobody touches the tensor before the result.
         """
 
 

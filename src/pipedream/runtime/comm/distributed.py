@@ -43,7 +43,6 @@ class ChannelEndpoint:
     Attributes:
         number: distinct for each channel of the run.
         depth: receives posted ahead.
-        payloads: the process group `headers` itself on gloo.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class ChannelEndpoint:
         _started(dist.irecv(payload, self.peer, self.headers, tag=self._tag + 2)).wait()
 
     def joins_header(self, capacity: int) -> bool:
-        """Returns whether payloads of up to `capacity` bytes are joined to their headers."""
+        """Returns whether payloads of `capacity` bytes are joined to their headers."""
         return self.device.type == "cpu" and capacity <= _MOST_JOINED_BYTES
 
     def send_header(self, header: torch.Tensor) -> dist.Work:
@@ -172,7 +171,7 @@ class DistributedSender(Sender):
 
 
 class DistributedReceiver(Receiver):
-    """The receiving end; posts its first receives at once."""
+    """The receiving end."""
 
     def __init__(self, endpoint: ChannelEndpoint) -> None:
         self._endpoint = endpoint
@@ -212,7 +211,7 @@ class DistributedReceiver(Receiver):
             self._endpoint.receive_rest(rest)
             whole[have:].copy_(rest)
             payload = whole
-        # The next receive is for the message `depth` later: it may rely on the sizes so far.
+        # For the message `depth` later, which may rely on the sizes so far.
         self._size_bytes = max(self._size_bytes, size)
         if repost:
             self._post()

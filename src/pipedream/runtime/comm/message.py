@@ -78,7 +78,6 @@ class Message:
         structure: see `values.flatten`.
         gradients: for each tensor, whether its gradient is sent back.
         minibatch: number since the start of training.
-        samples: in the microbatch.
         version: of the weights that the forward read.
         flags: `ENDS_EPOCH`, or at the end of a stream an `Ending`.
         weight: of the microbatch's loss.
@@ -145,7 +144,7 @@ def encode_header(message: Message, payload_bytes: int) -> torch.Tensor:
 def decode_header(
     words: torch.Tensor,
 ) -> tuple[Message, int, list[TensorSpec | None]]:
-    """Returns the message without tensors, the payload's bytes, and each tensor's place."""
+    """Returns the message without tensors, the payload's bytes, and the tensors' layouts."""
     ints = words.numpy()
     (
         content, microbatch, minibatch, epoch, samples, version, flags, payload, count, weight, share, numbers,

@@ -32,7 +32,7 @@ def is_distributed() -> bool:
 
 
 def join_group(device: str | torch.device) -> tuple[int, int]:
-    """Joins the process group, initializing it if needed. Returns (rank, workers); (0, 1) for a single process.
+    """Returns (rank, workers); (0, 1) for a single process.
 
     Raises PlanError if a launcher's variables are incomplete.
     """
@@ -122,7 +122,7 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 
 def leave_group(group: dist.ProcessGroup | None = None) -> None:
-    """Destroys a group from `group_of` or `join_group`; each of its ranks calls it.
+    """Destroys a group; each of its ranks calls it.
 
     Otherwise a thread of gloo may still free tensors while the interpreter shuts down, which ends in SIGABRT.
     """
@@ -131,7 +131,7 @@ def leave_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def check_same_on_all_ranks(what: str, text: str, group: dist.ProcessGroup | None) -> None:
-    """Raises PlanError if the texts differ; `what` describes them for the error."""
+    """Raises PlanError if the texts differ; `what` describes them."""
     texts = gather_texts(text, group)
     differ = [rank for rank, other in enumerate(texts) if other != texts[0]]
     if differ:

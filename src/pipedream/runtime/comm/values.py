@@ -64,7 +64,7 @@ def unflatten(structure: str, tensors: tuple[torch.Tensor, ...]) -> Any:
 
 
 def count_samples(value: Any) -> int:
-    """Returns the first dimension of the first tensor (1 for a scalar); raises WorkerError without a tensor."""
+    """Returns the first dimension of the first tensor (1 for a scalar)."""
     _, tensors = flatten(value)
     if not tensors:
         raise WorkerError(0, "the loader", "the batch holds no tensor", "let the loader yield tensors")

@@ -9,9 +9,9 @@ __all__ = ["Feed"]
 
 
 class Feed:
-    """Minibatches that enter the pipeline at one worker of the input stage.
+    """Minibatches that enter the pipeline at one worker.
 
-    `stopped`: why the stream ends before its next round. `ended_at`: its number of minibatches, once it has ended.
+    `stopped`: why the stream ends before its next round. `ended_at`: its length, once it has ended.
     """
 
     def __init__(self, reader: MinibatchReader) -> None:
@@ -25,7 +25,7 @@ class Feed:
         """Gets ready for a stream.
 
         Args:
-            cycle: a drain comes after a multiple of this number of minibatches, so that no stage's round is broken.
+            cycle: drains come after a multiple of this number of minibatches, so that no stage's round is broken.
             until: minibatches before a drain, rounded up to whole cycles; None: all data.
         """
         self._cycle = cycle

@@ -1,4 +1,4 @@
-"""The microbatches of one worker of the input stage, each with its header.
+"""One worker's microbatches, each with its header.
 
 If the replicas of the input stage cannot load their own parts (an iterable data set, or split minibatches), replica 0
 alone reads, a whole round at a time, and sends the others theirs.
@@ -52,7 +52,7 @@ class Microbatches(ABC):
 
 
 class LocalMicrobatches(Microbatches):
-    """Microbatches that this process reads; it sends the other replicas theirs."""
+    """Microbatches that this process reads, for other replicas too."""
 
     def __init__(self, feed: Feed, adapt: AdaptBatch, senders: Mapping[int, Sender] | None = None) -> None:
         self._feed = feed
@@ -91,7 +91,6 @@ class LocalMicrobatches(Microbatches):
         self._feed.resume()
 
     def _split(self, number: int, minibatch: Minibatch) -> list[tuple[Message, Any, Any]]:
-        """Returns (header, inputs, targets) of each microbatch."""
         inputs, targets = self._adapt(minibatch.batch)
         count, parts = count_samples(inputs), self._per_minibatch
         sizes = [count // parts + (part < count % parts) for part in range(parts)]

@@ -38,7 +38,7 @@ _END = object()
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One minibatch of a loader; `number` also counts those that are left to other replicas."""
+    """One minibatch of a loader; `number` counts those of all replicas."""
 
     number: int
     epoch: int
@@ -103,8 +103,7 @@ class LoaderReader(MinibatchReader):
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
         """Returns what is needed to continue after `batches` minibatches of an epoch, as JSON values.
 
-        It holds the order at the start of that epoch or an earlier one; the minibatches since are drawn again. Raises
-        PipelineError if the reader is not at this position.
+        It holds the order at the start of that epoch or an earlier one; the minibatches since are drawn again.
         """
         if self._initial_state and (epoch, batches) == (self._epochs.first, self._epochs.skip):
             return dict(self._initial_state)
@@ -125,8 +124,7 @@ class LoaderReader(MinibatchReader):
 class IterableReader(LoaderReader):
     """Reads any iterable, one minibatch ahead to know which one ends the epoch.
 
-    A position is found again by loading and throwing away, or by a loader's ``load_state_dict``; its ``state_dict`` is
-    therefore called before each read.
+    A position is found again by loading and throwing away, or by a loader's ``load_state_dict``.
     """
 
     def __init__(self, loader: Any, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None) -> None:
@@ -252,7 +250,7 @@ def tee(reader: LoaderReader, readers: int) -> Sequence[MinibatchReader]:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Calls ``set_epoch`` of the loader and its samplers, where they have it."""
+    """Calls ``set_epoch`` of the loader and its samplers."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts: list[Any] = [
         getattr(loader, "sampler", None),

@@ -62,8 +62,8 @@ class ShardedLoader:
     def begin_epoch(self, order: DataOrder) -> tuple[Iterator[Any], torch.Tensor]:
         """Draws what torch's DataLoader draws at the start of an epoch, in its order.
 
-        Returns the index lists, and the generator state from which the own DataLoader draws its workers' seed: at
-        replica 0 as the user's would; elsewhere another, or all replicas would augment alike.
+        Returns the index lists, and the generator state for the workers' seed: at replica 0 the one that the user's
+        DataLoader would use; elsewhere another, or all replicas would augment alike.
         """
         user = self.loader
         with order.drawing(self._only_torch):
@@ -136,7 +136,7 @@ class _EpochIndices:
     Attributes:
         seeds: generator state for the loading processes.
         number: of the next list of all replicas.
-        loading: (number, ends the epoch) of the lists being loaded.
+        loading: (number, ends the epoch).
     """
 
     def __init__(

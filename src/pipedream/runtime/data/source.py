@@ -33,7 +33,7 @@ class DataSource:
 
     Args:
         programs: one for each phase of the training.
-        group: of all ranks; None in a single process.
+        group: None in a single process.
         senders: at replica 0 of the input stage, to the others.
         receiver: at the others.
     """
@@ -76,10 +76,7 @@ class DataSource:
         self._borrowed = []
 
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
-        """Returns what is needed to continue reading; empty where the loader is not read.
-
-        Raises PipelineError if the reader is not at this position, or JSON cannot hold the loader's own state.
-        """
+        """Returns what is needed to continue reading; empty where the loader is not read."""
         reader = self._training.reader
         return {} if reader is None else reader.state(epoch, batches)
 
@@ -152,7 +149,7 @@ class _OpenLoader:
         return self.reader
 
     def initial_state(self, loader: Any, epochs: EpochRange, replicas: int) -> dict[str, Any]:
-        """Returns replica 0's state, with which all replicas begin."""
+        """Replica 0's, with which all replicas begin."""
         seeded = self._shard(loader, 0, replicas).seeded
         return {"epoch": epochs.first, "order": self.order.snapshot(loader), "seeded": seeded}
 
@@ -168,7 +165,7 @@ class _OpenLoader:
             self._sharded = None
 
     def _shard(self, loader: Any, replica: int, replicas: int) -> ShardedLoader:
-        """Returns the same object for the same loader, whose workers may live on."""
+        """The same object for the same loader, whose workers may live on."""
         known = self._sharded
         if known is None or known.loader is not loader or known.replicas != replicas:
             if known is not None:

@@ -27,7 +27,6 @@ class Activity:
     Attributes:
         place: what is done outside of the program ("the training loop"); None while it runs.
         task: (kind, number); None while the rank waits or its caller runs.
-        durations: by kind of task.
     """
 
     def __init__(self) -> None:
@@ -39,7 +38,6 @@ class Activity:
         self._start_s = 0.0
 
     def begin(self, kind: str) -> None:
-        """Replaces a task that was not ended."""
         self._number += 1
         self._start_s = time.monotonic()
         self.task = (kind, self._number)

@@ -68,7 +68,7 @@ class Guard:
             time.sleep(_LOOK_S / 2)
 
     def end(self) -> None:
-        """Stops watching, and marks this rank as ended in order."""
+        """Marks this rank as ended in order."""
         atexit.unregister(self.end)
         if not self._stopped.is_set():
             self._stopped.set()
@@ -120,7 +120,6 @@ class Guard:
         return Verdict(0, where, verdict.cause.replace("this rank cannot", "the others cannot"), unresponsive=True)
 
     def _ranks_here(self) -> list[int]:
-        """Running ranks of this machine."""
         here = [rank for rank, status in self._detector.others.items() if status.process.is_local and not status.ended]
         return [self._rank, *(rank for rank in here if rank or not self._store_is_rank_0s)]
 

@@ -28,7 +28,7 @@ class Heartbeat:
     """Writes this rank's status and reads those of the others until `end`.
 
     Args:
-        store: a client that nobody else uses, with keys that no other run has.
+        store: a client that nobody else uses, with keys of this run only.
 
     Attributes:
         exchanges: successful ones so far.
@@ -76,7 +76,7 @@ class Heartbeat:
         self._exchanged.wait(max(0.0, end_s - time.monotonic()))
 
     def end(self) -> None:
-        """Marks this rank as ended in order, if the store answers in time."""
+        """Marks this rank as ended in order."""
         self._ending = True
         self._wake.set()
         self._thread.join(timeout=1.0)

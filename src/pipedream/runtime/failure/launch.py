@@ -98,7 +98,7 @@ def launch(
 
 
 def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool) -> int | _Failure:
-    """Returns the exit status if the workers succeeded or a signal ended them."""
+    """Returns the exit status after success or a signal."""
     with tempfile.TemporaryDirectory(prefix="pipedream-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -129,7 +129,7 @@ def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool)
 
 
 def _quiet_torch() -> None:
-    """Silences torch's own loggers: errors are printed here, once."""
+    """Errors are printed here, once."""
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -41,7 +41,6 @@ class Verdict:
 
     Attributes:
         where: what it did last.
-        cause, advice: as in WorkerError.
         unresponsive: if its process still exists, it may be killed.
         store_lost: the others cannot be informed.
     """
@@ -58,8 +57,7 @@ class FailureDetector:
     """Judges the other ranks, the store, and this rank's own main thread.
 
     Args:
-        stuck_after_s: how long a task may always take; 0 sets no limit.
-        store_owner: the process that serves the store.
+        stuck_after_s: how long a task may always take; 0: any time.
     """
 
     def __init__(self, rank: int, activity: Activity, *, stuck_after_s: float, store_owner: str) -> None:
@@ -89,7 +87,6 @@ class FailureDetector:
             self._statuses[rank] = status
 
     def check(self, now_s: float) -> Verdict | None:
-        """Called several times a second."""
         since_s = 0.0 if self._looked_at_s is None else min(now_s - self._looked_at_s, _MOST_COUNTED_S)
         self._looked_at_s = now_s
         return self._stuck(since_s) or self._silence() or self._store(since_s)

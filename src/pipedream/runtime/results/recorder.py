@@ -51,7 +51,6 @@ class Recorder:
         return self._watch.mark()
 
     def note(self, kind: str, stage: int, index: int, start: Moment) -> None:
-        """Records a span that ends now."""
         self._spans.append((self.phase, kind, stage, index, start, self._watch.mark()))
 
     def tag(self, tag: GradientVersions) -> None:

@@ -69,8 +69,8 @@ class Results:
 
     Args:
         owners: ranks of the last stage's replicas.
-        senders: other rank -> channel, at the last stage.
-        receivers: rank of the last stage -> channel.
+        senders: by rank, at the last stage.
+        receivers: by rank of the last stage.
     """
 
     def __init__(
@@ -96,7 +96,6 @@ class Results:
 
     @property
     def zeros(self) -> list[float]:
-        """Sums of a microbatch without samples."""
         return [0.0] * (2 + 2 * len(self._metrics))
 
     def add(self, key: int, message: Message, numbers: Sequence[float]) -> None:

@@ -43,9 +43,6 @@ class Scorer:
         An update's sum is divided by its weights only at the update. To keep the gradients before that no larger than
         those of the mean, which low precision can represent, the unit is a power of two near the minibatch's weight;
         dividing by it is exact. A recomputation (`again`) records nothing.
-
-        Raises:
-            WorkerError: the loss is not a number and `on_nan` is 'error'.
         """
         value, weight, is_sum = self._loss(output, targets, message.samples, message.share)
         loss = float(value.detach())
