@@ -230,7 +230,7 @@ class Session:
             microbatches.resume()
 
     def evaluate(self, loader: Iterable[Any], adapt: AdaptBatch, ema: bool = False) -> Done:
-        """Means over a loader, equal on every rank."""
+        """Returns the means over a loader, equal on every rank."""
         with self._evaluation_data(loader, adapt) as data:
             streams = [worker.evaluate(data.get(worker.rank), ema) for worker in self.workers]
             found = [event for event in self._run(streams) if isinstance(event, Done)]
@@ -295,7 +295,7 @@ class Session:
     # -- weights ------------------------------------------------------------------------------------
 
     def state_dict(self, ema: bool = False, predicted: bool = True) -> dict[str, torch.Tensor]:
-        """The whole model's under the user's names at rank 0; empty elsewhere."""
+        """Returns the whole model's, under the user's names, at rank 0; elsewhere an empty one."""
         with self._activity.at("collecting the weights"):
             state = parameters.named_state(self.model)
             own = {name: tensor for name, tensor in state.items() if name in self._names_here}
@@ -355,19 +355,19 @@ class Session:
         return {int(number): count for row in rows for number, count in row.items()}
 
     def sent_bytes(self) -> dict[int, int]:
-        """Rank -> payload bytes sent; every rank calls it."""
+        """Returns rank -> payload bytes; every rank calls it."""
         return self._gathered(
             {worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in self.workers}
         )
 
     def skipped_updates(self) -> tuple[int, ...]:
-        """For each stage; every rank calls it."""
+        """Returns each stage's number; every rank calls it."""
         states = [item for worker in self.workers for item in worker.stage_states.items()]
         skipped = self._gathered({stage: state.optimizer.skipped for stage, state in states})
         return tuple(skipped[stage] for stage in sorted(skipped))
 
     def rate(self) -> tuple[float, int]:
-        """Learning rate, before the stages' factors, and rounds of the input stage."""
+        """Returns the learning rate, before the stages' factors, and the input stage's rounds."""
         return self.lead.rate, self.lead.stage_states[min(self.lead.stage_states)].optimizer.rounds
 
     def status(self) -> dict[int, dict[str, float]]:

@@ -69,7 +69,7 @@ def summarise(
         predicted, measured: the same part of the run.
         sent_bytes: by rank, over the whole run.
         learning_rates: of each stage.
-        samples_per_s: of each epoch; their median is the throughput.
+        samples_per_s: of each epoch; their median is the throughput, or the timeline's if there are none.
     """
     before, after = _steady(predicted), _steady(measured)
     stages = []
@@ -141,7 +141,7 @@ def _steady(timeline: Timeline) -> metrics.Metrics:
 
 
 def software_versions() -> dict[str, str]:
-    """Of Python, platform and libraries."""
+    """Returns the versions of Python, platform and libraries."""
     installed = {name: version(name) for name in ("torch", "numpy")}
     return {
         "python": platform.python_version(),

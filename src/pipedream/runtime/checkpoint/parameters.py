@@ -18,12 +18,12 @@ __all__ = ["collect", "drop_foreign", "load", "materialise", "named_state", "sha
 
 
 def stage_names(graph: LayerGraph, first: int, last: int) -> list[str]:
-    """The parameters and buffers of layers first <= i < last, each once."""
+    """Returns the parameters and buffers of layers first <= i < last, each once."""
     return list(dict.fromkeys(name for layer in graph.layers[first:last] for name in layer.parameters))
 
 
 def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers, shared ones under each of their names."""
+    """Returns parameters and buffers, shared ones under each of their names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),

@@ -49,13 +49,13 @@ _NAME = re.compile(r"minibatch-(\d+)")
 
 
 def complete(folder: Path) -> list[Path]:
-    """A folder's complete checkpoints, the oldest first."""
+    """Returns a folder's complete checkpoints, the oldest first."""
     found = [path for path in folder.glob("minibatch-*") if _NAME.fullmatch(path.name) and (path / CONTENTS).is_file()]
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
 def newest(folder: str | os.PathLike[str]) -> Path | None:
-    """A folder's newest complete checkpoint, or the folder if it is one itself, or None."""
+    """Returns a folder's newest complete checkpoint, or the folder if it is one itself, or None."""
     path = Path(folder)
     if (path / CONTENTS).is_file():
         return path

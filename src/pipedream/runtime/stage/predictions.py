@@ -111,7 +111,7 @@ class WeightPredictions:
         return {f"{kind}/{n}": t for kind, row in self._added.items() for n, t in zip(names, row, strict=True)}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Missing ones, as in a checkpoint of another method, begin at 0."""
+        """Missing tensors, as in a checkpoint of another method, begin at 0."""
         for name, tensor in self.tensors().items():
             found = tensors.get(name)
             tensor.zero_() if found is None else tensor.copy_(found)

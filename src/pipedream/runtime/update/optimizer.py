@@ -77,7 +77,7 @@ class Gradients:
 
 
 class ReducedGradients(NamedTuple):
-    """An update's gradients summed over all replicas, in the order of the handles, not yet divided by the loss weight.
+    """An update's gradients summed over all replicas, in the order of the handles, not yet divided.
 
     `stop_request` is not 0 if a replica was asked to stop.
     """
@@ -228,7 +228,7 @@ class Optimizer:
 
     @property
     def norm_square(self) -> float:
-        """Without weights that are counted at another stage."""
+        """Square of the gradients' norm, without weights that another stage counts."""
         found = [h.grad for i, h in enumerate(self._handles) if h.grad is not None and i not in self.counted_elsewhere]
         # In double precision the squares of all finite float32 are finite. Waits for the device once.
         norms = torch._foreach_norm(found, 2, torch.float64) if found else ()
