@@ -52,11 +52,7 @@ class Captured:
 
 
 def capture_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
-    """Captures a model that is a chain.
-
-    Raises:
-        CaptureError: the model is not a chain; says where, and what to change.
-    """
+    """Captures a model that is a chain. Raises CaptureError with the place and what to change."""
     _check_arguments(model, sample)
     kind = type(model).__name__
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -104,8 +100,8 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> Captured:
 def tied_layers(layers: Sequence[nn.Module]) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
     """Returns the groups of layers that share a parameter or state, and those of them that share state.
 
-    To share means to use the same storage. State means running statistics, or a module with buffers that runs twice;
-    other shared buffers are constants (masks, tables) and tie nothing.
+    To share is to use the same storage. State means running statistics, or a module with buffers that runs twice; other
+    shared buffers are constants (masks, tables) and tie nothing.
     """
     users: dict[int, set[int]] = {}
     moving: dict[int, set[int]] = {}

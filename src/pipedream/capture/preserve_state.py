@@ -15,8 +15,7 @@ __all__ = ["preserve_state"]
 def preserve_state(modules: Iterable[nn.Module], devices: Iterable[int] = (), seed: int = 0) -> Iterator[None]:
     """A context in which the modules work on copies of their buffers, and after which they are as before.
 
-    Training flags, plain attributes, and the random generators of the CPU and of these CUDA devices, which `seed` seeds
-    within the context, are restored too.
+    Training flags, plain attributes, and random generators, which `seed` seeds within the context, are restored too.
     """
     devices = list(devices)
     every = {id(module): module for root in modules for module in root.modules()}

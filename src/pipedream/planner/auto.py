@@ -6,7 +6,7 @@ planning knows neither schedules nor a clock.
 Candidates are tried by increasing *bound*, seconds per minibatch that a candidate cannot beat, until the next bound is
 above the best simulated time. With f, b the forward and backward of a minibatch at a stage, u its update with the part
 of the all-reduce that the last backward cannot hide, r its replicas and m microbatches, the bound of a flushing method
-is the maximum of each stage's own work, and over stages s of
+is the maximum over stages s of its own work and update, and of
 
     sum over t < s of (f_t + b_t) / m  +  ceil(m / r_s) / m (f_s + b_s)  +  u_0
 
@@ -56,7 +56,7 @@ class Candidate:
         depth_mode: 'noam', 'full' or 'auto'; 'hand' if a count was given for each stage.
         shape: as requested.
         config: of the plan; '' if there is none.
-        bound_s: a lower bound of the seconds per minibatch.
+        bound_s: of the seconds per minibatch.
         period_s, bubble: simulated; None if the bound ruled the candidate out.
         peak_bytes: of the fullest worker.
         why: it was not simulated; '' if it was.
@@ -84,7 +84,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The plan of the best candidate, and all candidates: the simulated ones first, by increasing period."""
+    """The best plan, and all candidates: the simulated ones first, by increasing period."""
 
     plan: Plan
     candidates: tuple[Candidate, ...]
@@ -122,7 +122,6 @@ class _Alternatives:
     recompute: str
 
     def all(self) -> Iterator[tuple[Candidate, str | tuple[int, ...]]]:
-        """Yields each candidate with its depth."""
         splits = _splits(self.profile.batch) if self.microbatches is None else [self.microbatches]
         for name, method in self.methods.items():
             depths = [self.in_flight] if self.in_flight != "noam" or not method.uses_depth else ["noam", "auto"]

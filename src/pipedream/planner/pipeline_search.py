@@ -64,18 +64,16 @@ class PipelineSearch:
 
     @property
     def optimality(self) -> str:
-        """What may be claimed of the pipeline."""
         return "best found" if self.is_large or self.space.spare_bytes else "optimal"
 
     @property
     def order_note(self) -> str:
-        """'' if orders do not matter."""
         if self.space.cluster.is_flat:
             return ""
         return f" on consecutive workers{f' {self.order_kind}' if self.order_kind else ''}"
 
     def best_single_stage(self, counts: Iterable[int]) -> Plan | None:
-        """Returns the fastest plan of one stage; ties go to the first count."""
+        """Ties go to the first count."""
         best: tuple[float, int, WorkerLine, bool] | None = None
         end = len(self.space.profile.layers)
         forward_s, backward_s = self.space.passes_s(0, end)
@@ -98,7 +96,7 @@ class PipelineSearch:
         return replace(self.space.plan((), (count,), order=line.taken(count), recompute=(recompute,)), bound_s=seconds)
 
     def best_pipeline(self, all_workers: bool) -> Plan | None:
-        """Returns the best pipeline of at least two stages, or the best that bisection finds."""
+        """Of at least two stages; in large searches the best that bisection finds."""
         if self.is_large:
             tried = (Bisection(self.space, line, self.recompute, all_workers).best() for line in self.lines)
             found = [plan for plan in tried if plan is not None]
@@ -107,7 +105,7 @@ class PipelineSearch:
         return self._best(*self._states(all_workers), allow_single_stage=False)
 
     def best_straight(self) -> Plan | None:
-        """Returns the fastest straight pipeline of at least two stages; None also in large searches, to save time."""
+        """Of at least two stages; None also in large searches, to save time."""
         longest = min(len(self.space.positions) - 1, self.workers)
         return (
             self._best(straight_states(longest), None, allow_single_stage=False)

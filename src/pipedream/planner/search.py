@@ -111,7 +111,7 @@ def plan(
 
 
 def _sufficient_memory(space: SearchSpace, searches: Iterable[Callable[[SearchSpace], Plan]], need_bytes: int) -> str:
-    """A plan that would fit if the workers had a little more memory, in words; '' if a search finds none."""
+    """A plan that would fit with a little more memory, in words; '' if there is none."""
 
     def enlarged(memory_bytes: int | None) -> int | None:
         return None if memory_bytes is None else max(memory_bytes, need_bytes)
@@ -295,7 +295,7 @@ def _short(config: str) -> str:
 
 
 def _with_bound(plan: Plan, space: SearchSpace) -> Plan:
-    """The bound that the search proved, or `least_period_s` if the space is not complete."""
+    """The proven bound, or `least_period_s` if the space is not complete."""
     graph, cuts = space.profile.graph, len(space.positions) - 2
     period_s = plan.slowest_stage_s
     if space.is_complete:

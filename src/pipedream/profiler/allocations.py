@@ -45,7 +45,6 @@ class Allocations:
 
     @staticmethod
     def is_free() -> bool:
-        """Whether a watch can begin: no profiler of torch runs in this thread."""
         return not torch._C._autograd._profiler_enabled()
 
     def __enter__(self) -> Self:

@@ -93,13 +93,13 @@ def measure_device(device: str | torch.device = "cpu", *, seconds: float = 1.5) 
 
 
 def _many(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Tensors that together exceed the caches, because those of a layer are cold when the layer runs again."""
+    """Together they exceed the caches: a layer's tensors are cold when it runs again."""
     one = torch.ones(shape, dtype=dtype, device=device)
     return [one, *(one.clone() for _ in range(_COLD_BYTES // one.nbytes))]
 
 
 def _turns(tensors: list[torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
-    """Work on one tensor after another; each result is kept for one cycle, like activations."""
+    """Each result is kept for one cycle, like activations."""
     results: list[torch.Tensor | None] = [None] * len(tensors)
     turn = cycle(range(len(tensors)))
 

@@ -116,7 +116,7 @@ def estimate(
 def _laps_of_layers(
     layers: Sequence[nn.Module], passes: Passes, costs: OpCosts, sample: tuple[Any, ...]
 ) -> tuple[list[tuple[Lap, Lap]], tuple[Any, ...], list[int]]:
-    """Forward and backward laps of each layer, the last output, and the bytes that stand-ins do not show."""
+    """Forward and backward laps, the last output, and the bytes that stand-ins do not show."""
     known: dict[Any, tuple[Lap, Lap, Any]] = {}
     laps, hidden = [], []
     arguments = sample

@@ -1,8 +1,4 @@
-"""Measures a chain of layers: the Profile that the planner plans with.
-
-After PipeDream, SOSP 2019, section 3.1: a few minibatches on one worker give, for each layer, the seconds of forward
-and backward and the bytes of its output and of its weights.
-"""
+"""Measures a chain of layers: the Profile that the planner plans with (PipeDream, SOSP 2019, section 3.1)."""
 
 from __future__ import annotations
 
@@ -50,10 +46,10 @@ def measure(
     autocast: torch.dtype | None = None,
     seed: int = 0,
 ) -> Profile:
-    """Measures every layer of a chain on one minibatch.
+    """Measures every layer of a chain on one minibatch, leaving its state and the random generators unchanged.
 
-    The layers' state and the random generators are left unchanged. They run in training mode, unless some are in it
-    already: then each runs in its own mode. The times hold for torch's number of threads.
+    The layers run in training mode, unless some are in it already: then each runs in its own mode. The times hold for
+    torch's number of threads.
 
     Args:
         layers: in run order; all parameters are on `device`.
@@ -121,7 +117,7 @@ def measure(
 
 
 def _laps_of_layers(laps_s: list[list[float]]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
-    """For each layer, and then the loss if there is one, its forwards and its backwards in all runs."""
+    """Forwards and backwards of each layer, and then of the loss if there is one."""
     columns = list(zip(*laps_s, strict=True))
     return list(zip(columns[0::2], columns[1::2], strict=True))
 
@@ -174,7 +170,7 @@ def _fixed_seconds(
     warmup: int,
     runs: int,
 ) -> list[float]:
-    """Of each layer's forward and backward in turn; not of the loss, which takes the whole batch."""
+    """Not of the loss, which takes the whole batch."""
     watch = Stopwatch(device)  # its own, because a failed run leaves laps in it
     passes = Passes(layers, graph, None, watch, device, autocast)
 
@@ -238,7 +234,7 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def dtype_name(layers: Sequence[nn.Module], autocast: torch.dtype | None) -> str:
-    """Returns the dtype that the layers compute with: autocast's, or that of the first parameter."""
+    """Returns autocast's dtype, or that of the first parameter."""
     if autocast is not None:
         return str(autocast).removeprefix("torch.")
     floats = [p.dtype for layer in layers for p in layer.parameters() if p.is_floating_point()]

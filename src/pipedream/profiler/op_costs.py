@@ -1,7 +1,7 @@
 """Floating-point operations and bytes of each operation that torch dispatches, and its seconds on a device.
 
-Flops come from torch's formulas (``torch.utils.flop_counter``), with rules added for fused kernels. Bytes are those of
-the distinct tensors read and written; views cost nothing. Operations without a formula cost only their bytes.
+Flops come from torch's formulas (``torch.utils.flop_counter``) and rules for fused kernels, bytes from the distinct
+tensors read and written. Views cost nothing.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class OpCosts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def opaque_bytes(module: torch.nn.Module, arguments: Any) -> int:
-    """Returns the bytes of the workspaces that LSTMs keep, by a rule of thumb; 0 for a module without an LSTM.
+    """Returns the bytes of the workspaces that LSTMs keep, by a rule of thumb.
 
     16 numbers for each step, sample and unit of each layer and direction: 15.4 to 18.6 were measured on CPUs (oneDNN);
     cuDNN keeps less.

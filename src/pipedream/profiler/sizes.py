@@ -56,8 +56,8 @@ def measure_sizes(
 ) -> tuple[tuple[Sizes, ...], int]:
     """Returns each layer's sizes, and the bytes that autograd keeps from the loss.
 
-    A storage counts once, in the first layer that saves a tensor in it: the output of a ReLU counts there, and not in
-    the Linear that saves it as its input. Parameters and buffers do not count; copies of them that autocast makes do.
+    A storage counts once, in the first layer that saves a tensor in it: a ReLU's output counts there, not in the Linear
+    that saves it as its input. Parameters and buffers do not count; copies of them that autocast makes do.
     """
     held = {t.untyped_storage()._cdata for layer in layers for t in [*layer.parameters(), *layer.buffers()]}
     kept: dict[int, torch.UntypedStorage] = {}

@@ -1,4 +1,4 @@
-"""Times work on a device, with one code path for all devices."""
+"""Times work, with one code path for all devices."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ class Watch(Protocol):
 
 
 class Stopwatch:
-    """Takes laps: the time of the work between `start` and `stop`.
-
-    On CUDA it records events and reads them in `laps_s`, which synchronises with the device only once.
-    """
+    """Takes laps. On CUDA they are events, read in `laps_s`, so that timing synchronises with the device only once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

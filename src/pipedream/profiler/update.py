@@ -1,4 +1,4 @@
-"""Seconds and bytes of an optimizer step, measured on copies of the parameters."""
+"""Seconds and bytes of an optimizer step, on copies of the parameters."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def measure_update(
 
 
 def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, watch: Watch) -> UpdateCost:
-    """Adds up the costs of the parameters, each stepped alone; of those with the same shape and dtype only one is run.
+    """Adds up the costs of the parameters, each stepped alone; of equal shapes and dtypes only one is run.
 
     The factory gets all parameters, because an optimizer skips those without a gradient. Raises ProfileError.
     """

@@ -1,4 +1,4 @@
-"""Axes: round numbers for ticks, a unit for a length of time, numbers in few digits."""
+"""Axes: round ticks, units of time, short numbers."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class GalleryEntry:
 
     Attributes:
         shown: the timeline to draw.
-        run: the timeline for the metrics: one minibatch of a flushing schedule, a long run of any other.
+        run: for the metrics: one minibatch of a flushing schedule, a long run of any other.
         picture: link to the SVG file.
     """
 

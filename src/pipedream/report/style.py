@@ -1,6 +1,6 @@
 """Colours of pictures and pages, light and dark, for SVG, HTML and the terminal.
 
-Forwards are blue and backwards green, as in PipeDream's figures. Neighbouring microbatches alternate two shades.
+Forwards are blue and backwards green, as in PipeDream's figures.
 """
 
 from __future__ import annotations

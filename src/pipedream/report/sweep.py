@@ -174,7 +174,6 @@ def _line(points: Sequence[tuple[float, float, str]], number: int) -> list[str]:
 
 
 def _look(number: int) -> tuple[str, str]:
-    """Data parallelism comes first."""
     if number == 0:
         return "faint", ' stroke-dasharray="5 4"'
     return list(LINES)[(number - 1) % len(LINES)], ""

@@ -71,7 +71,6 @@ def slot(timeline: Timeline) -> float:
 
 
 def _rows(timeline: Timeline, slot_s: float, width: int | None) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The text before the bar, and the pieces after it with the names of their colours."""
     names = ["time", *(f"rank {rank}" for rank in range(timeline.workers))]
     heads = [f"{name:<{max(map(len, names))}} | " for name in names]
     work = timeline.work()
@@ -133,7 +132,6 @@ def _cells(ops: list[Span], begin: float, slot_s: float, slots: int) -> list[_Ce
 
 
 def _scale(slots: int, column: int, slot_s: float) -> str:
-    """Times at every fourth slot, or fewer if the columns are narrow."""
     every = _TICK_SLOTS
     while every * column < 10:
         every *= 2

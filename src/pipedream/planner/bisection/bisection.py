@@ -87,7 +87,6 @@ class Bisection:
         return low, high
 
     def _nearest(self, bound: PeriodNeeds) -> Plan | None:
-        """The fastest plan that a bisection above the bound finds."""
         needs = bound.needs
         low, excess, best = bound, _FIRST_EXCESS, None
         while best is None:

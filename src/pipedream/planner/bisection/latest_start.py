@@ -23,7 +23,7 @@ class PlacedStage:
 
     Attributes:
         first, last: indices of its places.
-        worker: its first worker, as a position on the line.
+        worker: position of its first worker.
         suffix: which of the pipelines kept from its end on follows it.
     """
 
@@ -67,7 +67,7 @@ def latest_start_pipeline(known: PeriodNeeds, all_workers: bool) -> list[PlacedS
 
 @dataclass(frozen=True, eq=False)
 class _StageCandidates:
-    """Some stages that may begin at a place, as arrays; those that begin last come first."""
+    """Some stages that may begin at a place; those that begin last come first."""
 
     place: int
     last: IntArray
@@ -102,7 +102,7 @@ class _StageCandidates:
         return cls(i, *(column[fine][order] for column in columns))
 
     def best(self, needs: StageNeeds, period: float) -> list[PlacedStage | None]:
-        """For each level, the stage that fits and begins last at a component's start."""
+        """For each level, the one that fits and begins last at a component's start."""
         best: list[PlacedStage | None] = [None] * len(needs.line.cluster.levels)
         for begin in range(0, len(self.last), _TRIED):
             fits = np.flatnonzero(self._fits(needs, slice(begin, begin + _TRIED), period)) + begin
@@ -158,7 +158,6 @@ def _counts(
 
 
 def _options(needs: StageNeeds, fronts: IntArray, counts: IntArray, exact: bool) -> list[IntArray]:
-    """The fewest, one more, and back to the start of a component."""
     if exact:
         return [np.where(fronts >= counts, fronts, 0)]
     options = [counts]

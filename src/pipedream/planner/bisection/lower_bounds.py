@@ -98,7 +98,6 @@ class RelaxedLine:
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
-        """The first and last count of each span."""
         cluster = self.line.cluster
         ends = {1, self.workers, *(2**k for k in range(self.workers.bit_length()))}
         for number in range(1, len(cluster.levels)):

@@ -44,7 +44,7 @@ def searched_downsets(lattice: Lattice, profile: Profile, cluster: Cluster) -> t
 
 
 def heuristic_downsets(lattice: Lattice, profile: Profile) -> list[int]:
-    """Returns the downsets of one good order of a graph that has too many downsets.
+    """Returns the downsets of one good order.
 
     Between the narrowest cuts, the layer with the least compute on the longest path to it comes first.
     """
@@ -63,7 +63,7 @@ def heuristic_downsets(lattice: Lattice, profile: Profile) -> list[int]:
 
 
 def narrowest_cuts(lattice: Lattice, costs_s: Sequence[float], output_bytes: Sequence[int], count: int) -> list[int]:
-    """Returns downsets, each contained in the next: the narrowest one for each of `count` shares of the compute."""
+    """Returns, each contained in the next, the narrowest downsets for each of `count` shares of the compute."""
     layers = len(lattice.graph.layers)
     own = bool_rows(lattice.groups, layers) @ costs_s
     before = bool_rows(lattice.past, layers) @ costs_s + own

@@ -66,7 +66,6 @@ class Lattice:
 
     @cached_property
     def reads(self) -> tuple[int, ...]:
-        """The layers outside of each group that it reads from."""
         found = [0] * len(self.groups)
         for source, target in self.graph.edges:
             found[self.owner[target]] |= 1 << source
@@ -138,8 +137,8 @@ class Lattice:
     def free(self, costs: Sequence[bool], output_bytes: Sequence[int]) -> set[int]:
         """Returns the groups that a plan may run as soon as possible without losing anything.
 
-        They cost nothing, and send no more than what only they read. (But what they keep for their backward may be in
-        another stage, which matters for memory.)
+        They cost nothing, and send no more than what only they read, so a cut after them carries no more bytes than one
+        before. (But what they keep for their backward may be in another stage, which matters for memory.)
 
         Args:
             costs: whether each layer takes time or holds parameters.

@@ -77,7 +77,7 @@ def ranked(
 def fits(space: SearchSpace, plan: Plan) -> bool:
     """Returns whether each stage fits the smallest of its workers.
 
-    As in a search: with the fewest possible messages (`SearchSpace.need_bytes`) and no depth added for an update delay.
+    With the fewest possible messages (`SearchSpace.need_bytes`) and no depth added for an update delay.
     """
     return _fits(space, plan, partial(_need, space))
 

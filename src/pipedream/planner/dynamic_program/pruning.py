@@ -2,7 +2,7 @@
 
 Given the period T of some plan, let R(a, b) be the fewest replicas with which the stage from place a to place b takes
 at most T, f(b) the fewest workers of a chain of such stages from the input to b, and g(b) of one from b to the output.
-A plan with a period of at most T has a cut at b only if f(b) + g(b) workers exist.
+A plan with a period of at most T has a cut at b only if f(b) + g(b) workers exist; memory only rules out more.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _least_replicas(space: SearchSpace, period_s: float, counts: Iterable[int], 
 
 
 def _thinned(space: SearchSpace, count: int) -> tuple[int, ...]:
-    """Of each group of places with about the same compute before them, the one that the fewest bytes cross."""
+    """The place that the fewest bytes cross, of each group with about the same compute before them."""
     places = np.array(space.positions)
     done_s = np.asarray((space.forward + space.backward)[places] / space.scale, dtype=float)
     shares = np.floor(done_s / max(done_s[-1], 1e-300) * count)

@@ -102,7 +102,7 @@ class DynamicProgram:
     recompute: str = "never"
 
     def best(self, note: str = "") -> Plan | None:
-        """Returns the best plan at the paper's depth; None if none fits."""
+        """At the paper's depth; None if none fits."""
         period = min(self.periods.values())
         if np.isinf(period):
             return None
@@ -188,7 +188,7 @@ class DynamicProgram:
 
     @cached_property
     def _updates(self) -> tuple[FloatArray, FloatArray]:
-        """Seconds without and with an update delay, which a single stage never has."""
+        """Without and with an update delay, which a single stage never has."""
         ends = self._places[:, None], self._places[None, :]
         without, delayed = (np.array(self.space.update_s(*ends, update_delay), dtype=float) for update_delay in (0, 1))
         delayed[0, -1] = without[0, -1]
@@ -276,7 +276,6 @@ class DynamicProgram:
         return np.where(self._allowed, -np.inf if memory is None else self._least(state) - (memory or 0), np.inf)
 
     def _followers(self, state: State) -> list[State]:
-        """Empty if the stage must be the last."""
         return self._by_workers.get(state[0] - state[1], [])
 
     @cached_property
@@ -291,7 +290,7 @@ class DynamicProgram:
         return self._bottlenecks(self._seconds)
 
     def _bottlenecks(self, cost: Callable[[State], FloatArray]) -> dict[State, FloatArray]:
-        """For each state and place, the smallest possible maximum of the costs of the stages from there on."""
+        """For each state and place, the smallest possible maximum of the costs from there on."""
         suffixes: dict[State, FloatArray] = {}
         best: dict[int, FloatArray] = {}
         for state in self.states:

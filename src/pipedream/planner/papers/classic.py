@@ -103,10 +103,7 @@ def classic(
 
 @dataclass(frozen=True)
 class _ClassicStage:
-    """Its first and last state, and its replicas in total.
-
-    `nest` is (first state, copies) of a pipeline that is replicated as a whole.
-    """
+    """`nest` is (first state, copies) of a pipeline that is replicated as a whole."""
 
     first: int
     last: int

@@ -117,7 +117,7 @@ def solve(states: CutStates, levels: tuple[Level, ...], *, straight: bool = Fals
 
 
 def alone_s(cost_s: Seconds, held_bytes: Seconds, components: int | IntArray, level: Level, below: int) -> Seconds:
-    """Returns alone(i, j, m) for numbers or arrays C_ij, w_ij, m, and W, in this order."""
+    """Returns alone(i, j, m), given C_ij, w_ij, m and `below` = W; numbers or arrays."""
     sync = (4 * (components - 1) * held_bytes) / (level.bandwidth_bytes_per_s * components) / below
     return (cost_s + sync) / components
 
@@ -143,7 +143,7 @@ def _last(found: LevelTable, j: int, before: IntArray) -> FloatArray:
 
 
 def _blocks(found: LevelTable) -> list[slice]:
-    """Blocks of rows. One ends early where the compute before its starts changes: uniform blocks have good bounds."""
+    """A block ends early where the compute before its starts changes: uniform blocks have good bounds."""
     first = found.cost[found.starts, -1]
     blocks, begin, rows = [], 0, len(first)
     for row in range(1, rows + 1):

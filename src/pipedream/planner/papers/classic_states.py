@@ -75,10 +75,7 @@ class CutStates:
 
 
 class _Cuts:
-    """The antichains of a graph.
-
-    Node sets are the bits of an int, but a state is a tuple: the order of its nodes decides the order of the states.
-    """
+    """The antichains of a graph. A state is a tuple, because the order of its nodes decides the order of the states."""
 
     def __init__(self, nodes: list[int], edges: list[tuple[int, int]]) -> None:
         self._nodes = nodes
@@ -170,7 +167,7 @@ def _reduced(graph: GraphText) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def _depth_first(followers: list[list[int]]) -> list[int]:
-    """The reverse of the order in which a depth-first walk from state 0 leaves the states, as in the original."""
+    """The reverse of the order in which a depth-first walk leaves the states, as in the original."""
     left: list[int] = []
     seen = {0}
     stack = [(0, iter(followers[0]))]

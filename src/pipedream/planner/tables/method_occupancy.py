@@ -42,10 +42,9 @@ class OccupancyRule:
     microbatches: int
 
     def of_stage(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:
-        """Returns the least that a stage can hold while its neighbors are not known.
+        """Returns the least that a stage can hold while its neighbors are not known: what the input stage of two holds.
 
-        This is what the input stage of a plan of two stages holds. If the versions depend on the whole plan, there are
-        two, the least for any stage but the last.
+        If the versions depend on the whole plan, there are two, the least for any stage but the last.
         """
         if self.method is None:
             return StageOccupancy(in_flight, self.versions(in_flight, update_delay))

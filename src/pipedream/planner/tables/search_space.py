@@ -190,7 +190,6 @@ class SearchSpace:
         return share
 
     def passes_s(self, first: Place, last: Place) -> tuple[Seconds, Seconds]:
-        """Returns the seconds of forward and backward on one worker."""
         forward = (self.forward[last] - self.forward[first]) / self.scale
         backward = (self.backward[last] - self.backward[first]) / self.scale
         return forward, backward
@@ -200,7 +199,7 @@ class SearchSpace:
         return seconds
 
     def bytes_of(self, first: Place, last: Place) -> tuple[Bytes, Bytes, Bytes]:
-        """Returns a stage's bytes: parameters, received, sent on."""
+        """Parameters, received, sent on."""
         end = len(self.profile.layers)
         return (
             self.parameters[last] - self.parameters[first],
@@ -209,7 +208,7 @@ class SearchSpace:
         )
 
     def site(self, replicas: int) -> Site:
-        """Returns the site of a stage that has neighbours, if all links were like the slowest."""
+        """Of a stage that has neighbours, if all links were like the slowest."""
         cluster = self.cluster
         flat = Cluster.flat(replicas + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s, cluster.memory_bytes)
         return Site.of(flat, range(1, replicas + 1), 0, replicas + 1)
@@ -223,10 +222,7 @@ class SearchSpace:
         recompute: bool = False,
         replicas: int = 1,
     ) -> Bytes:
-        """Returns a lower bound of the peak bytes of a worker that admits `in_flight` microbatches.
-
-        A search does not know its neighbours, so it counts the fewest messages.
-        """
+        """Returns a lower bound of the peak bytes of a worker, with the fewest messages: its neighbours are not known."""
         held = self.stage_occupancy(in_flight, update_delay, replicas)
         before = self.stage_occupancy(in_flight + 1, update_delay, replicas)  # at the paper's depth it admits one more
         peers = Peers(waiting=before.in_flight + 1, sums=replicas > 1)
@@ -248,7 +244,7 @@ class SearchSpace:
         return stage_memory(self.sizes(first, last), peers=peers, **how)
 
     def sizes(self, first: Place, last: Place) -> StageSizes:
-        """Returns what a stage needs for the largest microbatch."""
+        """Of the largest microbatch."""
         part = partial(part_bytes, parts=self.microbatches, samples=self.profile.batch)
         _, received, sent = self.bytes_of(first, last)
         return StageSizes(
@@ -287,7 +283,6 @@ class SearchSpace:
         return OccupancyRule(self.versions, self.occupancy, self.microbatches)
 
     def stage(self, first: int, last: int, replicas: int = 1, recompute: bool = False, update_delay: int = 0) -> Stage:
-        """Returns the stage without its peak memory, which depends on the whole plan."""
         key = first, last
         if key not in self._stages:
             self._stages[key] = self._stage(first, last)
@@ -375,7 +370,7 @@ class SearchSpace:
         return deep
 
     def with_bytes(self, plan: Plan) -> Plan:
-        """Returns the plan with its peak bytes and the seconds of its weight copies."""
+        """Adds peak bytes and the seconds of weight copies."""
         occupancies = self._rule.of_plan(plan)
         peers = peers_of(plan.replicas, [held.in_flight for held in occupancies])
         stages = []
@@ -390,7 +385,6 @@ class SearchSpace:
         return replace(plan, stages=tuple(stages))
 
     def ends(self, plan: Plan) -> list[tuple[int, int]]:
-        """Returns the first and the last place of each stage."""
         known = {found: place for place, found in enumerate(self.downsets)}
         numbers = {layer.name: i for i, layer in enumerate(self.profile.graph.layers)}
         stages = (sum(1 << numbers[name] for name in stage.names) for stage in plan.stages)
@@ -408,7 +402,6 @@ class SearchSpace:
         return held
 
     def memory_bytes(self, plan: Plan, s: int) -> int | None:
-        """Returns that of the smallest worker of a stage."""
         return plan.sites[s].memory_bytes
 
 

@@ -32,7 +32,7 @@ class RangeMaximum:
     """The maximum of any run of a row of numbers, in two look-ups (a sparse table).
 
     Attributes:
-        levels: levels[k][i] is the maximum of the 2**k numbers from i on, or of as many as exist.
+        levels: levels[k][i] is the maximum of the (at most) 2**k numbers from i on.
     """
 
     levels: IntArray
@@ -121,17 +121,16 @@ class StagePeaks:
         )
 
     def activation_bytes(self, first: Place, last: Place) -> Bytes:
-        """Returns what a stage keeps of a minibatch."""
         return self.kept[last] - self.kept[first] + self.arriving[first] + self.leaving[last]
 
     def working_bytes(self, first: Place, last: Place) -> Bytes:
-        """Returns what a pass needs in addition."""
+        """Of a pass, in addition to what is kept."""
         run = np.maximum(self.working.over(*self._run(first, last)) - self.kept[last], 0)
         part = self.alone.over(self.lowest[first], self.highest[last])
         return np.where(self._is_run(first, last), run, part)
 
     def relief_bytes(self, first: Place, last: Place) -> Bytes:
-        """Returns how much less a backward needs, see `StageSizes`."""
+        """See `StageSizes`."""
         peak = self.kept[last] + self.working_bytes(first, last)
         run = peak - self.growing.over(*self._run(first, last)) - self.parameters[first]
         return np.where(self._is_run(first, last), np.maximum(run, 0), 0)

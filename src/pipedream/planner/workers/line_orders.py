@@ -1,7 +1,6 @@
 """Orders of the workers of a mixed cluster along a pipeline, up to symmetry.
 
-At every level of the network, the order of the components within theirs changes. Of orders that differ only by swapping
-components that are alike, one is returned.
+Components of the network stay together. Of orders that differ only by swapping like components, one is returned.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class LineOrders:
 
     Attributes:
         orders: the cluster's own comes first.
-        kind: in words; '' if there is only one order, up to symmetry.
+        kind: in words; '' if there is only one order.
     """
 
     orders: tuple[tuple[int, ...], ...]
@@ -48,7 +47,7 @@ class LineOrders:
 
 @dataclass(frozen=True)
 class _Node:
-    """A component, with its parts, or a single worker. Components of equal likeness differ at most in their order."""
+    """A component, with its parts, or a worker. Components of equal likeness differ at most in their order."""
 
     likeness: int
     worker: int = 0
@@ -67,7 +66,7 @@ class _Node:
         return factorial(len(alike)) * prod(inside.values())
 
     def orders(self, *, apart: bool) -> Iterator[tuple[int, ...]]:
-        """Yields the orders of its workers, its own first; with `apart`, also those that separate like parts."""
+        """Its own first; with `apart`, also those that separate like parts."""
         if not self.parts:
             yield (self.worker,)
             return

@@ -1,7 +1,7 @@
 """The workers in a line, and the site of each run of them: what a search over any cluster chooses among.
 
-Workers of a component of the network are adjacent. The line is assumed to have further workers before and after it; a
-stage at the input or the output exchanges nothing with them.
+Workers of a component are adjacent. The line is assumed to have further workers before and after it; a stage at the
+input or the output exchanges nothing with them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["SiteArrays", "WorkerLine"]
 class SiteArrays:
     """Many sites: the fields of `core.plan.site.Site` as arrays.
 
-    The ports have one row at level 0, where all ports of a site are equal, and three at each other level: those of the
-    component where the site begins, of the one where it ends, and of the largest between them.
+    The ports have one row at level 0, where all are equal, and three at each other level: of the component where the
+    site begins, of the one where it ends, and of the largest between them.
     """
 
     replicas: IntArray
@@ -68,11 +68,11 @@ class WorkerLine:
         return () if self.cluster.is_flat or order == tuple(range(workers)) else order
 
     def site(self, first: int, replicas: int) -> Site:
-        """Returns the site of a stage on `replicas` workers, from position `first` of the line."""
+        """Returns the site of a stage from position `first` of the line."""
         return self.site_list(np.array([first]), np.array([replicas]))[0]
 
     def site_list(self, first: IntArray, replicas: IntArray) -> list[Site]:
-        """Returns each site as `Site.of` returns it for a stage between neighbours on the line."""
+        """As `Site.of` returns them for stages between neighbours on the line."""
         found = self.site_arrays(first, replicas)
         known: dict[tuple[float, ...], Site] = {}
         sites = []
@@ -135,7 +135,6 @@ class WorkerLine:
         )
 
     def start(self, level: int, position: IntArray) -> IntArray:
-        """Returns where the component that contains each position begins."""
         runs = self._runs[level]
         return runs.starts[runs.of[position]]
 
@@ -164,8 +163,6 @@ class WorkerLine:
 
 @dataclass(frozen=True, eq=False)
 class _ComponentRuns:
-    """The components of a level along the line."""
-
     of: IntArray
     starts: IntArray
     ends: IntArray
