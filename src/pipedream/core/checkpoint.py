@@ -63,7 +63,7 @@ class SavedStage:
         updates, scheduled: steps of the optimizer and the learning-rate scheduler.
         norm_square: of the gradients' newest known global norm.
         skipped: updates with gradients that were not finite.
-        loss_scale: factor on the loss, and good updates in a row since it changed.
+        loss_scale: factor, and good updates in a row since it changed.
         rounds_before: updates of the input stage under earlier plans and phases.
     """
 
@@ -121,8 +121,8 @@ class RunRequest:
     """What a run was asked to do.
 
     Attributes:
-        phases: as text (`core.schedule.phase`); empty if the method does not change.
-        phases_compensation: for the phases that name none themselves; None if none was asked for.
+        phases: as text (`core.schedule.phase`), or ''.
+        phases_compensation: for the phases that name none themselves.
     """
 
     seed: int

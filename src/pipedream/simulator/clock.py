@@ -81,7 +81,7 @@ class _Rank:
     """A rank: its time, and the instruction it is at.
 
     Attributes:
-        instructions: the text with wires instead of channels, and with each op's seconds.
+        instructions: the text with wires instead of channels, and with seconds.
         missing: ops not yet done; `before` is the number one turn ago.
         brought: stage -> newest update for which it has its gradients ready.
         coupled: newest update for which it has waited for all ranks.

@@ -1,8 +1,7 @@
 """A rank's instructions as the clock reads them: flat tuples, made once, whose indices advance by a stride each turn.
 
-An instruction is executed a million times, so nothing is looked up by name. A rank has all its gradients of a sum
-(GIVE, after the last backward before it); an update waits for those of all ranks (COUPLE, before it); an op that does
-not compute takes no time (FREE). The text ends with TURN or STOP.
+They are executed a million times, so nothing is looked up by name. GIVE follows the last backward before a sum, COUPLE
+precedes an update that waits for all ranks, FREE is an op that does not compute. The text ends with TURN or STOP.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class CompiledRank:
     """The instructions of one rank: warm-up, then the period from `loop` on, repeated.
 
     Attributes:
-        ops: in the run; when all are done, only the sends after the last one are left.
+        ops: in the run; after them only sends are left.
     """
 
     instructions: tuple[CompiledInstruction, ...]

@@ -148,13 +148,13 @@ def bucket_costs(
 
 
 def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap: bool = True) -> Costs:
-    """Returns the costs of a plan's stages on the cluster that it was planned for.
+    """Returns the costs of a plan's stages on its cluster.
 
     Args:
         split: m, microbatches of a minibatch. Divides a plan in minibatches, except for updates, sums and the fixed
             part of passes (`Stage.split_s`).
-        weight_s: seconds of a stage's weight gradient, in the plan's unit; by default half of the backward.
-        overlap: sums over replicas begin inside the backward, as in the runtime; otherwise right before their update.
+        weight_s: of a stage's weight gradient, in the plan's unit; by default half of the backward.
+        overlap: sums begin inside the backward, as in the runtime; otherwise right before their update.
 
     Raises:
         ValueError: a split below 1, or a weight gradient longer than its backward.

@@ -11,7 +11,7 @@ class _Remote:
     """A stage whose forwards run on a rank where its weights do not live.
 
     Held are the posted receive of the weights; the weights, if they are there; inputs, from their forward to the next
-    fetch, because they wait for the backward at home.
+    fetch, because they wait at home.
     """
 
     def __init__(self, program: Program, stage: int, total: int) -> None:

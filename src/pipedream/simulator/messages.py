@@ -27,9 +27,9 @@ class _Row:
     """A queue of flows through the same ports, one at a time.
 
     Attributes:
-        number: the order of rows whose flows may begin at the same time.
-        coming: when each flow may begin, its bytes, and what it is (the index of a message; for the last bucket of a
-            sum, the function to call); if `is_busy`, the first is in transit.
+        number: the order of rows whose flows may begin together.
+        coming: when each flow may begin, its bytes, and a message's index (for the last bucket of a sum, the function
+            to call); if `is_busy`, the first is in transit.
     """
 
     number: int
@@ -104,12 +104,7 @@ class Messages:
             wire.posted.append(now)
 
     def sum_up(self, stage: int, parts: Sequence[tuple[float, float, float]], done: Callable[[float], None]) -> None:
-        """Sums up over a stage's replicas.
-
-        Args:
-            parts: when each may begin, its bytes, and its seconds on idle ports.
-            done: called with the time of the end.
-        """
+        """Sums up over a stage's replicas; `parts` as in `Costs.sum_parts`; calls `done` with the time of the end."""
         ring = self._rings[stage]
         if not ring.ports:
             over_s = 0.0

@@ -34,7 +34,7 @@ class Flow:
 
     Attributes:
         left_bytes: left at `since_s`; since then they flow at `bytes_per_s`.
-        version: counts the changes of the rate, so that ends predicted earlier are known to be wrong.
+        version: counts the changes of the rate, which make earlier predictions wrong.
     """
 
     __slots__ = ("bytes_per_s", "left_bytes", "ports", "since_s", "version", "what")

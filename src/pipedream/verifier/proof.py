@@ -157,8 +157,8 @@ def _check_reach(program: Program, total: int) -> None:
 def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
     """Returns the most microbatches in flight and versions alive, for a rank and then for each of its stages.
 
-    A version lives from its update to its last reader (`WeightRule.held_until`), and at least until the next update,
-    which reuses its storage if nothing reads it any more. A kept prediction is a set of weights of its own.
+    A version lives to its last reader (`WeightRule.held_until`), and at least until the next update, which may reuse
+    its storage. A kept prediction is a set of its own.
     """
     program = run.program
     stage_replicas = program.placement.stage_replicas(rank)

@@ -30,7 +30,7 @@ class Unrolled:
     """One finite run of a program, indexed.
 
     Attributes:
-        sent, received: position of each message at its sender and at its receiver.
+        sent, received: position of each message at its two ends.
         synced: (rank, stage, update) -> position at which the rank joins the sum.
     """
 

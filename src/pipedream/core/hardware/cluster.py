@@ -58,7 +58,7 @@ class Level:
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Bandwidth of a message, which leaves one port and enters another."""
+        """Of a message, which leaves one port and enters another."""
         return min(self.bandwidth_bytes_per_s, self.receive_bytes_per_s or self.bandwidth_bytes_per_s)
 
 
@@ -69,7 +69,7 @@ class Workers:
     Attributes:
         device: in words.
         speed: relative to the profile's device.
-        memory_bytes: of each; None: unlimited.
+        memory_bytes: None: unlimited.
     """
 
     count: int
@@ -152,7 +152,7 @@ class Cluster(Artifact):
         return self.starts(0)[-1]
 
     def starts(self, level: int) -> tuple[int, ...]:
-        """Returns the first worker of each component that a level joins, then the number of workers."""
+        """Returns the first worker of each component of a level, then the number of workers."""
         return self._starts[level]
 
     @cached_property

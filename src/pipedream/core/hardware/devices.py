@@ -80,7 +80,7 @@ class Device(Artifact):
     def op_s(
         self, flops: float, moved_bytes: float, dtype: str = "float32", *, launches: int = 1, draws: int = 0
     ) -> float:
-        """Returns the seconds of an operation, or the total of several identical ones.
+        """Returns the seconds of an operation, or of several identical ones.
 
         Args:
             flops: a multiply-add counts as two.
@@ -93,7 +93,7 @@ class Device(Artifact):
         return launches * self.launch_s + draws * self.draw_s + busy_s
 
     def speed_against(self, other: Device, dtype: str = "float32", work: Work = ((1.0, 0.0),)) -> float:
-        """Returns how many times faster than another device it computes; by default only matrix products."""
+        """Returns how many times faster than another device it is, by default in matrix products."""
         mine, others = (sum(one.op_s(*part, dtype, launches=0) for part in work) for one in (self, other))
         return others / mine
 
@@ -161,10 +161,7 @@ def device_named(name: str) -> Device:
 
 
 def workers_of(text: str, other: Device, dtype: str = "float32", work: Work = ((1.0, 0.0),)) -> tuple[Workers, ...]:
-    """Returns the workers of a text such as ``4xV100,2xRTX-4090``, in this order.
-
-    Args:
-        other: the profile's device, to which the speeds are relative.
+    """Returns the workers of a text such as ``4xV100,2xRTX-4090``, with speeds relative to `other`.
 
     Raises:
         ProfileError: an unknown device, or a malformed count.

@@ -24,7 +24,7 @@ _FASTER = 1.25
 """Smaller differences are noise."""
 
 _HALF_DUPLEX = 0.7
-"""Share of its bandwidth that a direction keeps while the other is used too; 0.5 on a shared link."""
+"""Share of its bandwidth that a direction keeps while the other is used; 0.5 on a shared link."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,8 @@ class Survey(Artifact):
             if width == 1:
                 return Level(1, 1e30)
             raise PlanError(f"no link of level {number} was measured; probe again with more time")
-        # The planner's ports are full duplex; otherwise each direction gets the bandwidth that is left. A faster
-        # direction may be slowed down only because its acknowledgements queue with what the slower one sends, so both
-        # directions of a pair must have lost bandwidth.
+        # The planner's ports are full duplex; otherwise each direction gets the bandwidth that is left. Both directions
+        # of a pair must have lost some: in one, acknowledgements may only have queued with what the other sends.
         kept: dict[frozenset[int], float] = {}
         for link in links:
             pair = frozenset((link.sender, link.receiver))
@@ -133,7 +132,7 @@ class Survey(Artifact):
             for sends in (True, False)
         )
         send, receive = rate, rate
-        # If both exceed what one message reaches, neither port limits it.
+        # If both do, neither port limits a message.
         if out > _FASTER * rate >= into:
             send = out
         elif into > _FASTER * rate >= out:
@@ -233,7 +232,7 @@ def slope(sizes_bytes: Sequence[float], seconds: Sequence[Sequence[float]]) -> f
 
 
 def _alike(values: Sequence[tuple[str, float]], tolerance: float) -> list[int]:
-    """The group of each value: that of the first with the same word and about the same number."""
+    """The group of each value: the same word, and about the same number."""
     groups: list[tuple[str, float]] = []
     found = []
     for word, number in values:

@@ -72,7 +72,7 @@ class LayerGraph(Artifact):
     def cuts(self) -> tuple[int, ...]:
         """Returns the cuts that the runtime supports; i is the cut between layers i - 1 and i.
 
-        All edges across it start at layer i - 1 (only one value crosses), and no tied group has members on both sides.
+        Only the output of layer i - 1 crosses it, and no tied group has members on both sides.
         """
         return tuple(
             i

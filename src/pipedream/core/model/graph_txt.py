@@ -131,7 +131,7 @@ class GraphText:
     def parse(cls, text: str, source: str = "the text") -> Self:
         """Reads the text of a graph.txt.
 
-        Among several nodes, one without any edge is a sign of a truncated file, except for an input.
+        A node without any edge is a sign of a truncated file, except for an input.
 
         Raises:
             ArtifactError: a malformed line or number, a cycle, or an edge to a node that no earlier line defines.
@@ -197,7 +197,7 @@ class GraphText:
     def profile(self, model: str = "graph.txt") -> Profile:
         """Returns a Profile with the nodes in an order in which they can run and without the inputs.
 
-        Bytes are rounded. The format does not record what autograd keeps, here the output, nor the batch, here 1.
+        Bytes are rounded; activations are set to the output, which the format lacks, and the batch to 1.
 
         Raises:
             ArtifactError: it has only inputs.

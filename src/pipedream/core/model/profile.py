@@ -1,7 +1,6 @@
 """The Profile: seconds and bytes of every layer, and where and how they were measured.
 
-After PipeDream, SOSP 2019, section 3.1: each layer's forward and backward times and its bytes of output and parameters.
-Added: the spread of each time, what autograd keeps, the time of the update, batch, dtype, device and versions.
+After PipeDream, SOSP 2019, section 3.1, with the spread of each time, what autograd keeps, and the time of the update.
 """
 
 from __future__ import annotations

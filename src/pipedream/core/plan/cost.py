@@ -111,11 +111,10 @@ def visible_sum_s(
     *,
     how: str = "ring",
 ) -> Numbers:
-    """Returns the seconds of a sum that its last backward does not hide.
+    """Returns the seconds of a sum that its last backward does not hide: max_k (T_k - (1 - q_k) D).
 
-    Gradients become ready evenly over the backward, counted in bytes; buckets follow each other. With q_k the share of
-    the bytes in buckets up to k, T_k the seconds of bucket k and all later ones, and D those of the backward:
-    max_k (T_k - (1 - q_k) D).
+    Gradients become ready evenly over the backward, counted in bytes. q_k is the share of the bytes in buckets up to k,
+    T_k the seconds of bucket k and all later ones, D those of the backward.
     """
     tails = sum_buckets(size_bytes, workers, bandwidth_bytes_per_s, latency_s, how=how)
     visible: Numbers = 0.0

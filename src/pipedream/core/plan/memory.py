@@ -64,7 +64,7 @@ class Peers:
 def peers_of(replicas: Sequence[int], in_flight: Sequence[int]) -> tuple[Peers, ...]:
     """Returns the peers of one replica of each stage.
 
-    A replica with n in flight may have n + 1 unread gradients: before a forward it has ended all other backwards.
+    With n in flight there may be n + 1 unread gradients: before a forward all other backwards have ended.
     """
     found = []
     for s, count in enumerate(replicas):
@@ -105,10 +105,9 @@ class StageMemory:
     """Bytes of one replica of a stage at one moment, by kind.
 
     Attributes:
-        stash_bytes: of older versions.
         optimizer_bytes: includes what compensations keep.
         activation_bytes: with recomputation inputs, and one microbatch's activations.
-        message_bytes: of receives posted ahead and of messages that may still have to leave.
+        message_bytes: of posted receives, and of messages that may still have to leave.
     """
 
     weight_bytes: int = 0
@@ -194,7 +193,7 @@ def stage_bytes(sizes: StageSizes, **how: Any) -> Any:
 def part_bytes(whole_bytes: Numbers, parts: int, samples: int = 1) -> Numbers:
     """Returns the bytes of the largest of `parts` parts of a minibatch: ceil(samples / parts) samples.
 
-    With fewer samples than parts (a plan without a model) the parts are equal.
+    With fewer samples than parts they are equal.
     """
     largest, all_ = (-(-samples // parts), samples) if samples >= parts else (1, parts)
     return -(-whole_bytes * largest // all_)

@@ -110,7 +110,7 @@ class Plan(Artifact):
     ) -> Plan:
         """Returns a plan of equal stages, in seconds per microbatch, for studies and pictures.
 
-        A message takes ``transfer_s`` each way (one byte over a link of 1 / transfer_s bytes per second).
+        A message takes ``transfer_s`` each way.
         """
         counts = replicas or (1,) * stages
         cluster = Cluster.flat(len(set(order)) or sum(counts), 1 / transfer_s if transfer_s else 1e30)
@@ -186,10 +186,7 @@ class Plan(Artifact):
 
     @property
     def round_trips_s(self) -> tuple[float, ...]:
-        """Seconds, for each boundary, of sending an activation and its gradient, including queues at ports.
-
-        A worker receives from both sides through one port; all replicas in a machine or a rack share its port.
-        """
+        """Seconds, for each boundary, of sending an activation and its gradient, including queues at ports."""
         counts, transfers_s, cluster = self.replicas, self.transfers_s, self.cluster
         inside = [
             [max(Counter(cluster.component(level, w) for w in self.workers_of(s)).values()) for s in range(len(counts))]
@@ -301,7 +298,7 @@ class Plan(Artifact):
     def method(self, schedule: str | None = None, microbatches: int | None = None) -> tuple[str, int | None]:
         """Returns the method and its microbatches: as given, else the plan's, else PipeDream.
 
-        The plan's microbatches are for its own method only; None leaves the number to the method.
+        The plan's microbatches are for its own method only.
         """
         if self.schedule and schedule in (None, self.schedule):
             return self.schedule, microbatches or self.microbatches

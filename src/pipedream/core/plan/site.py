@@ -140,8 +140,7 @@ def ports_s(
     """Returns the seconds per minibatch of each port in use, by (level, component), over all stages of a plan.
 
     Minibatch k goes from replica k mod r of a stage to replica k mod r' of the next, so that each pair of replicas with
-    the same remainder by gcd(r, r') exchanges one in lcm(r, r') minibatches: an activation, and a gradient as large
-    back. `taken` has the workers of each stage, in the order of its replicas.
+    the same remainder by gcd(r, r') exchanges one in lcm(r, r') minibatches. `taken` has each stage's workers.
     """
     found: defaultdict[tuple[int, int], float] = defaultdict(float)
     edges = (0.0, *output_bytes[: len(taken) - 1], 0.0)

@@ -1,8 +1,7 @@
 """What a stage holds under a method: microbatches in flight, and versions of its weights.
 
-Read from the schedule's order and weight rule, so that a new method needs no formula. At the paper's depth, for a
-straight pipeline of p stages and m microbatches: 1F1B holds min(p - s, m) in flight, GPipe m, the naive order 1;
-PipeDream p - s versions, vertical sync p, 2BW 2, a flush 1.
+At the paper's depth, for a straight pipeline of p stages and m microbatches: 1F1B holds min(p - s, m) in flight, GPipe
+m, the naive order 1; PipeDream p - s versions, vertical sync p, 2BW 2, a flush 1.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class StageOccupancy:
     """The most that a replica of a stage holds.
 
     Attributes:
-        in_flight: microbatches between their forward and the end of their backward.
+        in_flight: microbatches from their forward to the end of their backward.
         versions: sets of weights alive at once, and buffers of the same size.
         deferred: microbatches that wait for their weight gradient alone.
     """
@@ -46,8 +45,7 @@ def occupancy(schedule: Schedule) -> tuple[StageOccupancy, ...]:
 def _in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
     """Returns the most in flight, and the most that wait for their weight gradients.
 
-    Follows the first replica, which has the most microbatches, until the first forward after the warm-up; later nothing
-    new happens.
+    Follows the first replica, which has the most, until the first forward after the warm-up; later nothing new happens.
     """
     if schedule.placement.is_remote(stage):
         return schedule.microbatches, 0  # all inputs wait at home

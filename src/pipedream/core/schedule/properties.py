@@ -13,7 +13,6 @@ class MethodProperties:
 
     Attributes:
         flushes: an update waits until nothing is in flight.
-        splits_backward: input gradient and weight gradient are separate ops.
         reads_stored_weights: forward and backward of a microbatch read the same version, one that the stage has had.
             Not every model and optimizer tolerates anything else.
         uses_depth, delays_updates: the plan's in-flight counts and update delay make a difference.

@@ -82,7 +82,7 @@ class Rules:
         """Returns the ops that must be done before an op.
 
         A pass needs what it reads, and the update that made its version. An update needs the gradients of all its
-        members, over all replicas, and the update before it.
+        members, and the update before it.
         """
         kind, stage, index, replica = op
         if kind is Kind.UPDATE:

@@ -1,7 +1,7 @@
 """The Timeline: what ran when, simulated or measured, in seconds from the start of the run.
 
-A rank works in spans of kind ``F``, ``B``, ``I``, ``W`` and ``U``, and waits for a message or a sum in ``wait``;
-``send`` is a message on its way, drawn at its sender.
+A rank works in spans ``F``, ``B``, ``I``, ``W`` and ``U``, and waits in ``wait``; ``send`` is a message on its way, at
+its sender.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ class Span(NamedTuple):
 
 
 class GradientVersions(NamedTuple):
-    """The versions at which a gradient was taken, and the version that it updates.
-
-    Attributes:
-        applied_to: that its update started from; update ``applied_to + 1`` holds it.
-    """
+    """The versions at which a gradient was taken, and the one that its update started from."""
 
     stage: int
     microbatch: int

@@ -75,12 +75,12 @@ class WeightRule(ABC):
     def readable(
         self, stage: int, microbatch: int, newest: int, *, step: int = 1, total: int | None = None
     ) -> frozenset[int]:
-        """Returns the versions up to `newest` that the coming forwards of one replica read.
+        """Returns the versions up to `newest` that the coming forwards of a replica read.
 
         Args:
             microbatch: of the next forward.
             step: the stage's number of replicas.
-            total: microbatches in the run; None while unknown.
+            total: in the run; None while unknown.
         """
         coming = count(microbatch, step) if total is None else range(microbatch, total, step)
         versions = (self.forward_version(stage, k) for k in coming)
@@ -355,12 +355,10 @@ class Latest(WeightRule):
 class NewerBackward(WeightRule):
     """Several versions, and a backward that reads the newest; for the order nF1B.
 
-    A forward is W_s r_s microbatches ahead of the backward next to it in the order; this does not grow along the
-    stages.
+    A forward is W_s r_s microbatches ahead of the backward next to it, no more than in earlier stages.
 
     Attributes:
         per_update: m, over all replicas, at every stage.
-        backward_rule: 'graph' or 'recompute'.
     """
 
     warmup: tuple[int, ...]
