@@ -1,9 +1,9 @@
 """The `pipedream` command: it reads options and prints; all else happens elsewhere.
 
-``--json`` prints one object on standard output and nothing else there. An error is one message on standard error: exit
-status 2 for a wrong call or bad input, 1 for a run that failed, 130 after Ctrl-C.
+``--json`` prints one object on standard output and nothing else there; an error is one message on standard error. Exit
+status: 2 for a wrong call or bad input, 1 for a run that failed, 130 after Ctrl-C.
 
-Each command has a module of its own name, imported only when it is used: ``pipedream --help`` loads none.
+A command's module is imported only when it is used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMMANDS = {
 
 
 class _Commands(TyperGroup):
-    """Until a command is used, an empty one stands for it, with the first line of its help."""
+    """An unused command is an empty one, with the first line of its help."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

@@ -1,4 +1,4 @@
-"""`pipedream check`: whether a plan that was edited is valid, and how fast it is."""
+"""`pipedream check`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pipedream compare`: the same recipe by several methods, one after the other."""
+"""`pipedream compare`."""
 
 from __future__ import annotations
 

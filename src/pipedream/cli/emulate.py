@@ -1,4 +1,4 @@
-"""`pipedream emulate`: a plan run by the real runtime, with waits in place of compute."""
+"""`pipedream emulate`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _RATE = r"[0-9.]+([eE][-+]?\d+)?([kKmMgGtT]?(bit|[bB])(/s|ps)?)?"
 class OptionParser(TyperCommand):
     """A command whose lists may be written ``--workers 4 4``, ``--workers 4,4``, or with the option repeated.
 
-    Words after such an option belong to it if they read like values; a file named by a number must come before it.
+    A file named by a number must come before such an option.
     """
 
     _LISTS: ClassVar = {
@@ -30,7 +30,7 @@ class OptionParser(TyperCommand):
     }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Writes the option's name before each of its values, and leaves the rest to typer."""
+        """Writes the option's name before each of its values."""
         for word in args:
             if moved := self._MOVED.get((self.name, word.partition("=")[0])):
                 raise PlanError(f"{word} is a command of its own now; write {moved}")

@@ -1,4 +1,4 @@
-"""`pipedream plan`: a profiled model cut into stages."""
+"""`pipedream plan`."""
 
 from __future__ import annotations
 

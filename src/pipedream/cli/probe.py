@@ -1,4 +1,4 @@
-"""`pipedream probe`: measures the links and workers of a cluster, and writes the cluster's file."""
+"""`pipedream probe`."""
 
 from __future__ import annotations
 

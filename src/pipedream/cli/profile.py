@@ -1,4 +1,4 @@
-"""`pipedream profile`: seconds and bytes of each layer of a recipe's model."""
+"""`pipedream profile`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pipedream report`: report.html of a run folder, written again."""
+"""`pipedream report`."""
 
 from __future__ import annotations
 

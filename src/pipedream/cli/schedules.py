@@ -1,4 +1,4 @@
-"""`pipedream schedules`: the methods and the claims of their papers."""
+"""`pipedream schedules`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def schedules(as_json: Json = False) -> None:
 
 
 def _run(name: str) -> Run:
-    """Returns a run of minibatches of eight microbatches; or of eight minibatches, where they are not split."""
+    """Returns a run of eight microbatches a minibatch, or of eight minibatches where they are not split."""
     plan = uniform(name, _STAGES)
     splits = not build(name, plan).updates.mean_of_rounds
     return run_of(name, plan, _MICROBATCHES) if splits else run_of(name, plan, minibatches=_MICROBATCHES)

@@ -1,4 +1,4 @@
-"""`pipedream show`: a method drawn for equal stages, and its proof."""
+"""`pipedream show`."""
 
 from __future__ import annotations
 

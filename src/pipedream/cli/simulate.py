@@ -1,4 +1,4 @@
-"""`pipedream simulate`: a predicted run of a plan, or of equal stages."""
+"""`pipedream simulate`."""
 
 from __future__ import annotations
 

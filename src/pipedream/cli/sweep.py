@@ -1,4 +1,4 @@
-"""`pipedream sweep`: a table and a picture of methods over numbers of workers and bandwidths."""
+"""`pipedream sweep`."""
 
 from __future__ import annotations
 

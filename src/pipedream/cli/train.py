@@ -1,4 +1,4 @@
-"""`pipedream train`: profile, plan and run a recipe, on local workers or under torchrun."""
+"""`pipedream train`."""
 
 from __future__ import annotations
 

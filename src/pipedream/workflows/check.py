@@ -1,4 +1,4 @@
-"""Checks of a plan that a person edited, and its predicted speed."""
+"""Checks of a plan that a person edited."""
 
 from __future__ import annotations
 
@@ -93,8 +93,6 @@ def check_memory(plan: Plan, built: Schedule, profile: Profile | None) -> tuple[
     """Checks that a plan fits the memory of its workers under a method that it may not have been made for.
 
     Returns the plan for that method, and the differences between plan and profile.
-
-    Raises PlanError if it does not fit, or the layers are not those of the profile.
     """
     marked = zip(plan.stages, built.plan.stages, strict=True)  # a method may make stages recompute
     stages = tuple(replace(stage, recompute=own.recompute) for stage, own in marked)

@@ -24,7 +24,6 @@ class Exclusion:
     Attributes:
         applies: the values of it that do.
         others: the options ruled out, each with the values that are.
-        reason: a clause.
         advice: an imperative; OTHERS is replaced by those that were found.
     """
 

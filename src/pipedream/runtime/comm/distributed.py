@@ -33,7 +33,7 @@ from pipedream.runtime.comm.message import (
 __all__ = ["ChannelEndpoint", "DistributedGroup", "DistributedReceiver", "DistributedSender"]
 
 _HEADER_BYTES = 8 * HEADER_WORDS
-_MOST_JOINED_BYTES = 1 << 17  # copying these takes less than the 50 us of another message
+_MOST_JOINED_BYTES = 1 << 17  # copying takes less than the 50 us of a message
 _CLOSED = 1 << 30  # `flags` of messages that close a channel
 
 
@@ -216,7 +216,7 @@ class DistributedReceiver(Receiver):
         if repost:
             self._post()
         if payload is None:
-            payload = torch.empty(0, dtype=torch.uint8)  # all gradients of the message may be None
+            payload = torch.empty(0, dtype=torch.uint8)  # all gradients are None
         return split_payload(message, specs, payload[:size])
 
     def close(self) -> None:

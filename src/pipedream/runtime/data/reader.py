@@ -187,7 +187,7 @@ class IterableReader(LoaderReader):
             batches = restored or 0
             batch = self._next_batch()
             if batch is _END and restored == 0:
-                self._start_epoch()  # as in `_restore_loader`, for loaders that do nothing before their first batch
+                self._start_epoch()  # for loaders that do nothing before their first batch
                 batch = self._next_batch()
             if batch is _END and batches == 0:
                 raise empty_epoch_error(epoch)

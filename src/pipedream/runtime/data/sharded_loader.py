@@ -111,7 +111,7 @@ class ShardedLoader:
         }  # fmt: skip
         if user.pin_memory_device:
             options["pin_memory_device"] = user.pin_memory_device
-        if user.batch_sampler is None:  # no collation: the data set gives a whole minibatch for an index
+        if user.batch_sampler is None:  # the data set gives a whole minibatch for an index
             return DataLoader(
                 user.dataset, batch_size=None, sampler=self._own_sampler, generator=self._seeds, **options
             )
@@ -199,7 +199,7 @@ class ShardedReader(LoaderReader):
             sharded.seeded = bool(state.get("seeded", False))
         super().__init__(sharded.loader, order, epochs, state)
         self._next_epoch = self._first_epoch
-        self._number = 0  # index lists in the epochs that have ended
+        self._number = 0  # lists of the epochs that have ended
         self._open_epochs: deque[_EpochIndices] = deque()
         self._minibatches = self._read()
 

@@ -109,7 +109,7 @@ class Guard:
                 reports, verdict = first[0] == self._rank, first[1]
         if reports:
             _print_verdict(verdict)
-        if verdict.rank == self._rank:  # its main thread is stuck, or cannot reach anyone
+        if verdict.rank == self._rank:  # it is stuck, or cannot reach anyone
             _exit_now()
         self._end_process(verdict)
 

@@ -73,7 +73,7 @@ def launch(
     """
     _quiet_torch()
     rendezvous_handler_registry.register(_BACKEND, _loopback_rendezvous)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo too listens on loopback only, or as the user has chosen
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo too, or as the user has chosen
     restarts = attempt = 0
     extra: list[str] = []
     while True:
@@ -151,7 +151,7 @@ class _LoopbackRendezvous(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         listening = socket.create_server((_ADDRESS, 0), backlog=4096)
         port = listening.getsockname()[1]
-        # The store takes over the socket; torch itself can only ask for a port of all interfaces.
+        # torch itself can only ask for a port of all interfaces.
         store = TCPStore(_ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_ADDRESS, port))
 

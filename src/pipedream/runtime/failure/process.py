@@ -38,7 +38,7 @@ class RankProcess:
         if not self.is_local or not self.started:
             return False
         with suppress(OSError):
-            file = os.pidfd_open(self.pid)  # from here on another process with this id would be noticed
+            file = os.pidfd_open(self.pid)  # from here on a reused id would be noticed
             try:
                 if _started(self.pid) == self.started:
                     signal.pidfd_send_signal(file, signal.SIGKILL)

@@ -32,7 +32,7 @@ class Scorer:
     def switch_to(self, program: Program) -> None:
         updates = program.updates
         self._mean_of_rounds = updates.mean_of_rounds
-        # All gradients of one update have the same unit, that of the minibatch.
+        # All gradients of one update have the minibatch's unit.
         self._has_units = all(program.microbatches % count == 0 for count in updates.per_update)
 
     def score(
