@@ -28,16 +28,15 @@ _ENDS = ("B", "W")  # the op with which a stage finishes a microbatch
 
 @dataclass(frozen=True)
 class RankMetrics:
-    """What one rank did.
+    """What one rank did; None where unknown.
 
     Attributes:
         busy_s: computing.
         wait_s: waiting for a message or an all-reduce.
-        send_s: with at least one of its messages being sent.
+        send_s: with a message of its own being sent.
         peak_in_flight: most microbatches between forward and backward, over its stages; 0 for a run of forwards.
-        peak_versions: most weight versions alive at once; None if unknown.
-        staleness: most updates by which a gradient was late; None if unknown.
-        peak_bytes: None if unknown.
+        peak_versions: most weight versions alive at once.
+        staleness: most updates by which a gradient was late.
     """
 
     busy_s: float
@@ -54,7 +53,6 @@ class Metrics(Artifact):
     """The metrics of a run, or of a window of it.
 
     Attributes:
-        name, source: of the timeline.
         makespan_s: of the run or the window.
         bubble: idle fraction of the workers' time: 1 - busy / (workers x makespan).
         throughput_per_s: microbatches per second.
@@ -109,7 +107,7 @@ def steady_metrics(timeline: Timeline, *, skip: int = 0) -> Metrics:
     Throughput counts the microbatches between the ends of the input stage's first and last backwards in the window.
 
     Raises:
-        ValueError: the run is too short to have such a part.
+        ValueError: the run is too short.
     """
     start_s, end_s = steady_window(timeline, skip=skip)
     ends = sorted(
@@ -126,7 +124,7 @@ def between_updates(timeline: Timeline, first: int, last: int, *, per_update: in
     """Returns the metrics of whole periods, between two updates of the input stage, each finished on all replicas.
 
     Args:
-        first, last: numbers of the updates, from 1.
+        first, last: from 1.
         per_update: microbatches in one.
 
     Raises:

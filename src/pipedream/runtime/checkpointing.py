@@ -93,10 +93,8 @@ class Checkpointer:
         return self._on_every_rank(lambda: checkpoints.contents(path))
 
     def restore(self, path: Path, page: Checkpoint) -> None:
-        """Restores a checkpoint saved under any plan and schedule; every rank calls it.
-
-        Raises:
-            ArtifactError: damaged, or of another model or optimizer; on every rank.
+        """Restores a checkpoint saved under any plan and schedule; every rank calls it, and raises the same
+        `ArtifactError` if it is damaged or of another model or optimizer.
         """
         self._on_every_rank(lambda: self._restore(path, page))
         self.writer.loaded(path, page.minibatches)

@@ -64,10 +64,8 @@ class StageState:
     def switch_to(self, program: Program, stage: int, clock: int) -> None:
         """Switches to another program at a drain, when one version of the weights is left.
 
-        The state of predictions continues if the previous method kept it too, and begins anew otherwise.
-
-        Args:
-            clock: updates of the input stage with the previous program.
+        The state of predictions continues if the previous method kept it too. `clock` counts the input stage's updates
+        with the previous program.
         """
         rule = self._rule = program.weights
         late, mean = rule.staleness(stage), rule.mean_staleness(stage)
@@ -172,7 +170,7 @@ class StageState:
             present_share: of the round's replicas; a factor on the learning rate.
             total: microbatches of the stream; None if not known yet.
 
-        Returns: for each gradient (microbatch, forward version, backward version, version before the update).
+        Returns each gradient's (microbatch, forward version, backward version, version before the update).
         """
         stage, updates, compensator = op.stage, program.updates, self.optimizer.compensator
         newest = self.versions.newest

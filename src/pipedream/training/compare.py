@@ -20,7 +20,7 @@ def compare_recipe(
 
     Args:
         schedules: methods besides one worker and data parallelism.
-        options: only workers (of the parallel variants), epochs, minibatches, seed and device are used.
+        options: only workers, epochs, minibatches, seed and device are used.
         out: folder for the run folders.
 
     Raises:

@@ -39,8 +39,8 @@ def emulate(
 ) -> dict[str, Any]:
     """Runs a plan with waits in place of computation, and writes a run folder like training. Returns its summary.
 
-    Every worker is a process: under torchrun each calls it; `pipedream emulate` starts them. Messages travel over the
-    processes' own network; the prediction assumes the plan's, its bandwidth times `byte_scale` / `dilation`.
+    Under torchrun each worker's process calls it; `pipedream emulate` starts them. Messages travel over the processes'
+    own network; the prediction assumes the plan's, its bandwidth times `byte_scale` / `dilation`.
 
     Args:
         schedule: a method's name; by default the plan's, or PipeDream.
@@ -48,7 +48,7 @@ def emulate(
         in_flight: depth; by default the plan's.
         dilation: factor on all seconds, so that short ones stand out from the machine's overhead.
         byte_scale: factor on all bytes, for machines with less memory or slower links.
-        out: run folder; by default a new one under ``runs/``.
+        out: by default a new folder under ``runs/``.
 
     Raises:
         PlanError: the number of processes is not the plan's number of workers, or a factor makes no sense.
@@ -116,11 +116,7 @@ def _join_group(plan: Plan) -> tuple[int, int]:
 
 
 def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Plan:
-    """Returns the plan of a model with one layer per stage, all seconds and bytes multiplied.
-
-    Raises:
-        PlanError: factors that are not positive.
-    """
+    """Returns the plan of a model with one layer per stage, all seconds and bytes multiplied (by positive factors)."""
     check_factor("dilation", dilation)
     check_factor("byte scale", byte_scale)
 

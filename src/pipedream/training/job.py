@@ -105,10 +105,7 @@ class PlannedJob:
 def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Process) -> Job:
     """Settles what is trained: by the options, else the checkpoint, the plan, the recipe, the defaults.
 
-    Raises:
-        PlanError: the number of workers is not that of the plan or of the processes.
-        RecipeError: both weights and a checkpoint, or a target on an unknown metric.
-        ArtifactError: the checkpoint is missing or damaged, or a new run would overwrite one.
+    Raises PlanError, RecipeError or ArtifactError if these contradict each other, or a run would overwrite another.
     """
     shape = None if options.shape == "pipeline" else options.shape
     fixed = {"shape": shape, "update_delay": options.update_delay, "chunks": options.chunks}
@@ -154,11 +151,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
 
 
 def plan_job(job: Job, process: Process) -> PlannedJob:
-    """Plans a job: the given plan, the checkpoint's, or a new one for a profile.
-
-    Raises:
-        PlanError: no plan fits, or memory is short in one of the phases.
-    """
+    """Plans a job: the given plan, the checkpoint's, or a new one for a profile. Raises a `PlanError` if none fits."""
     options, recipe = job.options, job.recipe
     plan, profile = options.plan, None
     if job.resumed is not None:

@@ -47,7 +47,7 @@ class TrainingLoop:
         evaluations: metrics of each, with its place in the run.
         seconds_to_target: None if it is not reached.
         train_s: with evaluations.
-        samples_per_s: of each epoch, without its first minibatch.
+        samples_per_s: of each epoch, but its first minibatch.
     """
 
     def __init__(

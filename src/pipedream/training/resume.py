@@ -48,11 +48,10 @@ class ResumePoint:
 def resume_point(
     resume: str | os.PathLike[str] | None, out: str | os.PathLike[str] | None, rank: int
 ) -> ResumePoint | None:
-    """Returns the requested checkpoint, or after a launcher's restart the run's newest.
+    """Returns the requested checkpoint, or after a launcher's restart the run's newest, as rank 0 sees it.
 
     Args:
         resume: a run folder, a folder of checkpoints, or a checkpoint; or None.
-        rank: rank 0 decides for all.
 
     Raises:
         ArtifactError: there is no complete checkpoint, or it is damaged.

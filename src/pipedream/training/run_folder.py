@@ -113,10 +113,7 @@ def summarise(
 def phase_figures(
     timelines: Mapping[int, Timeline], trained: Mapping[int, tuple[int, int]], drains: list[int]
 ) -> list[dict[str, Any]]:
-    """Returns each phase's method, microbatches, begin and end, throughput, bubble.
-
-    `trained` is phase -> (begin, end) in minibatches.
-    """
+    """Returns each phase's method, microbatches, begin and end, throughput, bubble."""
     rows = []
     for number, timeline in timelines.items():
         figures = _steady(last_segment(timeline, drains)) if timeline.spans else None
@@ -197,10 +194,8 @@ def write_run(folder: Path, files: RunFiles) -> None:
 
 
 def write_report(folder: Path) -> Path:
-    """Writes ``report.html`` from the run folder's other files; returns its path.
-
-    Raises:
-        ArtifactError: the folder is not a run folder.
+    """Writes ``report.html`` from the run folder's other files; returns its path. Raises an `ArtifactError` if it is
+    none.
     """
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))

@@ -45,7 +45,7 @@ def run(recipe: Callable[..., Recipe], options: TrainingOptions) -> dict[str, An
     In a plain process all workers run in this one (two by default); under torchrun this process is one of them.
 
     Args:
-        recipe: function that returns the recipe, called with ``seed=`` if it takes one.
+        recipe: returns the recipe; called with ``seed=`` if it takes one.
         options: keyword arguments, see `TrainingOptions`.
 
     Returns the run's summary. Raises as `train_recipe`.
@@ -152,11 +152,7 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
 
 
 def _checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
-    """Saves nothing if not all machines see the run folder.
-
-    Raises:
-        PlanError: checkpoints were asked for and the folder is not shared.
-    """
+    """Saves nothing if not all machines see the run folder; raises a `PlanError` if checkpoints were asked for."""
     every, folder = job.options.checkpoint_every, job.folder
     if every != 0 and not is_shared(folder, process.rank):
         if every is not None:

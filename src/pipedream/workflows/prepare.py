@@ -115,7 +115,6 @@ def check_phases_fit(plan: Plan, phases: Sequence[Phase], profile: Profile | Non
 
     Raises:
         PlanError: memory is short; names the phase and the stage.
-        ScheduleError: a method does not work with this plan.
     """
     for phase in phases:
         try:

@@ -43,11 +43,7 @@ def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
 
 
 def saved(optimizer: Optimizer) -> SavedStage:
-    """Returns the state other than tensors.
-
-    Raises:
-        PipelineError: JSON cannot hold it.
-    """
+    """Returns the state other than tensors. Raises a `PipelineError` if JSON cannot hold it."""
     names = _names(optimizer)
     kind = type(optimizer.optimizer).__name__
     groups = []
@@ -82,7 +78,7 @@ def restore(
 
     Args:
         tensors: named as by `tensors_of`.
-        stage: the same saved stage; None if plan or method has changed.
+        stage: None if plan or method has changed.
 
     Raises:
         ArtifactError: parameters of one group were saved with different options, or with another scheduler.

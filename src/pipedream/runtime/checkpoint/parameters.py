@@ -31,9 +31,7 @@ def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trained(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Returns the trained ones, each once, in the model's order, under the first of its names (perhaps of a layer
-    elsewhere).
-    """
+    """Returns the trained ones, each once, in the model's order, under the first of its names."""
     every = dict(model.named_parameters(remove_duplicate=False))
     wanted = {id(every[name]) for name in names if name in every}
     return {
@@ -47,10 +45,7 @@ def materialise(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], devic
     """Gives storage and initial values to layers built on the meta device.
 
     Each layer is seeded by (seed, layer name), whatever the cut. A parameter that layers share gets the first one's
-    values.
-
-    Raises:
-        CaptureError: a module with parameters of its own has no ``reset_parameters``.
+    values. Raises a `CaptureError` if a module with parameters of its own has no ``reset_parameters``.
     """
     slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for module in model.modules():
@@ -139,7 +134,7 @@ def collect(
 
     Args:
         own: this rank's tensors.
-        shapes: name -> tensor (perhaps meta) of the same shape and dtype.
+        shapes: by name, any tensor of that shape and dtype.
         names: of each stage.
         group: None if one process has everything.
     """
@@ -159,11 +154,7 @@ def collect(
 
 
 def load(model: nn.Module, state: Mapping[str, torch.Tensor], own: Iterable[str]) -> None:
-    """Copies values into this rank's own.
-
-    Raises:
-        CaptureError: a name is missing or a shape differs.
-    """
+    """Copies values into this rank's own. Raises a `CaptureError` if a name is missing or a shape differs."""
     mine, wanted = named_state(model), set(own)
     for name in mine:
         if name not in wanted:

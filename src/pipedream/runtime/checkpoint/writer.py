@@ -63,11 +63,7 @@ def newest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def contents(path: Path) -> Checkpoint:
-    """Reads a contents page, and checks its files.
-
-    Raises:
-        ArtifactError: it cannot be read, or a file is missing or truncated.
-    """
+    """Reads a contents page; raises an `ArtifactError` if that fails, or a file is missing or truncated."""
     page = Checkpoint.load(path / CONTENTS)
     for name, size in page.files.items():
         try:
@@ -83,11 +79,7 @@ def contents(path: Path) -> Checkpoint:
 
 
 def read(path: Path, page: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Reads the tensors that this rank needs.
-
-    Raises:
-        ArtifactError: a name is not in it, or a file cannot be read.
-    """
+    """Reads the tensors that this rank needs; raises an `ArtifactError` if it cannot."""
     wanted = list(names)
     missing = [name for name in wanted if name not in page.tensors]
     if missing:
@@ -124,7 +116,7 @@ class Writer:
             keep: complete checkpoints to keep; None keeps all.
 
         Raises:
-            ArtifactError: another run has saved a checkpoint of that name.
+            ArtifactError: another run has saved one of that name.
         """
         path = folder / f"minibatch-{page.minibatches:08d}"
         if self._last == (path, page.minibatches):
@@ -160,11 +152,7 @@ class Writer:
         return path
 
     def finish(self) -> None:
-        """Waits for this rank's part.
-
-        Raises:
-            WorkerError: it could not be written.
-        """
+        """Waits for this rank's part; raises a `WorkerError` if it could not be written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -43,7 +43,7 @@ def find_tied_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -
     """Returns the trained weights that more than one stage (a list of layers) holds.
 
     Raises:
-        PlanError: stages share a view of a weight, or a module whose state changes.
+        PlanError: stages share a view of a weight, or a module with changing state.
     """
     holders: dict[int, set[int]] = defaultdict(set)
     storages: dict[int, set[int]] = defaultdict(set)
