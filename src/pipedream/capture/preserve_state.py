@@ -40,7 +40,6 @@ def preserve_state(modules: Iterable[nn.Module], devices: Iterable[int] = (), se
 
 
 def _seed_generators(seed: int, devices: Iterable[int]) -> None:
-    """Of the CPU and of these CUDA devices only."""
     torch.default_generator.manual_seed(seed)
     for index in devices:
         torch.cuda.default_generators[index].manual_seed(seed)

@@ -73,7 +73,7 @@ class PipelineSearch:
         return f" on consecutive workers{f' {self.order_kind}' if self.order_kind else ''}"
 
     def best_single_stage(self, counts: Iterable[int]) -> Plan | None:
-        """Ties go to the first count."""
+        """Returns the fastest plan of one stage; ties go to the first count."""
         best: tuple[float, int, WorkerLine, bool] | None = None
         end = len(self.space.profile.layers)
         forward_s, backward_s = self.space.passes_s(0, end)
@@ -96,7 +96,7 @@ class PipelineSearch:
         return replace(self.space.plan((), (count,), order=line.taken(count), recompute=(recompute,)), bound_s=seconds)
 
     def best_pipeline(self, all_workers: bool) -> Plan | None:
-        """Of at least two stages; in large searches the best that bisection finds."""
+        """Returns the best pipeline of at least two stages; in large searches the best that bisection finds."""
         if self.is_large:
             tried = (Bisection(self.space, line, self.recompute, all_workers).best() for line in self.lines)
             found = [plan for plan in tried if plan is not None]
@@ -105,7 +105,7 @@ class PipelineSearch:
         return self._best(*self._states(all_workers), allow_single_stage=False)
 
     def best_straight(self) -> Plan | None:
-        """Of at least two stages; None also in large searches, to save time."""
+        """Returns the fastest straight pipeline of at least two stages; None also in large searches, to save time."""
         longest = min(len(self.space.positions) - 1, self.workers)
         return (
             self._best(straight_states(longest), None, allow_single_stage=False)
@@ -117,7 +117,7 @@ class PipelineSearch:
         return self._best(states_of_counts(counts), ((sum(counts), counts[0]),), allow_single_stage=True)
 
     def shortage_of_pipelines(self, all_workers: bool) -> Shortage:
-        """In large searches, of straight ones."""
+        """Returns the shortage of `best_pipeline`; in large searches that of straight ones."""
         if self.is_large:
             return self._shortage(
                 straight_states(min(len(self.space.positions) - 1, self.workers)), None, allow_single_stage=False

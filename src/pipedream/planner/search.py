@@ -213,7 +213,7 @@ def _plan_with_counts(searches: PipelineSearch, counts: tuple[int, ...]) -> Plan
 
 
 def _fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool) -> Plan:
-    """With `as_pipeline`, of those with several stages, if there can be any."""
+    """The fastest plan of all; with `as_pipeline`, of those with several stages, if there can be any."""
     workers = searches.workers
     one = searches.best_single_stage((workers,) if all_workers else range(1, workers + 1))
     longest = min(len(searches.space.positions) - 1, workers)

@@ -170,7 +170,7 @@ def _fixed_seconds(
     warmup: int,
     runs: int,
 ) -> list[float]:
-    """Not of the loss, which takes the whole batch."""
+    """The fixed seconds of the layers; not of the loss, which takes the whole batch."""
     watch = Stopwatch(device)  # its own, because a failed run leaves laps in it
     passes = Passes(layers, graph, None, watch, device, autocast)
 

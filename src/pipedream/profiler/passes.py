@@ -68,7 +68,7 @@ class Passes:
             self.timed_loss(arguments)
 
     def timed_layer(self, index: int, arguments: tuple[Any, ...]) -> Any:
-        """Returns its output."""
+        """Takes the laps of one layer, and returns its output."""
         return self._timed_call(f"the {self._named(index)}", self._layers[index], arguments, self._parameters[index])
 
     def timed_loss(self, arguments: tuple[Any, ...]) -> None:
@@ -89,7 +89,7 @@ class Passes:
             raise _failure("the loss", (output,), error) from error
 
     def measured_needs(self, sample: tuple[Any, ...], sizes: Sequence[Sizes], loss_bytes: int) -> tuple[Need, ...]:
-        """Of each layer, and then the loss, in addition to what it keeps."""
+        """Returns what each layer, and then the loss, needs in addition to what it keeps."""
         kept = (*(size.activation_bytes for size in sizes), loss_bytes)
         # Alive while the next layer runs, though no layer keeps it.
         entering = (0, *(size.leaving_bytes for size in sizes))

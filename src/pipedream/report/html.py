@@ -150,7 +150,7 @@ def _timelines(runs: Runs, drains: list[int]) -> str:
 
 
 def _count(timeline: Timeline) -> int:
-    """A few dozen ops."""
+    """The microbatches to show: a few dozen ops."""
     m = timeline.minibatch_microbatches
     return min(max(12, 2 * m if m > 1 else 12), 40)
 

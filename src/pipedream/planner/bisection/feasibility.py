@@ -64,7 +64,7 @@ class StageNeeds:
         return float(above.min() if len(above) else 1.0) / (4 * self.workers * max(self.line.cluster.speeds))
 
     def for_period(self, period: float, low: PeriodNeeds | None = None, high: PeriodNeeds | None = None) -> PeriodNeeds:
-        """`low` and `high`: the known needs of a shorter and of a longer period."""
+        """Returns what a period needs, given the needs of a shorter and of a longer one."""
         alone, several = {}, {}
         fastest_s = period * max(self.line.cluster.speeds)  # seconds of work that a worker does in a period
         for recompute, costs in self.costs.items():
@@ -89,7 +89,10 @@ class StageNeeds:
         }
 
     def most_in_flight(self, memory_bytes: float, replicas: int, recompute: bool) -> IntArray:
-        """Of several replicas, two need the most memory, because their share of a minibatch is the largest."""
+        """Returns the most in flight for which each stage has memory, up to the number of workers.
+
+        Of several replicas, two need the most memory, because their share of a minibatch is the largest.
+        """
         key = int(min(memory_bytes, 2**62)), replicas, recompute
         if key not in self._in_flight:
             self._in_flight[key] = self._find_most_in_flight(memory_bytes, replicas, recompute)
@@ -136,7 +139,7 @@ class PeriodNeeds:
         return feasible
 
     def fewest_workers(self) -> IntArray:
-        """For the layers from each place on; `_far` if there are too few."""
+        """Returns the fewest workers that run the layers from each place on; `_far` if there are too few."""
         needs, workers = self.needs, self.needs.workers
         memory = needs.line.memory_bytes
         far = self._far
@@ -170,7 +173,7 @@ class PeriodNeeds:
         return found
 
     def fewest_before(self) -> IntArray:
-        """For the layers before each place, ignoring memory."""
+        """Returns the fewest workers that run the layers before each place, ignoring memory."""
         far = self._far
         ways = [
             np.where(

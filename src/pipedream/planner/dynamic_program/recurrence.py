@@ -102,7 +102,7 @@ class DynamicProgram:
     recompute: str = "never"
 
     def best(self, note: str = "") -> Plan | None:
-        """At the paper's depth; None if none fits."""
+        """Returns the best plan at the paper's depth; None if none fits."""
         period = min(self.periods.values())
         if np.isinf(period):
             return None
@@ -188,7 +188,7 @@ class DynamicProgram:
 
     @cached_property
     def _updates(self) -> tuple[FloatArray, FloatArray]:
-        """Without and with an update delay, which a single stage never has."""
+        """Seconds without and with an update delay, which a single stage never has."""
         ends = self._places[:, None], self._places[None, :]
         without, delayed = (np.array(self.space.update_s(*ends, update_delay), dtype=float) for update_delay in (0, 1))
         delayed[0, -1] = without[0, -1]

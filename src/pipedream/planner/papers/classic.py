@@ -103,7 +103,7 @@ def classic(
 
 @dataclass(frozen=True)
 class _ClassicStage:
-    """`nest` is (first state, copies) of a pipeline that is replicated as a whole."""
+    """A run of states; `nest` is (first state, copies) of a pipeline that is replicated as a whole."""
 
     first: int
     last: int

@@ -199,7 +199,7 @@ class SearchSpace:
         return seconds
 
     def bytes_of(self, first: Place, last: Place) -> tuple[Bytes, Bytes, Bytes]:
-        """Parameters, received, sent on."""
+        """Returns the bytes of parameters, received and sent on."""
         end = len(self.profile.layers)
         return (
             self.parameters[last] - self.parameters[first],
@@ -208,7 +208,7 @@ class SearchSpace:
         )
 
     def site(self, replicas: int) -> Site:
-        """Of a stage that has neighbours, if all links were like the slowest."""
+        """Returns the site of a stage that has neighbours, if all links were like the slowest."""
         cluster = self.cluster
         flat = Cluster.flat(replicas + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s, cluster.memory_bytes)
         return Site.of(flat, range(1, replicas + 1), 0, replicas + 1)
@@ -222,7 +222,7 @@ class SearchSpace:
         recompute: bool = False,
         replicas: int = 1,
     ) -> Bytes:
-        """Returns a lower bound of the peak bytes of a worker, with the fewest messages: its neighbours are not known."""
+        """Returns a lower bound of the peak bytes of a worker with unknown neighbours: the fewest messages."""
         held = self.stage_occupancy(in_flight, update_delay, replicas)
         before = self.stage_occupancy(in_flight + 1, update_delay, replicas)  # at the paper's depth it admits one more
         peers = Peers(waiting=before.in_flight + 1, sums=replicas > 1)
@@ -244,7 +244,7 @@ class SearchSpace:
         return stage_memory(self.sizes(first, last), peers=peers, **how)
 
     def sizes(self, first: Place, last: Place) -> StageSizes:
-        """Of the largest microbatch."""
+        """Returns the sizes for the largest microbatch."""
         part = partial(part_bytes, parts=self.microbatches, samples=self.profile.batch)
         _, received, sent = self.bytes_of(first, last)
         return StageSizes(
@@ -370,7 +370,7 @@ class SearchSpace:
         return deep
 
     def with_bytes(self, plan: Plan) -> Plan:
-        """Adds peak bytes and the seconds of weight copies."""
+        """Returns the plan with its peak bytes and the seconds of its weight copies."""
         occupancies = self._rule.of_plan(plan)
         peers = peers_of(plan.replicas, [held.in_flight for held in occupancies])
         stages = []

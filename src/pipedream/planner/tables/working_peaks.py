@@ -124,13 +124,13 @@ class StagePeaks:
         return self.kept[last] - self.kept[first] + self.arriving[first] + self.leaving[last]
 
     def working_bytes(self, first: Place, last: Place) -> Bytes:
-        """Of a pass, in addition to what is kept."""
+        """Returns what a pass needs in addition to what is kept."""
         run = np.maximum(self.working.over(*self._run(first, last)) - self.kept[last], 0)
         part = self.alone.over(self.lowest[first], self.highest[last])
         return np.where(self._is_run(first, last), run, part)
 
     def relief_bytes(self, first: Place, last: Place) -> Bytes:
-        """See `StageSizes`."""
+        """Returns how much less a backward needs, see `StageSizes`."""
         peak = self.kept[last] + self.working_bytes(first, last)
         run = peak - self.growing.over(*self._run(first, last)) - self.parameters[first]
         return np.where(self._is_run(first, last), np.maximum(run, 0), 0)

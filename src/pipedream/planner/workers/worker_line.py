@@ -72,7 +72,7 @@ class WorkerLine:
         return self.site_list(np.array([first]), np.array([replicas]))[0]
 
     def site_list(self, first: IntArray, replicas: IntArray) -> list[Site]:
-        """As `Site.of` returns them for stages between neighbours on the line."""
+        """Returns the sites as `Site.of` does for stages between neighbours on the line."""
         found = self.site_arrays(first, replicas)
         known: dict[tuple[float, ...], Site] = {}
         sites = []
