@@ -52,7 +52,7 @@ def parse_rate(text: str | float) -> float:
 
 
 def format_bytes(value: float) -> str:
-    """Three significant digits: ``1.34 MB``."""
+    """Returns three significant digits: ``1.34 MB``."""
     return _scaled(value, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
 
 
@@ -63,17 +63,17 @@ def check_factor(what: str, factor: float) -> None:
 
 
 def format_excess(excess: float) -> str:
-    """``within 27 %`` for 0.27, ``within 2.8 times`` for 1.8."""
+    """Returns ``within 27 %`` for 0.27, ``within 2.8 times`` for 1.8."""
     return f"within {100 * excess:.2g} %" if excess < 1 else f"within {1 + excess:.2g} times"
 
 
 def format_rate(value: float) -> str:
-    """Three significant digits: ``1.25 GB/s``."""
+    """Returns three significant digits: ``1.25 GB/s``."""
     return format_bytes(value) + "/s"
 
 
 def format_seconds(value: float) -> str:
-    """Three significant digits: ``2.41 ms``."""
+    """Returns three significant digits: ``2.41 ms``."""
     return _scaled(value, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
 
 

@@ -76,11 +76,11 @@ class Costs:
         return self.workers[rank] if self.workers else rank
 
     def speed(self, rank: int) -> float:
-        """Relative to the profile's device."""
+        """Returns a rank's speed, relative to the profile's device."""
         return self.cluster.speeds[self.worker(rank)]
 
     def op_s(self, kind: Kind, stage: int) -> float:
-        """On a worker of speed 1."""
+        """Returns the seconds on a worker of speed 1."""
         if not kind.is_work:
             return 0.0
         if kind is Kind.INPUT_GRADIENT:
@@ -94,7 +94,7 @@ class Costs:
         return by_kind[kind][stage]
 
     def sum_s(self, stage: int) -> float:
-        """On idle ports, including the hidden part."""
+        """Returns the seconds on idle ports, including the hidden part."""
         return self.buckets[stage][0][1] if self.buckets and self.buckets[stage] else self.sync_s[stage]
 
     def sum_parts(self, stage: int, came: Sequence[tuple[float, float]]) -> list[tuple[float, float, float]]:
@@ -127,13 +127,13 @@ class Costs:
         return self.cluster.link(self.cluster.reach(*ends))
 
     def latency_s(self, channel: Channel) -> float:
-        """From a message's last byte to its arrival; 0 for inputs that cost nothing."""
+        """Returns the seconds from a message's last byte to its arrival; 0 for inputs that cost nothing."""
         if channel.carries not in ("activation", "gradient") and not self.channel_bytes(channel):
             return 0.0
         return self.link(channel)[1]
 
     def transfer_s(self, channel: Channel) -> float:
-        """From the start of a message to its arrival on idle ports."""
+        """Returns the seconds from the start of a message to its arrival on idle ports."""
         return self.channel_bytes(channel) / self.link(channel)[0] + self.latency_s(channel)
 
 

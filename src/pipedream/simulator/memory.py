@@ -99,7 +99,7 @@ class _StageTrace:
         return self.start_bytes + (self.alive - 1) * self.weights_bytes + passes
 
     def forward(self) -> int:
-        """Returns the most that it holds, like the other ops."""
+        """Returns the most that the next forward holds; the other ops likewise."""
         self.in_flight += 1
         version = self.read[self.forwarded]
         self.forwarded += 1

@@ -173,5 +173,5 @@ class Messages:
 
 
 def described(channel: Channel, index: int) -> str:
-    """Returns it in words."""
+    """Returns a message in words."""
     return f"the {channel.carries} of microbatch {index} from rank {channel.sender} to rank {channel.receiver}"

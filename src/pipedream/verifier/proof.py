@@ -131,7 +131,7 @@ def _totals(program: Program) -> tuple[tuple[int, ...], int]:
         [item.index for rank in program.ranks for item in rank.warmup if item.kind is Kind.FORWARD], default=-1
     )
     reach = max([c.depth * lcm(replicas[c.source], replicas[c.target]) for c in program.channels], default=0)
-    # It is made after the warm-up, and dropped equally long after its last reader.
+    # The first version read late is made after the warm-up, and dropped equally long after its last reader.
     settled = (ceil((2 * warmup + reach) / cycle) + 2) * cycle
     late = max(_staleness(program, stage, settled) * count for stage, count in enumerate(program.updates.per_update))
     settled = (ceil((warmup + max(warmup, late) + reach) / cycle) + 2) * cycle

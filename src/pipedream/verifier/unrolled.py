@@ -216,7 +216,7 @@ def _carries(op: Op, need: Op) -> str:
 
 
 def _check_whole_rank(run: Unrolled, op: Op, rank: int, position: int) -> None:
-    """A coupled update comes after the gradients of all of its rank's stages."""
+    """Checks that a coupled update comes after the gradients of all of its rank's stages."""
     program = run.program
     for stage, replica in program.placement.stage_replicas(rank):
         for need in program.requires(Op(Kind.UPDATE, stage, op.index, replica), run.total):

@@ -38,7 +38,10 @@ def check_waits(run: Unrolled, lanes: Callable[[Channel], Hashable] | None = Non
 
 
 class _Waits:
-    """Life: `go` advances the ranks until none can move; `explain` then follows the waits from a stuck rank."""
+    """The state of a run.
+
+    Life: `go` advances the ranks until none can move; `explain` then follows the waits from a stuck rank.
+    """
 
     def __init__(self, run: Unrolled, lanes: Callable[[Channel], Hashable] | None) -> None:
         self.run = run

@@ -58,7 +58,7 @@ class Level:
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Of a message, which leaves one port and enters another."""
+        """Bandwidth of a message, which leaves one port and enters another."""
         return min(self.bandwidth_bytes_per_s, self.receive_bytes_per_s or self.bandwidth_bytes_per_s)
 
 
@@ -189,24 +189,24 @@ class Cluster(Artifact):
         return min(one.link_bytes_per_s for one in crossed), max(one.latency_s for one in crossed)
 
     def sum_link(self, level: int) -> tuple[float, float]:
-        """Returns the same of an all-reduce."""
+        """Returns bandwidth (bytes/s) and latency (s) of sums that cross this level."""
         crossed = self.levels[: level + 1]
         rates = (one.sum_bytes_per_s or one.link_bytes_per_s for one in crossed)
         return min(rates), max(one.latency_s for one in crossed)
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """Relative to the profile's device."""
+        """Each worker's speed, relative to the profile's device."""
         return tuple(kind.speed for kind in self._all_kinds for _ in range(kind.count))
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """In words."""
+        """Each worker's device, in words."""
         return tuple(kind.device for kind in self._all_kinds for _ in range(kind.count))
 
     @cached_property
     def memories(self) -> tuple[int | None, ...]:
-        """In bytes; None: unlimited."""
+        """Each worker's bytes; None: unlimited."""
         return tuple(kind.memory_bytes for kind in self._all_kinds for _ in range(kind.count))
 
     @property
@@ -231,12 +231,12 @@ class Cluster(Artifact):
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
-        """Of the slowest level."""
+        """The slowest level's."""
         return self.link(len(self.levels) - 1)[0]
 
     @property
     def latency_s(self) -> float:
-        """Of the slowest level."""
+        """The slowest level's."""
         return self.link(len(self.levels) - 1)[1]
 
     def __str__(self) -> str:

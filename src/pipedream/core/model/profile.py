@@ -132,12 +132,12 @@ class Profile(Artifact):
 
     @property
     def flops(self) -> int:
-        """Of both passes; 0 if not counted."""
+        """Floating-point operations of both passes; 0 if not counted."""
         return sum(layer.forward_flops + layer.backward_flops for layer in self.layers)
 
     @property
     def moved_bytes(self) -> int:
-        """Read and written; 0 if not counted."""
+        """Bytes read and written; 0 if not counted."""
         return sum(layer.moved_bytes for layer in self.layers)
 
     @property

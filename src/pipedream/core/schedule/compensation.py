@@ -93,7 +93,11 @@ class Compensation(ABC):
 
     @staticmethod
     def decoded(value: dict[str, Any], place: str) -> Compensation:
-        """Raises ArtifactError for an unknown kind or wrong fields."""
+        """Reads JSON values.
+
+        Raises:
+            ArtifactError: an unknown kind or wrong fields.
+        """
         kind = Compensation.kinds.get(str(value.get("compensation")))
         if kind is None:
             raise ArtifactError(f"{place}.compensation should be one of {sorted(Compensation.kinds)}")

@@ -178,7 +178,7 @@ def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankP
     start = first
     while start and repeats(start - 1):
         start -= 1
-    # Otherwise only a run of equal ops repeats.
+    # A turn must also do all that a cycle needs, otherwise only a run of equal ops repeats.
     wanted = schedule.op_count(rank, cycle)
     found = sum(isinstance(item, Op) and item.kind.is_work for item in window[first:second])
     if found != wanted or not all(repeats(i) for i in range(start, len(window) - length)):

@@ -247,7 +247,7 @@ class Program(Rules, Artifact):
         return completed
 
     def describe(self, instruction: Instruction) -> str:
-        """Returns it in words: ``stage 1, 1F17`` or ``stage 1, receiving activation of microbatch 17``."""
+        """Returns an instruction in words: ``stage 1, 1F17`` or ``stage 1, receiving activation of microbatch 17``."""
         if isinstance(instruction, Op):
             return f"stage {instruction.stage}, {instruction}"
         if instruction.kind is Move.SYNC:
@@ -268,7 +268,7 @@ class Program(Rules, Artifact):
 
     @classmethod
     def decoded(cls, value: Any, place: str) -> Program:
-        """`decode`, for abstract and textual fields."""
+        """Reads JSON values, with abstract and textual fields, which `decode` cannot."""
         value = {"norm_delay": 0} | {cls.RENAMED.get(name, name): item for name, item in value.items()}
         hints = get_type_hints(cls)
         names = {one.name for one in fields(cls)}

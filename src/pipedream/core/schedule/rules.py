@@ -51,7 +51,7 @@ class Rules:
 
     @property
     def trains(self) -> bool:
-        """False for an evaluation."""
+        """Whether there are backwards and updates; an evaluation has none."""
         return len(self.kinds) > 1
 
     @property

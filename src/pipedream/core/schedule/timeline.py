@@ -45,7 +45,7 @@ class GradientVersions(NamedTuple):
 
     @property
     def staleness(self) -> int:
-        """In updates."""
+        """Updates by which the gradient is late."""
         return self.applied_to - self.forward_version
 
 

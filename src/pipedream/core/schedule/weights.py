@@ -67,7 +67,7 @@ class WeightRule(ABC):
 
     @abstractmethod
     def forward_version(self, stage: int, microbatch: int) -> int:
-        """Never falls as the microbatches of a replica grow."""
+        """Returns the version that a forward reads; it never falls as the microbatches of a replica grow."""
 
     def backward_version(self, stage: int, microbatch: int) -> int:
         return self.forward_version(stage, microbatch)
@@ -99,7 +99,7 @@ class WeightRule(ABC):
         return float(self.staleness(stage))
 
     def predictions(self, stage: int) -> tuple[WeightPrediction, ...]:
-        """Returns those of a stage that differ from the version itself."""
+        """Returns a stage's predictions that differ from the version itself."""
         given = (
             prediction for prediction in (self.forward_prediction, self.backward_prediction) if prediction is not None
         )
@@ -131,7 +131,11 @@ class WeightRule(ABC):
 
     @staticmethod
     def from_dict(data: Any, place: str = "weights") -> WeightRule:
-        """Raises ArtifactError for an unknown rule or wrong fields."""
+        """Reads JSON values.
+
+        Raises:
+            ArtifactError: an unknown rule or wrong fields.
+        """
         named = data.get("rule") if isinstance(data, dict) else None
         kind = WeightRule.rules.get(_RENAMED.get(named, named)) if isinstance(named, str) else None
         if kind is None:
@@ -224,7 +228,7 @@ class VerticalSync(WeightRule):
 
     @property
     def _rounds_late(self) -> int:
-        """In rounds of the input stage; they cover (W_s + update_delay_s) r_s of every stage."""
+        """Rounds of the input stage; they cover (W_s + update_delay_s) r_s of every stage."""
         each = zip(self.warmup, self.update_delay, self.replicas, strict=True)
         return max(-(-(wait + update_delay) * count // self.replicas[0]) for wait, update_delay, count in each)
 
