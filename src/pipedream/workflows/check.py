@@ -72,8 +72,8 @@ def check_plan(
     """Checks a plan. (Gaps between its stages and an illegal depth are refused when it is read.)
 
     Args:
-        profile: None trusts the plan's seconds and bytes, and leaves out the bytes of the model's input.
-        schedule, microbatches: the method to train with; by default the plan's own.
+        profile: None trusts the plan's figures, and leaves out the bytes of the model's input.
+        schedule, microbatches: by default the plan's own.
 
     Raises:
         PlanError: the plan does not cover the model's layers, cuts it where it cannot be cut, does not fit the memory,

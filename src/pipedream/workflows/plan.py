@@ -39,9 +39,9 @@ def plan(
     """Cuts a profiled model into stages so that the slowest is as fast as possible and each fits the memory.
 
     Args:
-        profile: of the model; or a graph.txt of the original PipeDream.
-        schedule: the method, whose weight versions count against the memory; 'auto' takes the fastest by simulation,
-            see `choose`; a CSV file in PyTorch's notation determines the stages too.
+        profile: or a graph.txt of the original PipeDream.
+        schedule: the method, whose weight versions count against the memory; 'auto' takes the fastest, see `choose`; a
+            CSV file in PyTorch's notation determines the stages too.
         microbatches: m, the microbatches of a minibatch.
         in_flight: depth: 'noam', 'full', 'auto' (the deepest that fits), or a count for each stage.
         shape: 'any' takes the fastest of one worker, data parallelism and pipelines; 'pipeline' at least two stages;
@@ -49,12 +49,11 @@ def plan(
         cuts: the layers, by index or name, at which a new stage begins, on one worker unless `shape` gives counts.
         update_delay: 1 lets replicated stages run their next forward before they update.
         all_workers: 'any' and 'pipeline' must use every worker.
-        recompute: stages that keep only their input and repeat the forward: 'never', 'always', or 'auto' those that do
-            not fit the memory otherwise.
-        cost_model: 'pipedream', or 'classic' for the original planner's answer, see `classic`.
+        recompute: stages that keep only their input and repeat the forward: 'never', 'always', or 'auto' where the
+            memory requires it.
+        cost_model: 'pipedream', or 'classic' for the original planner's, see `classic`.
         allow_asynchronous: 'auto' may choose a method whose gradients are late.
-        strategy: 'search', or '2bw' for the planner of PipeDream-2BW: equal replica counts, and the microbatches, by
-            that paper's cost model (`pipedream.planner.two_bw`).
+        strategy: 'search', or '2bw' for the planner of PipeDream-2BW (`pipedream.planner.two_bw`).
         chunks: stages of each worker, for methods that interleave (`layouts.lay_out`).
 
     Raises:
@@ -163,7 +162,7 @@ def choose(
     Args:
         profile, cluster, all_workers, recompute: see `plan`.
         microbatches, in_flight, shape, update_delay: kept where given, otherwise searched.
-        allow_asynchronous: also methods whose gradients are late, which learn differently from a single process.
+        allow_asynchronous: also methods whose gradients are late.
         names: methods to compare; () compares all that are allowed.
 
     Raises:
@@ -195,9 +194,9 @@ def classic(
     """Returns the answer of the original PipeDream's planner, with its predicted seconds; see docs/cost_models.md.
 
     Args:
-        profile: of the model, or a graph.txt of the original.
-        cluster: workers and bandwidths, level by level, without a limit on memory.
-        straight: consider only pipelines with one worker for each stage.
+        profile: or a graph.txt of the original.
+        cluster: workers and bandwidths, without a limit on memory.
+        straight: one worker for each stage.
         schedule, in_flight: for the predicted bytes; they do not affect the cut.
 
     Raises:

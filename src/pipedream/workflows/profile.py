@@ -37,8 +37,8 @@ def profile(
 ) -> Profile:
     """Measures seconds and bytes of each layer of a model on a sample minibatch.
 
-    On the device 'meta' nothing is computed or allocated, so the model may be larger than the machine: seconds follow
-    from flops and bytes by the roofline of `as_device`. The notes of the profile list the assumptions.
+    On the device 'meta' nothing is computed or allocated: seconds follow from flops and bytes by the roofline of
+    `as_device`. The notes of the profile list the assumptions.
 
     Args:
         model: a chain of modules, see `pipedream.capture`.
@@ -46,8 +46,8 @@ def profile(
         loss: from the model's output to a scalar; its time is charged to the last stage.
         optimizer: factory from named parameters to an optimizer, whose update time and state are measured.
         device: 'cpu', 'cuda' or 'cuda:N'; 'meta' predicts without measuring.
-        as_device: with 'meta', the device to predict for: a Device, its name in `pipedream.core.hardware.devices`
-            ('A100-80GB'), or 'here' for this machine (the default).
+        as_device: with 'meta', a Device, its name in `pipedream.core.hardware.devices` ('A100-80GB'), or 'here' for
+            this machine (the default).
         dtype: with 'meta', the dtype of all floating-point tensors; None leaves each its own.
         warmup: runs before the measured ones.
         runs: measured runs, of which the median counts.
@@ -91,8 +91,7 @@ def profile(
 def layers_of(model: Any, plan: Plan, sample: Any) -> Captured:
     """Finds the layers of a plan in a model, by name or with a sample of its input.
 
-    Raises:
-        PlanError: the plan was made for another model.
+    Raises PlanError if the plan was made for another model.
     """
     names = [name for stage in plan.stages for name in stage.names]
     if sample is not None:

@@ -37,12 +37,12 @@ def simulate(
         microbatches: m, the microbatches of a minibatch; by default the plan's.
         minibatches: the length of the run; see `schedules.run_of` for the default.
         weight_s: seconds of the weight gradient, where the backward is split.
-        jitter: coefficient of variation of an op's seconds, which then have a lognormal distribution with the same
-            mean; one for all ops, or one for each kind, as in {"F": 0.1, "B": 0.2}.
+        jitter: coefficient of variation of an op's lognormal seconds, for all ops or for each kind: {"F": 0.1, "B":
+            0.2}.
         slow: rank -> factor on the seconds of its ops.
         seed: of the jitter.
-        overlap: the all-reduces of a stage start during the backward, bucket by bucket, as in the runtime; otherwise
-            they are charged in full before their update.
+        overlap: all-reduces start during the backward, bucket by bucket, as in the runtime; otherwise they are charged
+            before their update.
 
     Raises:
         ScheduleError: the method does not work with this plan, or with this number of microbatches.

@@ -45,7 +45,7 @@ def sweep(
         schedules: names of methods, or 'auto'.
         microbatches: m, for the methods that split minibatches.
         in_flight, shape, allow_asynchronous: see `workflows.plan.plan`.
-        crossovers: search for the crossovers, which takes about twenty plans each.
+        crossovers: search for them, which takes about twenty plans each.
 
     Raises:
         PlanError: no values, a worker count below one, or a cluster of several levels.
