@@ -286,7 +286,7 @@ class Pipeline:
             folder: a checkpoint, or a folder whose newest is taken.
 
         Raises:
-            ArtifactError: there is none, it is damaged, or it is of another model, optimizer or scheduler.
+            ArtifactError: no checkpoint, or one that is damaged or of another model, optimizer or scheduler.
         """
         self.drain()
         found = newest(folder)

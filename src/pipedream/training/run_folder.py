@@ -194,7 +194,7 @@ def write_run(folder: Path, files: RunFiles) -> None:
 
 
 def write_report(folder: Path) -> Path:
-    """Writes ``report.html`` from the run folder's other files; returns its path. Raises an `ArtifactError` if it is
+    """Writes ``report.html`` from a run folder's other files (else an `ArtifactError`); returns its path. Raises an `ArtifactError` if it is
     none.
     """
     try:

@@ -22,7 +22,7 @@ def save_weights(path: str | os.PathLike[str], state: Mapping[str, torch.Tensor]
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Reads a state dict: tensors only, no code (``weights_only``). Raises an `ArtifactError` if there is none."""
+    """Reads a state dict: tensors only, no code (``weights_only``). Raises an `ArtifactError` for any other file."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
