@@ -194,8 +194,10 @@ def write_run(folder: Path, files: RunFiles) -> None:
 
 
 def write_report(folder: Path) -> Path:
-    """Writes ``report.html`` from a run folder's other files (else an `ArtifactError`); returns its path. Raises an `ArtifactError` if it is
-    none.
+    """Writes ``report.html`` into a run folder, from its other files; returns its path.
+
+    Raises:
+        ArtifactError: the folder is not a run folder.
     """
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
