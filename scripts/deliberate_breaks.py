@@ -4,7 +4,7 @@
     .venv/bin/python scripts/deliberate_breaks.py stash norm       those whose names contain one of these words
     .venv/bin/python scripts/deliberate_breaks.py --list           their names and what they change
 
-Each break replaces one piece of text in one file of a scratch copy; the checkout itself is never changed. The test files
+Each break replaces one piece of text in one file of a scratch copy; the checkout itself never changes. The test files
 that are named with the break run first. If they pass, all default tests run. Exits with 1 if a break is not noticed or
 if its text no longer occurs exactly once in its file.
 """

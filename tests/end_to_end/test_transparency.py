@@ -32,7 +32,7 @@ def _case(animal: str, schedule: str, stages: int) -> Case:
 
 
 def _matrix() -> list[Case]:
-    """Returns every method with every animal and every number of stages; in the default run one number of stages, short."""
+    """Returns every method with every animal and number of stages; the default run has one number of stages, short."""
     found = []
     for animal in zoo.NAMES:
         for schedule in (*FLUSHING, *ASYNCHRONOUS):

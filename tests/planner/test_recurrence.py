@@ -109,7 +109,7 @@ def _kind(draw: random.Random, workers: int) -> tuple[tuple[State, ...], tuple[S
 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 20))])
 def test_equals_exhaustive_search(seed: int) -> None:
-    """In value and in plan, ties broken, over 4,000 chains, 600 of them in the default run: replicated, straight, with counts, and lagging."""
+    """In value and in plan, ties included, over 4,000 chains, 600 of them in the default run."""
     draw = random.Random(seed)
     found = refused = several = 0
     for _ in range(200):

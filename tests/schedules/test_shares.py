@@ -37,7 +37,7 @@ def test_two_buffers_must_reach_over_the_warm_up(
 
 
 def test_two_buffers_do_not_lag() -> None:
-    """With update delay 1 upstream, stage 1 may wait for a minibatch more than stage 0 has in flight; 2BW has no update delay."""
+    """With update delay 1 upstream, stage 1 may wait for a minibatch more than stage 0 has in flight; 2BW has none."""
     plan = replace(Plan.uniform(2, replicas=(3, 2)), in_flight=(2, 3), update_delay=(1, 1), depth_mode="hand")
     build("pipedream", plan)
     with pytest.raises(ScheduleError, match=r"\(2, 3\): they need the plan's update delay \(1, 1\)"):

@@ -62,7 +62,7 @@ def schedules() -> st.SearchStrategy[Schedule]:
 
 @st.composite
 def straight(draw: st.DrawFn) -> Schedule:
-    """Draws a method of one stage a worker, on any replicated plan, of any depth and update delay that the rules allow."""
+    """Draws a method with one stage per worker, on any replicated plan of any legal depth and update delay."""
     replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     update_delay = tuple(draw(st.integers(0, 1)) if count > 1 and len(replicas) > 1 else 0 for count in replicas)
     name = draw(st.sampled_from(STRAIGHT))
@@ -147,7 +147,7 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any method, replicas, depth (also by hand), update delay and split that go together; or stages that share workers."""
+    """Any legal method, replicas, depth (also by hand), update delay and split; or stages that share workers."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     if name in LAYOUTS:
         layout, p = LAYOUTS[name], 2 * draw(st.integers(1, 2))

@@ -155,8 +155,8 @@ def test_lag_without_the_depth_for_it_deadlocks() -> None:
     with pytest.raises(DeadlockError, match=r"rank 1 waits at instruction 18, =1:1, for rank 2 to reach the same sum"):
         verify(lower(build("pipedream", unchecked(replicas, (7, 4, 2, 1), update_delay))))
     says = (
-        r"in-flight counts \(7, 4, 2, 1\), with update delay 1 at stage 1: stage 1 would wait for 7 warm-up minibatches, but "
-        r"stage 0 sends only 6; .*; \(8, 4, 2, 1\) would do"
+        r"in-flight counts \(7, 4, 2, 1\), with update delay 1 at stage 1: stage 1 would wait for 7 warm-up "
+        r"minibatches, but stage 0 sends only 6; .*; \(8, 4, 2, 1\) would do"
     )
     with pytest.raises(PlanError, match=says):
         depth.check_in_flight((7, 4, 2, 1), replicas, update_delay)
