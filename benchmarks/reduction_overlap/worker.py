@@ -85,7 +85,7 @@ def ours(sizes: Sizes, segment: int, *, early: bool, mib: int) -> float:
             list(stage_state.versions.handles.values()), group, bucket_bytes=mib * MIB
         )
         if not early:
-            worker._ends_update = lambda op: False
+            worker._update_completed_by = lambda op: None
         start = 0.0
         for done in pipeline.train([batch(sizes)] * (2 * (WARMUP + segment))):
             if done.number == 2 * WARMUP - 1:

@@ -86,8 +86,8 @@ def test_sums_are_those_of_the_members_in_their_order(
             reduction.close(mine, member + 0.5, update + member, float(member == 1))
             assert reduction.started == len(buckets_of(handles, bucket_bytes, bucket_bytes))
         for reduction in reductions:
-            sums, weight, count, stop_request = result(reduction.take())
-            assert (weight, stop_request) == (sum(m + 0.5 for m in range(members)), 1.0)
+            sums, loss_weight, count, stop_request = result(reduction.take())
+            assert (loss_weight, stop_request) == (sum(m + 0.5 for m in range(members)), 1.0)
             assert count == sum(update + m for m in range(members))
             for i, handle in enumerate(handles):
                 there = [row[i] for row in given_]
@@ -159,8 +159,8 @@ def test_sums_start_while_the_backward_runs_and_only_in_the_last() -> None:
     assert seen == [0, 0, 0]
     assert gradients.accumulators == [None] * 4
     reduction.close(*gradients.take(), 0.0)
-    sums, weight, count, _ = result(reduction.take())
-    assert (weight, count, sums[3]) == (3.0, 3, None)
+    sums, loss_weight, count, _ = result(reduction.take())
+    assert (loss_weight, count, sums[3]) == (3.0, 3, None)
     for found_, wanted in zip(sums[:3], expected, strict=True):
         torch.testing.assert_close(found_, wanted)
     # Without it the sums start one after the other, from the output's end.
@@ -190,7 +190,7 @@ def test_a_parameter_without_any_gradient_is_left_alone() -> None:
         handles = {"used": nn.Parameter(torch.ones(2)), "unused": nn.Parameter(torch.ones(2))}
         factory = lambda named: torch.optim.SGD(named, lr=0.1, weight_decay=0.5)  # noqa: E731
         optimizer = Optimizer(handles, factory, replicas=2, replica_group=group.member(replica))
-        optimizer.switch_to(UpdateRule((2,), mean_of_rounds=True), 0, 0, clock=0)
+        optimizer.switch_to(UpdateRule((2,), mean_of_rounds=True), 0, 0, input_updates=0)
         gradients = Gradients([torch.float32] * 2)
         gradients.add([torch.ones(2) if replica else None, None], 1.0)
         optimizer.close(gradients)
@@ -228,18 +228,18 @@ PLANS = {
 @pytest.mark.parametrize(
     ("name", "replicas", "update_delay"), [(n, *case) for n, all_ in PLANS.items() for case in all_]
 )
-def test_the_last_backward_before_an_update_stands_in_the_program(
+def test_the_last_backward_before_an_update_is_in_the_program(
     name: str, replicas: tuple[int, ...], update_delay: tuple[int, ...]
 ) -> None:
     program = lower(build(name, replace(Plan.uniform(len(replicas), replicas=replicas), update_delay=update_delay)))
     rule = program.updates
     for rank in range(program.placement.workers):
-        ends = program.ends_update(rank)
+        completed_by = program.update_completed_by(rank)
         total = 7 * program.cycle
         for stage, replica in program.placement.stage_replicas(rank):
             step = program.placement.replicas[stage]
-            found = {k for k in range(replica, total, step) if ends(Op(Kind.BACKWARD, stage, k, replica))}
-            # These orders do the backwards of a seat in their order.
+            found = {k for k in range(replica, total, step) if completed_by(Op(Kind.BACKWARD, stage, k, replica))}
+            # These orders do the backwards of a stage in their order.
             assert found == {
                 k for k in range(replica, total, step) if rule.update_of(stage, k + step) > rule.update_of(stage, k)
             }

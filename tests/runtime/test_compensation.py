@@ -86,7 +86,7 @@ def late(start: Tensor, delay: int, gradient: Gradient, step: Callable[[Tensor],
 def following(handle: nn.Parameter, factory: Factory, chosen: tuple[Compensation, ...], staleness: int) -> Optimizer:
     """Returns the library's optimizer on one weight, with compensations."""
     optimizer = Optimizer({"w": handle}, factory)
-    optimizer.switch_to(UpdateRule((1,), compensation=chosen), 0, staleness, clock=0)
+    optimizer.switch_to(UpdateRule((1,), compensation=chosen), 0, staleness, input_updates=0)
     return optimizer
 
 

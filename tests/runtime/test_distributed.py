@@ -19,7 +19,7 @@ def test_messages_of_any_size_arrive_whole_and_in_order() -> None:
                 assert len(found[f"{name}, depth {depth}"]) == len(sizes)
                 for number, (size, got) in enumerate(zip(sizes, found[f"{name}, depth {depth}"], strict=True)):
                     sent = message_of(number, size)
-                    assert got[:4] == (number, sent.content, sent.weight, sent.structure), f"{name}, depth {depth}"
+                    assert got[:4] == (number, sent.content, sent.loss_weight, sent.structure), f"{name}, depth {depth}"
                     assert len(got[4]) == len(sent.tensors)
                     for there, here in zip(got[4], sent.tensors, strict=True):
                         assert (there is None) == (here is None)

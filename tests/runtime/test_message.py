@@ -52,7 +52,7 @@ MESSAGES = st.builds(
     samples=st.integers(0, 2**31),
     version=st.integers(0, 2**31),
     flags=st.integers(0, 2**31),
-    weight=st.floats(allow_nan=False),
+    loss_weight=st.floats(allow_nan=False),
     share=st.floats(0, 1),
     numbers=st.lists(st.floats(allow_nan=False), max_size=8).map(tuple),
 )

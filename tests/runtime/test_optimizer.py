@@ -64,7 +64,7 @@ def test_low_precision_gradients_are_added_in_full() -> None:
 def test_a_sum_is_divided_once_by_the_weight_or_by_the_round(rounds: bool, divisor: float) -> None:
     handles = _handles()
     optimizer, gradients = Optimizer(handles, SGD), Gradients([torch.float32] * 2)
-    optimizer.switch_to(UpdateRule((2,), mean_of_rounds=rounds), 0, 0, clock=0)
+    optimizer.switch_to(UpdateRule((2,), mean_of_rounds=rounds), 0, 0, input_updates=0)
     for weight in (3.0, 4.0):
         gradients.add([torch.full((3,), weight), None], weight)
     finish(optimizer.prepare(gradients))
@@ -112,7 +112,7 @@ def test_replicas_step_alike_on_the_mean_and_a_lone_one_at_its_share_of_the_rate
     for replica in range(2):
         handles = _handles()
         optimizer = Optimizer(handles, SGD, replicas=2, replica_group=group.member(replica))
-        optimizer.switch_to(UpdateRule((2,), mean_of_rounds=True), 0, 0, clock=0)
+        optimizer.switch_to(UpdateRule((2,), mean_of_rounds=True), 0, 0, input_updates=0)
         stage_states.append((handles, optimizer, Gradients([torch.float32] * 2)))
 
     def update(present: list[float | None]) -> float:
@@ -144,7 +144,7 @@ def test_a_stage_with_twice_the_replicas_has_twice_the_rate_and_one_clock_with_t
     cases = {Fraction(1): [1.0, 0.1, 0.01], Fraction(1, 2): [0.5, 0.5, 0.05], Fraction(2): [2.0, 0.02]}
     for factor, wanted in cases.items():
         optimizer = Optimizer(handles, partial(torch.optim.SGD, lr=1.0), scheduler=schedule)
-        optimizer.switch_to(UpdateRule((factor.denominator, factor.numerator)), 1, 0, clock=0)
+        optimizer.switch_to(UpdateRule((factor.denominator, factor.numerator)), 1, 0, input_updates=0)
         for rate in wanted:
             before = handles["a"].detach().clone()
             handles["a"].grad = torch.ones(3)
@@ -158,7 +158,9 @@ def test_what_a_compensation_keeps_goes_on_into_a_phase_that_keeps_it_too() -> N
     optimizer = Optimizer(handles, partial(torch.optim.SGD, lr=1.0))
     moved, rounds = [], []
     for number, (strength, gradient) in enumerate(((1.0, 1.0), (2.0, 3.0), (0.0, 5.0), (1.0, 1.0))):
-        optimizer.switch_to(UpdateRule((1,), compensation=(ErrorFeedback(strength),)), 0, 1, clock=min(number, 1))
+        optimizer.switch_to(
+            UpdateRule((1,), compensation=(ErrorFeedback(strength),)), 0, 1, input_updates=min(number, 1)
+        )
         rounds.append(optimizer.rounds)
         handles["a"].grad = torch.full((1,), gradient)
         before = float(handles["a"].detach())

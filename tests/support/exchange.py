@@ -27,7 +27,7 @@ def message_of(number: int, size: int) -> Message:
         tensors = (numbers.to(torch.int32), None, numbers.reshape(-1, 1).expand(-1, 2), torch.tensor(number > 3))
     content = Content.DATA if size else Content.EMPTY
     structure = '{"v":1}' if number % 3 == 2 else ""
-    return Message(number, content, tensors if size else (None,) * (number % 3), structure, weight=number / 7)
+    return Message(number, content, tensors if size else (None,) * (number % 3), structure, loss_weight=number / 7)
 
 
 def exchange(depths: list[int]) -> dict[str, list[tuple[int, int, float, str, list[Tensor | None]]]]:
@@ -46,7 +46,7 @@ def exchange(depths: list[int]) -> dict[str, list[tuple[int, int, float, str, li
                 sender.send(message_of(number, size))
             found = [receiver.receive().result() for _ in sizes]
             arrived[f"{name}, depth {depth}"] = [
-                (m.microbatch, int(m.content), m.weight, m.structure, list(m.tensors)) for m in found
+                (m.microbatch, int(m.content), m.loss_weight, m.structure, list(m.tensors)) for m in found
             ]
             sender.close_begin()
             receiver.close()

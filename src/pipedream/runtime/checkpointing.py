@@ -157,7 +157,7 @@ class Checkpointer:
         for worker in self._workers:
             worker.done_minibatches = page.minibatches
             worker.update_barrier.norm_square = page.stages[0].norm_square  # of all stages
-            worker.clock = page.stages[0].updates if same else 0
+            worker.input_updates = page.stages[0].updates if same else 0
         if page.random:
             restore_rng(page.random[self._rank % len(page.random)], self._device)
 

@@ -97,7 +97,7 @@ class ForwardRunner:
                 return message.with_tensors(structure, saved.outputs, wants, version)
             key, wanted = self._stream.minibatch(op.index), self._value_of(targets)
             with stage_state.module.casting():
-                value, saved.weight, saved.scale = self._scorer.score(
+                value, saved.loss_weight, saved.scale = self._scorer.score(
                     key, message, output, wanted, self._rank, self._where(), again
                 )
             saved.outputs = (value,)

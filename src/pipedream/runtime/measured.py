@@ -50,7 +50,7 @@ def timeline(
                 "rank": worker.rank,
                 "began_s": worker.recorder.began_s,
                 "spans": [list(span) for span in worker.recorder.spans(phase)],
-                "tags": [list(tag) for tag in worker.recorder.tags(phase)],
+                "gradient_versions": [list(row) for row in worker.recorder.gradient_versions(phase)],
                 "peak_bytes": most_bytes,
                 "versions": versions,
             }
@@ -71,7 +71,7 @@ def timeline(
         microbatches=workers[0].trained.get(phase, (0, 0))[1] * program.microbatches,
         minibatch_microbatches=program.microbatches,
         batch=batch,
-        gradient_versions=tuple(GradientVersions(*tag) for part in parts for tag in part["tags"]),
+        gradient_versions=tuple(GradientVersions(*row) for part in parts for row in part["gradient_versions"]),
         peak_bytes=tuple(part["peak_bytes"] for part in parts),
         peak_versions=tuple(part["versions"] for part in parts),
     )

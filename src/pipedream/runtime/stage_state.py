@@ -38,7 +38,7 @@ class StageState:
         predictions: None if passes read versions.
         saved_tensor_hooks: None without the rule 'graph'.
         next_forward: its microbatch.
-        tags: (microbatch, forward version, backward version) of the coming update's gradients.
+        gradient_versions: (microbatch, forward version, backward version) of the coming update's gradients.
     """
 
     module: StageModule
@@ -49,7 +49,7 @@ class StageState:
     predictions: WeightPredictions | None = None
     saved_tensor_hooks: SavedTensorHooks | None = None
     next_forward: int = 0
-    tags: list[tuple[int, int, int]] = field(default_factory=list)
+    gradient_versions: list[tuple[int, int, int]] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
     _rule: WeightRule = field(init=False)
     _backward_weights: Callable[[WeightSet], WeightSet] = field(init=False)
@@ -61,15 +61,15 @@ class StageState:
             if any(prediction.by == VELOCITY for prediction in program.weights.predictions(stage)):
                 check_velocity(self.optimizer.optimizer)
 
-    def switch_to(self, program: Program, stage: int, clock: int) -> None:
+    def switch_to(self, program: Program, stage: int, input_updates: int) -> None:
         """Switches to another program at a drain, when one version of the weights is left.
 
-        The state of predictions continues if the previous method kept it too. `clock` counts the input stage's updates
+        The state of predictions continues if the previous method kept it too. `input_updates` counts the input stage's updates
         with the previous program.
         """
         rule = self._rule = program.weights
         late, mean = rule.staleness(stage), rule.mean_staleness(stage)
-        self.optimizer.switch_to(program.updates, stage, late, clock, mean_staleness=mean)
+        self.optimizer.switch_to(program.updates, stage, late, input_updates, mean_staleness=mean)
         self.versions.switch_to(rule.held_until is None or rule.kept_until(stage) is not None)
         if self.saved_tensor_hooks is not None:
             self.saved_tensor_hooks.switch_to(redirects=rule.backward_rule == "graph" and rule.held_until is not None)
@@ -153,11 +153,11 @@ class StageState:
         self.optimizer.all_reduce.put(index, self.gradients.complete(index, gradient))
 
     def add_gradients(self, saved: SavedForward, gradients: list[torch.Tensor | None]) -> None:
-        self.gradients.add(gradients, saved.weight)
+        self.gradients.add(gradients, saved.loss_weight)
         if saved.weights is not None:
             stashes = self._rule.backward_rule == "stash"
             read = saved.weights.version if stashes else self.versions.newest
-            self.tags.append((saved.microbatch, saved.version, read))
+            self.gradient_versions.append((saved.microbatch, saved.version, read))
             if self._rule.held_until is not Kind.FORWARD:
                 self.versions.release(saved.weights)
 
@@ -188,9 +188,9 @@ class StageState:
         self.versions.end_update()
         if self.predictions is not None:
             self.predictions.end_update()
-        tags = [(*tag, newest) for tag in self.tags]
-        self.tags.clear()
-        return tags
+        versions = [(*row, newest) for row in self.gradient_versions]
+        self.gradient_versions.clear()
+        return versions
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class Worker:
         weight_packets: stage -> format of its weights for such ranks.
 
     Attributes:
-        clock: updates of the input stage with this program.
+        input_updates: updates of the input stage with this program.
         trained: phase -> (begin, end) in minibatches.
     """
 
@@ -86,7 +86,7 @@ class Worker:
         self._mailbox = Mailbox(rank, program.placement, program.channels, senders, receivers)
         self._forwards = ForwardRunner(rank, self._mailbox, scorer, results, device, lambda: self.where)
         self.done_minibatches = 0
-        self.clock = 0
+        self.input_updates = 0
         self.trained: dict[int, tuple[int, int]] = {}
         self._at: tuple[Program, Instruction] | None = None
         self.activity = Activity()
@@ -96,13 +96,13 @@ class Worker:
 
     def switch_to(self, program: Program, phase: int) -> None:
         self.program = program
-        self._ends_update = program.ends_update(self.rank)
+        self._update_completed_by = program.update_completed_by(self.rank)
         self.recorder.switch_to(phase)
         self._scorer.switch_to(program)
         self.update_barrier.switch_to(program)
         for stage, stage_state in self.stage_states.items():
-            stage_state.switch_to(program, stage, self.clock)
-        self.clock = 0
+            stage_state.switch_to(program, stage, self.input_updates)
+        self.input_updates = 0
 
     # -- the three things a worker does -------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class Worker:
         yield from self.update_barrier.finish()
         for stage_state in self.stage_states.values():
             yield from stage_state.end()
-        self.clock += self.program.updates.updates(0, self._total or 0)
+        self.input_updates += self.program.updates.updates(0, self._total or 0)
         begin, _ = self.trained.get(self.recorder.phase, (self.done_minibatches, 0))
         self.done_minibatches += (self._total or 0) // self.program.microbatches
         if self._total:
@@ -193,6 +193,12 @@ class Worker:
                     yield from self._receive(program, instruction.channel, instruction.index)
                 elif instruction.kind is Move.SEND:
                     self._send(program, instruction.channel, instruction.index)
+                elif instruction.kind is Move.SYNC:
+                    # Nothing to do: the all-reduce that the proof places here was started inside the update's last
+                    # backward (`_ready_hook`), and the update waits for it (`UpdateBarrier.prepare`). The earlier
+                    # start is safe: the replicas of a stage have a group of their own, and all start their buckets
+                    # in the same order.
+                    pass
             except PipelineError:
                 raise
             except Exception as error:
@@ -212,38 +218,51 @@ class Worker:
         self.activity.begin("a forward" if self._stream.trains else "a forward without training")
         remote_forward = self.remote_forwards.get(op.stage)
         stage_state = remote_forward or self.stage_states[op.stage]
-        if message.content is Content.EMPTY:
-            result = message
-            if self._stream.trains and remote_forward is None:
-                self._saved_forwards[op.stage, op.index] = SavedForward(None, (), (), (), op.index)
-                if op.stage == self._last:
-                    self.results.add(self._stream.minibatch(op.index), message, self.results.zeros)
-        elif self._stream.trains:
-            saved, run = self._forwards.for_training(op, stage_state, message)
-            with stage_state.forward_context():
-                result = (
-                    run(message)
-                    if stage_state.recomputation is None
-                    else stage_state.recomputation.forward(saved, message, run)
-                )
-            if remote_forward is None:
-                self._saved_forwards[op.stage, op.index] = saved
+        if not self._stream.trains:
+            is_empty = message.content is Content.EMPTY
+            result = message if is_empty else self._forwards.without_backward(op, stage_state, message)
+        elif remote_forward is None:
+            result = self._own_forward(op, self.stage_states[op.stage], message)
         else:
-            result = self._forwards.without_backward(op, stage_state, message)
+            result = self._remote_forward(op, remote_forward, message)
         if op.stage < self._last:
             self._mailbox.put("activation", op.stage + 1, result)
         else:
             self._mailbox.drop("input", op)
-        if remote_forward is not None and self._stream.trains:
-            self._mailbox.put("stage_input", op.stage, message)
-            if (op.index + 1) % self._stream.split == 0:
-                remote_forward.drop()
         self.activity.end()
         stage_state.next_forward = op.index + self.program.placement.replicas[op.stage]
         self.recorder.note("F", op.stage, self._stream.number(op.index), start)
         ends = self._stream.minibatch(stage_state.next_forward) > self._stream.minibatch(op.index)
         if op.stage == self._last and self._stream.trains and ends:
             self.results.send_sums(self._stream.minibatch(op.index))
+
+    def _own_forward(self, op: Op, stage_state: StageState, message: Message) -> Message:
+        """Runs a forward of a stage of this rank, and keeps what its backward needs."""
+        if message.content is Content.EMPTY:
+            self._saved_forwards[op.stage, op.index] = SavedForward(None, (), (), (), op.index)
+            if op.stage == self._last:
+                self.results.add(self._stream.minibatch(op.index), message, self.results.zeros)
+            return message
+        saved, run = self._forwards.for_training(op, stage_state, message)
+        with stage_state.forward_context():
+            if stage_state.recomputation is None:
+                result = run(message)
+            else:
+                result = stage_state.recomputation.forward(saved, message, run)
+        self._saved_forwards[op.stage, op.index] = saved
+        return result
+
+    def _remote_forward(self, op: Op, remote_forward: RemoteForward, message: Message) -> Message:
+        """Runs a forward on fetched weights; its input goes to the stage's own rank, where the backward repeats it."""
+        result = message
+        if message.content is not Content.EMPTY:
+            saved, run = self._forwards.for_training(op, remote_forward, message)
+            with remote_forward.forward_context():
+                result = remote_forward.recomputation.forward(saved, message, run)
+        self._mailbox.put("stage_input", op.stage, message)
+        if (op.index + 1) % self._stream.split == 0:
+            remote_forward.drop()
+        return result
 
     def _admit(self, op: Op) -> Message | None:
         """Takes the next microbatch from the data; ends the stream after the last one."""
@@ -262,56 +281,92 @@ class Worker:
     # -- backward and update ------------------------------------------------------------------------
 
     def _backward_op(self, op: Op) -> None:
-        """Runs a backward, or the half for the received tensors or for the weights."""
         stage_state = self.stage_states[op.stage]
         if self.program.placement.is_remote(op.stage):
             self._saved_forwards[op.stage, op.index] = self._forwards.recompute(
                 op, stage_state, self._mailbox.take("stage_input", op)
             )
-        saved = self._saved_forwards[op.stage, op.index]
-        with_inputs = op.kind is not Kind.WEIGHT_GRADIENT
-        with_weights = op.kind is not Kind.INPUT_GRADIENT
-        last = with_weights and stage_state.optimizer.all_reduce is not None and self._ends_update(op) is not None
-        message = self._mailbox.take("gradient", op) if with_inputs and op.stage < self._last else None
         start = self.recorder.mark()
+        if op.kind is Kind.BACKWARD:
+            self._whole_backward(op, stage_state)
+        elif op.kind is Kind.INPUT_GRADIENT:
+            self._input_gradients(op, stage_state)
+        else:
+            self._weight_gradients(op, stage_state)
+        self.recorder.note(op.kind.value, op.stage, self._stream.number(op.index), start)
+
+    def _whole_backward(self, op: Op, stage_state: StageState) -> None:
+        """B: gradients of the weights and of the received tensors."""
+        saved = self._saved_forwards.pop((op.stage, op.index))
+        message = self._mailbox.take("gradient", op) if op.stage < self._last else None
+        ready = self._ready_hook(op, stage_state)
+        weight_gradients: list[torch.Tensor | None] = []
         input_gradients: list[torch.Tensor | None] = []
+        if saved.weights is not None:
+            with stage_state.backward_context(saved):
+                output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
+                weight_gradients, input_gradients = stage_state.module.backward(
+                    saved, output_gradients, stage_state.gradients.accumulators, ready
+                )
+        self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
+        self._send_back(op, saved, input_gradients)
+
+    def _input_gradients(self, op: Op, stage_state: StageState) -> None:
+        """I: the half of a backward that the previous stage waits for."""
+        saved = self._saved_forwards[op.stage, op.index]
+        message = self._mailbox.take("gradient", op) if op.stage < self._last else None
+        input_gradients: list[torch.Tensor | None] = []
+        if saved.weights is not None:
+            with stage_state.backward_context(saved):
+                output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
+                input_gradients = stage_state.module.backward_inputs(saved, output_gradients)
+        self._send_back(op, saved, input_gradients)
+
+    def _weight_gradients(self, op: Op, stage_state: StageState) -> None:
+        """W: the other half of a backward."""
+        saved = self._saved_forwards.pop((op.stage, op.index))
+        ready = self._ready_hook(op, stage_state)
         weight_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
-            module, scale, sums = stage_state.module, stage_state.optimizer.scale, stage_state.gradients
-            ready = stage_state.gradient_ready if last else None
             with stage_state.backward_context(saved):
-                if not with_weights:
-                    input_gradients = module.backward_inputs(saved, saved.output_gradients(message, scale))
-                elif not with_inputs:
-                    weight_gradients = module.backward_weights(saved, sums.accumulators, ready)
-                else:
-                    weight_gradients, input_gradients = module.backward(
-                        saved, saved.output_gradients(message, scale), sums.accumulators, ready
-                    )
-        if with_weights:
-            stage_state.add_gradients(self._saved_forwards.pop((op.stage, op.index)), weight_gradients)
-        if last:
+                weight_gradients = stage_state.module.backward_weights(saved, stage_state.gradients.accumulators, ready)
+        self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
+
+    def _ready_hook(self, op: Op, stage_state: StageState) -> Callable[[int, torch.Tensor], None] | None:
+        """Returns what starts the all-reduce inside the last backward before a replicated stage's update, else None."""
+        if stage_state.optimizer.all_reduce is None or self._update_completed_by(op) is None:
+            return None
+        return stage_state.gradient_ready
+
+    def _add_gradients(
+        self, stage_state: StageState, saved: SavedForward, gradients: list[torch.Tensor | None], *, is_last: bool
+    ) -> None:
+        stage_state.add_gradients(saved, gradients)
+        if is_last:
             stage_state.optimizer.close(stage_state.gradients, float(self.stop_requested()))
-        if with_inputs and op.stage:
+
+    def _send_back(self, op: Op, saved: SavedForward, input_gradients: list[torch.Tensor | None]) -> None:
+        if op.stage:
             content = Content.EMPTY if saved.weights is None else Content.DATA
-            gradients = Message(op.index, content, tensors=tuple(input_gradients), weight=saved.weight)
+            gradients = Message(op.index, content, tensors=tuple(input_gradients), loss_weight=saved.loss_weight)
             self._mailbox.put("gradient", op.stage - 1, gradients)
-        self.recorder.note(op.kind.value, op.stage, self._stream.number(op.index), start)
 
     def _update_op(self, op: Op) -> Generator[Any, None, None]:
         stage_state = self.stage_states[op.stage]
         before = self.recorder.mark()
-        shared = self.program.placement.replicas[op.stage] > 1
-        stop_request = shared and self.stop_requested()
-        share, stop_requests = yield from self.update_barrier.prepare(op.stage, float(stop_request))
-        if shared or (self.program.couples_updates and not self.program.norm_delay):
+        is_replicated = self.program.placement.replicas[op.stage] > 1
+        stop_request = is_replicated and self.stop_requested()
+        present_share, stop_requests = yield from self.update_barrier.prepare(op.stage, float(stop_request))
+        if is_replicated or (self.program.couples_updates and not self.program.norm_delay):
             self.recorder.note("wait", op.stage, op.index, before)
         start = self.recorder.mark()
         with self.activity.running("an update"):
-            tags = stage_state.update(self.program, op, share, self._total)
-        for microbatch, forward_version, backward_version, newest in tags:
+            gradient_versions = stage_state.update(self.program, op, present_share, self._total)
+        for microbatch, forward_version, backward_version, newest in gradient_versions:
             number = self._stream.number(microbatch)
-            self.recorder.tag(GradientVersions(op.stage, number, forward_version, backward_version, newest))
+            self.recorder.note_gradient_versions(
+                GradientVersions(op.stage, number, forward_version, backward_version, newest)
+            )
         before_drain = self._stream.base * self.program.microbatches // self.program.updates.per_update[op.stage]
         self.recorder.note("U", op.stage, before_drain + op.index, start)
         if stop_requests:
@@ -321,7 +376,7 @@ class Worker:
             members = self.program.updates.members(op.stage, op.index, self._total)
             if self.program.updates.mean_of_rounds and self._total is None:
                 # A round may be the last, and incomplete, before this worker has received the end.
-                members = members[: round(share * self.program.placement.replicas[op.stage])]
+                members = members[: round(present_share * self.program.placement.replicas[op.stage])]
             for minibatch in range(members.start // m, -(-members.stop // m)):
                 yield (yield from self.results.collect(minibatch, self.results.replicas_of(minibatch, m), self.rate))
 

@@ -88,7 +88,7 @@ class CompiledRank:
 def compile_rank(program: Program, rank: int, total: int, *, gives: Collection[int]) -> CompiledRank:
     """Compiles a rank; the sums of the stages in `gives` begin in the backward."""
     mine = program.ranks[rank]
-    completed = program.ends_update(rank)
+    completed = program.update_completed_by(rank)
     text = (*mine.warmup, *mine.period)
     next_turn = (advanced(item, program.cycle, program.updates) for item in mine.period)
     sums = {item for item in (*text, *next_turn) if item.kind is Move.SYNC}

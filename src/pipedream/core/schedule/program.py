@@ -221,7 +221,7 @@ class Program(Rules, Artifact):
 
         return test
 
-    def ends_update(self, rank: int) -> Callable[[Op], Op | None]:
+    def update_completed_by(self, rank: int) -> Callable[[Op], Op | None]:
         """Returns a function from a rank's backward to the update that directly follows it at its stage, if any."""
         text = self.ranks[rank]
         next_turn = (self._advanced(instruction, 1) for instruction in text.period)

@@ -80,7 +80,7 @@ class Message:
         minibatch: number since the start of training.
         version: of the weights that the forward read.
         flags: `ENDS_EPOCH`, or at the end of a stream an `Ending`.
-        weight: of the microbatch's loss.
+        loss_weight: of the microbatch.
         share: of the minibatch's samples.
         numbers: losses and metrics.
     """
@@ -95,7 +95,7 @@ class Message:
     samples: int = 0
     version: int = 0
     flags: int = 0
-    weight: float = 0.0
+    loss_weight: float = 0.0
     share: float = 1.0
     numbers: tuple[float, ...] = field(default=())
 
@@ -134,7 +134,7 @@ def encode_header(message: Message, payload_bytes: int) -> torch.Tensor:
     header = bytearray(8 * HEADER_WORDS)
     _LAYOUT.pack_into(
         header, 0, message.content, message.microbatch, message.minibatch, message.epoch, message.samples,
-        message.version, message.flags, payload_bytes, len(message.tensors), message.weight, message.share,
+        message.version, message.flags, payload_bytes, len(message.tensors), message.loss_weight, message.share,
         len(message.numbers),
     )  # fmt: skip
     struct.pack_into(f"={len(message.numbers)}d{len(words)}q", header, 8 * _FIXED, *message.numbers, *words)
@@ -147,7 +147,7 @@ def decode_header(
     """Returns the message without tensors, the payload's bytes, and the tensors' layouts."""
     ints = words.numpy()
     (
-        content, microbatch, minibatch, epoch, samples, version, flags, payload, count, weight, share, numbers,
+        content, microbatch, minibatch, epoch, samples, version, flags, payload, count, loss_weight, share, numbers,
     ) = _LAYOUT.unpack_from(ints.data)  # fmt: skip
     named = ints[_FIXED + numbers : _FIXED + numbers + count * (2 + _MOST_DIMENSIONS)].tolist()
     specs: list[TensorSpec | None] = []
@@ -169,7 +169,7 @@ def decode_header(
         samples=samples,
         version=version,
         flags=flags,
-        weight=weight,
+        loss_weight=loss_weight,
         share=share,
         numbers=struct.unpack_from(f"={numbers}d", ints.data, 8 * _FIXED),
     )

@@ -15,7 +15,7 @@ from pipedream.core.schedule.timeline import WORK, GradientVersions, Span
 __all__ = ["OpTimer", "Recorder", "peak_bytes"]
 
 _MOST_KEPT = 200_000
-"""Spans and tags; the oldest are dropped first, so that a long run needs no more memory than a short one."""
+"""Spans and gradient versions; the oldest are dropped first, so that a long run needs no more memory than a short one."""
 
 
 Moment = float | torch.cuda.Event
@@ -23,7 +23,7 @@ Moment = float | torch.cuda.Event
 
 
 class Recorder:
-    """Records one worker's spans and tags.
+    """Records one worker's spans and gradient versions.
 
     `peaks`: phase -> (most versions that a stage held, `peak_bytes`).
     """
@@ -34,7 +34,7 @@ class Recorder:
         self._watch = OpTimer(device)
         self._spans: deque[tuple[int, str, int, int, Moment, Moment]] = deque(maxlen=_MOST_KEPT)
         self._busy_since: Moment | None = None
-        self._tags: deque[tuple[int, GradientVersions]] = deque(maxlen=_MOST_KEPT)
+        self._gradient_versions: deque[tuple[int, GradientVersions]] = deque(maxlen=_MOST_KEPT)
         self.phase = 0
         self.peaks: dict[int, tuple[int, int]] = {}
 
@@ -53,8 +53,8 @@ class Recorder:
     def note(self, kind: str, stage: int, index: int, start: Moment) -> None:
         self._spans.append((self.phase, kind, stage, index, start, self._watch.mark()))
 
-    def tag(self, tag: GradientVersions) -> None:
-        self._tags.append((self.phase, tag))
+    def note_gradient_versions(self, row: GradientVersions) -> None:
+        self._gradient_versions.append((self.phase, row))
 
     @property
     def began_s(self) -> float | None:
@@ -66,8 +66,8 @@ class Recorder:
         resolve = self._watch.resolve()
         return [Span(self._rank, k, s, i, resolve(a), resolve(b)) for p, k, s, i, a, b in self._spans if p == phase]
 
-    def tags(self, phase: int) -> list[GradientVersions]:
-        return [tag for p, tag in self._tags if p == phase]
+    def gradient_versions(self, phase: int) -> list[GradientVersions]:
+        return [row for p, row in self._gradient_versions if p == phase]
 
     def busy_share(self) -> float:
         """Returns the computing share of the time since the last call."""

@@ -68,7 +68,7 @@ class SavedForward:
         outputs: that were sent on, or the loss.
         wants: whether each received tensor's gradient is sent back.
         version: that was read, or predicted from.
-        weight: in the minibatch's unit (`Scorer.score`).
+        loss_weight: in the minibatch's unit (`Scorer.score`).
         scale: d objective / d loss, at the last stage.
         recompute: fills in graph_inputs and outputs; None if the graph was kept.
         recomputed_weights: if not `weights`.
@@ -81,7 +81,7 @@ class SavedForward:
     wants: tuple[bool, ...]
     microbatch: int
     version: int = 0
-    weight: float = 0.0
+    loss_weight: float = 0.0
     scale: float = 1.0
     recompute: Callable[[], object] | None = None
     recomputed_weights: WeightSet | None = None
@@ -106,7 +106,7 @@ class SavedForward:
         if message is None:
             own = torch.full_like(self.outputs[0], self.scale)
             return [own.mul_(loss_scale)]  # may overflow, and be infinite
-        self.weight = message.weight
+        self.loss_weight = message.loss_weight
         arriving = iter(message.tensors)
         return [next(arriving) if output.requires_grad else None for output in self.outputs]
 

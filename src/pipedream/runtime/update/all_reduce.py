@@ -1,7 +1,7 @@
 """All-reduce of gradients over the replicas of a stage: in buckets, started while the backward still runs.
 
 Autograd computes gradients from the output's end, so buckets are filled in reverse order. A bucket starts once the
-update's last backward (by the program, not by timing: `Program.ends_update`) has accumulated all its gradients, in one
+update's last backward (by the program, not by timing: `Program.update_completed_by`) has accumulated all its gradients, in one
 fixed order on all replicas. Missing gradients (a handle without one, an absent replica, an empty microbatch) are added
 as zeros, after that backward or at the update.
 
@@ -102,12 +102,12 @@ class GradientAllReduce:
             due.flat = torch.cat(flat) if len(flat) > 1 else flat[0]
             self._running.append(self._group.all_reduce(due.flat))
 
-    def close(self, sums: Sequence[torch.Tensor | None], weight: float, count: int, stop_request: float) -> None:
+    def close(self, sums: Sequence[torch.Tensor | None], loss_weight: float, count: int, stop_request: float) -> None:
         """Contributes what is left of this replica's part in the coming update.
 
         Args:
             sums: ignored for handles that were `put` before.
-            weight, count: of the microbatches.
+            loss_weight, count: of the microbatches.
             stop_request: not 0 stops all replicas.
         """
         assert not self.closed, "two backwards claim to be the last one of an update"
@@ -117,12 +117,12 @@ class GradientAllReduce:
                     self.put(index, sums[index])
         there = [self._buckets[self._bucket_of[i]].parts[i] is not None for i in range(len(self._handles))]
         # Small numbers, after the buckets; `there`: a handle without a gradient anywhere must keep none.
-        amounts = torch.tensor([weight, count, stop_request, *there], dtype=torch.float64)
+        amounts = torch.tensor([loss_weight, count, stop_request, *there], dtype=torch.float64)
         device = self._handles[0].device if self._handles else amounts.device
         self._amounts = self._group.all_reduce(amounts.to(device))
 
     def take(self) -> Waiting[tuple[list[torch.Tensor | None], float, int, float]]:
-        """Returns sums, weight, count and stop request over all replicas, and gets ready for the next update.
+        """Returns sums, loss weight, count and stop request over all replicas, and gets ready for the next update.
 
         A handle for which no replica has a gradient gets None, as in one process.
         """
@@ -131,7 +131,7 @@ class GradientAllReduce:
             if not pending.ready():
                 yield pending
             amounts = pending.result()
-        weight, count, stop_request, *there = amounts.tolist()
+        loss_weight, count, stop_request, *there = amounts.tolist()
         sums: list[torch.Tensor | None] = [None] * len(self._handles)
         for bucket in self._buckets:
             assert bucket.flat is not None
@@ -139,7 +139,7 @@ class GradientAllReduce:
             for i, piece in zip(bucket.members, pieces, strict=True):
                 sums[i] = piece.view_as(self._handles[i]) if there[i] else None
         self._begin()
-        return sums, weight, int(count), stop_request
+        return sums, loss_weight, int(count), stop_request
 
 
 _REDUCED = torch.empty(0)

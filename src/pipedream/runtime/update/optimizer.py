@@ -35,19 +35,19 @@ class Gradients:
     def __init__(self, dtypes: list[torch.dtype]) -> None:
         self._dtypes = dtypes
         self._sums: list[torch.Tensor | None] = [None] * len(dtypes)
-        self.weight = 0.0
+        self.loss_weight = 0.0
         self.count = 0
 
     @property
     def accumulators(self) -> list[torch.Tensor | None]:
         return list(self._sums)
 
-    def add(self, gradients: list[torch.Tensor | None], weight: float) -> None:
+    def add(self, gradients: list[torch.Tensor | None], loss_weight: float) -> None:
         """Adds one microbatch's gradients (see `UpdateRule`) and loss weight.
 
         It owns them from now on; an accumulator among them has been added to.
         """
-        self.weight += weight
+        self.loss_weight += loss_weight
         self.count += 1
         for i, gradient in enumerate(gradients):
             total = self._sums[i]
@@ -68,10 +68,10 @@ class Gradients:
         return total.add_(gradient.to(self._dtypes[index]))
 
     def take(self) -> tuple[list[torch.Tensor | None], float, int]:
-        """Returns the sums, the summed weight and the number of microbatches; empties itself."""
-        taken = (self._sums, self.weight, self.count)
+        """Returns the sums, the summed loss weight and the number of microbatches; empties itself."""
+        taken = (self._sums, self.loss_weight, self.count)
         self._sums = [None] * len(self._dtypes)
-        self.weight = 0.0
+        self.loss_weight = 0.0
         self.count = 0
         return taken
 
@@ -83,7 +83,7 @@ class ReducedGradients(NamedTuple):
     """
 
     sums: list[torch.Tensor | None]
-    weight: float
+    loss_weight: float
     microbatches: int
     stop_request: float
 
@@ -155,7 +155,13 @@ class Optimizer:
         self.rounds_before = 0
 
     def switch_to(
-        self, updates: UpdateRule, stage: int, staleness: int, clock: int, *, mean_staleness: float | None = None
+        self,
+        updates: UpdateRule,
+        stage: int,
+        staleness: int,
+        input_updates: int,
+        *,
+        mean_staleness: float | None = None,
     ) -> None:
         """Switches to another method's updates at a drain, and counts them anew from the common clock.
 
@@ -163,14 +169,14 @@ class Optimizer:
 
         Args:
             staleness: the gradients' greatest.
-            clock: the input stage's updates with the previous method.
+            input_updates: the input stage's updates with the previous method.
             mean_staleness: None if all gradients are equally late.
 
         Raises:
             ScheduleError: a compensation is not defined for the optimizer.
         """
-        self.step_scheduler(clock - self.scheduled)
-        self.rounds_before += clock
+        self.step_scheduler(input_updates - self.scheduled)
+        self.rounds_before += input_updates
         self.updates = self.scheduled = 0
         self._clock_rate = Fraction(updates.per_update[stage], updates.per_update[0])
         self._mean_of_rounds = updates.mean_of_rounds
@@ -216,8 +222,8 @@ class Optimizer:
 
         Returns the present share of the round's replicas, which scales the learning rate, and whether to stop.
         """
-        sums, weight, count, stop_request = gathered
-        divisor = (float(count) if self._mean_of_rounds else weight) * self.scale
+        sums, loss_weight, count, stop_request = gathered
+        divisor = (float(count) if self._mean_of_rounds else loss_weight) * self.scale
         present = [s for s in sums if s is not None]
         if present and divisor != 1.0 and divisor > 0.0:
             torch._foreach_div_(present, divisor)
