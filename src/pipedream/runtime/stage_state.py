@@ -64,8 +64,8 @@ class StageState:
     def switch_to(self, program: Program, stage: int, input_updates: int) -> None:
         """Switches to another program at a drain, when one version of the weights is left.
 
-        The state of predictions continues if the previous method kept it too. `input_updates` counts the input stage's updates
-        with the previous program.
+        The state of predictions continues if the previous method kept it too. `input_updates` counts the input stage's
+        updates with the previous program.
         """
         rule = self._rule = program.weights
         late, mean = rule.staleness(stage), rule.mean_staleness(stage)

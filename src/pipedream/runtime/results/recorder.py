@@ -15,7 +15,7 @@ from pipedream.core.schedule.timeline import WORK, GradientVersions, Span
 __all__ = ["OpTimer", "Recorder", "peak_bytes"]
 
 _MOST_KEPT = 200_000
-"""Spans and gradient versions; the oldest are dropped first, so that a long run needs no more memory than a short one."""
+"""Spans, and gradient versions; the oldest are dropped first, so that a long run needs no more memory."""
 
 
 Moment = float | torch.cuda.Event

@@ -1,12 +1,13 @@
 """All-reduce of gradients over the replicas of a stage: in buckets, started while the backward still runs.
 
 Autograd computes gradients from the output's end, so buckets are filled in reverse order. A bucket starts once the
-update's last backward (by the program, not by timing: `Program.update_completed_by`) has accumulated all its gradients, in one
-fixed order on all replicas. Missing gradients (a handle without one, an absent replica, an empty microbatch) are added
-as zeros, after that backward or at the update.
+last backward before the update has accumulated all its gradients; which backward is the last follows from the program,
+not from timing (`Program.update_completed_by`). All replicas start their buckets in the same order. Missing gradients
+(a handle without one, an absent replica, an empty microbatch) are added as zeros, after that backward or at the update.
 
-On GPUs a thread of autograd delivers the gradients on the worker's stream: an all-reduce that starts there waits for
-that stream, and waiting for it makes the stream wait, so that a bucket returns to the allocator on its own stream.
+On GPUs, a thread of autograd delivers the gradients on the worker's stream. An all-reduce started there waits for what
+that stream has queued, and taking its result makes the stream wait for the all-reduce. So a bucket's memory is
+allocated, used and freed on one stream.
 """
 
 from __future__ import annotations
