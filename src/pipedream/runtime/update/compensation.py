@@ -1,6 +1,6 @@
 """Compensations of delay: what one stage does around a step of the user's own optimizer.
 
-Within an update, after the gradients have been normalised, summed and clipped:
+Within an update, after the gradients have been summed, normalised and clipped:
 
 1. the gap-aware penalty on the gradients, while the weights at which they were computed still exist;
 2. T1 on the learning rate (`Optimizer.rate_factor`);

@@ -1,4 +1,4 @@
-"""An update: sum over the replicas, normalise, clip, step, learning-rate schedule, average of the weights.
+"""An update: sum over the replicas, normalise, clip, learning-rate schedule, step, average of the weights.
 
 Compensations of delay act on the clipped gradients, the learning rate and the step. The optimizer is the user's, one
 per stage. All schedulers run on one clock, the rounds of the input stage.
