@@ -348,23 +348,23 @@ BREAKS = (
     # Checkpoints
     Break(
         "checkpoint: one more than asked for is kept",
-        "runtime/checkpoint/writer.py",
+        "runtime/checkpoint/storage.py",
         "[: -keep if keep else 0]",
         "[: -keep - 1 if keep else 0]",
         ("runtime/test_checkpoints.py",),
     ),
     Break(
         "checkpoint: a file that was cut short is not noticed",
-        "runtime/checkpoint/writer.py",
+        "runtime/checkpoint/storage.py",
         "if found != size:",
         "if found > size:",
         ("runtime/test_checkpoints.py",),
     ),
     Break(
         "checkpoint: the oldest is taken for the newest",
-        "runtime/checkpoint/writer.py",
-        "return next(reversed(complete(path)), None)",
-        "return next(iter(complete(path)), None)",
+        "runtime/checkpoint/storage.py",
+        "return next(reversed(complete_checkpoints(path)), None)",
+        "return next(iter(complete_checkpoints(path)), None)",
         ("runtime/test_checkpoints.py",),
     ),
     Break(

@@ -4,7 +4,7 @@
     python benchmarks/failures/run.py --rounds 2 --only SIGSTOP
 
 For each plan, rank, signal and moment: a training run in which that rank gets the signal at that moment; how long
-until the last process has ended, whether one is left, what is said; then the run goes on from its newest checkpoint
+until the last process has ended, whether one is left, what is said; then the run continues from its newest checkpoint
 (from the start where there is none yet) and must end with the weights of a run that nothing happened to, bit for bit.
 """
 
@@ -31,6 +31,8 @@ from pipedream.capture import capture
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.planner import manual_plan
+from pipedream.runtime.checkpoint.storage import complete_checkpoints, read_manifest
+from pipedream.training.resume import CHECKPOINTS
 
 HERE = Path(__file__).resolve().parent
 PLANS = {"2-1": ((8,), (2, 1)), "1-1-1": ((4, 8), (1, 1, 1))}
@@ -160,7 +162,7 @@ def attempt(trial: Trial, folder: Path, plan: Path, wanted: dict[str, torch.Tens
         trial.equal = status == 0 and same(run, wanted)
         return
     trial.stopped_s = ended - float((folder / "fired_at").read_text())
-    saved = sorted((run / "checkpoints").glob("minibatch-*"))
+    saved = complete_checkpoints(run / CHECKPOINTS)
     trial.checkpoint = saved[-1].name if saved else "none"
     if saved:
         status, said = job.run("--resume", str(run))
@@ -201,8 +203,8 @@ def main() -> None:
             status, said = whole.run("--out", str(base / f"whole {name}"))
             assert status == 0, said
             wanted[name] = weights(base / f"whole {name}")
-            saved = sorted((base / f"whole {name}" / "checkpoints").glob("minibatch-*"))
-            drained[name] = int(saved[0].name.split("-")[1])
+            first = complete_checkpoints(base / f"whole {name}" / CHECKPOINTS)[0]
+            drained[name] = read_manifest(first).minibatches
         done = []
         for number, trial in enumerate(trials(options.rounds, options.only)):
             folder = base / str(number)

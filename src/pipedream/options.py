@@ -157,7 +157,7 @@ class TrainingOptions(MethodOptions):
         plan: a finished plan; by default the model is profiled and planned here.
         shape: what to plan, see `pipedream.plan`; 'pipeline' and 'any' use all workers.
         update_delay: 1 moves the updates of replicated stages after their next forward.
-        recompute: every stage repeats its forward in its backward; False leaves it to the plan.
+        recompute: every stage keeps only its input and repeats the forward; False leaves it to the plan.
         in_flight: depth: 'noam', 'full', 'auto' or counts.
         chunks: stages per worker, for methods that put several on one.
         allow_asynchronous: 'auto' may choose a method whose gradients are late.
@@ -165,7 +165,7 @@ class TrainingOptions(MethodOptions):
         minibatches: since the start of training, after which to stop; by default all.
         evaluate_every: epochs between evaluations, each of which drains the pipeline; 0 evaluates only at the end.
         checkpoint_every: minibatches between checkpoints, each of which drains the pipeline; None saves whenever an
-            evaluation drains it, 0 never. Checkpoints lie in the run folder, under ``checkpoints``.
+            evaluation drains it, 0 never. They are in the run folder (`training.resume.CHECKPOINTS`).
         keep: number of checkpoints to keep.
         resume: run folder or checkpoint to continue from; another number of workers gets a new plan. After a restart by
             the launcher the run continues from its newest checkpoint without this.

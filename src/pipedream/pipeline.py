@@ -27,7 +27,7 @@ from pipedream.core.schedule.phase import next_border, phase_after, phase_at, ph
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.options import PipelineOptions, keywords
 from pipedream.runtime.assemble import Blueprint, Settings
-from pipedream.runtime.checkpoint.writer import newest
+from pipedream.runtime.checkpoint.storage import newest_checkpoint
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.comm.process_group import process_device
 from pipedream.runtime.data.batch_adapter import BatchAdapter
@@ -257,11 +257,10 @@ class Pipeline:
         self._session.load_state_dict(state)
 
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = None, wait: bool = True) -> Path:
-        """Writes a checkpoint ``folder/minibatch-N``: weights, optimizers, schedules, averages, random states, data.
+        """Writes weights, optimizers, schedules, averages, random states and position into a new folder in `folder`.
 
-        Drains first. A checkpoint is atomic: an incomplete one is never visible. Every rank calls it, in its loop or
-        after it;
-        all ranks must share the folder.
+        Drains first. A checkpoint is atomic: an incomplete one is never visible. Every rank calls it, in or after its
+        loop. All ranks must share the folder.
 
         Args:
             folder: of this run's checkpoints.
@@ -289,17 +288,17 @@ class Pipeline:
             ArtifactError: no checkpoint, or one that is damaged or of another model, optimizer or scheduler.
         """
         self.drain()
-        found = newest(folder)
+        found = newest_checkpoint(folder)
         if found is None:
             raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
-        page = self._session.read_checkpoint(found)
-        self._enter(phase_at(self.phases, page.minibatches, page.epoch))
-        self._session.restore(found, page)
-        self._number = page.minibatches
-        self._epoch = page.epoch
-        self._epoch_batches = page.epoch_batches
-        self.drains = list(page.drains)
-        self._data_state = page.data
+        manifest = self._session.read_checkpoint(found)
+        self._enter(phase_at(self.phases, manifest.minibatches, manifest.epoch))
+        self._session.restore(found, manifest)
+        self._number = manifest.minibatches
+        self._epoch = manifest.epoch
+        self._epoch_batches = manifest.epoch_batches
+        self.drains = list(manifest.drains)
+        self._data_state = manifest.data
         return self.position
 
     @property

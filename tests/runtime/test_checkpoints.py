@@ -21,8 +21,9 @@ import zoo
 import pipedream as pd
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
-from pipedream.runtime.checkpoint import writer as checkpoints
+from pipedream.runtime.checkpoint import storage
 from pipedream.runtime.data.rng import restore_rng, saved_rng
+from pipedream.training.resume import CHECKPOINTS, check_unused, resume_point
 
 
 def save(folder: Path, counts: tuple[int, ...] = (1, 1), numbers: int = 4, keep: int | None = None) -> list[Path]:
@@ -32,7 +33,7 @@ def save(folder: Path, counts: tuple[int, ...] = (1, 1), numbers: int = 4, keep:
         for done in made.train(animal.batches, epochs=numbers):
             if done.ends_epoch:
                 made.save(folder, keep=keep, wait=done.epoch % 2 == 0)
-    return checkpoints.complete(folder)
+    return storage.complete_checkpoints(folder)
 
 
 def pipeline(animal: zoo.Animal, counts: tuple[int, ...] = (1, 1)) -> pd.Pipeline:
@@ -60,22 +61,41 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "two")) == every[-2:], "nothing else is left"
 
 
-def test_what_is_not_complete_is_not_taken(tmp_path: Path) -> None:
-    assert checkpoints.newest(tmp_path) is None
-    assert checkpoints.newest(tmp_path / "nowhere") is None
+def test_a_folder_is_named_after_its_minibatches(tmp_path: Path) -> None:
+    assert storage.folder_name(91) == "minibatch-00000091", "earlier versions have written this name"
+    assert [storage.minibatches_of(name) for name in ("minibatch-00000091", "minibatch-123456789")] == [91, 123456789]
+    for name in (".minibatch-00000091", "minibatch-of-mine", "minibatch-", "minibatch-00000091-old", "91"):
+        assert storage.minibatches_of(name) is None
     saved = save(tmp_path, numbers=2)
-    (tmp_path / "minibatch-00000099").mkdir()
-    (tmp_path / ".minibatch-00000098").mkdir()
-    (tmp_path / ".minibatch-00000098" / checkpoints.CONTENTS).write_text("{}")
+    assert names(saved) == [storage.folder_name(storage.read_manifest(path).minibatches) for path in saved]
+
+
+def test_the_newest_checkpoint_of_a_run_folder_is_resumed(tmp_path: Path) -> None:
+    saved = save(tmp_path / CHECKPOINTS, numbers=2)
+    for resume, path in ((tmp_path, saved[-1]), (tmp_path / CHECKPOINTS, saved[-1]), (saved[0], saved[0])):
+        found = resume_point(resume, None, 0)
+        assert found is not None
+        assert (found.path, found.folder) == (path, tmp_path)
+    with pytest.raises(ArtifactError, match="holds checkpoints of an earlier run"):
+        check_unused(tmp_path)
+
+
+def test_what_is_not_complete_is_not_taken(tmp_path: Path) -> None:
+    assert storage.newest_checkpoint(tmp_path) is None
+    assert storage.newest_checkpoint(tmp_path / "nowhere") is None
+    saved = save(tmp_path, numbers=2)
+    (tmp_path / storage.folder_name(99)).mkdir()
+    (tmp_path / f".{storage.folder_name(98)}").mkdir()
+    (tmp_path / f".{storage.folder_name(98)}" / storage.MANIFEST).write_text("{}")
     (tmp_path / "minibatch-of-mine").mkdir()
-    (tmp_path / "minibatch-of-mine" / checkpoints.CONTENTS).write_text("{}")
-    assert checkpoints.complete(tmp_path) == saved
-    assert checkpoints.newest(tmp_path) == saved[-1]
-    assert checkpoints.newest(saved[0]) == saved[0]
+    (tmp_path / "minibatch-of-mine" / storage.MANIFEST).write_text("{}")
+    assert storage.complete_checkpoints(tmp_path) == saved
+    assert storage.newest_checkpoint(tmp_path) == saved[-1]
+    assert storage.newest_checkpoint(saved[0]) == saved[0]
 
 
 def test_what_a_killed_save_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    left = tmp_path / ".minibatch-00000001"
+    left = tmp_path / f".{storage.folder_name(1)}"
     left.mkdir()
     (left / "__0_0.distcp").write_bytes(b"half")
     saved = save(tmp_path, numbers=1)
@@ -98,7 +118,7 @@ def load(folder: Path) -> tuple[int, int]:
         return made.load(folder)
 
 
-def test_torchs_own_page_is_not_unpickled(tmp_path: Path) -> None:
+def test_torchs_own_metadata_is_not_unpickled(tmp_path: Path) -> None:
     path = save(tmp_path, numbers=1)[0]
     (path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
     assert load(tmp_path) == (1, 0)
@@ -107,14 +127,14 @@ def test_torchs_own_page_is_not_unpickled(tmp_path: Path) -> None:
 
 def test_tensors_are_not_unpickled(tmp_path: Path) -> None:
     path = save(tmp_path, numbers=1)[0]
-    page = json.loads((path / checkpoints.CONTENTS).read_text())
+    manifest = json.loads((path / storage.MANIFEST).read_text())
     evil = tmp_path / "evil"
     torch.save(Evil(tmp_path / "ran"), evil)
-    stored = next(iter(page["tensors"].values()))
+    stored = next(iter(manifest["tensors"].values()))
     (path / stored["file"]).write_bytes(evil.read_bytes())
-    page["files"][stored["file"]] = stored["length"] = evil.stat().st_size
-    page["tensors"] = {name: stored | {"offset": 0} for name in page["tensors"]}
-    (path / checkpoints.CONTENTS).write_text(json.dumps(page))
+    manifest["files"][stored["file"]] = stored["length"] = evil.stat().st_size
+    manifest["tensors"] = {name: stored | {"offset": 0} for name in manifest["tensors"]}
+    (path / storage.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(ArtifactError, match="cannot be read: UnpicklingError"):
         load(tmp_path)
     assert not (tmp_path / "ran").exists()
@@ -137,13 +157,13 @@ def scrambled(path: Path) -> None:
     file.write_bytes(bytes(len(file.read_bytes())))
 
 
-def page_with(**wrong: Any) -> Callable[[Path], None]:
-    """Returns a way to change each tensor's line in the contents page."""
+def manifest_with(**wrong: Any) -> Callable[[Path], None]:
+    """Returns a way to change each tensor's line in the manifest."""
 
     def change(path: Path) -> None:
-        page = json.loads((path / checkpoints.CONTENTS).read_text())
-        page["tensors"] = {name: stored | wrong for name, stored in page["tensors"].items()}
-        (path / checkpoints.CONTENTS).write_text(json.dumps(page))
+        manifest = json.loads((path / storage.MANIFEST).read_text())
+        manifest["tensors"] = {name: stored | wrong for name, stored in manifest["tensors"].items()}
+        (path / storage.MANIFEST).write_text(json.dumps(manifest))
 
     return change
 
@@ -154,12 +174,12 @@ def page_with(**wrong: Any) -> Callable[[Path], None]:
         (cut_short, "is damaged: __0_0.distcp has .* bytes, and had"),
         (lost, "is damaged: .*No such file"),
         (scrambled, "cannot be read"),
-        (page_with(shape=[3, 3]), "has shape|cannot be read|mismatch"),
-        (page_with(dtype="load"), "'load' is not a dtype of torch"),
-        (page_with(shape=[1 << 60]), "cannot be read"),
-        (page_with(offset=1 << 40), "lies outside of the file"),
-        (page_with(file="../../secret"), "expected a file name without folders"),
-        (page_with(file="/etc/passwd"), "expected a file name without folders"),
+        (manifest_with(shape=[3, 3]), "has shape|cannot be read|mismatch"),
+        (manifest_with(dtype="load"), "'load' is not a dtype of torch"),
+        (manifest_with(shape=[1 << 60]), "cannot be read"),
+        (manifest_with(offset=1 << 40), "lies outside of the file"),
+        (manifest_with(file="../../secret"), "expected a file name without folders"),
+        (manifest_with(file="/etc/passwd"), "expected a file name without folders"),
     ],
 )
 def test_damage_is_told(tmp_path: Path, damage: Callable[[Path], None], words: str) -> None:
@@ -169,7 +189,7 @@ def test_damage_is_told(tmp_path: Path, damage: Callable[[Path], None], words: s
         load(tmp_path)
     if "lies" not in words and "without folders" not in words and "shape" not in words:
         assert "resume from" in str(caught.value), "it names the one before"
-    assert load(checkpoints.complete(tmp_path)[0]) == (1, 0), "which is whole"
+    assert load(storage.complete_checkpoints(tmp_path)[0]) == (1, 0), "which is whole"
 
 
 def full_disk(folder: Path, asynchronous: bool) -> list[str]:
@@ -203,15 +223,15 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_is_whole(
         assert "saving the checkpoint of minibatch 10" in told[0]
         assert "File too large" in told[0]
         assert "earlier checkpoints are intact" in told[0]
-    assert names(checkpoints.complete(tmp_path)) == ["minibatch-00000005"]
+    assert names(storage.complete_checkpoints(tmp_path)) == ["minibatch-00000005"]
     assert load(tmp_path) == (1, 0)
 
 
-def test_contents_page_goes_through_json(tmp_path: Path) -> None:
-    page = checkpoints.contents(save(tmp_path, numbers=1)[0])
-    assert Checkpoint.from_json(page.to_json()) == page
-    assert page.minibatches == 5
-    assert {name.split("/")[0] for name in page.tensors} == {"model", "optimizer"}
+def test_manifest_goes_through_json(tmp_path: Path) -> None:
+    manifest = storage.read_manifest(save(tmp_path, numbers=1)[0])
+    assert Checkpoint.from_json(manifest.to_json()) == manifest
+    assert manifest.minibatches == 5
+    assert {name.split("/")[0] for name in manifest.tensors} == {"model", "optimizer"}
 
 
 def test_generators_come_back(tmp_path: Path) -> None:

@@ -25,13 +25,14 @@ from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.core.schedule.program import Program
 from pipedream.experimental.roundpipe import roundpipe
 from pipedream.experimental.timeprest_interpolated import timeprest_interpolated
-from pipedream.runtime.checkpoint.writer import contents
+from pipedream.runtime.checkpoint.storage import complete_checkpoints, read_manifest
 from pipedream.schedules import METHODS, build, canonical, layout_of, method_of, uniform, with_options
 from pipedream.schedules.asynchronous.compensated import pb_lwp_sc
 from pipedream.schedules.asynchronous.paci import paci
 from pipedream.schedules.asynchronous.pb_lwp import pb_lwp
 from pipedream.schedules.asynchronous.pipemare import pipemare
 from pipedream.schedules.options import options_of
+from pipedream.training.resume import CHECKPOINTS
 from pipedream.workflows.methods import asked_of
 
 ROOT = Path(__file__).parents[2]
@@ -307,8 +308,8 @@ def test_a_pipeline_and_its_checkpoint(tmp_path: Path) -> None:
         for done in pipeline.train(animal.batches):
             if done.number == 2:
                 saved = pipeline.save(tmp_path)
-    assert contents(saved).schedule == "pb_lwp[by=difference]"
-    with pd.Pipeline(animal.model, plan, phases=[Phase(contents(saved).schedule)], **how) as again:
+    assert read_manifest(saved).schedule == "pb_lwp[by=difference]"
+    with pd.Pipeline(animal.model, plan, phases=[Phase(read_manifest(saved).schedule)], **how) as again:
         again.load(tmp_path)
         assert again.program == pipeline.program
 
@@ -324,7 +325,8 @@ def test_train(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["configuration"]["schedule"] == name
     assert summary["configuration"]["recompute"] == [True, True]
-    assert contents(next((tmp_path / "run" / "checkpoints").glob("minibatch-*"))).schedule == name
+    saved = complete_checkpoints(tmp_path / "run" / CHECKPOINTS)
+    assert read_manifest(saved[0]).schedule == name
 
 
 def test_the_default_of_paci_is_in_no_name() -> None:

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import StepLR
 import pipedream as pd
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import phase_at, read_phases
-from pipedream.runtime.checkpoint import writer as checkpoints
+from pipedream.runtime.checkpoint import storage
 
 __all__ = ["SAVE_AT", "Outcome", "Run", "check", "check_resumed", "go", "rule"]
 
@@ -154,15 +154,17 @@ SAVE_AT = (4, 12, 20, 30, 42)
 def check_resumed(run: Run, folder: Path, train: Callable[..., Outcome], save_at: tuple[int, ...] = SAVE_AT) -> None:
     """Trains without a stop, and again from each of its checkpoints; all save at the same minibatches."""
     whole = train(run, folder / "a", None, save_at)
-    saved = checkpoints.complete(folder / "a")
+    saved = storage.complete_checkpoints(folder / "a")
     assert len(saved) >= len(save_at)
     for path in saved[:-1]:
-        page = checkpoints.contents(path)
-        assert page.phases == run.phases
+        manifest = storage.read_manifest(path)
+        assert manifest.phases == run.phases
         shutil.copytree(path, folder / "b" / path.name)
         rest = train(run, folder / "b", folder / "b", save_at)
         begin = int(path.name.split("-")[1])
-        assert page.schedule == read_phases(run.phases)[phase_at(read_phases(run.phases), begin, page.epoch)].name
+        assert (
+            manifest.schedule == read_phases(run.phases)[phase_at(read_phases(run.phases), begin, manifest.epoch)].name
+        )
         assert rest.losses == {n: loss for n, loss in whole.losses.items() if n >= begin}
         assert rest.rates == {n: rate for n, rate in whole.rates.items() if n >= begin}
         assert rest.drains == whole.drains

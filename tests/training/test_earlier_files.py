@@ -9,7 +9,7 @@ import torch
 
 from pipedream.core.plan.plan import Plan
 from pipedream.recipe import load_recipe
-from pipedream.runtime.checkpoint.writer import contents
+from pipedream.runtime.checkpoint.storage import read_manifest
 from pipedream.training.train import train_recipe
 
 FILES = Path(__file__).parent / "files_of_0_1"
@@ -24,15 +24,15 @@ def test_the_plan_is_read() -> None:
 
 
 def test_the_checkpoint_is_read() -> None:
-    page = contents(FILES / "checkpoint")
-    assert (page.minibatches, page.epoch, page.epoch_batches, page.drains) == (10, 1, 2, (4, 10))
-    assert (page.schedule, page.microbatches, page.seed) == ("pipedream", 1, 5)
-    assert (page.phases, [str(one) for one in page.compensation]) == ("1f1b/2:4,pipedream+spike", ["spike"])
-    assert [str(one) for one in page.phases_compensation or ()] == ["nesterov"]
-    assert page.plan.update_delay == (1, 0)
-    assert page.data is not None
+    manifest = read_manifest(FILES / "checkpoint")
+    assert (manifest.minibatches, manifest.epoch, manifest.epoch_batches, manifest.drains) == (10, 1, 2, (4, 10))
+    assert (manifest.schedule, manifest.microbatches, manifest.seed) == ("pipedream", 1, 5)
+    assert (manifest.phases, [str(one) for one in manifest.compensation]) == ("1f1b/2:4,pipedream+spike", ["spike"])
+    assert [str(one) for one in manifest.phases_compensation or ()] == ["nesterov"]
+    assert manifest.plan.update_delay == (1, 0)
+    assert manifest.data is not None
     found = json.loads((FILES / "checkpoint" / "checkpoint.json").read_text(encoding="utf-8"))
-    assert set(found) == set(json.loads(page.to_json())), "the layout is that of 0.1"
+    assert set(found) == set(json.loads(manifest.to_json())), "the layout is that of 0.1"
 
 
 def test_the_run_is_resumed(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler
 
 import pipedream as pd
 from pipedream.core.errors import ArtifactError
-from pipedream.runtime.checkpoint import writer as checkpoints
+from pipedream.runtime.checkpoint import storage
 
 EPOCHS = 6
 EVERY = 10
@@ -165,7 +165,7 @@ def leg_workers(leg: Leg) -> int:
 def check_resumed(leg: Leg, folder: Path, run: Callable[..., Outcome]) -> None:
     """Trains without a stop, and again from a checkpoint in the middle; both save at the same minibatches."""
     whole = run(folder / "a", None)
-    saved = checkpoints.complete(folder / "a")
+    saved = storage.complete_checkpoints(folder / "a")
     assert len(saved) == 3
     assert [int(path.name.split("-")[1]) for path in saved] == whole.drains
     for path in saved[:2]:
@@ -177,7 +177,7 @@ def check_resumed(leg: Leg, folder: Path, run: Callable[..., Outcome]) -> None:
         assert rest.drains == whole.drains
         for there, here in ((rest.state, whole.state), (rest.ema, whole.ema)):
             assert all(torch.equal(there[name], here[name]) for name in here)
-        one, other = (checkpoints.contents(checkpoints.complete(folder / f)[-1]) for f in "ab")
+        one, other = (storage.read_manifest(storage.complete_checkpoints(folder / f)[-1]) for f in "ab")
         assert one.stages == other.stages
         assert one.random == other.random
         shutil.rmtree(folder / "b")
@@ -233,13 +233,13 @@ def test_optimizer_state_is_one_processes_own(tmp_path: Path) -> None:
     saved = []
     for i, counts in enumerate([(1,), (2, 1), (1, 1, 1)]):
         go(Leg(counts, 10, schedule="1f1b", microbatches=4), tmp_path / str(i), None)
-        path = checkpoints.complete(tmp_path / str(i))[0]
-        page = checkpoints.contents(path)
-        saved.append((page, checkpoints.read(path, page, page.tensors)))
-    (page, alone), *others = saved
+        path = storage.complete_checkpoints(tmp_path / str(i))[0]
+        manifest = storage.read_manifest(path)
+        saved.append((manifest, storage.read_tensors(path, manifest, manifest.tensors)))
+    (manifest, alone), *others = saved
     assert {name.split("/")[-1] for name in alone if name.startswith("optimizer")} == {"step", "exp_avg", "exp_avg_sq"}
-    for other_page, tensors in others:
-        assert other_page.minibatches == page.minibatches
+    for other_manifest, tensors in others:
+        assert other_manifest.minibatches == manifest.minibatches
         assert_near(tensors, alone, 1e-10)
 
 
@@ -283,16 +283,16 @@ def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
     asked = ("error_feedback:1", "gap_aware", "t1:40")
     first = Leg((2, 1), 10, compensation=asked, scheduler="none")
     go(first, tmp_path / "1", None)
-    path = checkpoints.complete(tmp_path / "1")[0]
-    page = checkpoints.contents(path)
-    assert [str(one) for one in page.compensation] == ["error_feedback:1.0", "gap_aware", "t1:40"]
-    kept = checkpoints.read(path, page, page.tensors)
+    path = storage.complete_checkpoints(tmp_path / "1")[0]
+    manifest = storage.read_manifest(path)
+    assert [str(one) for one in manifest.compensation] == ["error_feedback:1.0", "gap_aware", "t1:40"]
+    kept = storage.read_tensors(path, manifest, manifest.tensors)
     assert {name.split("/")[-1] for name in kept if name.startswith("compensation")} == {
         "last_update", "mean_square", "steps", "greatest_rate",
     }  # fmt: skip
     # A round of the two replicas in front holds two minibatches.
-    rounds = page.minibatches // 2
-    assert [(state.updates, state.rounds_before) for state in page.stages] == [(rounds, 0), (2 * rounds, 0)]
+    rounds = manifest.minibatches // 2
+    assert [(state.updates, state.rounds_before) for state in manifest.stages] == [(rounds, 0), (2 * rounds, 0)]
     animal = zoo.make("mlp")
     plan = zoo.plan_of(animal, 3, (1, 1, 1))
     settings: dict[str, Any] = {"loss": animal.loss, "optimizer": groups("adamw"), "seed": 3}
@@ -309,8 +309,8 @@ def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
         again = list(pipeline.train(Fresh(animal.batches), epochs=1))
         assert again
         pipeline.save(tmp_path / "2")
-    page = checkpoints.contents(checkpoints.complete(tmp_path / "2")[0])
-    assert [state.rounds_before for state in page.stages] == [rounds] * 3
+    manifest = storage.read_manifest(storage.complete_checkpoints(tmp_path / "2")[0])
+    assert [state.rounds_before for state in manifest.stages] == [rounds] * 3
     # And one that knows of no compensation goes on from it.
     with pd.Pipeline(zoo.make("mlp").model, plan, schedule="pipedream", **settings) as pipeline:
         pipeline.load(tmp_path / "2")

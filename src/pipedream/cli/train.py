@@ -268,4 +268,4 @@ def _planned_workers(
     from pipedream.training.resume import resume_point
 
     found = resume_point(resume, None, 0)
-    return None if found is None else found.page.plan.workers
+    return None if found is None else found.manifest.plan.workers

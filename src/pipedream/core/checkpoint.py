@@ -1,4 +1,4 @@
-"""A checkpoint's contents page: where a run stood at a drain, and where in its files each tensor lies.
+"""A checkpoint's manifest: where a run stood at a drain, and where in its files each tensor lies.
 
 Tensors have the user's own parameter names (``model/NAME``, ``optimizer/NAME/KEY``, ``ema/NAME``,
 ``compensation/NAME/KEY``), so that any plan can load them. At a drain each stage has one version of its weights: no
@@ -39,7 +39,7 @@ class Stored:
     def __post_init__(self) -> None:
         if not _TYPE.fullmatch(self.dtype):
             raise ValueError(f"expected a dtype such as float32, found {self.dtype!r}")
-        # An untrusted contents page must not lead out of its folder.
+        # An untrusted manifest must not lead out of its folder.
         if not _PLAIN_NAME.fullmatch(self.file):
             raise ValueError(f"expected a file name without folders, found {self.file!r}")
         if min((self.offset, self.length, *self.shape)) < 0:

@@ -18,8 +18,7 @@ from pipedream.core.artifact import decode, encode
 from pipedream.core.checkpoint import Checkpoint, Position, RunRequest, SavedStage
 from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.checkpoint import optimizer_state, parameters
-from pipedream.runtime.checkpoint import writer as checkpoints
+from pipedream.runtime.checkpoint import optimizer_state, parameters, storage
 from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.data.rng import restore_rng, saved_rng
 from pipedream.runtime.stage_state import StageState
@@ -53,7 +52,7 @@ class Checkpointer:
         self._group = group
         self._device = device
         self._rank = workers[0].rank if group is not None else 0
-        self.writer = checkpoints.Writer(self._rank, writer_group)
+        self.writer = storage.Writer(self._rank, writer_group)
 
     def save(self, folder: Path, request: RunRequest, position: Position, *, keep: int | None, wait: bool) -> Path:
         """Writes a checkpoint; every rank calls it at a drain.
@@ -73,7 +72,7 @@ class Checkpointer:
         every: dict[int, SavedStage] = {}
         for text in texts:
             every |= {int(s): decode(SavedStage, state, "a stage") for s, state in json.loads(text)[0].items()}
-        page = Checkpoint(
+        manifest = Checkpoint(
             **vars(request),
             **vars(position),
             schedule=self._program.name,
@@ -83,21 +82,21 @@ class Checkpointer:
             random=tuple(json.loads(text)[1] for text in texts),
             software={"pipedream": __version__, "torch": version("torch")},
         )
-        path = self.writer.begin(folder, page, tensors, keep)
+        path = self.writer.begin(folder, manifest, tensors, keep)
         if wait:
             self.writer.finish()
         return path
 
     def read(self, path: Path) -> Checkpoint:
-        """Reads the contents page; every rank calls it, and raises the same `ArtifactError` if it is damaged."""
-        return self._on_every_rank(lambda: checkpoints.contents(path))
+        """Reads the manifest; every rank calls it, and raises the same `ArtifactError` if it is damaged."""
+        return self._on_every_rank(lambda: storage.read_manifest(path))
 
-    def restore(self, path: Path, page: Checkpoint) -> None:
+    def restore(self, path: Path, manifest: Checkpoint) -> None:
         """Restores a checkpoint saved under any plan and schedule; every rank calls it, and raises the same
         `ArtifactError` if it is damaged or of another model or optimizer.
         """
-        self._on_every_rank(lambda: self._restore(path, page))
-        self.writer.loaded(path, page.minibatches)
+        self._on_every_rank(lambda: self._restore(path, manifest))
+        self.writer.loaded(path, manifest.minibatches)
 
     def _on_every_rank(self, action: Callable[[], T]) -> T:
         """If the action fails at some ranks, every rank raises the first failure."""
@@ -125,19 +124,19 @@ class Checkpointer:
             tensors |= {} if stage_state.predictions is None else stage_state.predictions.tensors()
             stages[stage] = encode(
                 replace(
-                    optimizer_state.saved(stage_state.optimizer),
+                    optimizer_state.to_saved_stage(stage_state.optimizer),
                     norm_square=self._workers[0].update_barrier.norm_square,
                 )
             )
         return tensors, stages
 
-    def _restore(self, path: Path, page: Checkpoint) -> None:
-        found = checkpoints.read(path, page, self._wanted(page))
+    def _restore(self, path: Path, manifest: Checkpoint) -> None:
+        found = storage.read_tensors(path, manifest, self._wanted(manifest))
         values = {name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")}
         mine = {name for stage in self._stages() for name in self._names[stage]}
         parameters.load(self._model, values, mine)
         share_with_replicas(self._workers)
-        same = self._counts_alike(page)
+        same = self._counts_alike(manifest)
         for stage, stage_state in self._stage_states():
             stage_state.versions.reload()
             # Stages of one process that train the same weights must not share their optimizers' tensors.
@@ -146,7 +145,7 @@ class Checkpointer:
             if stage_state.predictions is not None:
                 stage_state.predictions.restore(own)
             try:
-                optimizer_state.restore(stage_state.optimizer, page.stages, own, stage=stage if same else None)
+                optimizer_state.restore(stage_state.optimizer, manifest.stages, own, stage=stage if same else None)
             except PipelineError:
                 raise
             except Exception as error:  # the user's optimizer and scheduler check little
@@ -155,24 +154,24 @@ class Checkpointer:
                     "resume with the same optimizer and scheduler"
                 ) from None
         for worker in self._workers:
-            worker.done_minibatches = page.minibatches
-            worker.update_barrier.norm_square = page.stages[0].norm_square  # of all stages
-            worker.input_updates = page.stages[0].updates if same else 0
-        if page.random:
-            restore_rng(page.random[self._rank % len(page.random)], self._device)
+            worker.done_minibatches = manifest.minibatches
+            worker.update_barrier.norm_square = manifest.stages[0].norm_square  # of all stages
+            worker.input_updates = manifest.stages[0].updates if same else 0
+        if manifest.random:
+            restore_rng(manifest.random[self._rank % len(manifest.random)], self._device)
 
-    def _wanted(self, page: Checkpoint) -> Iterable[str]:
+    def _wanted(self, manifest: Checkpoint) -> Iterable[str]:
         state = parameters.named_state(self._model)
         saved = self._model.state_dict(keep_vars=True)
         for stage in self._stages():
             for name in self._names[stage]:
                 # A buffer that is not part of state dicts may be missing; it keeps its value.
-                if name in state and (name in saved or f"model/{name}" in page.tensors):
+                if name in state and (name in saved or f"model/{name}" in manifest.tensors):
                     yield f"model/{name}"
         trained = {name for _, stage_state in self._stage_states() for name in stage_state.optimizer.named}
         here = {name for stage in self._stages() for name in self._names[stage]}
         # A shared weight has its first name, perhaps that of a layer elsewhere.
-        yield from (f"model/{name}" for name in trained - here if f"model/{name}" in page.tensors)
+        yield from (f"model/{name}" for name in trained - here if f"model/{name}" in manifest.tensors)
         averaged = any(stage_state.optimizer.ema for _, stage_state in self._stage_states())
         stepped = {
             name
@@ -180,18 +179,18 @@ class Checkpointer:
             if stage_state.predictions is not None
             for name in stage_state.predictions.tensors()
         }
-        for name in page.tensors:
+        for name in manifest.tensors:
             kind, _, rest = name.partition("/")
             of_steps = kind in ("optimizer", "compensation")
             owner = rest.rpartition("/")[0] if of_steps else rest
             if name in stepped or (owner in trained and (of_steps or (kind == "ema" and averaged))):
                 yield name
 
-    def _counts_alike(self, page: Checkpoint) -> bool:
-        plan, then = self._program.plan, page.plan
+    def _counts_alike(self, manifest: Checkpoint) -> bool:
+        plan, then = self._program.plan, manifest.plan
         spans = [[(stage.first, stage.last, stage.replicas) for stage in p.stages] for p in (plan, then)]
-        alike = spans[0] == spans[1] and page.schedule == self._program.name
-        return alike and page.microbatches == self._program.microbatches
+        alike = spans[0] == spans[1] and manifest.schedule == self._program.name
+        return alike and manifest.microbatches == self._program.microbatches
 
     def _stages(self) -> list[int]:
         return sorted({stage for stage, _ in self._stage_states()})

@@ -329,9 +329,9 @@ class Session:
         with self._activity.at("reading a checkpoint"):
             return self.checkpointer.read(path)
 
-    def restore(self, path: Path, page: Checkpoint) -> None:
+    def restore(self, path: Path, manifest: Checkpoint) -> None:
         with self._activity.at("reading a checkpoint"):
-            self.checkpointer.restore(path, page)
+            self.checkpointer.restore(path, manifest)
 
     def check_saved(self, *, wait: bool) -> None:
         try:

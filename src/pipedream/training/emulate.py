@@ -16,7 +16,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan, Stage
 from pipedream.core.units import check_factor
 from pipedream.pipeline import Pipeline
-from pipedream.runtime.comm import process_group as process_group
+from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.training.run_folder import RunFiles, last_segment, software_versions, summarise, write_run
 from pipedream.workflows.methods import asked_of

@@ -19,7 +19,7 @@ from pipedream.core.schedule.phase import Phase, phases_text
 from pipedream.options import TrainingOptions
 from pipedream.planner import SHAPES, parse_counts
 from pipedream.recipe import Recipe, blaming
-from pipedream.runtime.comm import process_group as process_group
+from pipedream.runtime.comm import process_group
 from pipedream.runtime.data.batch_adapter import BatchAdapter
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.losses import Loss, is_torch_loss
@@ -116,7 +116,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
     if resumed is not None and options.weights is not None:
         raise RecipeError("weights and a checkpoint to resume were both given; a checkpoint has its own weights")
     schedule, microbatches = _method(options, resumed)
-    seed = options.seed if options.seed is not None else resumed.page.seed if resumed is not None else 0
+    seed = options.seed if options.seed is not None else resumed.manifest.seed if resumed is not None else 0
     workers = _workers(options, resumed, process.count)
     recipe = make(seed)
     phases = _phases(options, resumed, recipe)
@@ -155,7 +155,7 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
     options, recipe = job.options, job.recipe
     plan, profile = options.plan, None
     if job.resumed is not None:
-        profile, saved = job.resumed.profile, job.resumed.page.plan
+        profile, saved = job.resumed.profile, job.resumed.manifest.plan
         if plan is None and saved.workers == job.workers and options.shape == "pipeline" and not options.update_delay:
             plan = saved
     if plan is None:
@@ -227,10 +227,10 @@ def _method(options: TrainingOptions, resumed: ResumePoint | None) -> tuple[str,
         if options.plan is not None:
             schedule, microbatches = options.plan.method(schedule, microbatches)
         return schedule or "pipedream", microbatches
-    page = resumed.page
-    if microbatches is None and schedule in (None, page.schedule) and page.microbatches > 1:
-        microbatches = page.microbatches
-    return schedule or page.schedule, microbatches
+    manifest = resumed.manifest
+    if microbatches is None and schedule in (None, manifest.schedule) and manifest.microbatches > 1:
+        microbatches = manifest.microbatches
+    return schedule or manifest.schedule, microbatches
 
 
 def _workers(options: TrainingOptions, resumed: ResumePoint | None, processes: int) -> int:
@@ -242,7 +242,7 @@ def _workers(options: TrainingOptions, resumed: ResumePoint | None, processes: i
         counts = parse_counts(options.shape)
         config, planned = "-".join(map(str, counts)), sum(counts)
     elif requested is None and resumed is not None and processes == 1:
-        requested = resumed.page.plan.workers
+        requested = resumed.manifest.plan.workers
     count = requested or planned or (processes if processes > 1 else 2)
     if processes > 1 and count != processes:
         raise PlanError(f"{count} workers were asked for, {processes} processes were started; make the numbers equal")
@@ -258,7 +258,7 @@ def _phases(options: TrainingOptions, resumed: ResumePoint | None, recipe: Recip
         # A checkpoint keeps phases as text, which cannot hold a Schedule object: the recipe's are taken if their text
         # is the same. A run of one method has saved none.
         if resumed is not None:
-            saved = resumed.page.phases
+            saved = resumed.manifest.phases
             if not phases or phases_text(phases_of(None, None, phases)) != saved:
                 phases = saved
     return phases_of(options.schedule, options.microbatches, phases) if phases else ()
@@ -270,5 +270,5 @@ def _compensation(
     if options.compensation is not None or resumed is None:
         return options.compensation
     if phases:
-        return resumed.page.phases_compensation if options.phases is None else None
-    return resumed.page.compensation if schedule == resumed.page.schedule else None
+        return resumed.manifest.phases_compensation if options.phases is None else None
+    return resumed.manifest.compensation if schedule == resumed.manifest.schedule else None

@@ -11,13 +11,13 @@ from uuid import uuid4
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError
 from pipedream.core.model.profile import Profile
-from pipedream.runtime.checkpoint.writer import complete, contents, newest
-from pipedream.runtime.comm import process_group as process_group
+from pipedream.runtime.checkpoint.storage import complete_checkpoints, newest_checkpoint, read_manifest
+from pipedream.runtime.comm import process_group
 
 __all__ = ["CHECKPOINTS", "ResumePoint", "check_unused", "is_shared", "resume_point"]
 
 CHECKPOINTS = "checkpoints"
-"""Name of the checkpoints' folder in a run folder."""
+"""Name of the folder in a run folder that holds its checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ResumePoint:
     """The checkpoint that a run continues from; the folder is the run's, if it is in one."""
 
     path: Path
-    page: Checkpoint
+    manifest: Checkpoint
     folder: Path | None
 
     @property
@@ -40,7 +40,7 @@ class ResumePoint:
             return []
         try:
             rows = json.loads((self.folder / "losses.json").read_text(encoding="utf-8"))
-            return [(int(number), float(loss)) for number, loss in rows if int(number) < self.page.minibatches]
+            return [(int(number), float(loss)) for number, loss in rows if int(number) < self.manifest.minibatches]
         except (OSError, ValueError, TypeError):
             return []
 
@@ -60,9 +60,9 @@ def resume_point(
     def chosen() -> str:
         if resume is None:
             restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-            found = newest(Path(out) / CHECKPOINTS) if restarted and out is not None else None
+            found = newest_checkpoint(Path(out) / CHECKPOINTS) if restarted and out is not None else None
             return str(found or "")
-        found = newest(Path(resume) / CHECKPOINTS) or newest(resume)
+        found = newest_checkpoint(Path(resume) / CHECKPOINTS) or newest_checkpoint(resume)
         if found is None:
             raise ArtifactError(
                 f"there is no complete checkpoint in {resume} to resume from; give the run folder of a run that has "
@@ -75,7 +75,7 @@ def resume_point(
         return None
     path = Path(text)
     inside = path.resolve().parent.name == CHECKPOINTS
-    return ResumePoint(path, contents(path), path.parent.parent if inside else None)
+    return ResumePoint(path, read_manifest(path), path.parent.parent if inside else None)
 
 
 def is_shared(folder: Path, rank: int) -> bool:
@@ -103,7 +103,7 @@ def is_shared(folder: Path, rank: int) -> bool:
 
 def check_unused(folder: Path) -> None:
     """Raises an `ArtifactError` if a new run would overwrite the folder's checkpoints."""
-    if complete(folder / CHECKPOINTS):
+    if complete_checkpoints(folder / CHECKPOINTS):
         raise ArtifactError(
             f"the run folder {folder} holds checkpoints of an earlier run; continue it (--resume {folder}), or "
             "give another folder (--out)"

@@ -4,7 +4,7 @@ summary.json    configuration, plan and results, predicted and measured
 report.html     the same to read, with the timelines
 weights.pt      the whole model's state dict (and weights_ema.pt)
 trace.json      the measured timeline for Perfetto or chrome://tracing
-checkpoints/    to resume from (`--resume`)
+checkpoints/    to resume from (`--resume`); named by `training.resume.CHECKPOINTS`
 plan.json, profile.json, predicted.json, measured.json, losses.json
 """
 

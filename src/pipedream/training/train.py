@@ -142,8 +142,10 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
         if job.resumed is not None:
             pipeline.load(job.resumed.path)
             loop.losses = job.resumed.losses
-            page = job.resumed.page
-            console.print(f"resuming from {job.resumed.path}: minibatch {page.minibatches}, epoch {page.epoch}\n")
+            manifest = job.resumed.manifest
+            console.print(
+                f"resuming from {job.resumed.path}: minibatch {manifest.minibatches}, epoch {manifest.epoch}\n"
+            )
         interrupted = loop.train(job.epochs, options.minibatches)
         outcome = _outcome(pipeline, loop, interrupted, plan)
     for logger in loggers:
@@ -212,7 +214,7 @@ def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str,
         "skipped_updates": list(outcome.skipped_updates),
         "schedule": phases or program.name,
         "phases": phase_figures(outcome.timelines, outcome.trained, outcome.drains),
-        "resumed_from": None if job.resumed is None else job.resumed.page.minibatches,
+        "resumed_from": None if job.resumed is None else job.resumed.manifest.minibatches,
         "configuration": plain(model_options(job.recipe))
         | plain(vars(job.options))
         | {

@@ -14,7 +14,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.survey import Fan, Link, Seen, Sum, Survey, machines_of
 from pipedream.probe import links, machine
 from pipedream.profiler.environment import device_text
-from pipedream.runtime.comm import process_group as process_group
+from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure.launch import set_threads
 
 __all__ = ["Step", "probe", "steps_of"]

@@ -16,7 +16,7 @@ from pipedream.core.checkpoint import ParameterGroup, SavedStage
 from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.runtime.update.optimizer import Optimizer
 
-__all__ = ["restore", "saved", "tensors_of"]
+__all__ = ["restore", "tensors_of", "to_saved_stage"]
 
 _OF_GROUPS = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "lr_lambdas")
 """Attributes of torch's schedulers with one value for each parameter group."""
@@ -42,7 +42,7 @@ def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     return found
 
 
-def saved(optimizer: Optimizer) -> SavedStage:
+def to_saved_stage(optimizer: Optimizer) -> SavedStage:
     """Returns the state other than tensors. Raises a `PipelineError` if JSON cannot hold it."""
     names = _names(optimizer)
     kind = type(optimizer.optimizer).__name__

@@ -4,11 +4,11 @@ Life of a checkpoint:
 
 1. At a drain each rank provides its tensors, for each stage its replica 0.
 2. All ranks write into a folder whose name begins with a dot (torch's `save`, one file per rank).
-3. When all have written, rank 0 adds the contents page (`core.checkpoint`), flushes it and renames the folder: now the
+3. When all have written, rank 0 adds the manifest (`core.checkpoint`), flushes it and renames the folder: now the
    checkpoint exists. A folder with a dot is never read, and the next save removes it.
 4. The oldest beyond `keep` are renamed and then removed.
 
-The contents page is JSON and tensors are read with ``weights_only``: a checkpoint from elsewhere cannot run code. The
+The manifest is JSON and tensors are read with ``weights_only``: a checkpoint from elsewhere cannot run code. The
 ``.metadata`` that torch also writes is a pickle and is never read here.
 """
 
@@ -42,30 +42,56 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from pipedream.core.checkpoint import Checkpoint, Stored
 from pipedream.core.errors import ArtifactError, WorkerError
 
-__all__ = ["CONTENTS", "Writer", "complete", "contents", "newest", "read"]
+__all__ = [
+    "MANIFEST",
+    "Writer",
+    "complete_checkpoints",
+    "folder_name",
+    "minibatches_of",
+    "newest_checkpoint",
+    "read_manifest",
+    "read_tensors",
+]
 
-CONTENTS = "checkpoint.json"
-_NAME = re.compile(r"minibatch-(\d+)")
+MANIFEST = "checkpoint.json"
+"""Name of the file that describes a checkpoint; a folder without it is not a checkpoint."""
+
+_PREFIX = "minibatch-"
 
 
-def complete(folder: Path) -> list[Path]:
+def folder_name(minibatches: int) -> str:
+    """Returns the name of a checkpoint's folder, e.g. 'minibatch-00000091' after 91 minibatches."""
+    return f"{_PREFIX}{minibatches:08d}"
+
+
+def minibatches_of(name: str) -> int | None:
+    """Returns the number in a checkpoint folder's name; None for any other name."""
+    found = re.fullmatch(rf"{_PREFIX}(\d+)", name)
+    return int(found[1]) if found else None
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
     """Returns a folder's complete checkpoints, the oldest first."""
-    found = [path for path in folder.glob("minibatch-*") if _NAME.fullmatch(path.name) and (path / CONTENTS).is_file()]
-    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+    found = {
+        path: number
+        for path in folder.glob(f"{_PREFIX}*")
+        if (number := minibatches_of(path.name)) is not None and (path / MANIFEST).is_file()
+    }
+    return sorted(found, key=found.__getitem__)
 
 
-def newest(folder: str | os.PathLike[str]) -> Path | None:
+def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """Returns a folder's newest complete checkpoint, or the folder if it is one itself, or None."""
     path = Path(folder)
-    if (path / CONTENTS).is_file():
+    if (path / MANIFEST).is_file():
         return path
-    return next(reversed(complete(path)), None)
+    return next(reversed(complete_checkpoints(path)), None)
 
 
-def contents(path: Path) -> Checkpoint:
-    """Reads a contents page; raises an `ArtifactError` if that fails, or a file is missing or truncated."""
-    page = Checkpoint.load(path / CONTENTS)
-    for name, size in page.files.items():
+def read_manifest(path: Path) -> Checkpoint:
+    """Reads a manifest; raises an `ArtifactError` if that fails, or a file is missing or truncated."""
+    manifest = Checkpoint.load(path / MANIFEST)
+    for name, size in manifest.files.items():
         try:
             found = (path / name).stat().st_size
         except OSError as error:
@@ -75,19 +101,19 @@ def contents(path: Path) -> Checkpoint:
                 f"the checkpoint {path} is damaged: {name} has {found} bytes, and had {size} when it was saved; "
                 f"{_advice(path)}"
             )
-    return page
+    return manifest
 
 
-def read(path: Path, page: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path, manifest: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Reads the tensors that this rank needs; raises an `ArtifactError` if it cannot."""
     wanted = list(names)
-    missing = [name for name in wanted if name not in page.tensors]
+    missing = [name for name in wanted if name not in manifest.tensors]
     if missing:
         raise ArtifactError(f"the checkpoint {path} has no tensor {missing[0]!r}; it is of another model or optimizer")
     try:
-        tensors = {name: _empty(page.tensors[name]) for name in wanted}
+        tensors = {name: _empty(manifest.tensors[name]) for name in wanted}
         with _single_process():
-            load(tensors, storage_reader=_Reader(path, page), no_dist=True)
+            load(tensors, storage_reader=_Reader(path, manifest), no_dist=True)
     except (Exception, CheckpointException) as error:
         raise ArtifactError(f"the checkpoint {path} cannot be read: {_first_line(error)}; {_advice(path)}") from None
     return tensors
@@ -107,25 +133,25 @@ class Writer:
         self._failure: WorkerError | None = None
         self._last: tuple[Path, int] | None = None
 
-    def begin(self, folder: Path, page: Checkpoint, tensors: Mapping[str, torch.Tensor], keep: int | None) -> Path:
+    def begin(self, folder: Path, manifest: Checkpoint, tensors: Mapping[str, torch.Tensor], keep: int | None) -> Path:
         """Starts to write a checkpoint; all ranks call it. Returns its future path.
 
         Args:
-            page: only rank 0's is written.
+            manifest: only rank 0's is written.
             tensors: must not be modified until `finish`.
             keep: complete checkpoints to keep; None keeps all.
 
         Raises:
             ArtifactError: another run has saved one of that name.
         """
-        path = folder / f"minibatch-{page.minibatches:08d}"
-        if self._last == (path, page.minibatches):
+        path = folder / folder_name(manifest.minibatches)
+        if self._last == (path, manifest.minibatches):
             return path
         if path.exists():
             raise ArtifactError(
                 f"a checkpoint {path} exists already; resume from it (--resume), or save into another folder"
             )
-        self._last = (path, page.minibatches)
+        self._last = (path, manifest.minibatches)
         scratch = folder / f".{path.name}"
 
         def write() -> None:
@@ -135,18 +161,18 @@ class Writer:
                     dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None
                 )
             if self._rank == 0:
-                _commit(scratch, path, _with_files(page, written, scratch))
+                _commit(scratch, path, _with_files(manifest, written, scratch))
                 _prune(folder, keep)
 
         if self._rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(".minibatch-*"):
+            for left in folder.glob(f".{_PREFIX}*"):
                 shutil.rmtree(left, ignore_errors=True)
         if self._group is not None:
             dist.barrier(self._group)
         # A daemon, because nothing may wait for it if another rank dies during the save.
         self._thread = threading.Thread(
-            target=self._run, args=(write, f"saving the checkpoint of minibatch {page.minibatches}"), daemon=True
+            target=self._run, args=(write, f"saving the checkpoint of minibatch {manifest.minibatches}"), daemon=True
         )
         self._thread.start()
         return path
@@ -186,9 +212,9 @@ def _failed(rank: int, what: str, error: BaseException) -> WorkerError:
     )
 
 
-def _commit(scratch: Path, path: Path, page: Checkpoint) -> None:
-    with open(scratch / CONTENTS, "w", encoding="utf-8") as file:
-        file.write(page.to_json() + "\n")
+def _commit(scratch: Path, path: Path, manifest: Checkpoint) -> None:
+    with open(scratch / MANIFEST, "w", encoding="utf-8") as file:
+        file.write(manifest.to_json() + "\n")
         file.flush()
         os.fsync(file.fileno())
     scratch.rename(path)
@@ -205,13 +231,13 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _prune(folder: Path, keep: int | None) -> None:
-    for old in complete(folder)[: -keep if keep else 0]:
+    for old in complete_checkpoints(folder)[: -keep if keep else 0]:
         doomed = old.with_name(f".{old.name}")
         old.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _with_files(page: Checkpoint, written: Metadata, scratch: Path) -> Checkpoint:
+def _with_files(manifest: Checkpoint, written: Metadata, scratch: Path) -> Checkpoint:
     """Raises an `ArtifactError` if rank 0 does not see a file of another rank."""
     assert written.storage_data is not None
     tensors, files = {}, {}
@@ -229,15 +255,15 @@ def _with_files(page: Checkpoint, written: Metadata, scratch: Path) -> Checkpoin
                     "machines share"
                 )
             files[info.relative_path] = file.stat().st_size
-    return replace(page, tensors=dict(sorted(tensors.items())), files=files)
+    return replace(manifest, tensors=dict(sorted(tensors.items())), files=files)
 
 
 class _Reader(FileSystemReader):
-    """Takes the places of tensors from the contents page instead of a pickle."""
+    """Takes the places of tensors from the manifest instead of a pickle."""
 
-    def __init__(self, path: Path, page: Checkpoint) -> None:
+    def __init__(self, path: Path, manifest: Checkpoint) -> None:
         super().__init__(path)
-        self._page = page
+        self._page = manifest
 
     def read_metadata(self, *args: object, **rest: object) -> Metadata:
         tensors, places = {}, {}
@@ -271,5 +297,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def _advice(path: Path) -> str:
-    rest = [other for other in complete(path.parent) if other != path]
+    rest = [other for other in complete_checkpoints(path.parent) if other != path]
     return f"resume from {rest[-1]}" if rest else "its folder has no other checkpoint: start again"
