@@ -256,8 +256,8 @@ BREAKS = (
     Break(
         "update: gradients keep the loss scale",
         "runtime/update/optimizer.py",
-        "divisor = (float(count) if self._mean_of_rounds else weight) * self.scale",
-        "divisor = float(count) if self._mean_of_rounds else weight",
+        "divisor = (float(count) if self._mean_of_rounds else loss_weight) * self.scale",
+        "divisor = float(count) if self._mean_of_rounds else loss_weight",
         ("end_to_end/test_couplings.py::test_the_loss_is_scaled_as_a_mean",),
     ),
     Break(
