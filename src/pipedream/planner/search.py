@@ -1,7 +1,7 @@
-"""The entry point of the planner: the plan that is asked for, or the one that is predicted to be fastest.
+"""The entry point of the planner: returns the requested plan, or the one that is predicted to be the fastest.
 
-The predicted seconds are those of a full pipeline whose communication overlaps with compute, which may take the depth
-``full`` (`core.plan.depth`).
+The predicted seconds are those of a full pipeline in which communication overlaps with compute. To reach them, a plan
+may need the depth ``full`` (`core.plan.depth`).
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def plan(
 
     Args:
         versions: versions of the weights that a stage holds, given its in-flight count and its update delay.
-        occupancy: what each stage of a plan holds under the method; None: everything admitted, with `versions`. Where
-            it depends on the whole plan (vertical sync), the search assumes the least; memory is checked again.
+        occupancy: what each stage of a plan holds under the method; None: everything admitted, with `versions`. If it
+            depends on the whole plan (vertical sync), the search assumes the least that is possible, and the memory of
+            the plan found is checked exactly.
         microbatches: parts that a minibatch is split into.
         in_flight: the depth, which is applied to the plan found at the paper's depth; memory is checked again.
         shape: 'any' compares one worker, data parallelism and pipelines whose stages may be replicated; 'pipeline' has
@@ -213,7 +214,10 @@ def _plan_with_counts(searches: PipelineSearch, counts: tuple[int, ...]) -> Plan
 
 
 def _fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool) -> Plan:
-    """The fastest plan of all; with `as_pipeline`, of those with several stages, if there can be any."""
+    """Returns the fastest plan.
+
+    With `as_pipeline` it has at least two stages, unless the model cannot be cut or there is only one worker.
+    """
     workers = searches.workers
     one = searches.best_single_stage((workers,) if all_workers else range(1, workers + 1))
     longest = min(len(searches.space.positions) - 1, workers)
@@ -295,7 +299,10 @@ def _short(config: str) -> str:
 
 
 def _with_bound(plan: Plan, space: SearchSpace) -> Plan:
-    """The proven bound, or `least_period_s` if the space is not complete."""
+    """Returns the plan with a note on its bound: optimal, or how far from optimal it may be.
+
+    If the search space is not complete, the bound is `least_period_s`.
+    """
     graph, cuts = space.profile.graph, len(space.positions) - 2
     period_s = plan.slowest_stage_s
     if space.is_complete:

@@ -33,12 +33,31 @@ __all__ = ["StageState", "evaluating"]
 class StageState:
     """A stage replica on its rank: layers, weights and optimizer.
 
+    Life of a stage's state:
+
+    1. `switch_to` sets what depends on the method; `begin` starts a stream.
+    2. A forward calls `read` for its weights, and runs the layers with `forward`.
+    3. A backward runs in `backward_context`; `add_gradients` then adds its gradients to the coming update's and
+       releases the weights. In the last backward before an update of a replicated stage, `gradient_ready` passes them
+       to the all-reduce instead.
+    4. `update` makes the next version from the gradients that the update barrier has put into the handles.
+    5. `end` averages BatchNorm's statistics over the replicas, at a drain.
+
+    Which weights a pass reads (`WeightRule`); each may be a prediction from the version named:
+
+        backward_rule        held_until   forward              backward
+        stash                BACKWARD     its version, kept    the same set
+        recompute, graph     None         the newest           the newest
+        recompute, graph     FORWARD      its version, unkept  the newest, or what `backward_reader` chooses
+
     Attributes:
         recomputation: None if forwards keep their graph.
         predictions: None if passes read versions.
         saved_tensor_hooks: None without the rule 'graph'.
         next_forward: its microbatch.
         gradient_versions: (microbatch, forward version, backward version) of the coming update's gradients.
+        _counts: batches that each BatchNorm had tracked when the stream began.
+        _rule, _backward_weights: set by `switch_to`; the latter maps the set that a forward read to the backward's.
     """
 
     module: StageModule
@@ -115,9 +134,9 @@ class StageState:
         return [m for m in found.values() if m.track_running_stats]
 
     def read(self, version: int) -> tuple[WeightSet, int]:
-        """Returns the weights for a forward, and the version they are or are predicted from.
+        """Returns the weights for a forward, and their version; for predicted weights, the one they are predicted from.
 
-        If they are kept for its backward, that releases them.
+        Weights that are kept for the backward are released by `add_gradients`.
         """
         if self.predictions is not None and self._rule.held_until is not Kind.FORWARD:
             return self.predictions.read(version)
@@ -176,7 +195,8 @@ class StageState:
         newest = self.versions.newest
         first, step = self.next_forward, program.placement.replicas[stage]
         if compensator.needs_read_weights:
-            # A replica without a part in the next update still needs the weights that others read for it.
+            # The penalty of the next update needs the version that the update's first microbatch reads: keep it even
+            # on a replica that does not run that forward.
             first, step = updates.members(stage, op.index + 1).start, 1
             read = program.weights.forward_version(stage, updates.members(stage, op.index).start)
             compensator.penalise(self.versions.peek().leaves, self.versions.peek(read).leaves)

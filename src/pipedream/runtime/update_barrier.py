@@ -1,9 +1,10 @@
 """Decisions before an update: whether its gradients are finite, and how much they are clipped.
 
 A stage decides by its own gradients or by those of all stages, whose norm is the whole model's
-(`torch.nn.utils.clip_grad_norm_`). A rank contributes one number for all its stages, and one sum for those that hold
-tied weights, so its first update of a round waits for all of them, and the schedule places their updates together
-(`Schedule.coupled`). Without a flush, the norm of an earlier update clips (`core.schedule.coupling`).
+(`torch.nn.utils.clip_grad_norm_`). A rank contributes one number for all its stages together, and one sum for all its
+holders of a tied weight. So the first update of a round on a rank needs the gradients of all its stages, and the
+schedule places their updates together (`Schedule.coupled`). Without a flush, an update is clipped by the norm of an
+earlier one (`core.schedule.coupling`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What a method's file imports: here for the methods of this library; a user's file uses `pipedream.schedules`."""
+"""What a method's file imports: here for the methods of this library; a user's file uses `pipedream.schedules`.
+
+In the grids of these files, ``F3`` is the forward of microbatch 3, ``B3`` its backward, and ``B3'`` a backward that the
+stage's update follows; a dot is an idle slot.
+"""
 
 from __future__ import annotations
 

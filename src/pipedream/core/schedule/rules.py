@@ -35,7 +35,8 @@ class Rules:
         microbatches: m, of a minibatch.
         kinds: of the ops of each microbatch at each stage.
         couples_updates: the updates of all stages wait for each other (clipping by the global norm).
-        norm_delay: D: a coupled update n waits for the norm of update n - D.
+        norm_delay: D, in updates: with coupled updates, update n is clipped by the global norm of update n - D, and
+            waits for that norm.
     """
 
     name: str

@@ -43,9 +43,9 @@ class Gradients:
         return list(self._sums)
 
     def add(self, gradients: list[torch.Tensor | None], loss_weight: float) -> None:
-        """Adds one microbatch's gradients (see `UpdateRule`) and loss weight.
+        """Adds one microbatch's gradients (see `UpdateRule`) and loss weight, and takes over their storage.
 
-        It owns them from now on; an accumulator among them has been added to.
+        A gradient that is the accumulator itself is skipped: autograd has already added to it.
         """
         self.loss_weight += loss_weight
         self.count += 1
@@ -59,8 +59,9 @@ class Gradients:
                 total += gradient.to(self._dtypes[i])
 
     def complete(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Removes and returns a handle's sum with the last microbatch's gradient; if that is the accumulator, it is
-        complete.
+        """Removes a handle's sum, and returns it with the last microbatch's gradient added.
+
+        If `gradient` is the accumulator itself, autograd has already added to it.
         """
         total, self._sums[index] = self._sums[index], None
         if total is None or gradient is total:
