@@ -123,8 +123,8 @@ def test_a_late_method_is_taken_only_if_allowed() -> None:
     two = pd.plan(CHAIN, Cluster.flat(3, 500.0), schedule="auto", allow_asynchronous=True)
     assert schedules.build(one.schedule, one).flushes
     assert not schedules.build(two.schedule, two).flushes
-    assert "learn otherwise" in two.note
-    assert "learn otherwise" not in one.note
+    assert "learn differently" in two.note
+    assert "learn differently" not in one.note
 
 
 def test_memory_decides_between_methods() -> None:
@@ -145,8 +145,8 @@ def test_never_slower_than_one_worker(rate: float) -> None:
     found = pd.plan(replace(CHAIN, batch=1), Cluster.flat(4, rate), schedule="auto")
     assert score(found).period_s <= CHAIN.forward_s + CHAIN.backward_s + CHAIN.update_s + CHAIN.loss_s + 1e-9
     assert found.workers == 1
-    assert "a minibatch of one sample is not split" in found.note
-    assert "is not split" not in pd.plan(CHAIN, Cluster.flat(4, rate), schedule="auto").note
+    assert "a minibatch of one sample cannot be split" in found.note
+    assert "cannot be split" not in pd.plan(CHAIN, Cluster.flat(4, rate), schedule="auto").note
 
 
 def test_what_is_said_is_kept() -> None:

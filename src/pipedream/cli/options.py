@@ -158,7 +158,7 @@ Workers = Annotated[
     typer.Option(
         metavar="N [N ...]",
         rich_help_panel=_CLUSTER,
-        help="Number of workers. With several network levels one number a level, innermost first, e.g. 4 4; for "
+        help="Number of workers. With several network levels, one number per level, innermost first, e.g. 4 4; for "
         "machines of unequal size, e.g. 4+4+2 3.",
     ),
 ]
@@ -168,7 +168,7 @@ Bandwidth = Annotated[
         metavar="B [B ...]",
         rich_help_panel=_CLUSTER,
         show_default="10Gbit/s",
-        help="Bandwidth of a link in one direction, one value a level, e.g. 1e9 (bytes/s) or 10Gbit/s.",
+        help="Bandwidth of a link in one direction, one value per level, e.g. 1e9 (bytes/s) or 10Gbit/s.",
     ),
 ]
 Latency = Annotated[
@@ -235,7 +235,7 @@ def shape_of(*, straight: bool, data_parallel: bool, config: str | None) -> str 
 def cluster_of(
     path: Path | None, workers: list[str], bandwidths: list[str], latency_s: float, memory: str | None
 ) -> Cluster:
-    """Reads --cluster; or --workers and --bandwidth, one value a level, --latency and --memory."""
+    """Reads --cluster; or --workers and --bandwidth, one value per level, --latency and --memory."""
     check_flags(cluster=path, workers=workers, bandwidth=bandwidths, latency=latency_s, memory=memory)
     if path is not None:
         return _named_cluster(path)

@@ -59,6 +59,8 @@ class OptionParser(TyperCommand):
                 text = re.sub(
                     r"\[default: \((.*?)\)", r"[default: \1", text
                 )  # typer puts a default in words in brackets
+                if "|" in name:  # the choices say the range
+                    text = re.sub(r"; \d+<=x<=\d+\]", "]", text)
                 sections.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append((name, text))
         for title, records in sections.items():
             if records:

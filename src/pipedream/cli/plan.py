@@ -60,7 +60,7 @@ Strategy = Annotated[
     typer.Option(
         metavar="search|2bw",
         rich_help_panel="Method",
-        help="2bw plans with equal replica counts, by PipeDream-2BW's planner and cost model.",
+        help="How to search. 2bw is PipeDream-2BW's planner and cost model: all stages have the same replica count.",
     ),
 ]
 Explain = Annotated[
@@ -84,7 +84,8 @@ Recompute = Annotated[
     typer.Option(
         metavar="never|auto|always",
         rich_help_panel="Shape of the plan",
-        help="Stages that keep only their input and repeat the forward: none, those that do not fit otherwise, or all.",
+        help="Which stages keep only their input and repeat the forward: none (never), those that would not fit the "
+        "memory otherwise (auto), or all (always).",
     ),
 ]
 MemoryTable = Annotated[bool, typer.Option("--memory-table", help="Print the parts of each stage's peak memory.")]

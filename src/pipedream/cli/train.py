@@ -57,7 +57,8 @@ Compensation = Annotated[
         metavar="NAME[:NUMBER]",
         rich_help_panel=_METHOD,
         show_default="the recipe's",
-        help="Compensation of late gradients: spike, nesterov, error_feedback, t1:500, ... or none; repeatable.",
+        help="Compensation of late gradients: spike, nesterov, error_feedback, t1:500 (smaller rates for the first 500 "
+        "updates), ... or none; repeatable.",
     ),
 ]
 Phases = Annotated[
@@ -65,8 +66,8 @@ Phases = Annotated[
     typer.Option(
         metavar="METHOD[/M][+COMPENSATION]:END,...",
         rich_help_panel=_METHOD,
-        help="Methods to train with in turn, each with M microbatches until a minibatch or, with 'e', an epoch, e.g. "
-        "1f1b/4:200,pipedream:3e,1f1b/4.",
+        help="Methods to train with in turn. M is the number of microbatches; END is the minibatch at which the method "
+        "ends, or the epoch if an 'e' follows. For example 1f1b/4:200,pipedream:3e,1f1b/4.",
     ),
 ]
 PlanFile = Annotated[
@@ -80,7 +81,8 @@ Recompute = Annotated[
     typer.Option(
         "--recompute",
         rich_help_panel="Shape of the plan",
-        help="Every stage keeps only its input and repeats the forward before the backward.",
+        help="Make every stage keep only its input and repeat the forward before the backward, like 'pipedream plan "
+        "--recompute always'. Without this flag the plan decides.",
     ),
 ]
 Epochs = Annotated[
@@ -110,7 +112,9 @@ CheckpointEvery = Annotated[
 Keep = Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=_RUN, help="Number of checkpoints to keep.")]
 Resume = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", rich_help_panel=_RUN, help="Run folder, or one of its checkpoints, to continue."),
+    typer.Option(
+        metavar="DIR", rich_help_panel=_RUN, help="Continue a run: its run folder, or one of its checkpoints."
+    ),
 ]
 TrainSeed = Annotated[
     int | None,

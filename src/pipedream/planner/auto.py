@@ -257,9 +257,9 @@ def choose(
     candidates = (*(row[3] for row in simulated), *slower, *refused)
     note = _note(candidates, len(simulated))
     if not methods[candidates[0].schedule].flushes:
-        note += "; its gradients are late, so it may learn otherwise than one process does"
+        note += "; its gradients are late, so it may learn differently from a single process"
     if profile.batch == 1 and microbatches is None:
-        note += "; a minibatch of one sample is not split: say how many it has (--batch, where a graph.txt does not)"
+        note += "; a minibatch of one sample cannot be split; for a graph.txt, give the minibatch size (--batch)"
     return Comparison(replace(simulated[0][4], note=note), candidates)
 
 
