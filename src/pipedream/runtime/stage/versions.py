@@ -17,7 +17,7 @@ asserts that the storage it frees has no reader.
 Under autocast the leaves are low-precision, cast once per update instead of once per forward.
 
 If a backward reads newer weights than its forward (`core.schedule.weights`), there is usually one set, and the
-optimizer steps in its storage although graphs have read it. Under tags several sets are kept for later forwards, but
+optimizer steps in its storage although graphs have read it. With stamps, several sets are kept for later forwards, but
 none for a graph, which saves only references (`runtime.stage.saved_tensors`).
 """
 
