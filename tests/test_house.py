@@ -23,9 +23,9 @@ from importlinter import cli as import_linter
 import pipedream
 
 ROOT = Path(__file__).parents[1]
-HOUSE = ROOT / "src" / "pipedream"
-FILES = sorted(HOUSE.rglob("*.py"))
-TORCH_ROOMS = ("capture", "probe", "profiler", "runtime")
+PACKAGE = ROOT / "src" / "pipedream"
+FILES = sorted(PACKAGE.rglob("*.py"))
+TORCH_PACKAGES = ("capture", "probe", "profiler", "runtime")
 WITHOUT_TORCH = ("core", "planner", "schedules", "verifier", "simulator", "metrics", "report")
 FORBIDDEN_WORDS = {"engine", "handler", "helper", "manager", "mubatch", "tau", "util", "utils"}
 FORBIDDEN_WORDS |= {"crew", "guest", "parcel", "seated"}  # words of this project alone, which nobody could guess
@@ -62,7 +62,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def _module(file: Path) -> str:
-    return ".".join(file.relative_to(HOUSE.parent).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
 def _tree(file: Path) -> ast.Module:
@@ -115,7 +115,7 @@ def test_no_circles() -> None:
 def test_torch_stays_in_its_rooms() -> None:
     found = []
     for file in FILES:
-        if file.relative_to(HOUSE).parts[0] in TORCH_ROOMS:
+        if file.relative_to(PACKAGE).parts[0] in TORCH_PACKAGES:
             continue
         for node in ast.walk(_tree(file)):
             if isinstance(node, ast.Import):
@@ -130,7 +130,7 @@ def test_torch_stays_in_its_rooms() -> None:
 
 
 def test_planning_and_studying_do_not_load_torch() -> None:
-    modules = [_module(f) for f in FILES if f.relative_to(HOUSE).with_suffix("").parts[0] in WITHOUT_TORCH]
+    modules = [_module(f) for f in FILES if f.relative_to(PACKAGE).with_suffix("").parts[0] in WITHOUT_TORCH]
     program = (
         "import importlib, sys\n"
         f"for name in ['pipedream', *{modules!r}]:\n"
@@ -143,7 +143,7 @@ def test_planning_and_studying_do_not_load_torch() -> None:
 
 def test_face_says_each_name_once() -> None:
     """Its three lists (for editors, for star imports, for first use) hold the same names from the same homes."""
-    tree = _tree(HOUSE / "__init__.py")
+    tree = _tree(PACKAGE / "__init__.py")
     checking = next(node for node in tree.body if isinstance(node, ast.If))
     homes = {
         alias.name: (node.module or "").removeprefix("pipedream").removeprefix(".")
@@ -210,7 +210,7 @@ def test_public_names_are_exported() -> None:
         public = {node.name for node in tree.body if isinstance(node, Definition) and not node.name.startswith("_")}
         exported, module = set(_exported(tree)), import_module(_module(file))
         found += [f"{_module(file)}: {name} is not in __all__" for name in public - exported]
-        if file != HOUSE / "__init__.py":
+        if file != PACKAGE / "__init__.py":
             found += [f"{_module(file)}: there is no {name}" for name in exported if not hasattr(module, name)]
     assert not found
 
@@ -226,7 +226,7 @@ def test_letters() -> None:
 
 
 def test_folders_can_be_looked_over() -> None:
-    counts = Counter(file.parent for top in (HOUSE, ROOT / "tests") for file in top.rglob("*.py"))
+    counts = Counter(file.parent for top in (PACKAGE, ROOT / "tests") for file in top.rglob("*.py"))
     found = {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MOST_MODULES + 1}
     assert not found, f"more than {MOST_MODULES} modules and an __init__"
 

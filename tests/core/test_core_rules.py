@@ -96,7 +96,7 @@ class TestDepth:
     def test_legal_is_the_least_that_is_accepted(self, replicas: tuple[int, ...], data: st.DataObject) -> None:
         counts = tuple(data.draw(st.integers(1, 6)) for _ in replicas)
         update_delay = tuple(data.draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
-        found = depth.legal(counts, replicas, update_delay)
+        found = depth.raise_to_legal(counts, replicas, update_delay)
         depth.check_in_flight(found, replicas, update_delay)
         assert all(f >= c for f, c in zip(found, counts, strict=True))
         for s in range(len(replicas)):
@@ -281,7 +281,10 @@ class TestLatest:
         update_delay = (0,) * len(replicas) if m else update_delay
         plan = Plan.uniform(len(replicas), replicas=replicas)
         plan = replace(
-            plan, in_flight=depth.legal(counts, replicas, update_delay), update_delay=update_delay, depth_mode="hand"
+            plan,
+            in_flight=depth.raise_to_legal(counts, replicas, update_delay),
+            update_delay=update_delay,
+            depth_mode="hand",
         )
         rule, order = latest_weights(plan, m), steady_1f1b(plan, m)
         updates = UpdateRule(rule.per_update)

@@ -27,7 +27,7 @@ BASIC |= {"chimera": 4, "chimera_doubled": 2, "roundpipe": 4}
 
 
 def _case(animal: str, schedule: str, stages: int) -> Case:
-    parts = 2 * stages if schedule == "chimera_doubled" else PARTS.get(schedule)
+    parts = 2 * stages if schedule == "chimera_doubled" else PARTS.get(schedule, 4 if schedule in FLUSHING else None)
     return Case(animal, schedule, stages, optimizer=KINDS[animal], microbatches=parts)
 
 
@@ -38,7 +38,7 @@ def _matrix() -> list[Case]:
         for schedule in (*FLUSHING, *ASYNCHRONOUS):
             for stages in (2, 4) if schedule in LAYOUTS else (1, 2, 3, 4):
                 case = _case(animal, schedule, stages)
-                quick = stages == BASIC[schedule] or (animal == "mlp" and schedule in ASYNCHRONOUS)
+                quick = stages == BASIC.get(schedule, 4) or (animal == "mlp" and schedule in ASYNCHRONOUS)
                 if schedule in LAYOUTS or schedule.startswith("zb"):
                     quick &= animal != "mlp" and (animal != "lstm" or schedule in ("zb_h1", "chimera", "roundpipe"))
                 if quick:

@@ -20,9 +20,9 @@ from torch import Tensor
 import pipedream as pd
 from pipedream.core.plan.plan import Plan
 from pipedream.experimental.roundpipe import dispatched, homes
-from pipedream.schedules import LAYOUTS, SCHEDULES, build
+from pipedream.schedules import LAYOUTS, SCHEDULES, build, properties_of
 
-FLUSHING = ("naive", "gpipe", "1f1b", "zb_h1", "zb_h2", *LAYOUTS)
+FLUSHING = tuple(name for name in SCHEDULES if properties_of(name).flushes)
 ASYNCHRONOUS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw")
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),

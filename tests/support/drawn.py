@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipedream.core.errors import ScheduleError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.plan import depth
-from pipedream.core.plan.depth import legal
+from pipedream.core.plan.depth import raise_to_legal
 from pipedream.core.plan.plan import Plan, Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Program
@@ -25,7 +25,7 @@ WHOLE = (  # methods that do not split a minibatch
     "pipedream", "pipedream_vertical_sync", "pipelined_backprop", "pb_lwp", "spectrain", "spectrain_v2", "pipeoptim",
 )  # fmt: skip
 ACCUMULATED = "paci[backward_rule=stash]"
-NO_LAG = (
+NO_UPDATE_DELAY = (
     "pipedream_2bw", "pipemare", "xpipe", "paci", ACCUMULATED, "timeprest", "v_timeprest", "timeprest_interpolated",
 )  # fmt: skip
 
@@ -66,9 +66,9 @@ def straight(draw: st.DrawFn) -> Schedule:
     replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     update_delay = tuple(draw(st.integers(0, 1)) if count > 1 and len(replicas) > 1 else 0 for count in replicas)
     name = draw(st.sampled_from(STRAIGHT))
-    if name in NO_LAG:
+    if name in NO_UPDATE_DELAY:
         update_delay = (0,) * len(replicas)  # it does not update delay
-    in_flight = legal(tuple(draw(st.integers(1, 5)) for _ in replicas), replicas, update_delay)
+    in_flight = raise_to_legal(tuple(draw(st.integers(1, 5)) for _ in replicas), replicas, update_delay)
     rows = tuple(Stage(s, s + 1, count) for s, count in enumerate(replicas))
     plan = Plan(rows, in_flight, Cluster.flat(sum(replicas)), update_delay, unit="microbatch")
     if name == "pipedream_2bw":
@@ -165,12 +165,12 @@ def cases(draw: st.DrawFn) -> Case:
         deeper = [most // r + 1 for r in replicas[: last + 1]]
         in_flight = (*deeper, *in_flight[last + 1 :])
     update_delay = tuple(draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
-    in_flight = depth.legal(in_flight, replicas, update_delay)
+    in_flight = depth.raise_to_legal(in_flight, replicas, update_delay)
     microbatches = None if name in WHOLE else draw(st.integers(max(replicas), 12))
     if name == "pipedream_2bw":
         assert microbatches is not None
         assume(all(microbatches // r >= max(w - 1, 1) for w, r in zip(in_flight, replicas, strict=True)))
-    assume(name not in NO_LAG or in_flight == depth.legal(in_flight, replicas))
+    assume(name not in NO_UPDATE_DELAY or in_flight == depth.raise_to_legal(in_flight, replicas))
     case = Case(name, replicas, in_flight, update_delay, microbatches)
     try:
         case.program()

@@ -48,7 +48,7 @@ def drawn_plan(rng: random.Random, name: str) -> Plan:
     least = depth.noam(replicas, update_delay)
     in_flight = least if rng.random() < 0.5 else tuple(rng.randint(1, 4) for _ in replicas)
     plan = Plan.uniform(len(replicas), replicas=replicas)
-    return replace(plan, in_flight=depth.legal(in_flight, replicas, update_delay), update_delay=update_delay)
+    return replace(plan, in_flight=depth.raise_to_legal(in_flight, replicas, update_delay), update_delay=update_delay)
 
 
 def drawn_schedule(rng: random.Random, name: str) -> Schedule:

@@ -109,7 +109,7 @@ def test_a_depth_is_legal_exactly_where_pipedream_does_not_deadlock(
 ) -> None:
     replicas, in_flight, update_delay = case
     program = lower(build("pipedream", unchecked(replicas, in_flight, update_delay)))
-    enough = depth.legal(in_flight, replicas, update_delay)
+    enough = depth.raise_to_legal(in_flight, replicas, update_delay)
     if enough != in_flight:
         with pytest.raises(PlanError, match=re.escape(f"{enough} would do")):
             depth.check_in_flight(in_flight, replicas, update_delay)
@@ -136,7 +136,7 @@ def test_a_depth_is_legal_exactly_where_pipedream_does_not_deadlock(
 def test_one_less_than_the_least_depth_deadlocks(
     replicas: tuple[int, ...], update_delay: tuple[int, ...], in_flight: tuple[int, ...]
 ) -> None:
-    assert depth.legal((1, *in_flight[1:]), replicas, update_delay) == in_flight
+    assert depth.raise_to_legal((1, *in_flight[1:]), replicas, update_delay) == in_flight
     verify(lower(build("pipedream", unchecked(replicas, in_flight, update_delay))))
     less = (in_flight[0] - 1, *in_flight[1:])
     with pytest.raises(PlanError, match="would do"):

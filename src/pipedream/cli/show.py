@@ -57,7 +57,11 @@ def show(
         ),
     ] = None,
     verify_it: Annotated[
-        bool, typer.Option("--verify", help="Print the proof too: in flight, weight versions, staleness.")
+        bool,
+        typer.Option(
+            "--verify",
+            help="Print the proof too: in flight, weight versions, staleness. It does not check the paper's claims.",
+        ),
     ] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the picture as SVG.")] = None,
     csv: Annotated[

@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import count
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.depth import legal
+from pipedream.core.plan.depth import raise_to_legal
 from pipedream.core.plan.placement import Placement, StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op
@@ -322,7 +322,7 @@ def with_backward_rule(plan: Plan, backward_rule: str, rules: tuple[str, ...] = 
 
 
 def choose_microbatches(name: str, plan: Plan, wanted: int | None, default: int) -> int:
-    """Returns m for a method that splits minibatches: what is wanted, or the default, but at least the most replicas.
+    """Returns m for a method that splits minibatches: `wanted`, or else `default`, raised to the largest replica count.
 
     Raises ScheduleError if fewer are wanted: a replica that does not contribute to every update would not know
     whether there is one before it waits for the others' gradients.
@@ -347,7 +347,7 @@ def refuse_microbatches(name: str, microbatches: int | None) -> None:
 
 def refuse_update_delay(name: str, plan: Plan) -> None:
     """Raises ScheduleError if the in-flight counts of a plan depend on its update delay."""
-    if legal(plan.in_flight, plan.replicas) != plan.in_flight:
+    if raise_to_legal(plan.in_flight, plan.replicas) != plan.in_flight:
         raise ScheduleError(
             f"schedule {name!r} at in-flight counts {plan.in_flight}: they need the plan's update delay "
             f"{plan.update_delay}, but this method updates once per minibatch, without a delay; plan without an update "

@@ -7,6 +7,7 @@ stage's update follows; a dot is an idle slot.
 from __future__ import annotations
 
 from pipedream.core.errors import ScheduleError
+from pipedream.core.plan.depth import raise_to_legal
 from pipedream.core.plan.placement import Placement, StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op
@@ -97,6 +98,7 @@ __all__ = [
     "one_forward_one_backward",
     "one_forward_one_input_gradient",
     "one_stage_per_rank",
+    "raise_to_legal",
     "refuse_microbatches",
     "refuse_update_delay",
     "steady_1f1b",

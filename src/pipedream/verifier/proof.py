@@ -52,13 +52,19 @@ class Proof:
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.totals[:6])) + (", ..." if len(self.totals) > 6 else "")
+        ends = len(self.totals) - 1
+        covered = (
+            "end at every point of a period"
+            if ends == self.residues
+            else f"end at {ends} of the {self.residues} points of a period"
+        )
         split = f", m = {self.microbatches}" if self.microbatches > 1 else ""
         # Updates that hold several microbatches divide the delay.
         differ = any(abs(mean - late) > 1e-9 for mean, late in zip(self.mean_staleness, self.staleness, strict=True))
         rows = [
             f"Proof of {self.schedule}, plan {self.config}{split}: "
             "each op once and in order, no deadlock, versions kept",
-            f"runs of {shown} microbatches, a drain from {len(self.totals) - 1} of {self.residues} residues",
+            f"proved for runs of {shown} microbatches, which {covered}",
             self._row("rank", "stages", "in flight", "versions", "staleness", "mean" if differ else ""),
         ]
         for rank, stage_replicas in enumerate(self.stage_replicas):

@@ -161,7 +161,7 @@ def for_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | 
         )
         plan = space.with_bytes(plan)
     # The search's seconds have an update per round of the replicas; this method updates once per minibatch.
-    note = f"{plan.note}; by its fullest pipeline, without {built.name}'s own updates, see schedule auto"
+    note = f"{plan.note}; estimated for a full pipeline; only schedule auto counts {built.name}'s own updates"
     return replace(plan, schedule=built.name, microbatches=built.microbatches, bound_s=0.0, note=note)
 
 

@@ -24,7 +24,7 @@ from math import ceil, gcd
 
 from pipedream.core.errors import PlanError
 
-__all__ = ["check_in_flight", "fitting", "full", "legal", "noam"]
+__all__ = ["check_in_flight", "fitting", "full", "noam", "raise_to_legal"]
 
 Counts = tuple[int, ...]
 
@@ -40,7 +40,7 @@ def noam(replicas: Counts, update_delay: Counts = ()) -> Counts:
     (2, 1)
     """
     counts = tuple((sum(replicas[s:]) - 1) // replicas[s] + 1 for s in range(len(replicas)))
-    return legal(counts, replicas, update_delay)
+    return raise_to_legal(counts, replicas, update_delay)
 
 
 def full(replicas: Counts, round_trip_slots: tuple[float, ...], update_delay: Counts = ()) -> Counts:
@@ -64,10 +64,10 @@ def full(replicas: Counts, round_trip_slots: tuple[float, ...], update_delay: Co
     return tuple(w + 1 for w in warmup)
 
 
-def legal(in_flight: Counts, replicas: Counts, update_delay: Counts = ()) -> Counts:
+def raise_to_legal(in_flight: Counts, replicas: Counts, update_delay: Counts = ()) -> Counts:
     """Returns the smallest legal counts, none below the given ones.
 
-    >>> legal((1, 1, 3), (2, 1, 1))
+    >>> raise_to_legal((1, 1, 3), (2, 1, 1))
     (2, 3, 3)
     """
     delays_updates = update_delay or (0,) * len(replicas)
@@ -120,7 +120,7 @@ def check_in_flight(in_flight: Counts, replicas: Counts, update_delay: Counts = 
                 raise PlanError(
                     f"in-flight counts {in_flight}{because}: stage {s} would wait for {wanted} warm-up minibatches, "
                     f"but stage {u} sends only {sent}; counts must not grow towards the output, and an update delay "
-                    f"needs more upstream; {legal(in_flight, replicas, update_delay)} would do"
+                    f"needs more upstream; {raise_to_legal(in_flight, replicas, update_delay)} would do"
                 )
 
 

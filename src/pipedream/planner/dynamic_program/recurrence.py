@@ -8,7 +8,7 @@ the last w workers, r of them in the first stage:
     A(a, w, r) = min over b of max(cost(a, b, w, r), min over q of A(b, w - r, q))
 
 where stage [a, b) must fit the memory of its smallest worker with (w - 1) // r + 1 in flight, perhaps by recomputing
-its forward. (An update delay may raise the depth upstream, `core.plan.depth.legal`: memory is checked again.)
+its forward. (An update delay may raise the depth upstream, `core.plan.depth.raise_to_legal`: memory is checked again.)
 
 Ties, exactly: the smallest period, then the fewest bytes between stages, the fewest stages, the fewest workers, and the
 plan that is smallest, stage by stage, in (last layer, replicas). A recurrence on (period, bytes, ...) would not give

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipedream.core.plan.depth import legal, noam
+from pipedream.core.plan.depth import noam, raise_to_legal
 from pipedream.schedules.kit import (
     Claims,
     Method,
@@ -56,7 +56,7 @@ def concurrent(plan: Plan) -> Plan:
     """Returns the plan with at least twice the warm-up of the paper's depth."""
     twice = tuple(2 * count - 1 for count in noam(plan.replicas, plan.update_delay))
     deep = tuple(max(pair) for pair in zip(twice, plan.in_flight, strict=True))
-    deep = legal(deep, plan.replicas, plan.update_delay)
+    deep = raise_to_legal(deep, plan.replicas, plan.update_delay)
     return plan if deep == plan.in_flight else replace(plan, in_flight=deep, depth_mode="hand")
 
 

@@ -35,7 +35,7 @@ def one_f_one_b(plan: Plan, microbatches: int | None = None) -> Schedule:
 
     def ops(stage_replica: StageReplica) -> Iterator[Op]:
         def in_turn(mine: range) -> Iterator[Op]:
-            # A stage cannot warm up with more than the minibatch has for it.
+            # A replica has no more warm-up forwards than it has microbatches of this minibatch, less the one in turn.
             warmup = min(plan.in_flight[stage_replica.stage] - 1, max(len(mine) - 1, 0))
             return one_forward_one_backward(stage_replica, mine=mine, warmup=warmup)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.core.plan.depth import legal
+from pipedream.core.plan.depth import raise_to_legal
 from pipedream.schedules.kit import (
     SPLIT,
     Claims,
@@ -40,7 +40,7 @@ def zb_h2(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns ZB-H2, with twice the warm-up of the plan's depth; by default 4 microbatches per stage."""
     m = choose_microbatches("zb_h2", plan, microbatches, 4 * len(plan.stages))
     # A flush has no update delay, and in-flight counts that need one may not be legal once they are doubled.
-    warmups = [count - 1 for count in legal(tuple(2 * count - 1 for count in plan.in_flight), plan.replicas)]
+    warmups = [count - 1 for count in raise_to_legal(tuple(2 * count - 1 for count in plan.in_flight), plan.replicas)]
 
     def ops(stage_replica: StageReplica) -> Iterator[Op]:
         warmup = warmups[stage_replica.stage]

@@ -30,7 +30,7 @@ METHODS = sorted(
 """Those of one stage a worker whose weights are stored; views and graphs are counted in simulator/test_memory."""
 
 OWN_DEPTH = ["timeprest", "timeprest_interpolated"]
-"""Those with several versions whose depth is not the plan's: a stage alone does not tell what it holds."""
+"""Methods with several versions and a depth of their own: one stage alone does not determine its occupancy."""
 
 
 @pytest.mark.parametrize("name", METHODS)
