@@ -6,10 +6,12 @@ worker and its needs allow. ``'`` marks an update behind an op, ``.`` a slot in 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 
 import pytest
 
+from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.schedule import Schedule
@@ -206,6 +208,8 @@ def test_four_stages(method: tuple[str, int | None, int]) -> None:
 
 
 def test_every_method_has_its_staircase() -> None:
+    missing = set(SCHEDULES) - {name for name, _, _ in STAIRCASES}
+    assert not missing, f"add a golden grid to STAIRCASES in {__file__} for {sorted(missing)}"
     assert {name for name, _, _ in STAIRCASES} == set(SCHEDULES)
 
 
@@ -220,12 +224,13 @@ def test_a_replicated_input_stage() -> None:
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_file_shows_its_own_picture(name: str) -> None:
-    """Two stages; four microbatches where a flush ends the picture (13 slots of split backwards), else ten slots."""
-    text = import_module(SCHEDULES[name].__module__).__doc__ or ""
-    shown = [line.strip() for line in text.splitlines() if line.strip().startswith("rank ")]
-    splits = {"gpipe": 4, "1f1b": 4, "zb_h1": 4, "zb_h2": 4, "zbv": 4, "dualpipev": 4, "chimera_doubled": 4}
-    splits |= {"pipedream_2bw": 2, "pipemare": 2, "xpipe": 2, "paci": 2, "timeprest": 2, "v_timeprest": 2}
-    splits |= {"timeprest_interpolated": 2}
-    split = splits.get(name, 2 if name in LAYOUTS else None)
-    wide = name in LAYOUTS or name.startswith("zb")
-    assert shown == picture(build(name, uniform(name, 2), split), 13 if wide else 10)
+    """Two stages, with the method's own m, 2 or 4; ten slots, or 13 for split backwards and several stages a worker."""
+    module = import_module(SCHEDULES[name].__module__)
+    shown = [line.strip() for line in (module.__doc__ or "").splitlines() if line.strip().startswith("rank ")]
+    slots = 13 if name in LAYOUTS or name.startswith("zb") else 10
+    pictures = {}
+    for m in (None, 2, 4):
+        with suppress(ScheduleError):
+            pictures[m] = picture(build(name, uniform(name, 2), m), slots)
+    drawn = "\n\n".join(f"m = {m or 'its own'}\n" + "\n".join(rows) for m, rows in pictures.items())
+    assert shown in pictures.values(), f"the docstring of {module.__file__} must draw one of these grids:\n\n{drawn}"
