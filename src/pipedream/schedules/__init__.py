@@ -1,4 +1,4 @@
-"""Methods: one published method per file, all answers to the same four questions (docs/exact_rules.md).
+"""Methods: one per file, all answers to the same four questions (docs/exact_rules.md).
 
 This package exports all that a method's file needs.
 """
