@@ -51,7 +51,7 @@ def _lacking(marker: str) -> str | None:
     return None
 
 
-class _EmulatedWeightGradient(LoadScopeScheduling):
+class _ProcessTestsTogether(LoadScopeScheduling):
     """Where tests run side by side, those that start processes stay with one of the runners.
 
     They would take each other's time, and some of them measure it. pytest-xdist's own groups do not work with this
@@ -77,7 +77,7 @@ def _starting_processes(file: str) -> frozenset[str]:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """Deals the tests to the runners, the longest row first."""
-    return _EmulatedWeightGradient(config, log)
+    return _ProcessTestsTogether(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
