@@ -16,17 +16,17 @@ BIN := .venv/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 STAMP := .venv/installed
-# Tests that start processes mostly wait, and run one after the other beside those that compute.
-BESIDE := -n 2
+# Tests that start processes mostly wait: they run in turn in one runner, and two others compute.
+RUNNERS := -n 3
 
 train: $(STAMP)
 	@$(BIN)/pipedream train examples/digits.py --workers 2
 
 test: $(STAMP)
-	@$(BIN)/pytest -q $(BESIDE) $(PYTEST)
+	@$(BIN)/pytest -q $(RUNNERS) $(PYTEST)
 
 test-all: $(STAMP)
-	@$(BIN)/pytest -q $(BESIDE) -m "" $(PYTEST)
+	@$(BIN)/pytest -q $(RUNNERS) -m "" $(PYTEST)
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check --quiet .

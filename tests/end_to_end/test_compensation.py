@@ -234,6 +234,7 @@ IN_PROCESSES = {
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", IN_PROCESSES)
 def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
     check_processes(workers, IN_PROCESSES[workers])

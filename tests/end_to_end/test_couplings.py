@@ -297,7 +297,7 @@ def test_the_two_gradients_of_a_tied_weight_matter() -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        replace(TIED[2], epochs=4),
+        pytest.param(replace(TIED[2], epochs=4), marks=pytest.mark.slow),
         pytest.param(TIED[3], marks=pytest.mark.slow),
         *(
             pytest.param(replace(run, epochs=4), marks=pytest.mark.slow if run.clip else pytest.mark.long)

@@ -228,7 +228,7 @@ IN_PROCESSES = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.long)])
 def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
     check_processes(workers, IN_PROCESSES[workers])
 

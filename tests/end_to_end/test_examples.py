@@ -84,7 +84,10 @@ def test_is_short_and_plain(example: Path) -> None:
     assert f"pipedream {command} examples/{example.name} --" in text
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(path, id=path.stem, marks=() if path.stem == "digits" else pytest.mark.slow) for path in EXAMPLES],
+)
 def test_runs_in_one_process(example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = pipedream.run(lambda seed: small(example, seed), minibatches=12, out=tmp_path / "run")
     losses = [loss for _, loss in losses_of(tmp_path / "run")]
@@ -99,10 +102,7 @@ def test_runs_in_one_process(example: Path, tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     "example",
-    [
-        pytest.param(path, id=path.stem, marks=pytest.mark.slow if number else ())
-        for number, path in enumerate(EXAMPLES)
-    ],
+    [pytest.param(path, id=path.stem, marks=() if path.stem == "digits" else pytest.mark.slow) for path in EXAMPLES],
 )
 def test_flushing_method_takes_it_too(example: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 3, "minibatches": 2, "quiet": True}

@@ -122,6 +122,7 @@ def test_worker_is_killed(tmp_path: Path, rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_worker_is_stopped(tmp_path: Path, rank: int) -> None:
     started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
     started.wait_for_file("going")

@@ -20,7 +20,10 @@ RUNS = [
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(one, id=str(one), marks=() if number < 2 else pytest.mark.slow) for number, one in enumerate(RUNS)],
+)
 def test_live_bytes_are_within_three_percent_of_the_prediction(run: Living) -> None:
     plan = living.plan_of(run)
     found = processes.results(living.lived, sum(run.replicas), run, plan)

@@ -38,7 +38,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(one, id=str(one), marks=pytest.mark.slow if number % 2 else ()) for number, one in enumerate(CASES)],
+)
 def test_recomputation_changes_no_bit(case: Case) -> None:
     check_same(run(replace(case, recompute=True)), run(case), 0)
 

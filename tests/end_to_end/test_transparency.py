@@ -191,7 +191,7 @@ IN_PROCESSES = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("workers", [2, *(pytest.param(workers, marks=pytest.mark.slow) for workers in (3, 4))])
 def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
     check_processes(workers, IN_PROCESSES[workers])
 

@@ -168,6 +168,7 @@ def test_names(run_command: RunCommand) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_train(tmp_path: Path) -> None:
     ended = command(
         *("-m", "pipedream", "train", str(ROOT / "examples" / "digits.py"), "--workers", "2"),

@@ -67,7 +67,7 @@ def summed(draw: st.DrawFn) -> Schedule:
     return build(schedule.name, plan, schedule.microbatches if splits else None)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(summed(), st.integers(1, 15))
 def test_buckets_one_by_one_are_the_closed_form(schedule: Schedule, total: int) -> None:
     """Where no message is in their way, nor a sum of another stage of the worker."""

@@ -91,7 +91,9 @@ def test_the_plans_own_method_is_emulated(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("unit", ["minibatch", pytest.param("microbatch", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "unit", [pytest.param("minibatch", marks=pytest.mark.slow), pytest.param("microbatch", marks=pytest.mark.long)]
+)
 def test_command_runs_more_workers_than_cores(tmp_path: Path, unit: str) -> None:
     plan = replace(plan_of((2, 1)), unit=unit)
     plan.save(tmp_path / "plan.json")

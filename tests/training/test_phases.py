@@ -208,7 +208,8 @@ IN_PROCESSES = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 3])
 def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
     of_ranks = processes.results(run_both, workers, IN_PROCESSES[workers])
     for number, run in enumerate(IN_PROCESSES[workers]):
@@ -382,6 +383,7 @@ def test_a_recipe_in_phases_leaves_a_report_that_marks_them(tmp_path: Path) -> N
     assert page.count('class="phase"') > (tmp_path / "parts" / "report.html").read_text().count('class="phase"')
 
 
+@pytest.mark.slow
 def test_the_recipes_phases_are_taken_unless_others_are_said(tmp_path: Path) -> None:
     own = lambda seed: make(seed, [Phase("1f1b", until=3, microbatches=2), Phase("pipedream")])  # noqa: E731
     options: dict[str, Any] = {"minibatches": 6, "checkpoint_every": 0, "quiet": True}

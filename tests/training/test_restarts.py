@@ -77,6 +77,7 @@ def train(folder: Path, *options: str) -> tuple[commands.Ended, dict[str, Any]]:
     return ended, json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8")) if not ended.status else {}
 
 
+@pytest.mark.slow
 def test_restarted_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     write(tmp_path, ONCE)

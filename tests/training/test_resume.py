@@ -143,7 +143,10 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize("leg", SAME, ids=str)
+@pytest.mark.parametrize(
+    "leg",
+    [pytest.param(one, id=str(one), marks=pytest.mark.slow if number % 2 else ()) for number, one in enumerate(SAME)],
+)
 def test_the_same_plan_goes_on_to_the_bit(leg: Leg, tmp_path: Path) -> None:
     check_resumed(leg, tmp_path, lambda *args: go(leg, *args))
 
@@ -220,6 +223,7 @@ def test_other_plans_go_on_as_one_process_would(animal: str, legs: list[tuple[An
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_processes_go_on_with_what_one_has_saved_and_the_other_way_round(tmp_path: Path) -> None:
     wanted = plain("mlp", "steps")
     first = Leg((2, 1), 10, schedule="1f1b", microbatches=4)

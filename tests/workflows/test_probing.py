@@ -70,6 +70,7 @@ def test_processes_of_one_machine(workers: int) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_command_writes_the_cluster(tmp_path: Path) -> None:
     arguments = ("probe", "--workers", "2", "--seconds", "1", "-o", "cluster.json", "--json")
     ended = commands.run("-m", "pipedream", *arguments, folder=tmp_path)
