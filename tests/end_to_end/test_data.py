@@ -61,7 +61,7 @@ def plain_order(kind: str, folder: Path, epochs: int = 3) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (3,)])
+@pytest.mark.parametrize("replicas", [pytest.param((1, 1), marks=pytest.mark.slow), (2, 1), (3,)])
 @pytest.mark.parametrize(
     "rest", [{"leave_at": 6}, {"drain_at": 3}, {"schedule": "1f1b", "microbatches": 4, "leave_at": 4}]
 )

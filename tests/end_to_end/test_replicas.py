@@ -99,7 +99,10 @@ def test_each_plan_and_each_method_is_in_the_default_run() -> None:
     assert {case.update_delay for case in quick} > {None}
 
 
-@pytest.mark.parametrize("replicas", PLANS, ids=str)
+@pytest.mark.parametrize(
+    "replicas",
+    [pytest.param(one, id=str(one), marks=pytest.mark.slow if number % 3 else ()) for number, one in enumerate(PLANS)],
+)
 def test_vertical_sync_holds_what_its_tags_name_and_no_more(replicas: tuple[int, ...]) -> None:
     for depth in ("noam", "full"):
         case = _case(replicas, "pipedream_vertical_sync", depth=depth, drain_at=-1)

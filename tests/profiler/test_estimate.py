@@ -76,7 +76,11 @@ def attention() -> nn.Module:
     ids=["convolutions", "attention", "transformer"],
 )
 @pytest.mark.parametrize(
-    "factory", [partial(torch.optim.AdamW, lr=0.1), partial(torch.optim.SGD, lr=0.1, momentum=0.9)]
+    "factory",
+    [
+        partial(torch.optim.AdamW, lr=0.1),
+        pytest.param(partial(torch.optim.SGD, lr=0.1, momentum=0.9), marks=pytest.mark.slow),
+    ],
 )
 def test_bytes_are_those_of_a_run(make: Any, sample: Tensor, factory: Any) -> None:
     model = make()

@@ -82,7 +82,9 @@ def test_order_is_that_of_a_plain_loop_whatever_else_draws(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOADERS)
-@pytest.mark.parametrize("done", [0, 3, "epoch", "epoch and 1"])
+@pytest.mark.parametrize(
+    "done", [pytest.param(0, marks=pytest.mark.slow), 3, pytest.param("epoch", marks=pytest.mark.slow), "epoch and 1"]
+)
 def test_a_position_is_found_again_in_a_new_process(name: str, done: int | str) -> None:
     epochs = plain_loop(LOADERS[name](), 3)
     size = len(epochs[0])

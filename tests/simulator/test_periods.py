@@ -113,7 +113,9 @@ def test_busy_share_of_replicated_plans(replicas: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("update_delay", [0, 1])
-@pytest.mark.parametrize("slots", [pytest.param(0.3, marks=pytest.mark.slow), 1.0, 2.5])
+@pytest.mark.parametrize(
+    "slots", [pytest.param(0.3, marks=pytest.mark.slow), 1.0, pytest.param(2.5, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("replicas", AT_NOAM, ids=str)
 def test_full_depth_hides_messages_of_replicated_plans(
     replicas: tuple[int, ...], slots: float, update_delay: int
