@@ -363,6 +363,7 @@ def test_a_recipe_the_command_line_and_a_checkpoint_say_it(tmp_path: Path) -> No
     assert used(trained(tmp_path / "5", recipe("spike"), resume=tmp_path / "5", epochs=3)) == ["error_feedback:1.0"]
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.py"
     file.write_text(RECIPE, encoding="utf-8")

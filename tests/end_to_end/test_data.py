@@ -88,6 +88,7 @@ def test_one_process_loads_what_a_plain_loop_loads(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [pytest.param(w, marks=pytest.mark.long if w == 3 else ()) for w in JOBS])
+@pytest.mark.slow
 def test_several_processes_load_each_sample_once_and_train_as_one(workers: int, tmp_path: Path) -> None:
     jobs = JOBS[workers]
     apart, alone = (folders(tmp_path / name, len(jobs)) for name in ("apart", "alone"))
@@ -118,6 +119,7 @@ def test_several_processes_load_each_sample_once_and_train_as_one(workers: int, 
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_the_state_of_one_plan_goes_on_in_any_other(tmp_path: Path) -> None:
     kinds = ("map", "own", "iterable", "stateful")
     first = [Job(kind, (2, 1), leave_at=6) for kind in kinds] + [Job(kind, (1, 1), leave_at=7) for kind in kinds]

@@ -155,6 +155,7 @@ def test_the_same_plan_goes_on_to_the_bit(leg: Leg, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "replicas", [(2, 1), *(pytest.param(r, marks=pytest.mark.slow) for r in ((1, 1), (2,), (1, 1, 1)))], ids=str
 )
+@pytest.mark.slow
 def test_several_processes_go_on_to_the_bit(replicas: tuple[int, ...], tmp_path: Path) -> None:
     leg = Leg(replicas)
     check_resumed(leg, tmp_path, lambda *args: processes.results(go, leg_workers(leg), leg, *args)[0])
