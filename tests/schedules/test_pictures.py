@@ -1,7 +1,7 @@
 """Golden pictures: each method's staircase, as its paper draws it, and as its own file shows it.
 
 A forward and a backward take one slot each, an update, a fetch and a message none; every op starts as early as its
-worker and its needs allow. ``'`` marks an update behind an op, ``.`` a slot in which the worker waits.
+worker and its needs allow. ``'`` marks an update after an op, ``.`` a slot in which the worker waits.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class StageCosts:
     update_s: FloatArray
     parameter_bytes: IntArray
     before_bytes: IntArray
-    behind_bytes: IntArray
+    after_bytes: IntArray
 
     @classmethod
     def of(cls, space: SearchSpace, places: IntArray, allowed: BoolArray, recompute: bool) -> StageCosts:
@@ -53,9 +53,9 @@ class StageCosts:
         ends = places[first], places[last]
         forward, backward = (np.asarray(row, dtype=float) for row in space.passes_s(*ends))
         update = np.broadcast_to(np.asarray(space.update_s(*ends), dtype=float), first.shape)
-        parameters, before, behind = (np.asarray(row) for row in space.bytes_of(*ends))
+        parameters, before, after = (np.asarray(row) for row in space.bytes_of(*ends))
         backward = backward + forward if recompute else backward
-        return cls(first, last, forward, backward, update, parameters, before, behind)
+        return cls(first, last, forward, backward, update, parameters, before, after)
 
     def __getitem__(self, chosen: IntArray) -> StageCosts:
         return StageCosts(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
@@ -77,8 +77,8 @@ def period_s(costs: StageCosts, sites: SiteArrays, how: str) -> FloatArray:
         how=how,
     )
     busiest: FloatArray = (costs.compute_s / sites.speed + summed_s * (sites.replicas > 1)) / sites.replicas
-    for before, behind, weights in zip(sites.before, sites.behind, sites.weights, strict=True):
-        port_s = before * costs.before_bytes + behind * costs.behind_bytes + weights * costs.parameter_bytes
+    for before, after, weights in zip(sites.before, sites.after, sites.weights, strict=True):
+        port_s = before * costs.before_bytes + after * costs.after_bytes + weights * costs.parameter_bytes
         busiest = np.maximum(busiest, port_s)
     return busiest
 
@@ -137,7 +137,7 @@ class RelaxedLine:
         """The port of each level that most of a run's messages cross."""
         found: tuple[list[FloatArray], list[FloatArray], list[FloatArray]] = ([], [], [])
         for begin, end in pairwise((0, *range(1, len(sites.before) + 1, 3))):
-            rows = [np.stack(port[begin:end]) for port in (sites.before, sites.behind, sites.weights)]
+            rows = [np.stack(port[begin:end]) for port in (sites.before, sites.after, sites.weights)]
             chosen = (rows[0] + rows[1]).argmax(axis=0)[None]
             for kind, row in zip(found, rows, strict=True):
                 kind.append(np.take_along_axis(row, chosen, axis=0)[0])

@@ -203,10 +203,10 @@ class DynamicProgram:
         return {}
 
     def _cost(self, site: Site, recompute: bool) -> FloatArray:
-        held, before, behind = self._bytes
+        held, before, after = self._bytes
         bare = replace(site, ports=(), memory_bytes=None)
         compute_s = self._cached((bare, recompute), lambda: self._compute_s(site, recompute))
-        port_s = self._cached(site.ports, lambda: np.asarray(site.port_s(held, before, behind)))
+        port_s = self._cached(site.ports, lambda: np.asarray(site.port_s(held, before, after)))
         return np.maximum(compute_s, port_s)
 
     def _compute_s(self, site: Site, recompute: bool) -> FloatArray:

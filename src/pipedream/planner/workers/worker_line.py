@@ -35,7 +35,7 @@ class SiteArrays:
     sum_bytes_per_s: FloatArray
     sum_latency_s: FloatArray
     before: list[FloatArray]
-    behind: list[FloatArray]
+    after: list[FloatArray]
     weights: list[FloatArray]
 
     def __getitem__(self, chosen: IntArray) -> SiteArrays:
@@ -46,7 +46,7 @@ class SiteArrays:
             sum_bytes_per_s=self.sum_bytes_per_s[chosen],
             sum_latency_s=self.sum_latency_s[chosen],
             before=[row[chosen] for row in self.before],
-            behind=[row[chosen] for row in self.behind],
+            after=[row[chosen] for row in self.after],
             weights=[row[chosen] for row in self.weights],
         )
 
@@ -77,7 +77,7 @@ class WorkerLine:
         known: dict[tuple[float, ...], Site] = {}
         sites = []
         numbers = [found.replicas, found.speed, found.memory_bytes, found.sum_bytes_per_s, found.sum_latency_s]
-        rows = np.stack([*map(np.asarray, numbers), *found.before, *found.behind, *found.weights], axis=-1)
+        rows = np.stack([*map(np.asarray, numbers), *found.before, *found.after, *found.weights], axis=-1)
         kinds = len(found.before)
         for row in map(tuple, rows.tolist()):
             if row not in known:
@@ -98,7 +98,7 @@ class WorkerLine:
     def site_arrays(self, first: IntArray, replicas: IntArray) -> SiteArrays:
         last = first + replicas - 1
         before: list[FloatArray] = []
-        behind: list[FloatArray] = []
+        after: list[FloatArray] = []
         weights: list[FloatArray] = []
         summed = (
             np.where(replicas > 1, all_reduce_bytes(1, np.maximum(replicas, 2), how=self.cluster.sums), 0) / replicas
@@ -112,7 +112,7 @@ class WorkerLine:
             ring = np.where(leaves, summed / rate, 0.0)
             if not number:
                 share = 1 / replicas / rate
-                before, behind, weights = [share], [share], [ring]
+                before, after, weights = [share], [share], [ring]
                 continue
             front, back = runs.of[first - 1], runs.of[np.minimum(last + 1, len(self.order) - 1)]
             comes, goes = (first == 0) | (front != here), (last == len(self.order) - 1) | (back != there)
@@ -120,7 +120,7 @@ class WorkerLine:
             end = np.where(leaves, (last + 1 - runs.starts[there]) / replicas / rate, 0.0)
             between = np.where(leaves, runs.largest(here + 1, there), 0) / replicas / rate
             before += [start * comes, end, between]
-            behind += [start * (goes | leaves), end * goes, between]
+            after += [start * (goes | leaves), end * goes, between]
             weights += [ring, ring, np.where(between > 0, ring, 0.0)]
         links = np.array([self.cluster.sum_link(number) for number in range(len(self.cluster.levels))])
         return SiteArrays(
@@ -130,7 +130,7 @@ class WorkerLine:
             links[reach, 0],
             links[reach, 1],
             before,
-            behind,
+            after,
             weights,
         )
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.core.plan.depth import raise_to_legal
 from pipedream.schedules.kit import (
     SPLIT,
     Claims,
@@ -31,6 +30,7 @@ from pipedream.schedules.kit import (
     flushing,
     one_forward_one_input_gradient,
     one_stage_per_rank,
+    raise_to_legal,
 )
 
 __all__ = ["METHODS", "zb_h2"]
