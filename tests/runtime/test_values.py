@@ -1,41 +1,122 @@
-"""Values that are sent: taken apart, reassembled, split."""
+"""Values that are sent: taken apart, reassembled, refused."""
 
 from __future__ import annotations
 
-from collections import namedtuple
-from typing import Any
+import json
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
 
-from pipedream.core.errors import WorkerError
-from pipedream.runtime.comm.values import count_samples, flatten, split_batch, unflatten
+from pipedream.runtime.comm.values import flatten, map_tensors, tensors_of, to_device, unflatten
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass
+class Pair:
+    first: Any
+    second: Any = None
+    total: int = field(init=False, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    inner: Any
+
+
+@dataclass
+class Output(OrderedDict):  # type: ignore[type-arg]
+    """Like an output of Hugging Face: the fields that are not None are its items."""
+
+    loss: Any = None
+    logits: Any = None
+    cache: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("loss", "logits", "cache"):
+            if getattr(self, name) is not None:
+                self[name] = getattr(self, name)
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """Like a batch of Hugging Face: a mapping with notes of its own."""
+
+    def __init__(self, data: Any, notes: Any = None) -> None:
+        super().__init__(data)
+        self.notes = notes
+
+
+class Letters(list):  # type: ignore[type-arg]
+    """A list of another class."""
+
+
+class Mode(Enum):
+    FAST = 1
+    SLOW = "slow"
+
+
+class Opaque:
+    """Like a cache of keys and values."""
+
 
 TENSORS = st.lists(st.integers(0, 3), max_size=3).map(lambda shape: torch.randn(shape))
-PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=4)
+OTHERS = st.sampled_from(
+    [
+        torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), torch.device("cuda", 1), slice(1, None, 2), 3 - 2j,
+        range(1, 9, 2), ..., torch.contiguous_format, torch.strided, Mode.FAST, Mode.SLOW,
+    ]
+)  # fmt: skip
+KEYS = st.recursive(
+    st.text() | st.integers() | st.booleans() | st.none() | st.sampled_from(Mode),
+    lambda inner: st.lists(inner, max_size=2).map(tuple),
+    max_leaves=3,
+)
 VALUES = st.recursive(
-    TENSORS | PLAIN,
+    TENSORS | PLAIN | OTHERS,
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(), inner, max_size=3)
+        | st.lists(inner, max_size=3).map(Letters)
+        | st.dictionaries(KEYS, inner, max_size=3)
+        | st.dictionaries(st.text(), inner, max_size=2).map(OrderedDict)
+        | st.builds(Point, inner, inner)
+        | st.builds(Pair, inner, inner)
+        | st.builds(Frozen, inner)
+        | st.builds(Output, inner, inner)
+        | st.builds(Encoding, st.dictionaries(st.text(), inner, max_size=2), st.none() | st.text())
     ),
     max_leaves=8,
 )
 
 
 def same(a: Any, b: Any) -> bool:
-    """Tells whether two values are equal, containers of the same type and tensors the same objects."""
+    """Returns whether two values are equal, containers of the same type and tensors the same objects."""
     if isinstance(a, torch.Tensor):
         return a is b
     if type(a) is not type(b):
         return False
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (dict, UserDict)):
+        equal = list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+        return equal and same(getattr(a, "__dict__", {}).get("notes"), getattr(b, "__dict__", {}).get("notes"))
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Pair):
+        return same([a.first, a.second, a.total], [b.first, b.second, b.total])
+    if isinstance(a, Frozen):
+        return same(a.inner, b.inner)
     return bool(a == b)
 
 
@@ -44,42 +125,117 @@ def test_a_value_is_put_together_as_it_was(value: Any) -> None:
     assert same(unflatten(*flatten(value)), value)
 
 
-def test_what_cannot_travel_is_refused() -> None:
-    point = namedtuple("point", "x y")
+@given(VALUES)
+def test_a_copy_of_a_value_has_its_tensors_replaced(value: Any) -> None:
+    twice = map_tensors(value, lambda tensor: tensor + 1)
+    assert flatten(twice)[0] == flatten(value)[0]
+    assert all(map(torch.equal, tensors_of(twice), [tensor + 1 for tensor in tensors_of(value)]))
+
+
+def test_an_output_keeps_its_type_and_what_is_none() -> None:
+    found = unflatten(*flatten(Output(logits=torch.ones(2))))
+    assert type(found) is Output
+    assert list(found) == ["logits"]
+    assert found["logits"] is found.logits
+    assert found.loss is None
+    assert found.cache is None
+
+
+def test_a_tensor_that_is_there_twice_is_sent_once() -> None:
+    hidden = torch.ones(2)
+    structure, tensors = flatten({"last": hidden, "all": (torch.zeros(1), hidden)})
+    assert len(tensors) == 2
+    found = unflatten(structure, tensors)
+    assert found["last"] is found["all"][1]
+
+
+def test_packed_sequences_and_results_of_torch_travel() -> None:
+    packed = pack_sequence([torch.randn(length, 2) for length in (2, 4, 3)], enforce_sorted=False)
+    found = unflatten(*flatten(packed))
+    assert type(found) is type(packed)
+    assert all(map(torch.equal, found, packed))
+    largest = torch.max(torch.ones(2, 3), 0)
+    assert type(unflatten(*flatten(largest))) is type(largest)
+
+
+def test_numbers_of_numpy_and_mappings_of_any_kind_become_plain_ones() -> None:
+    value = MappingProxyType({"a": np.float64(0.5), "b": np.int64(3)})
+    assert same(unflatten(*flatten(value)), {"a": 0.5, "b": 3})
+    missing = unflatten(*flatten(defaultdict(int, a=1)))
+    assert isinstance(missing, defaultdict)
+    assert missing == {"a": 1}
+
+
+def test_a_tensor_on_meta_travels_as_its_description() -> None:
+    plain = torch.empty(2, 3, dtype=torch.int32, device="meta")
+    turned = torch.empty(4, 2, 3, device="meta", requires_grad=True).permute(2, 0, 1)
+    spread = torch.empty(3, 1, device="meta").expand(3, 5)
+    held = torch.ones(1)
+    structure, tensors = flatten([plain, turned, held, spread])
+    assert tensors == (held,)
+    for found, sent in zip(unflatten(structure, tensors), [plain, turned, held, spread], strict=True):
+        assert found.device == sent.device
+        assert (found.shape, found.stride(), found.dtype) == (sent.shape, sent.stride(), sent.dtype)
+        assert found.requires_grad == sent.requires_grad
+    structure, tensors = flatten(plain)
+    assert not tensors
+    assert unflatten(structure, tensors).shape == plain.shape
+    moved = to_device([plain, held], torch.device("cpu"))
+    assert [tensor.is_meta for tensor in moved] == [True, False]
+
+
+def test_what_is_made_of_a_structure_is_new_each_time() -> None:
+    structure, tensors = flatten([{"a": [1]}, torch.empty(2, device="meta")])
+    first, second = unflatten(structure, tensors), unflatten(structure, tensors)
+    first[0]["a"].append(2)
+    assert second[0] == {"a": [1]}
+    assert first[1] is not second[1]
+
+
+def test_what_cannot_travel_is_refused_with_its_place() -> None:
     for value, words in [
-        (point(1, 2), "named tuple"),
-        ({1: torch.ones(1)}, "strings as keys"),
-        ([object()], "a object cannot be sent"),
+        ([object()], r"value\[0\] is a object, which cannot be sent"),
+        ({"a": Pair(1, [Opaque()])}, r"value\['a'\]\.second\[0\] is a Opaque"),
+        (Output(cache=Opaque()), r"value\.cache is a Opaque"),
+        (Point(1, {Opaque}), r"value\.y is a set"),
+        ({frozenset(): 1}, r"value: a key is a frozenset.* as keys"),
+        (torch.eye(2).to_sparse(), None),
+        ([torch.eye(2).to_sparse()], r"value\[0\] is a tensor of layout sparse_coo.*to_dense"),
     ]:
-        with pytest.raises(TypeError, match=words):
-            flatten(value)
+        if words is not None:
+            with pytest.raises(TypeError, match=words):
+                flatten(value)
 
 
-@given(count=st.integers(1, 9), parts=st.integers(1, 6))
-def test_microbatches_are_all_samples_in_order_larger_ones_first(count: int, parts: int) -> None:
-    x, constant = torch.arange(2.0 * count).reshape(count, 2), torch.ones(())
-    pieces = split_batch({"x": x, "y": [x[:, 0]], "c": constant, "n": 3}, count, parts)
-    sizes = [len(piece["x"]) for piece in pieces]
-    assert len(pieces) == parts
-    assert sorted(sizes, reverse=True) == sizes
-    assert max(sizes) - min(sizes) <= 1
-    assert torch.equal(torch.cat([piece["x"] for piece in pieces]), x)
-    for piece in pieces:
-        assert torch.equal(piece["y"][0], piece["x"][:, 0])
-        assert piece["c"] is constant
-        assert piece["n"] == 3
+def test_objects_that_cannot_travel_become_none_where_asked() -> None:
+    found = unflatten(*flatten(Output(logits=torch.ones(2), cache=Opaque()), opaque_as_none=True))
+    assert list(found) == ["logits"]
+    assert found.cache is None
+    assert unflatten(*flatten([Opaque(), 1], opaque_as_none=True)) == [None, 1]
+    notes = unflatten(*flatten(Encoding({"a": 1}, notes=[Opaque()])))
+    assert (notes.data, notes.notes) == ({"a": 1}, None)
 
 
-def test_the_samples_of_a_batch_are_counted_on_its_first_tensor() -> None:
-    assert count_samples((torch.ones(3, 2), torch.ones(5))) == 3
-    assert count_samples(torch.ones(())) == 1
-    with pytest.raises(WorkerError, match="holds no tensor"):
-        count_samples({"name": "text"})
+def test_classes_that_functions_have_made_are_told_apart() -> None:
+    def made(names: str) -> Any:
+        return namedtuple("made", names)
+
+    first, second = made("x y"), made("y x")
+    for kind in (first, second, first):
+        assert type(unflatten(*flatten(kind(1, 2)))) is kind
 
 
-def test_only_tensors_of_the_batch_are_split() -> None:
-    samples, table = torch.arange(4), torch.arange(6)
-    first, second = split_batch({"x": samples, "table": table}, 4, 2)
-    assert [part["x"].tolist() for part in (first, second)] == [[0, 1], [2, 3]]
-    assert same(first["table"], table)
-    assert same(second["table"], table)
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        (["c", "subprocess:Popen", None, []], "is not a container"),
+        (["c", "os:system", None, []], "does not find"),
+        (["c", "no_such_module:Thing", None, []], "does not find"),
+        (["c", "torch.nn:Linear", None, []], "is not a container"),
+        (["e", "subprocess:Popen", "run"], "is not a container"),
+        (["torch", "load"], "neither a dtype"),
+    ],
+)
+def test_a_message_makes_nothing_but_containers(node: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        unflatten(json.dumps(node), ())

@@ -127,7 +127,7 @@ class ForwardRunner:
             if op.stage < self._last:
                 return message.with_tensors(*flatten(output))
             if self._stream.predicts:
-                self._results.send_output(op.index, message.with_tensors(*flatten(output)))
+                self._results.send_output(op.index, message.with_tensors(*flatten(output, opaque_as_none=True)))
             else:
                 with stage_state.module.casting():
                     self._scorer.score_evaluation(message, output, self._value_of(self._mailbox.take("input", op)))

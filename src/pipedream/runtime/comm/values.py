@@ -1,92 +1,471 @@
-"""Values that are sent: tensors, or tensors in tuples, lists and dicts with numbers and strings. Nothing is pickled."""
+"""Values that are sent: tensors in containers, with numbers, texts and the like. Nothing is pickled.
+
+A value is taken apart into its tensors and a JSON text of its structure. A node of that text is a plain value, or a
+list that begins with a tag:
+
+    t  tensor        index                                 u, l, d  tuple, list, dict (keys, then values)
+    m  meta tensor   shape, dtype, requires_grad, strides  c        another container: class, content, attributes
+    e  enum          class, name                           =        the item of the same name in the content
+
+Classes are sent by name, and only containers are made from them, without running their code: named tuples, dataclasses,
+subclasses of tuple, list, dict and UserDict (such as the outputs and batches of Hugging Face).
+
+A tensor on the meta device stands for one that is not sent: it has no payload.
+"""
 
 from __future__ import annotations
 
+import base64
+import importlib
 import json
+import sys
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import lru_cache
+from operator import itemgetter
+from types import EllipsisType
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
-from pipedream.core.errors import WorkerError
+__all__ = ["flatten", "map_tensors", "tensors_of", "to_device", "unflatten"]
 
-__all__ = ["count_samples", "flatten", "split_batch", "to_device", "unflatten"]
+_PLAIN = frozenset({type(None), bool, int, float, str})
+_CONTAINERS = (tuple, list, dict, UserDict)
+_LONGEST_KEPT = 1 << 14  # characters of a structure whose builder is kept
+_TO_PLAIN: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
+
+Build = Callable[[Sequence[torch.Tensor]], Any]
 
 
-def flatten(value: Any) -> tuple[str, tuple[torch.Tensor, ...]]:
-    """Returns a JSON text of the structure, empty for a single tensor, and the tensors in a fixed order.
+def _named_by_torch(value: Any) -> str:
+    return str(value).removeprefix("torch.")
 
-    Raises TypeError for anything but tensors, containers, numbers and strings.
+
+_DTYPE_NAMES = {one: _named_by_torch(one) for one in vars(torch).values() if isinstance(one, torch.dtype)}
+
+
+def _from_torch(name: str) -> Any:
+    found = getattr(torch, name)
+    if not isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
+        raise TypeError(f"a message names torch.{name}, which is neither a dtype, a layout nor a memory format")
+    return found
+
+
+# Type -> its tag, its numbers and texts, and how it is made from them.
+_ATOMS: dict[type, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] = {
+    torch.Size: ("size", list, lambda *sizes: torch.Size(sizes)),
+    torch.dtype: ("torch", lambda value: [_named_by_torch(value)], _from_torch),
+    torch.layout: ("torch", lambda value: [_named_by_torch(value)], _from_torch),
+    torch.memory_format: ("torch", lambda value: [_named_by_torch(value)], _from_torch),
+    torch.device: ("device", lambda value: [str(value)], torch.device),
+    complex: ("complex", lambda value: [value.real, value.imag], complex),
+    range: ("range", lambda value: [value.start, value.stop, value.step], range),
+    EllipsisType: ("...", lambda value: [], lambda: ...),
+    bytes: ("bytes", lambda value: [base64.b64encode(value).decode("ascii")], base64.b64decode),
+}
+_MAKE_ATOM = {tag: make for tag, _, make in _ATOMS.values()}
+
+
+class _OpaqueError(Exception):
+    pass
+
+
+def flatten(value: Any, *, opaque_as_none: bool = False) -> tuple[str, tuple[torch.Tensor, ...]]:
+    """Returns the text of the structure, empty for a single tensor, and the tensors in a fixed order, each once.
+
+    Args:
+        opaque_as_none: objects that cannot be sent, such as a cache of keys and values, become None.
+
+    Raises:
+        TypeError: an object cannot be sent; names its type and its place in the value.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not value.is_meta:
         return "", (value,)
-    tensors: list[torch.Tensor] = []
-
-    def walk(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            tensors.append(item)
-            return {"t": len(tensors) - 1}
-        if isinstance(item, tuple) and hasattr(item, "_fields"):
-            raise TypeError(f"a named tuple ({type(item).__name__}) cannot be sent; return a plain tuple or a dict")
-        if isinstance(item, (tuple, list)):
-            return {"u" if isinstance(item, tuple) else "l": [walk(part) for part in item]}
-        if isinstance(item, dict):
-            if not all(isinstance(key, str) for key in item):
-                raise TypeError("a dict that is sent between stages needs strings as keys")
-            return {"d": {key: walk(part) for key, part in item.items()}}
-        if item is None or isinstance(item, (bool, int, float, str)):
-            return {"v": item}
-        raise TypeError(
-            f"a {type(item).__name__} cannot be sent between stages; use tensors, numbers and strings in tuples, "
-            "lists and dicts"
-        )
-
-    shape = walk(value)
-    return json.dumps(shape, separators=(",", ":")), tuple(tensors)
+    nodes = _Nodes(opaque_as_none)
+    try:
+        node = nodes.of(value)
+    except _OpaqueError:
+        raise TypeError(_refusal(value)) from None
+    return _ENCODER.encode(node), tuple(nodes.tensors)
 
 
-def unflatten(structure: str, tensors: tuple[torch.Tensor, ...]) -> Any:
+def unflatten(structure: str, tensors: Sequence[torch.Tensor]) -> Any:
     """Inverse of `flatten`."""
     if not structure:
         return tensors[0]
-
-    def build(item: Any) -> Any:
-        ((kind, content),) = item.items()
-        if kind == "t":
-            return tensors[content]
-        if kind == "d":
-            return {key: build(part) for key, part in content.items()}
-        if kind == "v":
-            return content
-        parts = [build(part) for part in content]
-        return tuple(parts) if kind == "u" else parts
-
-    return build(json.loads(structure))
+    if len(structure) > _LONGEST_KEPT:
+        return _builder(json.loads(structure))(tensors)
+    return _known_builder(structure)(tensors)
 
 
-def count_samples(value: Any) -> int:
-    """Returns the first dimension of the first tensor (1 for a scalar)."""
-    _, tensors = flatten(value)
-    if not tensors:
-        raise WorkerError(0, "the loader", "the batch holds no tensor", "let the loader yield tensors")
-    return tensors[0].shape[0] if tensors[0].ndim else 1
+def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors in a value, without those on the meta device."""
+    return flatten(value, opaque_as_none=True)[1]
 
 
-def split_batch(value: Any, count: int, parts: int) -> list[Any]:
-    """Splits `count` samples into microbatches as equal as possible, larger ones first; the last may be empty.
+def map_tensors(value: Any, function: Callable[[Any], Any], leaves: type | tuple[type, ...] = torch.Tensor) -> Any:
+    """Returns a copy of a value with `function` applied to each tensor; other objects stay the same objects.
 
-    A tensor is split if its first dimension is `count`; everything else goes to each microbatch.
+    Args:
+        leaves: types that the function is applied to.
     """
-    if parts == 1:
-        return [value]
-    structure, tensors = flatten(value)
-    pieces = [
-        torch.tensor_split(tensor, parts) if tensor.ndim and tensor.shape[0] == count else (tensor,) * parts
-        for tensor in tensors
-    ]
-    return [unflatten(structure, tuple(piece[i] for piece in pieces)) for i in range(parts)]
+    known: dict[int, Any] = {}
+
+    def mapped(item: Any) -> Any:
+        if type(item) in _PLAIN:
+            return item
+        if isinstance(item, leaves):
+            if id(item) not in known:
+                known[id(item)] = function(item)
+            return known[id(item)]
+        kind = type(item)
+        if kind is tuple or kind is list:
+            return kind([mapped(part) for part in item])
+        if kind is dict:
+            return {key: mapped(part) for key, part in item.items()}
+        if _fields(kind) is None:
+            return {key: mapped(part) for key, part in item.items()} if isinstance(item, Mapping) else item
+        content, attributes = _parts(item)
+        items, new = content if isinstance(content, dict) else {}, mapped(content)
+        made = {
+            name: new[name] if part is not None and items.get(name) is part else mapped(part)
+            for name, part in attributes.items()
+        }
+        return _assembled(kind, new, made)
+
+    return mapped(value)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Moves the tensors of a value."""
-    structure, tensors = flatten(value)
-    return unflatten(structure, tuple(tensor.to(device, non_blocking=True) for tensor in tensors))
+    """Moves the tensors of a value; those on the meta device stay there."""
+    if isinstance(value, torch.Tensor):
+        return _moved(value, device)
+    return map_tensors(value, lambda tensor: _moved(tensor, device))
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor if tensor.is_meta else tensor.to(device, non_blocking=True)
+
+
+# -- containers of other classes --------------------------------------------------------------------
+
+
+_fields_of: dict[type, tuple[str, ...] | None] = {}
+
+
+def _fields(kind: type) -> tuple[str, ...] | None:
+    """Returns the fields of a dataclass, () for another container, None for other types."""
+    if kind not in _fields_of:
+        if kind in _ATOMS or issubclass(kind, nn.Module):
+            found = None
+        elif is_dataclass(kind):
+            found = tuple(field.name for field in fields(kind))
+        else:
+            found = () if issubclass(kind, _CONTAINERS) else None
+        _fields_of[kind] = found
+    return _fields_of[kind]
+
+
+def _parts(item: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns a container's content as a tuple, list or dict, or None; and its attributes."""
+    content: Any = None
+    if isinstance(item, tuple):
+        content = tuple.__getitem__(item, slice(None))
+    elif isinstance(item, list):
+        content = list.__getitem__(item, slice(None))
+    elif isinstance(item, OrderedDict):
+        content = dict(OrderedDict.items(item))
+    elif isinstance(item, dict):
+        content = dict(dict.items(item))
+    elif isinstance(item, UserDict):
+        content = item.data
+    names = _fields(type(item))
+    if names:
+        return content, {name: getattr(item, name) for name in names if hasattr(item, name)}
+    own = getattr(item, "__dict__", {})
+    return content, {name: part for name, part in own.items() if not (name == "data" and isinstance(item, UserDict))}
+
+
+def _assembled(kind: type, content: Any, attributes: Mapping[str, Any]) -> Any:
+    """Makes a container from its parts; does not run the class's own code."""
+    made: Any
+    if issubclass(kind, tuple):
+        # A type from C, such as torch.return_types.max, has no other way.
+        made = kind(content) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, content)
+    elif issubclass(kind, list):
+        made = list.__new__(kind)
+        list.extend(made, content)
+    elif issubclass(kind, dict):
+        base = next(one for one in kind.__mro__ if one in (OrderedDict, defaultdict, dict))
+        made = base.__new__(kind)
+        for key, part in content.items():
+            base.__setitem__(made, key, part)
+    else:
+        made = object.__new__(kind)
+        if issubclass(kind, UserDict):
+            object.__setattr__(made, "data", content)
+    for name, part in attributes.items():
+        object.__setattr__(made, name, part)
+    return made
+
+
+_names: dict[type, str] = {}
+_classes: dict[str, type] = {}
+
+
+def _name_of(kind: type) -> str:
+    """Returns "module:qualname", by which the receiver finds a class.
+
+    A class that cannot be found by its name, because a function has made it, gets a number, and is found only where it
+    has been sent from.
+    """
+    name = _names.get(kind)
+    if name is None:
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        if _found(name) is not kind:
+            name += f"#{sum(known.split('#')[0] == name for known in _classes)}"
+        elif name in _classes:  # defined again, as in a notebook
+            _known_builder.cache_clear()
+        _names[kind] = name
+        _classes[name] = kind
+    return name
+
+
+def _found(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    if found is None:
+        try:
+            found = importlib.import_module(module)
+        except ImportError:
+            return None
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _class_of(name: str, wanted: Callable[[type], bool]) -> type:
+    kind = _classes.get(name) or _found(name)
+    if not isinstance(kind, type):
+        raise TypeError(
+            f"a value of class {name} was received, which this process does not find by that name; define the class at "
+            "the top of a module that every process imports"
+        )
+    if not wanted(kind):
+        raise TypeError(f"a value of class {name} was received, which is not a container; nothing else is made")
+    return kind
+
+
+# -- from a value to the nodes of its structure -----------------------------------------------------
+
+
+class _Nodes:
+    """Makes the nodes of one value, and collects its tensors."""
+
+    def __init__(self, opaque_as_none: bool) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._indices: dict[int, int] = {}
+        self._opaque_as_none = opaque_as_none
+
+    def of(self, item: Any) -> Any:
+        kind = type(item)
+        if kind in _PLAIN:
+            return item
+        if isinstance(item, torch.Tensor):
+            return self._of_tensor(item)
+        if kind is tuple:
+            return ["u", *[self.of(part) for part in item]]
+        if kind is list:
+            return ["l", *[self.of(part) for part in item]]
+        if kind is dict:
+            return self._of_dict(item)
+        if kind in _ATOMS:
+            tag, take_apart, _ = _ATOMS[kind]
+            return [tag, *take_apart(item)]
+        if kind is slice:
+            return ["slice", self.of(item.start), self.of(item.stop), self.of(item.step)]
+        if isinstance(item, Enum):
+            return ["e", _name_of(kind), item.name] if item.name in kind.__members__ else self._of_opaque()
+        if isinstance(item, np.generic):
+            return self.of(item.item())
+        for plain, plain_of in _TO_PLAIN.items():
+            if isinstance(item, plain):
+                return plain_of(item)
+        if _fields(kind) is not None:
+            return self._of_container(item)
+        return self._of_dict(dict(item)) if isinstance(item, Mapping) else self._of_opaque()
+
+    def _of_tensor(self, tensor: torch.Tensor) -> Any:
+        if tensor.is_meta:
+            node: list[Any] = ["m", tensor.shape, _DTYPE_NAMES[tensor.dtype], tensor.requires_grad]
+            if not tensor.is_contiguous():
+                node.append(tensor.stride())
+            return node
+        if tensor.layout is not torch.strided:
+            return self._of_opaque()
+        index = self._indices.setdefault(id(tensor), len(self.tensors))
+        if index == len(self.tensors):
+            self.tensors.append(tensor)
+        return ["t", index]
+
+    def _of_dict(self, item: Mapping[Any, Any], drops_opaque: bool = False) -> Any:
+        keys = [key if type(key) is str else self._of_key(key) for key in item]
+        nodes = [self.of(part) for part in item.values()]
+        if drops_opaque and self._opaque_as_none:
+            pairs = zip(keys, nodes, item.values(), strict=True)
+            kept = [(key, node) for key, node, part in pairs if part is None or node is not None]
+            keys, nodes = [key for key, _ in kept], [node for _, node in kept]
+        return ["d", keys, *nodes]
+
+    def _of_key(self, key: Any) -> Any:
+        if not _is_key(key):
+            raise _OpaqueError
+        return self.of(key)
+
+    def _of_container(self, item: Any) -> Any:
+        kind = type(item)
+        content, attributes = _parts(item)
+        names = _fields(kind) or ()
+        # Fields of a ModelOutput that are None are not among its items.
+        inside = self._of_dict(content, bool(names)) if isinstance(content, dict) else self.of(content)
+        node = ["c", _name_of(kind), inside, list(attributes)]
+        items = content if isinstance(content, dict) else {}
+        for name, part in attributes.items():
+            if part is not None and items.get(name) is part:
+                node.append(["="])
+            else:
+                node.append(self.of(part) if name in names else self._of_extra(part))
+        return node
+
+    def _of_extra(self, item: Any) -> Any:
+        """An attribute that is no data, such as a tokenizer's own notes on its batch: None if it cannot be sent."""
+        before, self._opaque_as_none = self._opaque_as_none, False
+        try:
+            return self.of(item)
+        except _OpaqueError:
+            return None
+        finally:
+            self._opaque_as_none = before
+
+    def _of_opaque(self) -> None:
+        if not self._opaque_as_none:
+            raise _OpaqueError
+
+
+def _is_key(key: Any) -> bool:
+    if isinstance(key, tuple):
+        return all(map(_is_key, key))
+    return key is None or isinstance(key, (bool, int, float, str, bytes, Enum, np.generic))
+
+
+def _refusal(value: Any) -> str:
+    where, item = next(_opaque_places(value, "value"))
+    kind, advice = type(item).__name__, "return tensors in tuples, lists, dicts or dataclasses, or cut elsewhere"
+    if isinstance(item, torch.Tensor):
+        kind, advice = f"tensor of layout {_named_by_torch(item.layout)}", "make it dense, with to_dense()"
+    elif "Cache" in kind:
+        advice = "switch caches off, as with use_cache=False in Hugging Face, or cut elsewhere"
+    elif where.endswith(" key"):
+        advice = "use numbers, texts, None, or tuples of these as keys"
+    return f"{where} is a {kind}, which cannot be sent between stages; {advice}"
+
+
+def _opaque_places(item: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """Finds again, slowly, what `_Nodes` has refused."""
+    kind = type(item)
+    content: Any = None
+    attributes: dict[str, Any] = {}
+    own = _fields(kind)
+    if own is not None:
+        content, attributes = _parts(item)
+        attributes = {name: part for name, part in attributes.items() if name in own}
+        if hasattr(kind, "_fields"):
+            attributes, content = dict(zip(kind._fields, content, strict=False)), None
+    elif isinstance(item, Mapping):
+        content = dict(item)
+    elif kind is slice:
+        content = (item.start, item.stop, item.step)
+    else:
+        try:
+            _Nodes(False).of(item)
+        except _OpaqueError:
+            yield where, item
+    for name, part in attributes.items():
+        yield from _opaque_places(part, f"{where}.{name}")
+    if isinstance(content, Mapping):
+        for key, part in content.items():
+            if not _is_key(key):
+                yield f"{where}: a key", key
+            yield from _opaque_places(part, f"{where}[{key!r}]")
+    else:
+        for i, part in enumerate(content or ()):
+            yield from _opaque_places(part, f"{where}[{i}]")
+
+
+# -- from the nodes to a value ----------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _known_builder(structure: str) -> Build:
+    return _builder(json.loads(structure))
+
+
+def _builder(node: Any) -> Build:
+    """Returns the function from the tensors to a new value."""
+    if not isinstance(node, list):
+        return lambda tensors: node
+    tag, *rest = node
+    if tag == "t":
+        return itemgetter(rest[0])
+    if tag == "m":
+        return _meta_builder(*rest)
+    if tag == "d":
+        keys = [_builder(key)(()) for key in rest[0]]
+        pairs = list(zip(keys, map(_builder, rest[1:]), strict=True))
+        return lambda tensors: {key: build(tensors) for key, build in pairs}
+    if tag == "c":
+        return _container_builder(*rest)
+    if tag == "e":
+        member = _class_of(rest[0], lambda kind: issubclass(kind, Enum)).__members__[rest[1]]  # type: ignore[attr-defined]
+        return lambda tensors: member
+    if tag in _MAKE_ATOM:
+        atom = _MAKE_ATOM[tag](*rest)
+        return lambda tensors: atom
+    parts = list(map(_builder, rest))
+    if tag == "l":
+        return lambda tensors: [build(tensors) for build in parts]
+    if tag == "u":
+        return lambda tensors: tuple([build(tensors) for build in parts])
+    assert tag == "slice", f"unknown tag {tag!r}"
+    return lambda tensors: slice(*[build(tensors) for build in parts])
+
+
+def _meta_builder(shape: list[int], dtype_name: str, requires_grad: bool, strides: list[int] | None = None) -> Build:
+    dtype = _from_torch(dtype_name)
+    if strides is None:
+        strides = list(torch.empty(shape, device="meta").stride())
+    return lambda tensors: torch.empty_strided(shape, strides, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+def _container_builder(name: str, content: Any, names: list[str], *nodes: Any) -> Build:
+    kind, inside = _class_of(name, lambda kind: _fields(kind) is not None), _builder(content)
+    attributes = [
+        (attribute, None if node == ["="] else _builder(node)) for attribute, node in zip(names, nodes, strict=True)
+    ]
+
+    def build(tensors: Sequence[torch.Tensor]) -> Any:
+        found = inside(tensors)
+        made = {
+            attribute: found.get(attribute) if build_part is None else build_part(tensors)
+            for attribute, build_part in attributes
+        }
+        return _assembled(kind, found, made)
+
+    return build

@@ -16,8 +16,9 @@ from typing import Any
 
 from pipedream.runtime.comm.channel import Receiver, Sender
 from pipedream.runtime.comm.message import ENDS_EPOCH, Content, Ending, Message
-from pipedream.runtime.comm.values import count_samples, flatten, split_batch, unflatten
+from pipedream.runtime.comm.values import flatten, unflatten
 from pipedream.runtime.data.batch_adapter import AdaptBatch
+from pipedream.runtime.data.batches import BatchDim, split_minibatch
 from pipedream.runtime.data.feed import Feed
 from pipedream.runtime.data.reader import Minibatch
 
@@ -54,9 +55,12 @@ class Microbatches(ABC):
 class LocalMicrobatches(Microbatches):
     """Microbatches that this process reads, for other replicas too."""
 
-    def __init__(self, feed: Feed, adapt: AdaptBatch, senders: Mapping[int, Sender] | None = None) -> None:
+    def __init__(
+        self, feed: Feed, adapt: AdaptBatch, senders: Mapping[int, Sender] | None = None, batch_dim: BatchDim = 0
+    ) -> None:
         self._feed = feed
         self._adapt = adapt
+        self._batch_dim = batch_dim
         self._senders = dict(senders or {})
         self._replicas = 1 + max(self._senders, default=0)
 
@@ -92,7 +96,8 @@ class LocalMicrobatches(Microbatches):
 
     def _split(self, number: int, minibatch: Minibatch) -> list[tuple[Message, Any, Any]]:
         inputs, targets = self._adapt(minibatch.batch)
-        count, parts = count_samples(inputs), self._per_minibatch
+        parts = self._per_minibatch
+        count, inputs, targets = split_minibatch(inputs, targets, parts, self._batch_dim)
         sizes = [count // parts + (part < count % parts) for part in range(parts)]
         headers = [
             Message(
@@ -106,7 +111,7 @@ class LocalMicrobatches(Microbatches):
             )
             for part, size in enumerate(sizes)
         ]
-        return list(zip(headers, split_batch(inputs, count, parts), split_batch(targets, count, parts), strict=True))
+        return list(zip(headers, inputs, targets, strict=True))
 
     def _send_round(self, number: int) -> None:
         if not self._open_senders:

@@ -11,7 +11,7 @@ import torch
 from pipedream.core.errors import WorkerError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Message
-from pipedream.runtime.comm.values import flatten, unflatten
+from pipedream.runtime.comm.values import map_tensors, tensors_of
 from pipedream.runtime.results.losses import Loss, Metric, metric_sums
 from pipedream.runtime.results.results import Results
 
@@ -56,9 +56,9 @@ class Scorer:
             )
         if not weight:
             # Nothing counts here (e.g. all tokens are padding), and 0/0 is not a number.
-            value = torch.stack([t.sum() for t in flatten(output)[1] if t.requires_grad]).sum() * 0.0
+            value = torch.stack([t.sum() for t in tensors_of(output) if t.requires_grad]).sum() * 0.0
         if not again:
-            self._record(key, message, _detached(output), targets, loss, weight, is_sum)
+            self._record(key, message, map_tensors(output, torch.Tensor.detach), targets, loss, weight, is_sum)
         if self._mean_of_rounds:  # a round takes the gradient of each minibatch's mean
             return value, weight, 1.0 / weight if is_sum and weight else 1.0
         unit = self._weight_unit(message, output, targets)
@@ -83,8 +83,3 @@ class Scorer:
         for pair in metric_sums(self._metrics, output, targets, message.samples):
             numbers.extend(pair)
         self._results.add(key, message, numbers)
-
-
-def _detached(value: Any) -> Any:
-    structure, tensors = flatten(value)
-    return unflatten(structure, tuple(tensor.detach() for tensor in tensors))

@@ -1,0 +1,160 @@
+"""Cutting a minibatch: how many samples a value holds, and its parts.
+
+The batch dimension of a tensor is `BatchDim`: one number for all, or a mapping from an input's name (or its position,
+for positional inputs) to its dimension. Inputs that are not named have dimension 0, and those with None have none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from pipedream.core.errors import WorkerError
+from pipedream.runtime.comm.values import map_tensors
+
+__all__ = ["BatchDim", "count_samples", "half_of", "split_batch", "split_minibatch"]
+
+BatchDim = int | Mapping[str | int, int | None]
+
+_LEAVES = (torch.Tensor, PackedSequence)
+
+
+def count_samples(inputs: Any, batch_dim: BatchDim = 0) -> int:
+    """Returns the number of samples of a model's input.
+
+    Keyword arguments may be in any order: of their tensors, the most frequent size counts, and of equally frequent ones
+    the first. Otherwise it is the size of the first tensor that has the batch dimension; 1 if none has it.
+    """
+    leaves = list(_with_dims(inputs, batch_dim))
+    if not leaves:
+        raise WorkerError(0, "the loader", "the batch holds no tensor", "let the loader yield tensors")
+    sizes = [size for leaf, dim in leaves if (size := _size(leaf, dim)) is not None]
+    if not sizes:
+        return 1
+    return Counter(sizes).most_common(1)[0][0] if isinstance(inputs, Mapping) else sizes[0]
+
+
+def split_minibatch(inputs: Any, targets: Any, parts: int, batch_dim: BatchDim = 0) -> tuple[int, list[Any], list[Any]]:
+    """Returns the number of samples, and inputs and targets of each part.
+
+    A tensor that is in both is cut once.
+    """
+    count = count_samples(inputs, batch_dim)
+    if parts == 1:
+        return count, [inputs], [targets]
+    cut = _Cut(count, parts)
+    return count, cut.of(inputs, batch_dim), cut.of(targets, batch_dim)
+
+
+def split_batch(value: Any, count: int, parts: int, batch_dim: BatchDim = 0) -> list[Any]:
+    """Splits `count` samples into microbatches as equal as possible, larger ones first; the last may be empty.
+
+    A tensor is split if its size along the batch dimension is `count`, or along dimension 0 if it has no such dimension
+    (such as lengths); everything else goes to each microbatch.
+    """
+    return [value] if parts == 1 else _Cut(count, parts).of(value, batch_dim)
+
+
+def half_of(value: Any, count: int, batch_dim: BatchDim = 0) -> Any:
+    """Returns the first half of `count` samples."""
+    size = count // 2
+
+    def halved(leaf: Any, dim: int | None) -> Any:
+        if dim is None:
+            return leaf
+        return _samples(leaf, [size])[0] if isinstance(leaf, PackedSequence) else leaf.narrow(dim, 0, size)
+
+    dims = {id(leaf): _cut_dim(leaf, dim, count) for leaf, dim in _with_dims(value, batch_dim)}
+    return map_tensors(value, lambda leaf: halved(leaf, dims[id(leaf)]), _LEAVES)
+
+
+class _Cut:
+    """Cuts values of one minibatch; what was cut once stays cut so."""
+
+    def __init__(self, count: int, parts: int) -> None:
+        self._count = count
+        self._sizes = [count // parts + (part < count % parts) for part in range(parts)]
+        self._pieces: dict[int, list[Any]] = {}
+
+    def of(self, value: Any, batch_dim: BatchDim) -> list[Any]:
+        for leaf, dim in _with_dims(value, batch_dim):
+            if id(leaf) not in self._pieces:
+                self._pieces[id(leaf)] = self._cut(leaf, _cut_dim(leaf, dim, self._count))
+
+        def part(index: int) -> Any:
+            return map_tensors(value, lambda leaf: self._pieces[id(leaf)][index], _LEAVES)
+
+        return [part(index) for index in range(len(self._sizes))]
+
+    def _cut(self, leaf: Any, dim: int | None) -> list[Any]:
+        if dim is None:
+            return [leaf] * len(self._sizes)
+        return _samples(leaf, self._sizes) if isinstance(leaf, PackedSequence) else list(leaf.split(self._sizes, dim))
+
+
+def _with_dims(value: Any, batch_dim: BatchDim) -> Iterator[tuple[Any, int | None]]:
+    """Yields the tensors of an input, each with its batch dimension."""
+    if isinstance(batch_dim, int):
+        yield from ((leaf, batch_dim) for leaf in _leaves_of(value))
+        return
+    inputs: Mapping[Any, Any] = {0: value}
+    if isinstance(value, Mapping):
+        inputs = value
+    elif isinstance(value, tuple) and not isinstance(value, PackedSequence):
+        inputs = dict(enumerate(value))
+    for name, item in inputs.items():
+        yield from ((leaf, batch_dim.get(name, 0)) for leaf in _leaves_of(item))
+
+
+def _leaves_of(value: Any) -> list[Any]:
+    found: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    map_tensors(value, note, _LEAVES)
+    return found
+
+
+def _size(leaf: Any, dim: int | None) -> int | None:
+    if dim is None:
+        return None
+    if isinstance(leaf, PackedSequence):
+        return int(leaf.batch_sizes[0])
+    return leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else None
+
+
+def _cut_dim(leaf: Any, dim: int | None, count: int) -> int | None:
+    if dim is None:
+        return None
+    size = _size(leaf, dim)
+    if size is None and isinstance(leaf, torch.Tensor) and leaf.ndim:
+        dim, size = 0, leaf.shape[0]
+    return dim if size == count else None
+
+
+def _samples(packed: PackedSequence, sizes: list[int]) -> list[Any]:
+    """Cuts a packed sequence; a part without samples, which is not run, is None."""
+    padded, lengths = pad_packed_sequence(packed, batch_first=True)
+    parts: list[Any] = []
+    first = 0
+    for size in sizes:
+        own = lengths[first : first + size]
+        longest = int(own.max()) if size else 0
+        parts.append(
+            pack_padded_sequence(
+                padded[first : first + size, :longest],
+                own,
+                batch_first=True,
+                enforce_sorted=packed.sorted_indices is None,
+            )
+            if size
+            else None
+        )
+        first += size
+    return parts

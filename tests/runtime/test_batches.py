@@ -1,0 +1,112 @@
+"""Minibatches: counted and cut along their batch dimension."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
+
+from pipedream.core.errors import WorkerError
+from pipedream.runtime.data.batches import count_samples, half_of, split_batch, split_minibatch
+
+
+@given(count=st.integers(1, 9), parts=st.integers(1, 6))
+def test_microbatches_are_all_samples_in_order_larger_ones_first(count: int, parts: int) -> None:
+    x, constant = torch.arange(2.0 * count).reshape(count, 2), torch.ones(())
+    pieces = split_batch({"x": x, "y": [x[:, 0]], "c": constant, "n": 3}, count, parts)
+    sizes = [len(piece["x"]) for piece in pieces]
+    assert len(pieces) == parts
+    assert sorted(sizes, reverse=True) == sizes
+    assert max(sizes) - min(sizes) <= 1
+    assert torch.equal(torch.cat([piece["x"] for piece in pieces]), x)
+    for piece in pieces:
+        assert torch.equal(piece["y"][0], piece["x"][:, 0])
+        assert piece["c"] is constant
+        assert piece["n"] == 3
+
+
+def test_the_first_tensor_with_the_dimension_gives_the_number_of_samples() -> None:
+    assert count_samples((torch.ones(3, 2), torch.ones(5))) == 3
+    assert count_samples((torch.ones(()), torch.ones(5))) == 5
+    assert count_samples((torch.ones(7), torch.ones(3, 2)), batch_dim=1) == 2
+    assert count_samples((torch.ones(7), torch.ones(3, 2)), batch_dim={0: None, 1: -1}) == 2
+    assert count_samples(torch.ones(())) == 1
+    with pytest.raises(WorkerError, match="holds no tensor"):
+        count_samples({"name": "text"})
+
+
+def test_the_most_frequent_size_of_keyword_arguments_is_the_number_of_samples() -> None:
+    ids, positions = torch.ones(4, 7), torch.ones(1, 7)
+    for batch in (
+        {"positions": positions, "ids": ids, "mask": torch.ones(4, 7)},
+        {"ids": ids, "positions": positions},
+        UserDict({"scale": torch.ones(()), "ids": ids, "positions": positions}),
+        {"positions": positions, "ids": [ids, torch.ones(4, 7)]},
+    ):
+        assert count_samples(batch) == 4
+    assert count_samples({"table": torch.ones(9), "ids": ids}, {"table": None}) == 4
+
+
+def test_only_tensors_of_the_batch_are_split() -> None:
+    samples, table = torch.arange(4), torch.arange(6)
+    first, second = split_batch({"x": samples, "table": table}, 4, 2)
+    assert [part["x"].tolist() for part in (first, second)] == [[0, 1], [2, 3]]
+    assert first["table"] is second["table"] is table
+
+
+def test_a_batch_keeps_its_type() -> None:
+    parts = split_batch(UserDict({"ids": torch.arange(3)}), 3, 2)
+    assert [type(part) for part in parts] == [UserDict] * 2
+    assert [part["ids"].tolist() for part in parts] == [[0, 1], [2]]
+
+
+def test_the_batch_dimension_is_chosen_for_all_or_by_name() -> None:
+    sequence, lengths, labels = torch.arange(12).reshape(3, 4), torch.arange(4), torch.arange(4) + 10
+    count, inputs, targets = split_minibatch((sequence, lengths), labels, 2, batch_dim=1)
+    assert count == 4
+    assert [part[0].tolist() for part in inputs] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]]
+    assert [part[1].tolist() for part in inputs] == [[0, 1], [2, 3]], "what has no such dimension has the first"
+    assert [part.tolist() for part in targets] == [[10, 11], [12, 13]]
+    batch = {"sequence": sequence, "labels": labels, "bias": torch.ones(4)}
+    count, inputs, _ = split_minibatch(batch, None, 2, batch_dim={"sequence": 1, "bias": None})
+    assert count == 4
+    assert [list(part["sequence"].shape) for part in inputs] == [[3, 2]] * 2
+    assert [part["labels"].tolist() for part in inputs] == [[10, 11], [12, 13]]
+    assert all(part["bias"] is batch["bias"] for part in inputs)
+
+
+def test_targets_that_hold_the_inputs_are_cut_like_them() -> None:
+    square = torch.arange(16).reshape(4, 4)
+    _, inputs, targets = split_minibatch(square, (square, torch.arange(4)), 2, batch_dim={0: 1})
+    for part, (same, labels) in zip(inputs, targets, strict=True):
+        assert torch.equal(part, same)
+        assert part.shape == (4, 2)
+        assert len(labels) == 2
+
+
+@given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=5), parts=st.integers(1, 4), ordered=st.booleans())
+def test_packed_sequences_are_cut_by_samples(lengths: list[int], parts: int, ordered: bool) -> None:
+    lengths = sorted(lengths, reverse=True) if ordered else lengths
+    sequences = [torch.randn(length, 2) for length in lengths]
+    packed = pack_sequence(sequences, enforce_sorted=ordered)
+    assert count_samples((packed, torch.ones(9))) == len(lengths)
+    found: list[Any] = []
+    for part, labels in split_batch((packed, torch.arange(len(lengths))), len(lengths), parts):
+        own = unpack_sequence(part) if part is not None else []
+        assert len(own) == len(labels)
+        found += own
+    assert all(map(torch.equal, found, sequences))
+    assert len(found) == len(sequences)
+
+
+def test_half_of_a_minibatch() -> None:
+    batch = {"x": torch.arange(10).reshape(2, 5), "n": torch.arange(5), "c": torch.ones(3)}
+    half = half_of(batch, 5, batch_dim=1)
+    assert half["x"].tolist() == [[0, 1], [5, 6]]
+    assert half["n"].tolist() == [0, 1]
+    assert half["c"] is batch["c"]
