@@ -91,8 +91,8 @@ def large_pictures(seed: int, samples: int, length: int) -> dict[str, Tensor]:
 def segmented(seed: int, samples: int, length: int) -> dict[str, Tensor]:
     """Images and a class for each pixel."""
     g = _generator(seed)
-    pixels = torch.randn(samples, 3, 32, 32, generator=g)
-    return {"pixel_values": pixels, "labels": torch.randint(CLASSES, (samples, 32, 32), generator=g)}
+    pixels = torch.randn(samples, 3, 64, 64, generator=g)
+    return {"pixel_values": pixels, "labels": torch.randint(CLASSES, (samples, 64, 64), generator=g)}
 
 
 def spoken(seed: int, samples: int, length: int) -> dict[str, Tensor]:
