@@ -130,11 +130,14 @@ class PipelineOptions(MethodOptions, ModelOptions):
             targets); None if the model's output carries ``.loss``.
         optimizer: factory from a list of (name, parameter) to a torch optimizer; called once per stage.
         loggers: objects with ``log(done)``, called on rank 0.
+        weights: to start from: a state dict's file (``torch.save``), safetensors, or a folder with the latter, of which
+            each rank reads only its own; by default the model's.
     """
 
     loss: Any = None
     optimizer: Callable[[list[tuple[str, Any]]], Any]
     loggers: Iterable[Any] = ()
+    weights: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,7 +173,7 @@ class TrainingOptions(MethodOptions):
         resume: run folder or checkpoint to continue from; another number of workers gets a new plan. After a restart by
             the launcher the run continues from its newest checkpoint without this.
         cluster: workers and links; by default this machine.
-        weights: file of a state dict to start from.
+        weights: to start from, as in `Pipeline`.
         out: run folder; by default a new one under ``runs/``, or that of `resume`.
         logs: to write into it: 'csv', 'tensorboard'.
         quiet: print nothing.

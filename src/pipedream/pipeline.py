@@ -114,7 +114,9 @@ class Pipeline:
             device=process_device(options.device),
             shared=shared,
         )
-        self._session = Session(model, captured.graph, blueprint, stuck_after_s=options.stuck_after_s)
+        self._session = Session(
+            model, captured.graph, blueprint, stuck_after_s=options.stuck_after_s, weights=options.weights
+        )
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -247,8 +249,22 @@ class Pipeline:
         self.drain()
         return self._session.state_dict(ema, predicted)
 
+    def save_pretrained(self, folder: str | os.PathLike[str], *, ema: bool = False, predicted: bool = True) -> None:
+        """Writes the whole model in its own format, by its ``save_pretrained`` at rank 0; drains. Every rank calls it.
+
+        Args:
+            ema, predicted: which weights, see `state_dict`.
+
+        Raises:
+            CaptureError: the model has no ``save_pretrained``.
+        """
+        self.drain()
+        self._session.save_pretrained(Path(folder), ema, predicted)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads weights from a plain state dict; drains. Optimizer state stays.
+
+        Of a parameter with several names one is enough.
 
         Raises:
             CaptureError: a name is missing or a shape differs.

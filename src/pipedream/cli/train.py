@@ -126,7 +126,12 @@ TrainSeed = Annotated[
     ),
 ]
 Weights = Annotated[
-    Path | None, typer.Option(metavar="FILE", rich_help_panel=_RUN, help="State dict of the whole model to start from.")
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        rich_help_panel=_RUN,
+        help="Weights to start from: a state dict, safetensors, or a folder with the latter.",
+    ),
 ]
 Out = Annotated[
     Path | None,

@@ -19,6 +19,7 @@ from pipedream.core.checkpoint import Checkpoint, Position, RunRequest, SavedSta
 from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.checkpoint import optimizer_state, parameters, storage
+from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.data.rng import restore_rng, saved_rng
 from pipedream.runtime.stage_state import StageState
@@ -115,7 +116,7 @@ class Checkpointer:
         return self._workers[0].program
 
     def _collect(self) -> tuple[dict[str, torch.Tensor], dict[int, Any]]:
-        state = parameters.named_state(self._model)
+        state = named_state(self._model)
         tensors: dict[str, torch.Tensor] = {}
         stages: dict[int, Any] = {}
         for stage, stage_state in self._stage_states(first_replicas=True):
@@ -134,7 +135,7 @@ class Checkpointer:
         found = storage.read_tensors(path, manifest, self._wanted(manifest))
         values = {name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")}
         mine = {name for stage in self._stages() for name in self._names[stage]}
-        parameters.load(self._model, values, mine)
+        parameters.load(self._model, values, mine, {}, self._device)
         share_with_replicas(self._workers)
         same = self._counts_alike(manifest)
         for stage, stage_state in self._stage_states():
@@ -161,7 +162,7 @@ class Checkpointer:
             restore_rng(manifest.random[self._rank % len(manifest.random)], self._device)
 
     def _wanted(self, manifest: Checkpoint) -> Iterable[str]:
-        state = parameters.named_state(self._model)
+        state = named_state(self._model)
         saved = self._model.state_dict(keep_vars=True)
         for stage in self._stages():
             for name in self._names[stage]:

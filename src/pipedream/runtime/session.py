@@ -6,6 +6,7 @@ It owns this process's workers, runs them on the right clock, and lets a failure
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipedream.core.checkpoint import Checkpoint, Position, RunRequest
-from pipedream.core.errors import ArtifactError, PipelineError, PlanError, WorkerError
+from pipedream.core.errors import ArtifactError, CaptureError, PipelineError, PlanError, WorkerError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Timeline
@@ -31,11 +32,18 @@ from pipedream.runtime.assemble import (
     remote_forwards_of,
 )
 from pipedream.runtime.checkpoint import parameters
+from pipedream.runtime.checkpoint.files import fit_names, open_weights
+from pipedream.runtime.checkpoint.initial_values import materialise, named_state
 from pipedream.runtime.checkpointing import Checkpointer, share_with_replicas
 from pipedream.runtime.clock import run_distributed, run_in_process
 from pipedream.runtime.comm.channel import Receiver, Sender, close_all
 from pipedream.runtime.comm.message import Ending
-from pipedream.runtime.comm.process_group import check_same_on_all_ranks, gather_texts, join_group
+from pipedream.runtime.comm.process_group import (
+    broadcast_text,
+    check_same_on_all_ranks,
+    gather_texts,
+    join_group,
+)
 from pipedream.runtime.data.batch_adapter import AdaptBatch
 from pipedream.runtime.data.microbatches import Microbatches
 from pipedream.runtime.data.reader import EpochRange
@@ -64,28 +72,39 @@ class Session:
     Args:
         model: in a process group each rank keeps only its stages' parameters.
         stuck_after_s: limit for one op or the loader; 0 for none.
+        weights: file or folder of initial weights, of which each rank reads its own; by default those of the model.
 
     Raises:
         PlanError: the number of processes is not the plan's, or the ranks disagree on the plan.
+        CaptureError: a parameter or buffer is on the meta device and cannot be initialised, or not in `weights`.
     """
 
-    def __init__(self, model: nn.Module, graph: LayerGraph, blueprint: Blueprint, *, stuck_after_s: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: LayerGraph,
+        blueprint: Blueprint,
+        *,
+        stuck_after_s: float,
+        weights: str | os.PathLike[str] | None = None,
+    ) -> None:
         self.model = model
         self._blueprint = blueprint
         self.rank, processes = join_group(blueprint.device)
         stages = blueprint.program.plan.stages
         self._stage_names = [parameters.stage_names(graph, stage.first, stage.last) for stage in stages]
+        self._shared_names = parameters.shared_names(model)
         self._guard: Guard | None = None
         self._activity = Activity()
         self._group: dist.ProcessGroup | None = None
         self._microbatches: dict[int, Microbatches] = {}
         self._data_channels: list[Sender | Receiver] = []
         if processes == 1:
-            self.workers = self._build_all()
+            self.workers = self._build_all(weights)
             self._data = DataSource(blueprint.programs, range(blueprint.placement.workers))
         else:
             connections = self._connect(processes, stuck_after_s)
-            self.workers = [self._build_own(connections)]
+            self.workers = [self._build_own(connections, weights)]
             senders, receiver = data_channels(blueprint, self.rank, connections)
             self._data_channels = [*senders.values(), *([] if receiver is None else [receiver])]
             self._data = DataSource(blueprint.programs, [self.rank], self._group, senders, receiver)
@@ -101,11 +120,21 @@ class Session:
             self.lead.activity = self._activity
         self._activity.place = _LOOP
 
-    def _build_all(self) -> list[Worker]:
+    def _build_all(self, weights: str | os.PathLike[str] | None) -> list[Worker]:
         blueprint, model = self._blueprint, self.model
-        parameters.materialise(model, blueprint.layers, blueprint.device, blueprint.settings.seed)
         self._names_here = {name for names in self._stage_names for name in names}
+        self._read_weights(weights)
+        materialise(model, self._names_here, blueprint.device, blueprint.settings.seed)
         return local_workers(blueprint, [parameters.trained(model, names) for names in self._stage_names])
+
+    def _read_weights(self, weights: str | os.PathLike[str] | None) -> set[str]:
+        """Loads this rank's part of a file. Returns the names of all ranks' parts."""
+        if weights is None:
+            return set()
+        names = [name for owned in self._stage_names for name in owned]
+        state = fit_names(self.model, open_weights(weights), names, self._shared_names, weights)
+        parameters.load(self.model, state, self._names_here, self._shared_names, self._blueprint.device)
+        return set(state)
 
     def _connect(self, processes: int, stuck_after_s: float) -> Connections:
         """Joins the other ranks; all must be asked to do the same."""
@@ -123,14 +152,24 @@ class Session:
         check_same_on_all_ranks("plan or schedule", "\n".join(p.to_json() for p in blueprint.programs), self._group)
         return connections
 
-    def _build_own(self, connections: Connections) -> Worker:
+    def _build_own(self, connections: Connections, weights: str | os.PathLike[str] | None) -> Worker:
         blueprint, model, placement = self._blueprint, self.model, self._blueprint.placement
         own_stages = [stage for stage, _ in placement.stage_replicas(self.rank)]
         self._names_here = {name for stage in own_stages for name in self._stage_names[stage]}
-        drawn = {name for name, tensor in parameters.named_state(model).items() if tensor.is_meta}
-        for stage in own_stages:
-            parameters.materialise(model, blueprint.layers_of(stage), blueprint.device, blueprint.settings.seed)
-        parameters.share_initial(model, self._stage_names, placement, self.rank, connections.everyone, drawn)
+        here = {name for name, tensor in named_state(model).items() if tensor.is_meta}
+        # Rank 0's model counts: what it has on the meta device each owner draws, and the others get what it has.
+        drawn = set(json.loads(broadcast_text(json.dumps(sorted(here)), connections.everyone)))
+        read = self._read_weights(weights)
+        if alone := sorted(drawn & self._names_here - here - read):
+            raise CaptureError(
+                f"{alone[0]!r} is on the meta device at rank 0 and has values at rank {self.rank}; give every rank the "
+                "same model, or the values to rank 0"
+            )
+        arriving = here - drawn - read
+        materialise(model, self._names_here - arriving, blueprint.device, blueprint.settings.seed)
+        parameters.share_initial(
+            model, self._stage_names, placement, self.rank, connections.everyone, drawn | read, blueprint.device
+        )
         broadcast_tied(model, blueprint.shared, connections.holders, placement, self.rank)
         visited = {
             stage: parameters.trained(model, self._stage_names[stage])
@@ -297,7 +336,7 @@ class Session:
     def state_dict(self, ema: bool = False, predicted: bool = True) -> dict[str, torch.Tensor]:
         """Returns the whole model's, under the user's names, at rank 0; elsewhere an empty one."""
         with self._activity.at("collecting the weights"):
-            state = parameters.named_state(self.model)
+            state = named_state(self.model)
             own = {name: tensor for name, tensor in state.items() if name in self._names_here}
             if ema or not predicted:
                 optimizers = [s.optimizer for worker in self.workers for s in worker.stage_states.values()]
@@ -308,9 +347,22 @@ class Session:
             whole = parameters.collect(own, state, self._stage_names, placement, self.rank, self._group)
             return {name: whole[name] for name in self.model.state_dict() if name in whole}
 
+    def save_pretrained(self, folder: Path, ema: bool, predicted: bool) -> None:
+        """Writes the whole model in its own format, at rank 0; every rank calls it."""
+        write = getattr(self.model, "save_pretrained", None)
+        if write is None:
+            raise CaptureError(
+                f"{type(self.model).__name__} has no save_pretrained; take the weights from state_dict(), and save "
+                "them with torch.save"
+            )
+        state = self.state_dict(ema, predicted)
+        if self.rank == 0:
+            first = {name: names[0] for name, names in self._shared_names.items()}
+            write(folder, state_dict={name: state.get(first.get(name, name), tensor) for name, tensor in state.items()})
+
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Each rank reads its part of the whole state."""
-        parameters.load(self.model, state, self._names_here)
+        parameters.load(self.model, state, self._names_here, self._shared_names, self._blueprint.device)
         share_with_replicas(self.workers)
         for worker in self.workers:
             for stage_state in worker.stage_states.values():

@@ -19,7 +19,6 @@ from pipedream.core.schedule.timeline import Timeline
 from pipedream.options import TrainingOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
 from pipedream.recipe import Recipe, blaming, make_recipe
-from pipedream.runtime.checkpoint.files import load_weights
 from pipedream.runtime.results.loggers import loggers_of
 from pipedream.training.job import Job, PlannedJob, Process, model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
@@ -126,6 +125,7 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
             device=str(process.device),
             loggers=loggers,
             stuck_after_s=options.stuck_after_s,
+            weights=options.weights,
             **model_options(recipe)
             | {
                 "phases": planned.phases,
@@ -136,8 +136,6 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
     with made as pipeline:
         proofs = "\n\n".join(str(found.proof) for found in pipeline.prepared)
         console.print(f"\n{plan}\n\n{proofs}\n")
-        if options.weights is not None:
-            pipeline.load_state_dict(load_weights(options.weights))
         loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, _checkpoint_policy(job, process))
         if job.resumed is not None:
             pipeline.load(job.resumed.path)

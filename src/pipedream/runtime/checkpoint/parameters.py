@@ -12,9 +12,9 @@ from torch import nn
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.placement import Placement
-from pipedream.core.seeds import layer_seed
+from pipedream.runtime.checkpoint.initial_values import Slots, named_state
 
-__all__ = ["collect", "drop_foreign", "load", "materialise", "named_state", "share_initial", "stage_names", "trained"]
+__all__ = ["collect", "drop_foreign", "load", "share_initial", "shared_names", "stage_names", "trained"]
 
 
 def stage_names(graph: LayerGraph, first: int, last: int) -> list[str]:
@@ -22,12 +22,12 @@ def stage_names(graph: LayerGraph, first: int, last: int) -> list[str]:
     return list(dict.fromkeys(name for layer in graph.layers[first:last] for name in layer.parameters))
 
 
-def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters and buffers, shared ones under each of their names."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Returns, for each name of a parameter or buffer that has several, all of them."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in named_state(model).items():
+        found.setdefault(id(tensor), []).append(name)
+    return {name: tuple(names) for names in found.values() if len(names) > 1 for name in names}
 
 
 def trained(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
@@ -39,39 +39,6 @@ def trained(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and id(parameter) in wanted
     }
-
-
-def materialise(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
-    """Gives storage and initial values to layers built on the meta device.
-
-    Each layer is seeded by (seed, layer name), whatever the cut. A parameter that layers share gets the first one's
-    values. Raises a `CaptureError` if a module with parameters of its own has no ``reset_parameters``.
-    """
-    slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
-    for module in model.modules():
-        for slot, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                slots.setdefault(id(parameter), []).append((module._parameters, slot))
-    for name, layer in layers:
-        if not any(t.is_meta for t in [*layer.parameters(), *layer.buffers()]):
-            layer.to(device)
-            continue
-        layer.to_empty(device=device)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(layer_seed(seed, 0, name))
-            for inner in layer.modules():
-                own = [*inner.parameters(recurse=False), *inner.buffers(recurse=False)]
-                if hasattr(inner, "reset_parameters"):
-                    inner.reset_parameters()  # type: ignore[operator]
-                elif own:
-                    raise CaptureError(
-                        f"layer {name!r} is on the meta device and {type(inner).__name__} has no reset_parameters() to "
-                        "initialise it; give it one, or build the model on the CPU"
-                    )
-    for places in slots.values():
-        made = next((held[slot] for held, slot in places if not held[slot].is_meta), None)
-        for held, slot in places if made is not None else ():
-            held[slot] = made
 
 
 def drop_foreign(model: nn.Module, own: set[str]) -> None:
@@ -97,29 +64,37 @@ def share_initial(
     placement: Placement,
     rank: int,
     group: dist.ProcessGroup,
-    drawn: Collection[str],
+    skip: Collection[str],
+    device: torch.device,
 ) -> None:
     """Sends rank 0's parameters and buffers to the ranks of each stage, over gloo.
 
+    An owner may have them on the meta device.
+
     Args:
-        drawn: those from the meta device, for which each owner has drawn the same values.
+        skip: those of which each owner has the same values already; equal on all ranks.
     """
-    state = named_state(model)
+    state, slots = named_state(model), Slots(model)
+    arrived: set[int] = set()
     for stage, owned in enumerate(names):
         for owner in placement.ranks[stage]:
             if owner == 0 or rank not in (0, owner):
                 continue
             for name in owned:
-                tensor = state[name]
-                if name in drawn:
+                if name in skip:
                     continue
+                tensor = state[name]
                 if rank == 0:
                     dist.send(tensor.detach().cpu().contiguous(), owner, group=group)
-                else:
-                    received = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    dist.recv(received, 0, group=group)
+                    continue
+                received = torch.empty(tensor.shape, dtype=tensor.dtype)
+                dist.recv(received, 0, group=group)
+                if not tensor.is_meta:
                     with torch.no_grad():
                         tensor.copy_(received)
+                elif id(tensor) not in arrived:
+                    slots.replace(tensor, received.to(device))
+                    arrived.add(id(tensor))
 
 
 def collect(
@@ -132,6 +107,8 @@ def collect(
 ) -> dict[str, torch.Tensor]:
     """Returns all named tensors at rank 0, on the CPU, each from replica 0 of its stage; nothing elsewhere.
 
+    What several stages hold is taken from the first.
+
     Args:
         own: this rank's tensors.
         shapes: by name, any tensor of that shape and dtype.
@@ -139,9 +116,13 @@ def collect(
         group: None if one process has everything.
     """
     whole: dict[str, torch.Tensor] = {}
+    done: set[str] = set()
     for stage, owned in enumerate(names):
         owner = placement.ranks[stage][0]
         for name in owned:
+            if name in done:
+                continue
+            done.add(name)
             if group is None or (owner == 0 and rank == 0):
                 whole[name] = own[name].detach().cpu().clone()
             elif rank == 0:
@@ -153,20 +134,43 @@ def collect(
     return whole if rank == 0 else {}
 
 
-def load(model: nn.Module, state: Mapping[str, torch.Tensor], own: Iterable[str]) -> None:
-    """Copies values into this rank's own. Raises a `CaptureError` if a name is missing or a shape differs."""
-    mine, wanted = named_state(model), set(own)
-    for name in mine:
+def load(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    own: Iterable[str],
+    shared: Mapping[str, Sequence[str]],
+    device: torch.device,
+) -> None:
+    """Copies values into this rank's own, which may be on the meta device.
+
+    Args:
+        state: may lack all but one of the names of a shared parameter.
+        shared: `shared_names` of the whole model.
+
+    Raises:
+        CaptureError: a name is missing or a shape differs.
+    """
+    mine, slots, saved = named_state(model), Slots(model), model.state_dict(keep_vars=True)
+    wanted, done = set(own), set[int]()
+    for name, tensor in mine.items():
         if name not in wanted:
             continue
-        if name not in state:
-            if name not in model.state_dict():
+        found = next((one for one in (name, *shared.get(name, ())) if one in state), None)
+        if found is None:
+            if name not in saved:
                 continue  # a buffer that is not part of state dicts
             raise CaptureError(f"the state dict lacks {name!r}; give one of this model, as from model.state_dict()")
-        if state[name].shape != mine[name].shape:
+        if found != name and id(tensor) in done:
+            continue
+        value = state[found]
+        if value.shape != tensor.shape:
             raise CaptureError(
-                f"{name!r} has shape {tuple(state[name].shape)} in the state dict, {tuple(mine[name].shape)} in the "
-                "model; give one of this model"
+                f"{name!r} has shape {tuple(value.shape)} in the state dict, {tuple(tensor.shape)} in the model; give "
+                "one of this model"
             )
-        with torch.no_grad():
-            mine[name].copy_(state[name])
+        done.add(id(tensor))
+        if tensor.is_meta:
+            slots.replace(tensor, value.to(device, copy=True))
+        else:
+            with torch.no_grad():
+                tensor.copy_(value)

@@ -1,0 +1,614 @@
+"""Where the weights of a stage come from and go to: drawn on the meta device, files, rank 0, the model's own format."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from cases import assert_near
+from torch import Tensor, nn
+
+import pipedream as pd
+from pipedream.capture import capture
+from pipedream.core.errors import ArtifactError, CaptureError
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.seeds import layer_seed
+from pipedream.planner import manual_plan
+from pipedream.runtime.checkpoint import files, parameters
+from pipedream.runtime.checkpoint.initial_values import materialise, named_state
+
+CPU = torch.device("cpu")
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def drawn(make: Callable[[], nn.Module], parts: int = 1, seed: int = 0) -> nn.Module:
+    """Returns a model that was built on the meta device, and drawn part by part, the last one first."""
+    model = on_meta(make)
+    names = list(named_state(model))
+    for part in reversed(range(parts)):
+        materialise(model, names[part::parts], CPU, seed)
+    return model
+
+
+def check_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert list(found) == list(wanted)
+    assert [name for name in found if not torch.equal(found[name], wanted[name])] == []
+
+
+# -- modules of one's own ---------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """Holds parameters and a buffer itself, and a module whose weights it scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.empty(3, 2))
+        self.second = nn.Parameter(torch.empty(4))
+        self.register_buffer("steps", torch.empty(5, dtype=torch.long), persistent=False)
+        self.register_buffer("mask", torch.empty(2, dtype=torch.bool))
+        self.inner = nn.Linear(2, 2)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.first)
+        nn.init.uniform_(self.second)
+        self.steps.copy_(torch.arange(5))
+        self.mask.zero_()
+        nn.init.constant_(self.inner.bias, 7.0)
+
+
+def mixed() -> nn.Module:
+    tokens = Tokens()
+    return nn.Sequential(tokens, nn.BatchNorm1d(2), nn.LSTM(2, 2), nn.MultiheadAttention(4, 2), tokens.inner)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 1000])
+def test_initial_values_do_not_depend_on_the_cut(parts: int) -> None:
+    before = torch.default_generator.get_state()
+    check_equal(named_state(drawn(mixed, parts)), named_state(drawn(mixed)))
+    assert torch.equal(torch.default_generator.get_state(), before)
+    assert not torch.equal(drawn(mixed, seed=1)[0].first, drawn(mixed)[0].first)
+
+
+def test_a_module_is_initialised_as_in_its_constructor() -> None:
+    model = drawn(mixed)
+    assert torch.equal(model[0].steps, torch.arange(5))
+    assert torch.equal(model[0].mask, torch.zeros(2, dtype=torch.bool))
+    assert torch.equal(model[1].running_var, torch.ones(2))
+    assert torch.equal(model[0].inner.bias, torch.full((2,), 7.0))  # by the module around it, which comes last
+    assert model[4].weight is model[0].inner.weight
+    assert not model[3].in_proj_bias.any()
+    assert bool(model[3].in_proj_weight.all())
+    torch.manual_seed(layer_seed(0, 0, "2"))
+    assert torch.equal(model[2].weight_hh_l0, nn.LSTM(2, 2).weight_hh_l0)
+
+
+def test_values_that_are_there_stay() -> None:
+    model = on_meta(mixed)
+    model[1] = nn.BatchNorm1d(2).double()
+    with torch.no_grad():
+        model[1].weight.fill_(3.0)
+    kept = model[1].weight
+    model[0].second.requires_grad_(False)
+    materialise(model, named_state(model), CPU, 0)
+    assert model[1].weight is kept
+    assert torch.equal(kept, torch.full((2,), 3.0, dtype=torch.float64))
+    assert not model[0].second.requires_grad
+
+
+def test_what_the_names_leave_out_stays_without_storage() -> None:
+    model = on_meta(mixed)
+    materialise(model, ["0.second", "1.running_mean"], CPU, 0)
+    assert [name for name, tensor in named_state(model).items() if not tensor.is_meta] == ["0.second", "1.running_mean"]
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.arange(3.0), persistent=False)
+
+
+class Partly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.ones(2, 2))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.rows[0])
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def reset_parameters(self) -> None:
+        raise KeyError("gain")
+
+
+class Attribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.mask = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Bare, "the parameter '0.scale' is on the meta device and is not filled by reset_parameters.. of Bare; fill"),
+        (Table, "the buffer '0.angles' is on the meta device .* weights"),
+        (Partly, "the parameter '0.rows' .* of Partly"),
+        (Failing, "'0.inner' is on the meta device, and its initialisation by Failing raised KeyError: 'gain'"),
+        (Attribute, "0.mask of Attribute is a tensor on the meta device, but neither"),
+    ],
+)
+def test_nothing_stays_uninitialised(kind: type[nn.Module], words: str) -> None:
+    with pytest.raises(CaptureError, match=words):
+        drawn(lambda: nn.Sequential(kind()))
+
+
+class Custom(nn.Module):
+    """A model with a rule for its modules, as many scripts have; it does not know norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            torch.nn.init.normal_(module.weight, 5.0, 0.02)
+            torch.nn.init.zeros_(module.bias)
+
+
+def test_a_models_own_rule_comes_first() -> None:
+    model = drawn(Custom)
+    assert bool((model.body[0].weight > 4.0).all())
+    assert not model.body[0].bias.any()
+    assert torch.equal(model.body[1].weight, torch.ones(3))
+
+
+# -- Hugging Face -----------------------------------------------------------------------------------
+
+
+def hugging_face(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    small: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "vocab_size": 96,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    grouped = small | {"num_key_value_heads": 2}
+    image = {"image_size": 16, "patch_size": 4} | {n: small[n] for n in list(small)[:4]}
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "GPT2LMHeadModel": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16} | small),
+        "LlamaForCausalLM": ("LlamaConfig", grouped),
+        "BertForMaskedLM": ("BertConfig", small),
+        "ViTForImageClassification": ("ViTConfig", image),
+        "MixtralForCausalLM": ("MixtralConfig", grouped | {"num_local_experts": 4}),
+        "MambaForCausalLM": ("MambaConfig", {n: small[n] for n in ("hidden_size", "num_hidden_layers", "vocab_size")}),
+    }
+    config, given = kinds[name]
+    return getattr(transformers, name)(getattr(transformers, config)(**given))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GPT2LMHeadModel",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "LlamaForCausalLM",
+                "BertForMaskedLM",
+                "ViTForImageClassification",
+                "MixtralForCausalLM",
+                "MambaForCausalLM",
+            )
+        ),
+    ],
+)
+def test_models_of_hugging_face_are_initialised_as_on_the_cpu(name: str) -> None:
+    torch.manual_seed(0)
+    wanted = hugging_face(name)
+    found = drawn(lambda: hugging_face(name))
+    check_equal(named_state(drawn(lambda: hugging_face(name), 3)), named_state(found))
+    assert parameters.shared_names(found) == parameters.shared_names(wanted)
+    for name, buffer in wanted.named_buffers():
+        assert torch.equal(found.get_buffer(name), buffer), name
+    for name, parameter in wanted.named_parameters():
+        a, b = found.get_parameter(name).detach(), parameter.detach()
+        spread = max(float(a.std(correction=0)), float(b.std(correction=0)))
+        assert bool(a.isfinite().all())
+        assert abs(float(a.std(correction=0) - b.std(correction=0))) <= 6 * spread / math.sqrt(2 * a.numel()), name
+        assert abs(float(a.mean() - b.mean())) <= 8 * spread / math.sqrt(a.numel()), name
+
+
+# -- files ------------------------------------------------------------------------------------------
+
+
+class Last(nn.Module):
+    """An output layer that shares the matrix of an embedding."""
+
+    def __init__(self, words: nn.Embedding) -> None:
+        super().__init__()
+        self.head = nn.Linear(words.embedding_dim, words.num_embeddings, bias=False)
+        self.head.weight = words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(x)[:, -1]
+        return found
+
+
+def tied() -> nn.Module:
+    words = nn.Embedding(9, 4)
+    return nn.Sequential(words, nn.Linear(4, 4), nn.Tanh(), Last(words))
+
+
+def untied() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def state_of(make: Callable[[], nn.Module], seed: int = 5) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return make().state_dict()
+
+
+def plan_of(make: Callable[[], nn.Module], sample: Tensor, cuts: tuple[int, ...]) -> pd.Plan:
+    graph = capture(make(), (sample,)).graph
+    profile = Profile("one", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
+    counts = (1,) * (len(cuts) + 1)
+    return manual_plan(profile, pd.Cluster.flat(len(counts)), cuts, counts, part_ties=True)
+
+
+def untied_batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(3)
+    return [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(count)]
+
+
+def write(folder: Path, state: dict[str, Tensor], form: str) -> Path:
+    if form == "state dict":
+        torch.save(state, folder / "weights.pt")
+        return folder / "weights.pt"
+    torch_files = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    if form == "shards":
+        names = list(state)
+        places = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(names)}
+        for file in set(places.values()):
+            torch_files.save_file({name: state[name] for name in names if places[name] == file}, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        return folder
+    torch_files.save_file(state, folder / "model.safetensors")
+    return folder / "model.safetensors" if form == "file" else folder
+
+
+def start(make: Callable[[], nn.Module], cuts: tuple[int, ...], weights: Any, meta: str = "all") -> dict[str, Tensor]:
+    """Returns the state that a pipeline starts with.
+
+    `meta` says at which ranks the model is on the meta device.
+    """
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    torch.manual_seed(5)
+    model = on_meta(make) if meta == "all" or (meta == "others" and rank) else make()
+    words = isinstance(model[0], nn.Embedding)
+    sample = torch.zeros(2, 3).long() if words else torch.zeros(2, 4)
+    with pd.Pipeline(
+        model,
+        plan_of(make, sample, cuts),
+        schedule="1f1b",
+        microbatches=2,
+        loss=F.cross_entropy,
+        optimizer=SGD,
+        weights=weights,
+    ) as pipeline:
+        return pipeline.state_dict()
+
+
+@pytest.mark.parametrize("form", ["state dict", "file", "folder", "shards"])
+@pytest.mark.parametrize("meta", ["all", "none"])
+def test_weights_start_from_a_file(tmp_path: Path, form: str, meta: str) -> None:
+    state = state_of(untied, seed=6)
+    check_equal(start(untied, (2,), write(tmp_path, state, form), meta), state)
+
+
+def test_a_shared_parameter_may_be_saved_once(tmp_path: Path) -> None:
+    state = state_of(tied, seed=6)
+    for gone in ("0.weight", "3.head.weight"):
+        once = {name: tensor for name, tensor in state.items() if name != gone}
+        check_equal(start(tied, (2,), write(tmp_path, once, "file")), state)
+
+
+class Outer(nn.Module):
+    """A head on an inner model, as those of Hugging Face."""
+
+    base_model_prefix = "body"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Inner()
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.body(x))
+
+
+class Inner(nn.Module):
+    base_model_prefix = "body"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Linear(4, 5)
+        self.columns = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.columns(self.rows(x))
+
+
+def test_a_prefix_of_the_inner_model_may_be_missing_or_added(tmp_path: Path) -> None:
+    state = state_of(Outer, seed=6)
+    inner = {name.removeprefix("body."): tensor for name, tensor in state.items()}
+    check_equal(dict(files.fit_names(Outer(), inner, state, {}, "here")), state)
+    bare = {name: tensor for name, tensor in inner.items() if not name.startswith("head")}
+    check_equal(dict(files.fit_names(Inner(), state, bare, {}, "here")), bare)
+    with pytest.raises(CaptureError, match=r"lack 'head.weight', 'head.bias', .* 'columns.bias', .* of this Outer"):
+        files.fit_names(Outer(), bare, state, {}, "here")
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    state = state_of(untied)
+    lacking = {name: tensor for name, tensor in state.items() if not name.startswith("3.")}
+    with pytest.raises(CaptureError, match=r"lack '3.weight', '3.bias', and have names such as '0.bias'"):
+        start(untied, (2,), write(tmp_path, lacking, "file"))
+    other = state | {"0.weight": torch.zeros(2, 2)}
+    with pytest.raises(CaptureError, match=r"'0.weight' has shape \(2, 2\) in the state dict, \(6, 4\) in the model"):
+        start(untied, (2,), write(tmp_path, other, "file"))
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(ArtifactError, match=r"neither model\.safetensors nor"):
+        start(untied, (2,), empty)
+    (tmp_path / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(ArtifactError, match=r"cannot read weights from .*model\.safetensors"):
+        start(untied, (2,), tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ArtifactError, match="give an index of safetensors files"):
+        start(untied, (2,), tmp_path)
+
+
+def names_read(make: Callable[[], nn.Module], folder: Path) -> tuple[list[str], dict[str, Tensor]]:
+    """Returns what this process has read of a folder, and the state that rank 0 collects."""
+    read = []
+    get = files._SafeTensors.__getitem__
+
+    def noted(weights: files._SafeTensors, name: str) -> Tensor:
+        read.append(name)
+        return get(weights, name)
+
+    files._SafeTensors.__getitem__ = noted
+    try:
+        state = start(make, (2,), folder)
+    finally:
+        files._SafeTensors.__getitem__ = get
+    return read, state
+
+
+@pytest.mark.processes
+def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
+    state = state_of(untied, seed=6)
+    (first, whole), (second, empty) = processes.results(names_read, 2, untied, write(tmp_path, state, "shards"))
+    assert sorted(first) == sorted(name for name in state if name[0] in "01")
+    assert sorted(second) == ["3.bias", "3.weight"]
+    check_equal(whole, state)
+    assert not empty
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_shared_parameters_of_a_file_on_two_processes(tmp_path: Path) -> None:
+    state = state_of(tied, seed=6)
+    once = {name: tensor for name, tensor in state.items() if name != "3.head.weight"}
+    check_equal(processes.results(start, 2, tied, (2,), write(tmp_path, once, "file"))[0], state)
+
+
+@pytest.mark.processes
+def test_rank_0_alone_may_have_the_values() -> None:
+    found = processes.results(start, 2, untied, (2,), None, "others")[0]
+    check_equal(found, state_of(untied))
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_values_from_the_meta_device_are_those_of_one_process() -> None:
+    for make in (untied, tied):
+        check_equal(processes.results(start, 2, make, (2,), None)[0], start(make, (2,), None))
+        check_equal(start(make, (1, 3), None), start(make, (), None))
+
+
+# -- the model's own format -------------------------------------------------------------------------
+
+
+def pretrained() -> nn.Module:
+    """A chain that is a model of Hugging Face, with tied weights."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+    class TinyConfig(transformers.PretrainedConfig):  # type: ignore[misc, name-defined]
+        model_type = "tiny"
+
+    class Tiny(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
+        config_class = TinyConfig
+        _tied_weights_keys = {"last.head.weight": "words.weight"}  # noqa: RUF012
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.words = nn.Embedding(9, 4)
+            self.middle = nn.Linear(4, 4)
+            self.last = Last(self.words)
+            self.post_init()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.last(self.middle(self.words(x)))
+
+    return Tiny(TinyConfig(tie_word_embeddings=True))
+
+
+def save_trained(folder: Path) -> dict[str, Tensor]:
+    model = pretrained()
+    torch.manual_seed(4)
+    batches = [(torch.randint(0, 9, (4, 3)), torch.randint(0, 9, (4,))) for _ in range(2)]
+    plan = plan_of(pretrained, batches[0][0], (2,))
+    with pd.Pipeline(
+        model, plan, schedule="1f1b", microbatches=2, loss=F.cross_entropy, optimizer=SGD, ema=0.5
+    ) as pipeline:
+        for _ in pipeline.train(batches):
+            pass
+        pipeline.save_pretrained(folder / "trained")
+        pipeline.save_pretrained(folder / "averaged", ema=True)
+        return pipeline.state_dict() | {f"ema.{n}": t for n, t in pipeline.state_dict(ema=True).items()}
+
+
+def check_saved(folder: Path, state: dict[str, Tensor]) -> None:
+    kind = type(pretrained())
+    for name, prefix in (("trained", ""), ("averaged", "ema.")):
+        assert {"config.json", "model.safetensors"} <= {path.name for path in (folder / name).iterdir()}
+        model = kind.from_pretrained(folder / name)
+        check_equal(model.state_dict(), {one: state[prefix + one] for one in model.state_dict()})
+        assert model.last.head.weight is model.words.weight
+        assert len(files.open_weights(folder / name)) == 3
+
+
+def test_trained_weights_are_saved_in_the_models_own_format(tmp_path: Path) -> None:
+    state = save_trained(tmp_path)
+    check_saved(tmp_path, state)
+    assert not torch.equal(state["words.weight"], state["ema.words.weight"])
+    check_equal(start_tiny(tmp_path / "trained"), {n: t for n, t in state.items() if not n.startswith("ema.")})
+
+
+def start_tiny(folder: Path) -> dict[str, Tensor]:
+    plan = plan_of(pretrained, torch.zeros(2, 3).long(), (2,))
+    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "loss": F.cross_entropy, "optimizer": SGD}
+    with pd.Pipeline(on_meta(pretrained), plan, weights=folder, **options) as pipeline:
+        return pipeline.state_dict()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_rank_0_saves_the_models_own_format(tmp_path: Path) -> None:
+    check_saved(tmp_path, processes.results(save_trained, 2, tmp_path)[0])
+
+
+def test_a_model_without_a_format_of_its_own_points_to_its_state(tmp_path: Path) -> None:
+    plan = plan_of(untied, torch.zeros(2, 4), (2,))
+    with (
+        pd.Pipeline(untied(), plan, schedule="gpipe", microbatches=2, loss=F.cross_entropy, optimizer=SGD) as pipeline,
+        pytest.raises(CaptureError, match=r"Sequential has no save_pretrained; .* state_dict\(\)"),
+    ):
+        pipeline.save_pretrained(tmp_path)
+
+
+# -- frozen stages and adapters ---------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained correction of low rank."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(size, size).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, size))
+        self.up = nn.Parameter(torch.randn(size, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.base(x) + x @ self.down.T @ self.up.T
+        return found
+
+
+def partly_frozen(kind: str) -> nn.Module:
+    torch.manual_seed(1)
+    layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)]
+    if kind == "adapters":
+        layers = [layer if i in (0, 6) or i % 2 else Adapted(6) for i, layer in enumerate(layers)]
+        frozen = [layers[0], layers[6]]
+    else:
+        frozen = [layers[{"first": 0, "middle": 2, "last": 6}[one]] for one in kind.split("+")]
+    for layer in frozen:
+        layer.requires_grad_(False)
+    return nn.Sequential(*layers).double()
+
+
+KINDS = ["first", "middle", "last", "first+middle", "middle+last", "adapters"]
+
+
+def frozen_run(kind: str, schedule: str) -> tuple[list[float], dict[str, Tensor], int]:
+    model = partly_frozen(kind)
+    plan = plan_of(partial(partly_frozen, kind), torch.zeros(2, 4).double(), (2, 4, 6))
+    parts = {} if schedule == "pipedream" else {"microbatches": 4}
+    batches = [(x.double(), y) for x, y in untied_batches()]
+    with pd.Pipeline(
+        model, plan, schedule=schedule, loss=F.cross_entropy, optimizer=SGD, seed=3, ema=0.5, **parts
+    ) as pipeline:
+        losses = [done.loss for done in pipeline.train(batches)]
+        sent = sum(pipeline.sent_bytes().values())
+        return losses, pipeline.state_dict(), sent
+
+
+def sums(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    return F.cross_entropy(output, targets, reduction="sum"), float(len(targets))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_stages_and_adapters_train_as_in_one_process(kind: str, schedule: str) -> None:
+    losses, state, _ = frozen_run(kind, schedule)
+    batches = [(x.double(), y) for x, y in untied_batches()]
+    names = [str(number) for number in range(7)]
+    wanted = reference.plain(partly_frozen(kind), names, batches, sums, SGD, microbatches=4, seed=3)
+    assert losses == pytest.approx(wanted.losses, rel=1e-12)
+    assert_near(state, wanted.state, 1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_stages_run_without_a_flush(kind: str) -> None:
+    _, state, _ = frozen_run(kind, "pipedream")
+    start = partly_frozen(kind).state_dict()
+    for name, parameter in partly_frozen(kind).named_parameters():
+        assert torch.equal(state[name], start[name]) is not parameter.requires_grad, name
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["first+middle", "adapters"])
+def test_frozen_stages_on_four_processes(kind: str) -> None:
+    alone = frozen_run(kind, "1f1b")
+    found = processes.results(frozen_run, 4, kind, "1f1b")
+    assert found[0][0] == alone[0]
+    check_equal(found[0][1], alone[1])
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_no_gradient_is_sent_to_a_stage_that_trains_nothing() -> None:
+    sent = {kind: processes.results(frozen_run, 4, kind, "1f1b")[0][2] for kind in ("last", "first", "first+middle")}
+    assert sent["first+middle"] < sent["first"] < sent["last"]
