@@ -4,33 +4,55 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from functools import cache
 
+import processes
 import pytest
 from models import CASES, Case
-from split_training import batches_of, loss_of, model_of, plain_loop
+from split_training import Trained, batches_of, check_same, loss_of, model_of, pipelined, plain_loop
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+import pipedream as pd
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The PyTorch API of nested tensors:UserWarning"
+)
 
 DEFAULT = ("resnet", "tied_gpt", "attention_lstm", "hf_gpt2", "hf_t5")
+WITH_DROPOUT = ("tied_gpt", "glue_dropout", "attention_lstm", "densenet", "hf_bert", "hf_t5", "hf_swin")
 UNUSED = {"hf_xlnet": ("mask_emb", "r_s_bias", "seg_embed"), "hf_dinov2": ("mask_token",)}
 """Parameters that a model has for other tasks, by the end of their names."""
+RUNS = ((2, "gpipe", 3), (3, "1f1b", 4), (4, "1f1b", 2), (4, "gpipe", 1))
+"""Stages, method and microbatches; the last minibatch has three samples."""
+
+needs_graphs = pytest.mark.skipif(not callable(getattr(pd, "capture", None)), reason="only chains can be split yet")
+needs_hf = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None,
+    reason="transformers is not installed; pip install torch-pipedream[hf]",
+)
 
 
-def _marked(*default: str) -> list[object]:
-    """Returns all cases: those in the default run, and the others as slow."""
-    marks = {name: [] if name in default else [pytest.mark.slow] for name in CASES}
-    missing = importlib.util.find_spec("transformers") is None
-    reason = "transformers is not installed; pip install torch-pipedream[hf]"
-    for name, case in CASES.items():
-        if case.needs_hf:
-            marks[name].append(pytest.mark.skipif(missing, reason=reason))
-    return [pytest.param(case, id=name, marks=marks[name]) for name, case in CASES.items()]
+def _chosen(names: tuple[str, ...] = tuple(CASES), default: tuple[str, ...] = DEFAULT) -> list[object]:
+    """Returns cases by name; those that are not in the default run are slow."""
+    found = []
+    for name in names:
+        marks = [] if name in default else [pytest.mark.slow]
+        found.append(pytest.param(CASES[name], id=name, marks=marks + [needs_hf] * CASES[name].needs_hf))
+    return found
 
 
-@pytest.mark.parametrize("case", _marked(*DEFAULT))
+def _tolerance(case: Case) -> float:
+    return 1e-5 if case.float32_inside else 1e-9
+
+
+@cache
+def _plain(case: Case, microbatches: int) -> Trained:
+    return plain_loop(case, batches_of(case), microbatches)
+
+
+@pytest.mark.parametrize("case", _chosen())
 def test_each_model_trains_in_a_plain_loop(case: Case) -> None:
     batches = batches_of(case)
-    trained = plain_loop(case, batches, microbatches=4)
+    trained = _plain(case, 4)
     assert all(map(math.isfinite, trained.losses))
     model = model_of(case)
     for batch in batches:
@@ -42,3 +64,54 @@ def test_each_model_trains_in_a_plain_loop(case: Case) -> None:
             assert parameter.grad.isfinite().all(), name
             assert parameter.grad.any(), f"the gradient of {name} is zero"
             assert not first[name].equal(trained.state[name]), name
+
+
+@needs_graphs
+@pytest.mark.parametrize(("stages", "schedule", "microbatches"), RUNS)
+@pytest.mark.parametrize("case", _chosen())
+def test_flushing_methods_equal_the_plain_loop(case: Case, stages: int, schedule: str, microbatches: int) -> None:
+    seed = 10 * stages + microbatches
+    found = pipelined(case, batches_of(case), stages=stages, schedule=schedule, microbatches=microbatches, seed=seed)
+    check_same(_plain(case, microbatches), found, _tolerance(case))
+
+
+@needs_graphs
+@pytest.mark.parametrize("case", [one for one in _chosen(default=("hf_gpt2",)) if one.values[0].varies_length])
+def test_twenty_lengths(case: Case) -> None:
+    batches = batches_of(case, range(3, 23), samples=4)
+    found = pipelined(case, batches, stages=4, microbatches=2, seed=1)
+    check_same(plain_loop(case, batches, 2), found, _tolerance(case))
+
+
+@needs_graphs
+@pytest.mark.parametrize("case", _chosen(WITH_DROPOUT, default=("tied_gpt", "glue_dropout")))
+def test_dropout_does_not_depend_on_the_cut(case: Case) -> None:
+    batches = batches_of(case)
+    one, two, three = (
+        pipelined(case, batches, stages=stages, microbatches=2, seed=seed, dropout=True)
+        for stages, seed in ((2, 0), (3, 1), (4, 2))
+    )
+    assert len({one.cuts, two.cuts, three.cuts}) == 3
+    check_same(one, two, _tolerance(case))
+    check_same(one, three, _tolerance(case))
+    plain = _plain(case, 2)
+    assert abs(one.losses[0] - plain.losses[0]) > 1e-3, "nothing was dropped"
+    other = pipelined(case, batches[:1], stages=2, microbatches=2, dropout=True).losses[0]
+    assert other == one.losses[0]
+
+
+def _in_process(name: str, stages: int, microbatches: int) -> Trained:
+    return pipelined(CASES[name], batches_of(CASES[name]), stages=stages, microbatches=microbatches, seed=5)
+
+
+@needs_graphs
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("case", _chosen(DEFAULT))
+@pytest.mark.parametrize("workers", [2, 3])
+def test_processes_equal_the_plain_loop(case: Case, workers: int) -> None:
+    first, *others = processes.results(_in_process, workers, case.name, workers, 4)
+    check_same(_plain(case, 4), first, _tolerance(case))
+    for other in others:
+        assert other.losses == first.losses
+        assert other.cuts == first.cuts

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 import pipedream as pd
 
-__all__ = ["LENGTHS", "Trained", "batches_of", "check_same", "graph_of", "model_of", "pipelined", "plain_loop"]
+__all__ = ["LENGTHS", "Trained", "batches_of", "check_same", "draw_cuts", "loss_of", "model_of", "pipelined"]
+__all__ += ["plain_loop", "profile_of"]
 
 LENGTHS = (6, 9, 6, 5)
 
@@ -26,11 +28,15 @@ class Trained:
     Attributes:
         losses: of the minibatches.
         state: whole state dict at the end.
-        cuts: names of the layers at which a stage began.
+        evaluated: mean loss over the batches in evaluation mode, after training.
+        predicted: the outputs of the trained model for the batches.
+        cuts: names of the layers at which a stage begins.
     """
 
     losses: list[float]
     state: dict[str, Tensor]
+    evaluated: float = 0.0
+    predicted: list[Any] = field(default_factory=list)
     cuts: tuple[str, ...] = ()
 
 
@@ -52,10 +58,12 @@ def batches_of(
 
 def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """Makes the optimizer of both runs."""
-    return torch.optim.SGD([p for _, p in named if p.requires_grad], lr=0.02, momentum=0.9)
+    return torch.optim.SGD([p for _, p in named], lr=0.02, momentum=0.9)
 
 
-def plain_loop(case: Case, batches: Sequence[Any], microbatches: int = 1, *, dtype: Any = torch.float64) -> Trained:
+def plain_loop(
+    case: Case, batches: Sequence[Any], microbatches: int = 1, *, dtype: torch.dtype = torch.float64
+) -> Trained:
     """Trains in one process: the gradient of a minibatch is the mean of its microbatches', weighted by amount."""
     model = model_of(case, dtype=dtype)
     optimizer = make_optimizer(list(model.named_parameters()))
@@ -71,23 +79,32 @@ def plain_loop(case: Case, batches: Sequence[Any], microbatches: int = 1, *, dty
             total += loss.item()
         optimizer.step()
         losses.append(total)
-    return Trained(losses, {name: value.clone() for name, value in model.state_dict().items()})
+    model.eval()
+    with torch.no_grad():
+        scored = [(loss_of(case, model, batch).item(), case.amount(batch)) for batch in batches]
+        predicted = [output_of(case, model, batch) for batch in batches]
+    mean = sum(loss * amount for loss, amount in scored) / sum(amount for _, amount in scored)
+    return Trained(losses, {name: value.clone() for name, value in model.state_dict().items()}, mean, predicted)
+
+
+def output_of(case: Case, model: nn.Module, batch: Any) -> Any:
+    """Returns what the model gives for a batch."""
+    inputs = case.inputs(batch)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def loss_of(case: Case, model: nn.Module, batch: Any) -> Tensor:
     """Returns the loss of a batch, as a training loop computes it."""
-    inputs = case.inputs(batch)
-    if isinstance(inputs, Mapping):
-        output = model(**inputs)
-    else:
-        output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    output = output_of(case, model, batch)
     if case.loss is None:
         return output.loss
     is_torchs = getattr(case.loss, "func", case.loss).__module__ == "torch.nn.functional"
     return case.loss(output, batch[1] if is_torchs else batch)
 
 
-def graph_of(case: Case, model: nn.Module, batch: Any) -> Any:
+def profile_of(case: Case, model: nn.Module, batch: Any) -> pd.Profile:
     """Profiles a model; seconds do not matter here."""
     return pd.profile(model, case.inputs(batch), warmup=0, runs=1)
 
@@ -96,7 +113,7 @@ def pipelined(
     case: Case,
     batches: Sequence[Any],
     *,
-    stages: int,
+    stages: int = 2,
     schedule: str = "1f1b",
     microbatches: int | None = 1,
     cuts: Sequence[int | str] | None = None,
@@ -105,40 +122,46 @@ def pipelined(
     dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> Trained:
-    """Trains in a pipeline of so many stages, through the public face alone.
+    """Trains in a pipeline, through the public face alone.
 
     Args:
-        cuts: by default drawn with the seed from those that the model allows.
+        cuts: by default drawn with the seed, for so many stages, from those that the model allows.
         dropout: as the model has it; otherwise there is none.
         options: of `pipedream.Pipeline`.
     """
     model = model_of(case, dtype=dtype, dropout=dropout)
-    profile = graph_of(case, model, batches[0])
-    if cuts is None:
-        cuts = draw_cuts(profile.graph, stages, seed)
-    plan = pd.plan(
-        profile, pd.Cluster.here(len(cuts) + 1), schedule=schedule, microbatches=microbatches, cuts=tuple(cuts)
-    )
+    profile = profile_of(case, model, batches[0])
+    chosen = draw_cuts(profile.graph, stages, seed) if cuts is None else tuple(cuts)
+    cluster = pd.Cluster.here(len(chosen) + 1)
+    plan = pd.plan(profile, cluster, schedule=schedule, microbatches=microbatches, cuts=chosen)
     begins = tuple(stage.names[0] for stage in plan.stages[1:])
     with pd.Pipeline(model, plan, loss=case.loss, optimizer=make_optimizer, **options) as pipeline:
         losses = [done.loss for done in pipeline.train(batches)]
-        return Trained(losses, pipeline.state_dict(), begins)
+        evaluated = pipeline.evaluate(batches)["loss"]
+        predicted = list(pipeline.predict(batches))
+        return Trained(losses, pipeline.state_dict(), evaluated, predicted, begins)
 
 
 def draw_cuts(graph: Any, stages: int, seed: int) -> tuple[int, ...]:
     """Draws places for so many stages, or as many as the model has; tied weights may be parted."""
-    allowed = [i for i in range(1, len(graph.layers)) if not _parts_state(graph, i)]
+    whole = [(min(group), max(group)) for group in graph.whole]
+    allowed = [i for i in range(1, len(graph.layers)) if not any(first < i <= last for first, last in whole)]
     return tuple(sorted(random.Random(seed).sample(allowed, min(stages - 1, len(allowed)))))
 
 
 def check_same(wanted: Trained, found: Trained, tolerance: float) -> None:
-    """Checks that two runs gave the same losses and the same weights."""
-    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(wanted.losses), rtol=tolerance, atol=tolerance)
-    assert sorted(found.state) == sorted(wanted.state)
+    """Checks that two runs gave the same losses, weights, evaluation and outputs."""
+    for name in ("losses", "evaluated"):
+        _check_near(name, torch.tensor(getattr(found, name)), torch.tensor(getattr(wanted, name)), tolerance)
+    assert sorted(found.state) == sorted(wanted.state), set(found.state) ^ set(wanted.state)
     for name, value in wanted.state.items():
-        torch.testing.assert_close(
-            found.state[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        _check_near(name, found.state[name], value, tolerance)
+    assert len(found.predicted) == len(wanted.predicted)
+    for a, b in zip(found.predicted, wanted.predicted, strict=True):
+        assert type(a) is type(b), f"predict gave a {type(a).__name__}, the model gives a {type(b).__name__}"
+        for (name, x), (other, y) in zip(_tensors(a), _tensors(b), strict=True):
+            assert name == other
+            _check_near(f"output{name}", x, y, tolerance)
 
 
 def split(batch: Any, parts: int) -> list[Any]:
@@ -155,8 +178,27 @@ def split(batch: Any, parts: int) -> list[Any]:
     return [part(batch, index) for index in range(min(parts, count))]
 
 
-def _parts_state(graph: Any, cut: int) -> bool:
-    return any(min(group) < cut <= max(group) for group in graph.whole)
+def _check_near(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> None:
+    assert found.shape == wanted.shape, f"{name} has the shape {tuple(found.shape)}, not {tuple(wanted.shape)}"
+    assert found.dtype == wanted.dtype, f"{name} is of {found.dtype}, not {wanted.dtype}"
+    if not wanted.numel() or found.equal(wanted):
+        return
+    difference = (found.double() - wanted.double()).abs().max().item()
+    size = wanted.double().abs().max().item()
+    assert difference <= tolerance * max(1.0, size), f"{name} differs by {difference:.1e}, its size is {size:.1e}"
+
+
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of an output; what else a model returns (such as its cache) is left out."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
+        for one in dataclasses.fields(value):
+            yield from _tensors(getattr(value, one.name), f"{name}.{one.name}")
+    elif isinstance(value, (Mapping, tuple, list)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _tensors(item, f"{name}[{key!r}]")
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
