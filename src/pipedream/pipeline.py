@@ -33,6 +33,7 @@ from pipedream.runtime.comm.process_group import process_device
 from pipedream.runtime.data.batch_adapter import BatchAdapter
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.runtime.results.results import Done
+from pipedream.runtime.results.scoring import needs_weights
 from pipedream.runtime.session import Session
 from pipedream.runtime.update.loss_scale import LossScaleOptions
 from pipedream.runtime.update.tied_weights import find_tied_weights
@@ -95,8 +96,11 @@ class Pipeline:
         self._interrupted = False
         self._data_state: Mapping[str, Any] | None = None
         self.drains: list[int] = []
+        loss = Loss(options.loss, options.weight, of_model=captured.graph.loss_weight)
+        if any(needs_weights(found.program) for found in self.prepared):
+            loss.check_split()
         settings = Settings(
-            loss=Loss(options.loss, options.weight),
+            loss=loss,
             optimizer=options.optimizer,
             metrics=dict(options.metrics),
             scheduler=options.scheduler,

@@ -91,7 +91,8 @@ class ForwardRunner:
                     message.structure, message.tensors, message.gradients
                 )
             read = stage_state.read_again(saved) if again else weights
-            output = stage_state.forward(value, read, self._stream.number(op.index), op.stage == 0)
+            with nullcontext() if targets is None else self._scorer.watching(value, message.samples, trains=True):
+                output = stage_state.forward(value, read, self._stream.number(op.index), op.stage == 0)
             if targets is None:
                 structure, saved.outputs, wants = outputs_of(output)
                 return message.with_tensors(structure, saved.outputs, wants, version)
@@ -120,10 +121,11 @@ class ForwardRunner:
             leaves, context = stage_state.leaves, stage_state.evaluating()
         else:
             leaves = self._leaves_of(stage_state)
+        scores = op.stage == self._last and not self._stream.predicts
         with torch.no_grad(), context:
-            output = stage_state.module.forward(
-                self._value_of(message), leaves, self._stream.number(op.index), op.stage == 0
-            )
+            value = self._value_of(message)
+            with self._scorer.watching(value, message.samples, trains=False) if scores else nullcontext():
+                output = stage_state.module.forward(value, leaves, self._stream.number(op.index), op.stage == 0)
             if op.stage < self._last:
                 return message.with_tensors(*flatten(output))
             if self._stream.predicts:

@@ -37,6 +37,8 @@ class LayerGraph(Artifact):
         edges: index pairs (producer, consumer), producer before consumer.
         ties: groups of layers that share a parameter or state; a cut should not separate a group.
         whole: ties that no method can train in separate stages, because what is shared changes without an update.
+        loss_weight: what the model's own loss is a mean over, found on a sample (`runtime.results.losses.LossWeight`);
+            empty if it is not known.
 
     Raises:
         ValueError: no layer, a repeated name, an edge or tie out of range, or a group in `whole` that is not a tie.
@@ -46,6 +48,7 @@ class LayerGraph(Artifact):
     edges: tuple[tuple[int, int], ...]
     ties: tuple[tuple[int, ...], ...] = ()
     whole: tuple[tuple[int, ...], ...] = ()
+    loss_weight: str = ""
 
     def __post_init__(self) -> None:
         count = len(self.layers)

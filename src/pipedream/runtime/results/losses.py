@@ -3,19 +3,27 @@
 A minibatch's loss is a mean over samples, counted tokens or elements, and the mean of its parts' means is not the mean
 of the whole. So each microbatch has a *weight*, the amount that its mean is over; gradients and losses are summed as
 weight x mean and divided once by the summed weight.
+
+If the model returns its own loss, the weight is what the loss that it calls is a mean over (`LossCalls`). A loss that
+is not made of torch's is taken for a mean over samples; on a sample of the data, `probe_weight` finds out if it is one.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["Loss", "Metric", "is_torch_loss", "metric_sums"]
+from pipedream.core.errors import PipelineError
+from pipedream.runtime.results.loss_calls import Amounts, LossCalls, class_amount
+
+__all__ = ["Loss", "LossWeight", "Metric", "is_torch_loss", "loss_of_output", "metric_sums"]
 
 Metric = Callable[[Any, Any], Any]
 """(output, batch) -> a mean over samples, or (sum, weight)."""
@@ -30,6 +38,16 @@ _ELEMENT_MODULES = (
     nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss,
     nn.GaussianNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss,
 )  # fmt: skip
+
+
+class LossWeight(enum.StrEnum):
+    """What a model's own loss is a mean over."""
+
+    UNKNOWN = ""
+    RECOGNISED = "recognised"  # what torch's losses, which it calls, are means over
+    SAMPLES = "samples"
+    SUM = "sum"  # it is a sum over samples
+    OTHER = "other"  # the losses of a batch's parts do not give the loss of the batch
 
 
 def is_torch_loss(loss: Any) -> bool:
@@ -47,27 +65,58 @@ class Loss:
         loss: ``loss(output, batch)`` -> scalar tensor or (sum, weight); one of torch's own losses; or None if the
             model's output has a ``.loss``.
         weight: ``weight(batch)`` -> the amount that the loss is a mean over.
+        of_model: what `probe_weight` found for the model's own loss; empty if it was not asked.
     """
 
-    def __init__(self, loss: Any = None, weight: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self, loss: Any = None, weight: Callable[[Any], Any] | None = None, *, of_model: LossWeight | str = ""
+    ) -> None:
         self._loss = loss
         self._weight = weight
         self._function, self._keywords = _unwrapped(loss)
+        self._of_model = LossWeight(of_model)
+        watches = loss is None and weight is None and self._of_model in (LossWeight.UNKNOWN, LossWeight.RECOGNISED)
+        self._calls = LossCalls() if watches else None
+        self._is_watched = False
+        self._mixture: tuple[int, tuple[float, ...]] | None = None
 
-    def __call__(self, output: Any, batch: Any, samples: int, share: float) -> tuple[torch.Tensor, float, bool]:
+    def check_split(self) -> None:
+        """Raises a PipelineError if the loss of a minibatch does not follow from the losses of its parts."""
+        if self._loss is None and self._weight is None and self._of_model is LossWeight.OTHER:
+            raise PipelineError(
+                "the minibatches are to be split into parts, but the model's own loss is not a mean over samples: on "
+                "the sample, the losses of parts do not give the loss of the whole (as with a contrastive loss, which "
+                "compares the samples of a batch); train with microbatches=1 and one replica of the last stage, or "
+                "give weight=..., a function from a batch to the amount that its loss is a mean over"
+            )
+
+    def watching(self, inputs: Any, samples: int) -> AbstractContextManager[Any]:
+        """Context of the last stage's forward, from which the next call finds the weight of the model's own loss."""
+        if self._calls is None or self._calls.recognised is False:
+            return nullcontext()
+        self._is_watched = True
+        return self._calls.given(inputs, samples)
+
+    def __call__(
+        self, output: Any, batch: Any, samples: int, share: float, minibatch: int | None = None
+    ) -> tuple[torch.Tensor, float, bool]:
         """Returns (value, weight, is_sum): the value is a mean over `weight`, or a sum to be divided by it.
 
         Args:
             batch: the targets for torch's own losses.
             share: of the minibatch's samples.
+            minibatch: whose parts' weights must fit together; None if they need not.
 
         Raises:
             TypeError: the loss returned neither a scalar tensor nor a pair.
+            ValueError: the weight of the model's own loss is unknown.
         """
         found = self._evaluated(output, batch)
         if isinstance(found, tuple):
             total, weight = found
             return total, float(weight), True
+        if self._loss is None and self._weight is None:
+            return self._scalar(found), *self._weight_of_model(found, samples, share, minibatch)
         found = self._scalar(found)
         if self._weight is not None:
             return found, float(self._weight(batch)), False
@@ -77,6 +126,51 @@ class Loss:
             return found, share, True
         weight = self._torch_weight(output, batch, reduction)
         return found, float(samples if weight is None else weight), False
+
+    def _weight_of_model(
+        self, loss: torch.Tensor, samples: int, share: float, minibatch: int | None
+    ) -> tuple[float, bool]:
+        """Returns the weight of the model's own loss, and whether the loss is a sum."""
+        if self._of_model is LossWeight.SUM:
+            return share, True
+        if self._calls is None or not self._is_watched:
+            return float(samples), False
+        self._is_watched = False
+        before = self._calls.recognised
+        amounts = self._calls.amounts(loss)
+        if amounts is None:
+            if minibatch is not None and (before or self._of_model is LossWeight.RECOGNISED):
+                raise ValueError(
+                    "the model computed its loss in another way than before, so that it is unknown what it is a mean "
+                    "over; give weight=..., a function from a batch to this amount"
+                )
+            return float(samples), False
+        if amounts.is_sum:
+            return share, True
+        if max(amounts.values) != min(amounts.values) and minibatch is None:
+            return float(samples), False
+        if minibatch is not None:
+            self._check_mixture(amounts, minibatch)
+        return max(amounts.values), False
+
+    def _check_mixture(self, amounts: Amounts, minibatch: int) -> None:
+        """Raises a ValueError if the loss is a sum of means over amounts whose ratio differs between the parts.
+
+        Then no weights of the parts give the loss of the minibatch.
+        """
+        greatest = max(amounts.values)
+        if not greatest:
+            return
+        ratios = tuple(value / greatest for value in amounts.values)
+        if self._mixture is None or self._mixture[0] != minibatch:
+            self._mixture = minibatch, ratios
+        elif any(abs(a - b) > 1e-9 for a, b in zip(self._mixture[1], ratios, strict=False)):
+            found = ", ".join(f"{value:g}" for value in amounts.values)
+            raise ValueError(
+                f"the model's own loss is a sum of means over different amounts (here {found}), in a ratio that "
+                "differs between the parts of a minibatch; train with microbatches=1 and one replica of the last "
+                "stage, or give weight=..., a function from a batch to the amount by which its loss is to count"
+            )
 
     def weight_from_shapes(self, output: Any, batch: Any, samples: int, share: float) -> float:
         """Returns the weight that follows from shapes alone, whatever the targets hold."""
@@ -94,7 +188,7 @@ class Loss:
         return found[0] if isinstance(found, tuple) else self._scalar(found)
 
     def _evaluated(self, output: Any, batch: Any) -> Any:
-        return _loss_of_output(output) if self._loss is None else self._loss(output, batch)
+        return loss_of_output(output) if self._loss is None else self._loss(output, batch)
 
     @staticmethod
     def _scalar(found: Any) -> torch.Tensor:
@@ -109,9 +203,7 @@ class Loss:
         count = self._torch_count(output, targets, reduction)
         if count is None or not self._is_of_classes or targets.is_floating_point():
             return None if count is None else float(count)
-        counted = targets[targets != self._option("ignore_index", -100)]
-        classes = self._option("weight", None)
-        return float(counted.numel() if classes is None else classes[counted].sum())
+        return class_amount(targets, self._option("ignore_index", -100), self._option("weight", None))
 
     def _torch_count(self, output: Any, targets: Any, reduction: str) -> int | None:
         function = self._function
@@ -158,7 +250,7 @@ def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
     return loss, keywords
 
 
-def _loss_of_output(output: Any) -> torch.Tensor:
+def loss_of_output(output: Any) -> torch.Tensor:
     found = getattr(output, "loss", None)
     if found is None and isinstance(output, Mapping):
         found = output.get("loss")

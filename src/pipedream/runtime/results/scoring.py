@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from math import log2
 from typing import Any
 
@@ -15,7 +16,7 @@ from pipedream.runtime.comm.values import map_tensors, tensors_of
 from pipedream.runtime.results.losses import Loss, Metric, metric_sums
 from pipedream.runtime.results.results import Results
 
-__all__ = ["Scorer"]
+__all__ = ["Scorer", "needs_weights"]
 
 
 class Scorer:
@@ -28,12 +29,18 @@ class Scorer:
         self._on_nan = on_nan
         self._mean_of_rounds = False
         self._has_units = False
+        self._needs_weights = False
 
     def switch_to(self, program: Program) -> None:
         updates = program.updates
         self._mean_of_rounds = updates.mean_of_rounds
         # All gradients of one update have the minibatch's unit.
         self._has_units = all(program.microbatches % count == 0 for count in updates.per_update)
+        self._needs_weights = needs_weights(program)
+
+    def watching(self, inputs: Any, samples: int, trains: bool) -> AbstractContextManager[Any]:
+        """Context of the last stage's forward (`Loss.watching`)."""
+        return self._loss.watching(inputs, samples) if self._needs_weights or not trains else nullcontext()
 
     def score(
         self, key: int, message: Message, output: Any, targets: Any, rank: int, where: str, again: bool = False
@@ -44,7 +51,8 @@ class Scorer:
         those of the mean, which low precision can represent, the unit is a power of two near the minibatch's weight;
         dividing by it is exact. A recomputation (`again`) records nothing.
         """
-        value, weight, is_sum = self._loss(output, targets, message.samples, message.share)
+        minibatch = message.minibatch if self._needs_weights else None
+        value, weight, is_sum = self._loss(output, targets, message.samples, message.share, minibatch)
         loss = float(value.detach())
         if loss != loss and weight and self._on_nan == "error":
             raise WorkerError(
@@ -56,9 +64,10 @@ class Scorer:
             )
         if not weight:
             # Nothing counts here (e.g. all tokens are padding), and 0/0 is not a number.
-            value = torch.stack([t.sum() for t in tensors_of(output) if t.requires_grad]).sum() * 0.0
+            value = _zero(output, value)
         if not again:
-            self._record(key, message, map_tensors(output, torch.Tensor.detach), targets, loss, weight, is_sum)
+            seen = map_tensors(output, torch.Tensor.detach) if self._metrics else None
+            self._record(key, message, seen, targets, loss, weight, is_sum)
         if self._mean_of_rounds:  # a round takes the gradient of each minibatch's mean
             return value, weight, 1.0 / weight if is_sum and weight else 1.0
         unit = self._weight_unit(message, output, targets)
@@ -83,3 +92,15 @@ class Scorer:
         for pair in metric_sums(self._metrics, output, targets, message.samples):
             numbers.extend(pair)
         self._results.add(key, message, numbers)
+
+
+def needs_weights(program: Program) -> bool:
+    """Returns whether an update sums gradients of several parts, whose weights then matter."""
+    updates = program.updates
+    return program.microbatches > 1 or (max(updates.per_update) > 1 and not updates.mean_of_rounds)
+
+
+def _zero(output: Any, loss: torch.Tensor) -> torch.Tensor:
+    """Returns a 0 whose gradients are 0, although the loss may be nan."""
+    found = [t.sum() for t in tensors_of(output) if t.requires_grad and t.numel() > 1]
+    return (torch.stack(found).sum() if found else loss.nan_to_num()) * 0.0

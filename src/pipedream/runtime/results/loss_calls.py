@@ -1,0 +1,356 @@
+"""Recognises torch's losses where a model calls them, and finds what the model's own loss is a mean over.
+
+Life of a forward that is watched:
+
+1. A call of a loss of `torch.nn.functional` is noted with its arguments, and its result is known to be a mean over
+   some amount, a sum, or a tensor of elements (``reduction='none'``).
+2. What the model then computes from it is followed: casts, reshapes, factors, sums of losses, means and sums of
+   elements, and the division of a sum by a count. Any other function of a loss ends the trail.
+3. If the model's loss is at the end of a trail, `amounts` computes what it is a mean over. This alone reads tensors.
+
+To see every function costs 2 us for each, so only the first forward does. It shows whether all losses are called by
+their names in `torch.nn.functional`. If so, later forwards watch these names, and the functions after the first loss.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from itertools import zip_longest
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+__all__ = ["Amounts", "LossCalls", "class_amount", "leaves_of"]
+
+_Arguments = Mapping[str, Any]
+_Amount = Callable[[], float | None]
+"""None if it does not count."""
+
+
+class Amounts(NamedTuple):
+    """What a loss is a mean over: several amounts if it is a sum of means; none if it is itself a sum."""
+
+    is_sum: bool
+    values: tuple[float, ...] = ()
+
+
+class _Noted(NamedTuple):
+    kind: str  # "mean", "sum" or "elements"
+    amounts: tuple[_Amount, ...] = ()
+
+
+def class_amount(targets: torch.Tensor, ignore_index: int = -100, classes: torch.Tensor | None = None) -> float:
+    """Returns the counted targets of a loss on classes, or the sum of their classes' weights."""
+    if targets.is_floating_point():  # probabilities
+        return float(targets.numel() // targets.shape[1] if targets.ndim > 1 else 1)
+    counted = targets[targets != ignore_index]
+    return float(counted.numel() if classes is None else classes[counted].sum())
+
+
+def _classes(given: _Arguments) -> float:
+    ignored = given["ignore_index"]
+    return class_amount(given["target"], -100 if ignored is None else ignored, given["weight"])
+
+
+def _elements(*names: str) -> Callable[[_Arguments], float]:
+    return lambda given: float(math.prod(map(max, zip_longest(*(given[n].shape[::-1] for n in names), fillvalue=1))))
+
+
+def _weighted(given: _Arguments) -> float:
+    return _elements("input", "target")(given) if given["weight"] is None else float(given["weight"].sum())
+
+
+def _divergence(given: _Arguments) -> float:
+    return float(len(given["input"])) if given["reduction"] == "batchmean" else _elements("input", "target")(given)
+
+
+def _rows(name: str) -> Callable[[_Arguments], float]:
+    return lambda given: float(math.prod(given[name].shape[:-1]))
+
+
+_pair = _elements("input", "target")
+_AMOUNTS: dict[Any, Callable[[_Arguments], float]] = {
+    F.cross_entropy: _classes,
+    F.nll_loss: _classes,
+    F.mse_loss: _weighted,
+    F.kl_div: _divergence,
+    F.cosine_embedding_loss: lambda given: float(given["target"].numel()),
+    F.ctc_loss: lambda given: float(torch.as_tensor(given["target_lengths"]).numel()),
+    F.margin_ranking_loss: _elements("input1", "input2", "target"),
+    F.multi_margin_loss: lambda given: float(given["target"].numel()),
+    F.multilabel_margin_loss: _rows("input"),
+    F.multilabel_soft_margin_loss: _rows("input"),
+    F.triplet_margin_loss: _rows("anchor"),
+    F.triplet_margin_with_distance_loss: _rows("anchor"),
+}
+_AMOUNTS |= dict.fromkeys(
+    (
+        F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
+        F.poisson_nll_loss, F.gaussian_nll_loss, F.soft_margin_loss, F.hinge_embedding_loss,
+    ),
+    _pair,
+)  # fmt: skip
+if hasattr(F, "linear_cross_entropy"):
+    _AMOUNTS[F.linear_cross_entropy] = _classes
+_SIGNATURES = {function: inspect.signature(function) for function in _AMOUNTS}
+
+# Functions whose result is their first argument in another form, or parts of it.
+_FORMS = frozenset((
+    "to", "type", "type_as", "float", "double", "half", "bfloat16", "cuda", "cpu", "clone", "contiguous", "detach",
+    "alias", "requires_grad_", "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "squeeze",
+    "unsqueeze", "expand", "expand_as", "permute", "transpose", "t", "neg", "neg_", "nan_to_num", "nan_to_num_",
+    "__getitem__", "masked_select", "masked_fill", "masked_fill_", "index_select", "where", "as_tensor",
+))  # fmt: skip
+_SUMS = frozenset(("add", "add_", "sub", "sub_", "rsub", "__rsub__", "subtract"))
+_PRODUCTS = frozenset(("mul", "mul_", "multiply"))
+_QUOTIENTS = frozenset(("div", "div_", "divide", "true_divide"))
+_JOINS = frozenset(("stack", "cat", "concat", "concatenate", "hstack", "vstack"))
+
+
+class LossCalls(TorchFunctionMode):
+    """Watches the forwards of a model; use it as a context around each, then call `amounts`.
+
+    Attributes:
+        recognised: whether the last loss was; None before the first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recognised: bool | None = None
+        self._sees_all = True
+        self._only_by_name = True
+        self._by_name = False
+        self._pushed = False
+        self._noted: dict[int, tuple[torch.Tensor, _Noted]] = {}
+        # By id; the values keep the tensors, so that no id is used again.
+        self._given: dict[int, torch.Tensor] = {}
+        self._given_numbers: set[float] = set()
+        self._samples = 1
+        self._thread = 0
+        self._names = {function.__name__: (function, self._watched(function)) for function in _AMOUNTS}
+        # While it is watched, a function names itself by what watches it.
+        self._functions = {key: function for function, watched in self._names.values() for key in (function, watched)}
+
+    def given(self, inputs: Any, samples: int) -> Self:
+        """Takes the coming forward's inputs: a sum that is divided by a number among them remains a sum.
+
+        Such a number is not split with the batch, as Hugging Face's ``num_items_in_batch``.
+        """
+        self.clear()
+        self._samples = samples
+        for item in leaves_of(inputs):
+            if isinstance(item, torch.Tensor):
+                if item.numel() == 1 and not item.ndim:
+                    self._given[id(item)] = item
+            elif isinstance(item, (int, float)) and not isinstance(item, bool):
+                self._given_numbers.add(float(item))
+        return self
+
+    def clear(self) -> None:
+        self._noted.clear()
+        self._given.clear()
+        self._given_numbers.clear()
+
+    def __enter__(self) -> Self:
+        self._thread = threading.get_ident()
+        for name, (_, watched) in self._names.items():
+            setattr(F, name, watched)
+        if self._sees_all:
+            self._push()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._thread = 0
+        if self._pushed:
+            self._pushed = False
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for name, (function, _) in self._names.items():
+            setattr(F, name, function)
+
+    def amounts(self, loss: torch.Tensor) -> Amounts | None:
+        """Returns what the loss of the watched forward is a mean over; None if it was not recognised."""
+        found = self._noted.get(id(loss))
+        amounts = None if found is None or found[1].kind == "elements" else _evaluated(found[1])
+        if self.recognised is None:
+            self._sees_all = not self._only_by_name
+        self.recognised = amounts is not None
+        self.clear()
+        return amounts
+
+    def _push(self) -> None:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._pushed = True
+
+    def _watched(self, function: Any) -> Any:
+        @wraps(function)
+        def call(*args: Any, **keywords: Any) -> Any:
+            if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
+                return function(*args, **keywords)
+            if self._pushed:
+                # Below another mode, this one could not have been pushed here.
+                self._by_name = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
+                return function(*args, **keywords)
+            result = function(*args, **keywords)
+            self._note_call(function, args, keywords, result)
+            if not self._pushed:  # one loss may have called another
+                self._push()
+            return result
+
+        return call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if function := self._functions.get(func):
+            self._only_by_name &= self._by_name
+            self._by_name = False
+            result = function(*args, **kwargs)
+            self._note_call(function, args, kwargs, result)
+            return result
+        if not self._noted:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        derive = self._derivation(name, args, kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            noted = None if derive is None else derive(result)
+            if noted is not None:
+                self._noted[id(result)] = (result, noted)
+            elif name != "__get__":
+                self._noted.pop(id(result), None)  # changed in place
+        return result
+
+    # -- what is noted ------------------------------------------------------------------------------
+
+    def _note_call(self, function: Any, args: tuple[Any, ...], keywords: dict[str, Any], result: torch.Tensor) -> None:
+        bound = _SIGNATURES[function].bind(*args, **keywords)
+        bound.apply_defaults()
+        given = bound.arguments
+        if given.get("size_average") is not None or given.get("reduce") is not None:
+            return
+        reduction = given["reduction"]
+        if reduction == "none":
+            noted = _Noted("elements")
+        elif reduction == "sum":
+            noted = _Noted("sum")
+        else:
+            noted = _Noted("mean", (lambda: _AMOUNTS[function](given),))
+        self._noted[id(result)] = (result, noted)
+
+    def _of(self, item: Any) -> _Noted | None:
+        found = self._noted.get(id(item)) if isinstance(item, torch.Tensor) else None
+        return None if found is None else found[1]
+
+    def _derivation(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Callable[[torch.Tensor], _Noted | None] | None:
+        """Returns from a function's result to its note; called before the function, which may write in place."""
+        operands = [*leaves_of(args), *kwargs.values()]
+        found = [noted for noted in map(self._of, operands) if noted is not None]
+        if not found:
+            if name in _FORMS and args and id(args[0]) in self._given:
+                return self._given_again
+            return None
+        first = found[0]
+        if name in _FORMS:
+            return lambda result: first
+        if name in ("sum", "mean"):
+            return lambda result: _reduced(first, name, args[0], result)
+        if name in _JOINS:
+            return lambda result: _joined(found)
+        if name in _SUMS:
+            others = [item for item in operands[:2] if self._of(item) is None]
+            joined = _added(_joined(found), others, self._samples)
+            return lambda result: joined
+        if name in _PRODUCTS and len(found) == 1:
+            scaled = all(_is_number(item) or first.kind == "elements" for item in operands[:2] if not self._of(item))
+            return lambda result: first if scaled else None
+        if name in _QUOTIENTS and self._of(operands[0]) and len(found) == 1:
+            divided = self._divided(first, operands[1])
+            return lambda result: divided
+        return None
+
+    def _given_again(self, result: torch.Tensor) -> None:
+        self._given[id(result)] = result
+
+    def _divided(self, noted: _Noted, divisor: Any) -> _Noted | None:
+        if noted.kind == "elements":
+            return noted
+        if not _is_number(divisor):
+            return None
+        if noted.kind == "mean":
+            return noted
+        if isinstance(divisor, torch.Tensor):
+            if id(divisor) in self._given:
+                return noted
+            count = divisor.detach().clone()
+            return _Noted("mean", (*noted.amounts, lambda: float(count)))
+        number = float(divisor)
+        if number == self._samples or (number not in self._given_numbers and not number % self._samples):
+            return _Noted("mean", (*noted.amounts, lambda: number))
+        return noted  # a factor that has nothing to do with the batch
+
+
+def _reduced(noted: _Noted, name: str, argument: Any, result: torch.Tensor) -> _Noted:
+    if noted.kind != "elements" or result.ndim:
+        return noted
+    if name == "sum":
+        return _Noted("sum", noted.amounts)
+    count = float(argument.numel())
+    return _Noted("mean", (*noted.amounts, lambda: count))
+
+
+def _joined(found: list[_Noted]) -> _Noted | None:
+    if len({noted.kind for noted in found}) > 1:
+        return None
+    return _Noted(found[0].kind, tuple(amount for noted in found for amount in noted.amounts))
+
+
+def _added(noted: _Noted | None, others: list[Any], samples: int) -> _Noted | None:
+    """Returns the note of a sum with what no loss has made: constants, regularisers, losses of the user's own."""
+    if noted is None or noted.kind == "elements":
+        return noted
+    for other in others:
+        if not _is_number(other):
+            return None
+        if isinstance(other, torch.Tensor):
+            noted = _Noted(noted.kind, (*noted.amounts, _unless_zero(other.detach().clone(), samples)))
+        elif noted.kind == "sum" and other:
+            return None
+    return noted
+
+
+def _unless_zero(other: torch.Tensor, samples: int) -> _Amount:
+    """An unknown term is taken for a mean over samples, unless it is 0, from which many sums of losses start."""
+    return lambda: float(samples) if float(other) else None
+
+
+def _evaluated(noted: _Noted) -> Amounts | None:
+    values = tuple(value for value in (amount() for amount in noted.amounts) if value is not None)
+    if noted.kind == "mean" and values:
+        return Amounts(False, values)
+    # With a term that is a mean over samples, a sum is neither.
+    return None if values else Amounts(True)
+
+
+def _is_number(item: Any) -> bool:
+    return item.numel() == 1 if isinstance(item, torch.Tensor) else isinstance(item, (int, float))
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Yields what is in nested tuples, lists and mappings."""
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from leaves_of(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from leaves_of(item)
+    else:
+        yield value

@@ -1,0 +1,125 @@
+"""Finds out on a sample what a model's own loss is a mean over, so that minibatches can be split.
+
+The loss of the sample must follow from the losses of its parts: their mean, weighted by what torch's losses, which the
+model calls, are means over; by the samples; or their sum. Otherwise samples of one batch depend on each other, as in
+contrastive losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pipedream.runtime.results.loss_calls import Amounts, LossCalls, leaves_of
+from pipedream.runtime.results.losses import LossWeight, loss_of_output
+
+__all__ = ["probe_weight"]
+
+
+def probe_weight(
+    evaluate: Callable[[Any], Any],
+    batch: Any,
+    *,
+    samples: int | None = None,
+    split: Callable[[Any, int, Sequence[int]], list[Any]] | None = None,
+) -> str:
+    """Returns a `LossWeight`; empty if this sample cannot show it: one sample only, no loss, or a loss at random.
+
+    Args:
+        evaluate: from a batch to the model's output, with the model in evaluation mode.
+        samples: of the batch; by default dimension 0 of its first tensor.
+        split: ``split(batch, samples, sizes)`` -> parts of these sizes; by default along dimension 0.
+    """
+    if samples is None:
+        samples = next((len(item) for item in leaves_of(batch) if isinstance(item, torch.Tensor) and item.ndim), 1)
+    if samples < 2:
+        return LossWeight.UNKNOWN
+    sizes = [samples // 2, 1, samples - samples // 2 - 1] if samples > 2 else [1, 1]
+    parts = (split or _split)(batch, samples, sizes)
+    calls = LossCalls()
+    with torch.no_grad(), _WithoutRandomness():
+        try:
+            whole, amounts, tolerance = _loss_of(calls, evaluate, batch, samples)
+        except TypeError as error:
+            if "loss=None needs" in str(error):
+                return LossWeight.UNKNOWN
+            raise
+        again, _, _ = _loss_of(calls, evaluate, batch, samples)
+        if not _equal(whole, again, tolerance):
+            return LossWeight.UNKNOWN if amounts is None else LossWeight.RECOGNISED
+        found = [_loss_of(calls, evaluate, part, size) for part, size in zip(parts, sizes, strict=True)]
+    losses = [loss for loss, _, _ in found]
+    if amounts is not None and _is_recognised(whole, amounts, [(loss, own) for loss, own, _ in found], tolerance):
+        return LossWeight.RECOGNISED
+    if _equal(whole, _mean(losses, sizes), tolerance):
+        return LossWeight.SAMPLES
+    if _equal(whole, sum(losses), tolerance):
+        return LossWeight.SUM
+    return LossWeight.OTHER
+
+
+def _loss_of(
+    calls: LossCalls, evaluate: Callable[[Any], Any], batch: Any, samples: int
+) -> tuple[float, Amounts | None, float]:
+    """Returns the loss, what it is a mean over, and the relative error that its precision allows."""
+    with calls.given(batch, samples):
+        output = evaluate(batch)
+    loss = loss_of_output(output)
+    tensors = (item for item in leaves_of(output) if isinstance(item, torch.Tensor) and item.is_floating_point())
+    precision = max(torch.finfo(tensor.dtype).eps for tensor in (loss, *tensors))
+    return float(loss), calls.amounts(loss), 1e-9 if precision < 1e-10 else max(1e-5, 2 * precision)
+
+
+def _is_recognised(
+    whole: float, amounts: Amounts, parts: Sequence[tuple[float, Amounts | None]], tolerance: float
+) -> bool:
+    """Returns whether the recognised amounts are weights of the parts' losses."""
+    if any(own is None or own.is_sum != amounts.is_sum for _, own in parts):
+        return False
+    if amounts.is_sum:
+        return _equal(whole, sum(loss for loss, _ in parts), tolerance)
+    # With several amounts, each is tried: with this sample, their ratio may differ between the parts.
+    for choice in range(len(amounts.values)):
+        weights = [own.values[choice] for _, own in parts if own is not None and len(own.values) > choice]
+        if len(weights) == len(parts) and _equal(whole, _mean([loss for loss, _ in parts], weights), tolerance):
+            return True
+    return False
+
+
+def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
+    counted = [(loss * weight, weight) for loss, weight in zip(losses, weights, strict=True) if weight]
+    total = sum(weight for _, weight in counted)
+    return sum(product for product, _ in counted) / total if total else float("nan")
+
+
+def _equal(one: float, other: float, tolerance: float) -> bool:
+    return abs(one - other) <= tolerance * max(abs(one), abs(other))
+
+
+def _split(batch: Any, samples: int, sizes: Sequence[int]) -> list[Any]:
+    """Splits the tensors whose dimension 0 is the samples; everything else goes to each part."""
+    if isinstance(batch, torch.Tensor):
+        divides = batch.ndim > 0 and len(batch) == samples
+        return list(torch.split(batch, list(sizes))) if divides else [batch] * len(sizes)
+    if isinstance(batch, Mapping):
+        pieces = {key: _split(item, samples, sizes) for key, item in batch.items()}
+        return [{key: piece[i] for key, piece in pieces.items()} for i in range(len(sizes))]
+    if isinstance(batch, (tuple, list)):
+        return [type(batch)(part) for part in zip(*(_split(item, samples, sizes) for item in batch), strict=True)]
+    return [batch] * len(sizes)
+
+
+class _WithoutRandomness(TorchFunctionMode):
+    """Gives constants instead of random numbers, so that a sample does not depend on the batch that it is in."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in ("randn", "randn_like", "normal", "normal_"):
+            result.zero_()
+        elif name in ("rand", "rand_like", "uniform_"):
+            result.fill_(0.5)
+        return result

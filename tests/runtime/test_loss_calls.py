@@ -1,0 +1,381 @@
+"""Weights of a model's own loss: the weighted mean of the parts is the loss of the whole, or the split is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy as by_its_own_name
+
+import pipedream
+from pipedream.capture import capture
+from pipedream.core.errors import PipelineError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.graph import LayerGraph
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.planner import manual_plan
+from pipedream.runtime.results.loss_probe import probe_weight
+from pipedream.runtime.results.losses import Loss
+
+N, L, C = 7, 5, 4
+CLASSES = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
+HELD = F.cross_entropy
+
+Batch = dict[str, Any]
+
+
+def _batch(seed: int = 0) -> Batch:
+    """Scores and targets with random padding; one sample has none that counts."""
+    torch.manual_seed(seed)
+    labels = torch.randint(C, (N, L))
+    labels[torch.rand(N, L) < 0.4] = -100
+    labels[0] = -100
+    labels[1, 0] = 2
+    scores = torch.randn(N, L, C, dtype=torch.float64, requires_grad=True)
+    values = torch.randn(N, L, C, dtype=torch.float64)
+    return {"x": scores, "labels": labels, "y": values, "count": (labels != -100).sum()}
+
+
+def _flat(b: Batch) -> tuple[Tensor, Tensor]:
+    return b["x"].flatten(0, 1), b["labels"].flatten()
+
+
+def _several(b: Batch) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for scale in (1.0, 2.0):
+        total += F.cross_entropy(b["x"].flatten(0, 1) * scale, b["labels"].flatten())
+    return total / 2
+
+
+def _masked(b: Batch) -> Tensor:
+    mask = b["labels"] != -100
+    return (F.mse_loss(b["x"], b["y"], reduction="none").mean(-1) * mask).sum() / mask.sum()
+
+
+def _under_a_device(b: Batch) -> Tensor:
+    with torch.device("cpu"):
+        loss = F.cross_entropy(*_flat(b))
+    return loss * 2
+
+
+RECOGNISED: dict[str, Callable[[Batch], Tensor]] = {
+    "padding": lambda b: F.cross_entropy(*_flat(b)),
+    "a module": lambda b: nn.CrossEntropyLoss(label_smoothing=0.1, weight=CLASSES)(*_flat(b)),
+    "imported by name": lambda b: by_its_own_name(*_flat(b)),
+    "held by the model": lambda b: HELD(*_flat(b)).double().view(1) * 0.5,
+    "negative log likelihood": lambda b: F.nll_loss(b["x"].log_softmax(-1).transpose(1, 2), b["labels"]),
+    "several": _several,
+    "stacked": lambda b: torch.stack([F.cross_entropy(*_flat(b)), F.cross_entropy(*_flat(b)) * 3]).mean(),
+    "a list": lambda b: sum([F.cross_entropy(*_flat(b)), 2 * F.cross_entropy(*_flat(b)) + 1]),
+    "a sum": lambda b: F.cross_entropy(*_flat(b), reduction="sum"),
+    "a sum by a number that is given": lambda b: F.cross_entropy(*_flat(b), reduction="sum") / b["count"].to("cpu"),
+    "a sum by a count": lambda b: F.cross_entropy(*_flat(b), reduction="sum") / (b["labels"] != -100).sum(),
+    "a sum by the samples": lambda b: F.mse_loss(b["x"], b["y"], reduction="sum") / len(b["x"]),
+    "a sum by a constant": lambda b: F.mse_loss(b["x"], b["y"], reduction="sum") / 64.5,
+    "elements": lambda b: F.cross_entropy(*_flat(b), reduction="none").mean(),
+    "elements under a mask": _masked,
+    "chosen elements": lambda b: F.l1_loss(b["x"], b["y"], reduction="none")[b["labels"] > 1].mean(),
+    "squares": lambda b: F.mse_loss(b["x"], b["y"]),
+    "binary": lambda b: F.binary_cross_entropy_with_logits(b["x"], b["y"].sigmoid()),
+    "weighted squares": lambda b: F.mse_loss(b["x"], b["y"], weight=b["y"].abs()),
+    "divergence": lambda b: F.kl_div(b["x"].log_softmax(-1), b["y"].softmax(-1), reduction="batchmean"),
+    "under a device": _under_a_device,
+}
+
+
+def _scored(loss: Loss, model: Callable[[Batch], Tensor], batch: Batch, minibatch: int | None) -> Any:
+    samples = len(batch["x"])
+    with loss.watching(batch, samples):
+        output = SimpleNamespace(loss=model(batch))
+    return loss(output, batch, samples, samples / N, minibatch)
+
+
+def _parts(batch: Batch, sizes: tuple[int, ...]) -> list[Batch]:
+    pieces = {key: item.split(sizes) if item.ndim else (item,) * len(sizes) for key, item in batch.items()}
+    return [{key: piece[i] for key, piece in pieces.items()} for i in range(len(sizes))]
+
+
+@pytest.mark.parametrize("name", RECOGNISED)
+@pytest.mark.parametrize("sizes", [(N,), (1, 4, 2), (1,) * N])
+def test_the_parts_of_a_recognised_loss_give_the_whole(name: str, sizes: tuple[int, ...]) -> None:
+    loss = Loss(of_model="recognised")
+    for seed in range(4):
+        batch = _batch(seed)
+        total = weights = 0.0
+        for part in _parts(batch, sizes):
+            with torch.set_grad_enabled(seed % 2 == 0):
+                value, weight, is_sum = _scored(loss, RECOGNISED[name], part, seed)
+            if weight:
+                total, weights = total + float(value.detach()) * (1.0 if is_sum else weight), weights + weight
+        assert total / weights == pytest.approx(float(RECOGNISED[name](batch).detach()), rel=1e-12)
+    assert F.cross_entropy is HELD
+
+
+@pytest.mark.parametrize("name", RECOGNISED)
+def test_the_probe_finds_what_is_recognised(name: str) -> None:
+    found = probe_weight(lambda b: SimpleNamespace(loss=RECOGNISED[name](b)), _batch())
+    assert found == "recognised"
+
+
+def _contrastive(b: Batch) -> Tensor:
+    one, other = b["x"].flatten(1), b["y"].flatten(1)
+    scores = F.normalize(one, dim=1) @ F.normalize(other, dim=1).T
+    own = torch.arange(len(scores))
+    return (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
+
+
+def _random(b: Batch) -> Tensor:
+    return ((b["x"] + torch.randn_like(b["x"])) ** 2).mean()
+
+
+PROBED: dict[str, tuple[Callable[[Batch], Tensor], str]] = {
+    "contrastive": (_contrastive, "other"),
+    "squares by hand": (lambda b: ((b["x"] - b["y"]) ** 2).mean(), "samples"),
+    "a sum by hand": (lambda b: ((b["x"] - b["y"]) ** 2).sum(), "sum"),
+    "a mask by hand": (lambda b: (b["x"].sum(2) * (b["labels"] > 0)).sum() / (b["labels"] > 0).sum(), "other"),
+    "perplexity": (lambda b: F.cross_entropy(*_flat(b)).exp(), "other"),
+    "a root": (lambda b: F.mse_loss(b["x"], b["y"]).sqrt(), "other"),
+    "tokens and samples": (lambda b: F.cross_entropy(*_flat(b)) + F.mse_loss(b["x"], b["y"]), "other"),
+    "noise": (_random, "samples"),
+    "dropout": (lambda b: F.dropout(b["x"]).mean(), ""),
+    "a quarter of a sum": (lambda b: F.mse_loss(b["x"], b["y"], reduction="sum") / 4, "sum"),
+}
+
+
+@pytest.mark.parametrize("name", PROBED)
+def test_a_loss_is_probed(name: str) -> None:
+    model, expected = PROBED[name]
+    state = torch.get_rng_state()
+    assert probe_weight(lambda b: {"loss": model(b)}, _batch()) == expected
+    assert probe_weight(lambda b: {"loss": model(b)}, _batch(), samples=1) == ""
+    if name != "dropout":
+        assert probe_weight(lambda b: {"loss": model(b).float()}, _batch()) == expected
+    torch.set_rng_state(state)
+
+
+def test_a_batch_without_labels_has_no_loss_to_probe() -> None:
+    assert probe_weight(lambda b: {"logits": b["x"]}, _batch()) == ""
+
+
+def test_what_the_probe_refuses_is_refused_for_parts_only() -> None:
+    with pytest.raises(PipelineError, match=r"not a mean over samples.*contrastive.*weight=\.\.\."):
+        Loss(of_model="other").check_split()
+    Loss(of_model="other", weight=len).check_split()
+    Loss(F.cross_entropy, of_model="other").check_split()
+    batch = _batch()
+    assert _scored(Loss(of_model="other"), _contrastive, batch, None)[1:] == (N, False)
+    assert _scored(Loss(of_model="samples"), PROBED["squares by hand"][0], batch, 0)[1:] == (N, False)
+    assert _scored(Loss(of_model="sum"), PROBED["a sum by hand"][0], batch, 0)[1:] == (1.0, True)
+    assert _scored(Loss(), PROBED["squares by hand"][0], batch, 0)[1:] == (N, False)
+
+
+def test_a_sum_of_means_over_different_amounts_is_refused_where_their_ratio_changes() -> None:
+    model = PROBED["tokens and samples"][0]
+    batch, loss = _batch(), Loss()
+    parts = _parts(batch, (4, 3))
+    for part in parts:
+        assert _scored(loss, model, part, None)[1] == len(part["x"])  # as in an evaluation
+    _scored(loss, model, parts[0], 1)
+    with pytest.raises(ValueError, match="a sum of means over different amounts"):
+        _scored(loss, model, parts[1], 1)
+    _scored(loss, model, parts[1], 2)
+    batch["labels"] = batch["labels"].clamp(min=0)
+    weights = [_scored(loss, model, part, 3)[1] for part in _parts(batch, (4, 3))]
+    assert weights == [4 * L * C, 3 * L * C]
+
+
+def test_a_loss_that_is_no_longer_recognised_is_refused() -> None:
+    for loss in (Loss(), Loss(of_model="recognised")):
+        _scored(loss, RECOGNISED["padding"], _batch(), 0)
+        with pytest.raises(ValueError, match="in another way than before"):
+            _scored(loss, PROBED["squares by hand"][0], _batch(), 0)
+
+
+def test_an_error_in_a_forward_leaves_torch_as_it_was() -> None:
+    loss = Loss()
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            _scored(loss, lambda b: F.cross_entropy(*_flat(b)).view(1)[1], _batch(), 0)
+        assert F.cross_entropy is HELD
+        assert torch.overrides._get_current_function_mode() is None  # type: ignore[no-untyped-call]
+        _scored(loss, RECOGNISED["padding"], _batch(), 0)
+
+
+class _Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(C, C, dtype=torch.float64)
+
+    def forward(self, b: Batch) -> Tensor:
+        return F.cross_entropy(self.inner(b["x"]).flatten(0, 1), b["labels"].flatten())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_model_is_watched_from_outside(whole: bool) -> None:
+    torch._dynamo.reset()
+    model = _Compiled()
+    expected = float(model(_batch()).detach())
+    if whole:
+        model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    else:
+        model.inner = torch.compile(model.inner, backend="aot_eager", fullgraph=True)
+    loss = Loss()
+    for _ in range(3):
+        value, weight, _ = _scored(loss, model, _batch(), 0)
+        assert float(value.detach()) == pytest.approx(expected)
+        assert weight == (N if whole else float((_batch()["labels"] != -100).sum()))
+
+
+class _Stem(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.embed(batch["ids"]), batch["labels"]
+
+
+class _Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(6, C)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        scores = self.project(value[0])
+        return {"loss": F.cross_entropy(scores.flatten(0, 1), value[1].flatten()), "scores": scores}
+
+
+def _plan(model: nn.Sequential, batch: dict[str, Tensor], replicas: tuple[int, int], recompute: bool) -> Plan:
+    profile = Profile("Sequential", capture(model, (batch,)).graph, (LayerProfile(1.0, 2.0, 8, 8),) * 2, N)
+    plan = manual_plan(profile, Cluster.flat(sum(replicas)), (1,), replicas)
+    return replace(plan, stages=tuple(replace(stage, recompute=recompute) for stage in plan.stages))
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "replicas", "recompute"),
+    [(1, (1, 1), False), (3, (1, 1), False), (3, (1, 1), True), (4, (1, 2), False)],
+)
+def test_a_pipeline_trains_a_padded_model_as_one_process(
+    microbatches: int, replicas: tuple[int, int], recompute: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(_Stem(), _Head()).double()
+    labels = torch.randint(C, (4, N, L))
+    labels[torch.rand(4, N, L) < 0.4] = -100
+    labels[1, :3] = -100  # a microbatch without any target
+    batches = [{"ids": torch.randint(11, (N, L)), "labels": own} for own in labels]
+    alone, losses = copy.deepcopy(model), []
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = alone(batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    with pipedream.Pipeline(
+        model,
+        _plan(model, batches[0], replicas, recompute),
+        schedule="1f1b",
+        microbatches=microbatches,
+        optimizer=partial(torch.optim.SGD, lr=0.5),
+        loss=None,
+    ) as pipeline:
+        assert [done.loss for done in pipeline.train(batches)] == pytest.approx(losses, rel=1e-12)
+        for name, value in pipeline.state_dict().items():
+            torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-12, atol=1e-14)
+        counts = [int((own != -100).sum()) for own in labels]
+        with torch.no_grad():
+            means = [float(alone(batch)["loss"]) for batch in batches]
+        expected = sum(mean * count for mean, count in zip(means, counts, strict=True)) / sum(counts)
+        assert pipeline.evaluate(batches)["loss"] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_pipeline_refuses_to_split_what_is_no_mean(microbatches: int) -> None:
+    model = nn.Sequential(_Stem(), _Head())
+    batch = {"ids": torch.randint(11, (N, L)), "labels": torch.randint(C, (N, L))}
+    captured = capture(model, (batch,))
+    other = replace(captured.graph, loss_weight="other")
+    assert LayerGraph.from_json(other.to_json()) == other
+    plan = _plan(model, batch, (1, 1), recompute=False)
+
+    def make() -> Any:
+        return pipedream.Pipeline(
+            model, plan, schedule="1f1b", microbatches=microbatches, optimizer=torch.optim.SGD, loss=None
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipedream.pipeline, "layers_of", lambda *_: replace(captured, graph=other))
+        if microbatches == 1:
+            make()
+        else:
+            with pytest.raises(PipelineError, match="not a mean over samples"):
+                make()
+
+
+def _text(model: Any, labels: Tensor, **more: Tensor) -> tuple[nn.Module, Batch]:
+    return model, {"input_ids": torch.randint(40, (N, L)), "labels": labels, **more}
+
+
+def _hugging_face(name: str) -> tuple[nn.Module, Batch]:
+    hf = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    labels = torch.randint(40, (N, L))
+    labels[torch.rand(N, L) < 0.4] = -100
+    labels[0] = -100
+    small = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    wide = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    if name.startswith("gpt2"):
+        config = hf.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=16, **small)
+        more = {"num_items_in_batch": (labels[:, 1:] != -100).sum()} if name == "gpt2, counted" else {}
+        return _text(hf.GPT2LMHeadModel(config), labels, **more)
+    if name == "bert":
+        return _text(hf.BertForMaskedLM(hf.BertConfig(max_position_embeddings=16, **wide, **small)), labels)
+    if name == "t5":
+        config = hf.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0, **small)
+        return _text(hf.T5ForConditionalGeneration(config), labels)
+    if name == "vit":
+        config = hf.ViTConfig(image_size=4, patch_size=2, num_labels=3, **wide)
+        batch = {"pixel_values": torch.randn(N, 3, 4, 4), "labels": torch.randint(3, (N,))}
+        return hf.ViTForImageClassification(config), batch
+    assert name == "clip"
+    text = {**wide, **small, "max_position_embeddings": 16}
+    config = hf.CLIPConfig(text_config=text, vision_config={**wide, "image_size": 4, "patch_size": 2}, projection_dim=4)
+    batch = {"input_ids": torch.randint(3, 40, (N, L)), "pixel_values": torch.randn(N, 3, 4, 4), "return_loss": True}
+    return hf.CLIPModel(config), batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "gpt2, counted", "vit", "bert", "t5", "clip"])
+def test_models_of_hugging_face_give_the_whole(name: str) -> None:
+    model, batch = _hugging_face(name)
+    model.double().eval()
+    batch = {key: item.double() if key == "pixel_values" else item for key, item in batch.items()}
+    assert probe_weight(lambda part: model(**part), batch) == ("other" if name == "clip" else "recognised")
+    assert probe_weight(
+        lambda part: model.float()(**part),
+        {key: item.float() if key == "pixel_values" else item for key, item in batch.items()},
+    ) == ("other" if name == "clip" else "recognised")
+    if name == "clip":
+        return
+    model.double()
+    loss, total, weights = Loss(), 0.0, 0.0
+    for part in _parts({key: item for key, item in batch.items()}, (1, 4, 2)):
+        samples = len(part["labels"])
+        with loss.watching(part, samples):
+            output = model(**part)
+        value, weight, is_sum = loss(output, part, samples, samples / N, 0)
+        if weight:
+            total, weights = total + float(value.detach()) * (1.0 if is_sum else weight), weights + weight
+    # These models compute their loss in single precision.
+    assert total / weights == pytest.approx(float(model(**batch).loss.detach()), rel=1e-6)
