@@ -74,13 +74,13 @@ class ModelOptions:
     compensation: Any = None
     phases: str | Sequence[Phase] | None = None
 
-    def policy(self, *, scaling: str = "", tied: bool = False) -> Policy:
+    def policy(self, *, scaling: str = "") -> Policy:
         """Returns the rules that couple the stages, see `Policy`.
 
         Raises:
             ScheduleError: clip_grad_norm, clip, ema or on_nan has no meaning.
         """
-        return Policy(self.clip_grad_norm, self.clip, self.on_nan, scaling, tied, self.ema)
+        return Policy(self.clip_grad_norm, self.clip, self.on_nan, scaling, self.ema)
 
     def problems(self) -> Iterator[str]:
         """Yields what is wrong with functions, phases or metrics."""

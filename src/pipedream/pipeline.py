@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -79,8 +80,9 @@ class Pipeline:
             ),
         )
         captured, scaling = layers_of(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)
-        shared = find_tied_weights(model, [captured.layers[stage.first : stage.last] for stage in plan.stages])
-        policy = options.policy(scaling="" if scaling is None else scaling.kind, tied=bool(shared))
+        shared = find_tied_weights(model, captured.graph, plan.stages)
+        self.plan = plan = replace(plan, tied=shared)
+        policy = options.policy(scaling="" if scaling is None else scaling.kind)
         self.prepared = prepare(plan, self.phases, policy)
         self._phase = 0
         self._number = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -185,23 +186,24 @@ class Tied:
     optimizer: str = "adamw"
     epochs: int = 6
     workers: int = 0
+    parts: int | None = 4
 
     def plan(self) -> Plan:
         """Returns the plan; nothing is timed."""
         graph = capture(tied_model(), (sentences()[0][0],)).graph
         profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
         if self.workers:
-            return pd.plan(profile, Cluster.flat(self.workers), schedule=self.schedule, microbatches=4)
-        return manual_plan(profile, Cluster.flat(sum(self.replicas)), self.cuts, self.replicas, part_ties=True)
+            return pd.plan(profile, Cluster.flat(self.workers), schedule=self.schedule, microbatches=self.parts)
+        return manual_plan(profile.parted(), Cluster.flat(sum(self.replicas)), self.cuts, self.replicas)
 
 
 def train_tied(
     run: Tied, resume: Path | None = None, save: Path | None = None, start: dict[str, Tensor] | None = None
-) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], bool]:
-    """Returns losses, the state, the average of the weights, and whether all copies here are equal."""
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], bool, list[int]]:
+    """Returns losses, the state, the average of the weights, whether all copies here are equal, and the drains."""
     model = tied_model()
     with pd.Pipeline(
-        model, run.plan(), schedule=run.schedule, microbatches=4, loss=F.cross_entropy, clip_grad_norm=run.clip,
+        model, run.plan(), schedule=run.schedule, microbatches=run.parts, loss=F.cross_entropy, clip_grad_norm=run.clip,
         optimizer=OPTIMIZERS[run.optimizer], ema=0.9, seed=3,
     ) as pipeline:  # fmt: skip
         if resume is not None:
@@ -225,16 +227,36 @@ def train_tied(
         ]
         equal = all(torch.equal(copies[0], copy) for copy in copies) if copies else True
         assert model[3].head.weight is model[0].words.weight or pipeline.distributed, "the user's model stays tied"
-        return losses, pipeline.state_dict(), pipeline.state_dict(ema=True), equal
+        return losses, pipeline.state_dict(), pipeline.state_dict(ema=True), equal, pipeline.drains
 
 
-def plain_tied(run: Tied) -> reference.Answer:
-    """Returns what one process gives."""
+def plain_tied(run: Tied, drains: list[int]) -> reference.Answer:
+    """Returns what one process gives, by the method's rule: the shared weight is one parameter."""
+    if run.schedule in LATE:
+        model, late = tied_model(), LATE[run.schedule]
+        return reference.delayed(
+            model, ["0", "1", "2", "3"], sentences() * run.epochs, token_sums, OPTIMIZERS[run.optimizer],
+            stages=[[name for name, _ in model.named_parameters()]], version=lambda s, k: max(0, k - late(run.plan())),
+            drains=drains, microbatches=run.parts or 1, seed=3, ema=0.9,
+        )  # fmt: skip
     return reference.plain(
         tied_model(), ["0", "1", "2", "3"], sentences() * run.epochs, token_sums, OPTIMIZERS[run.optimizer],
         microbatches=4, seed=3, clip=run.clip, ema=0.9,
     )  # fmt: skip
 
+
+# 2BW: w(t+1) = w(t) - lr grad f(w(t-1)); vertical sync: grad f(w(t-p+1)), both of the whole model.
+LATE: dict[str, Callable[[Plan], int]] = {
+    "pipedream_2bw": lambda plan: 1,
+    "pipedream_vertical_sync": lambda plan: len(plan.stages) - 1,
+}
+LATE_TIED = [
+    Tied("pipedream_2bw"),
+    Tied("pipedream_2bw", cuts=(1,), replicas=(1, 1), optimizer="sgd"),
+    Tied("pipedream_2bw", cuts=(1, 3), replicas=(2, 1, 2)),
+    Tied("pipedream_2bw", cuts=(3,), replicas=(2, 2), optimizer="sgd", parts=6),
+    Tied("pipedream_vertical_sync", cuts=(1, 3), replicas=(1, 1, 1), parts=None),
+]
 
 TIED = [
     Tied("1f1b"),
@@ -257,10 +279,10 @@ TIED = [
 ]
 
 
-def check_tied(run: Tied, found: tuple[list[float], dict[str, Tensor], dict[str, Tensor], bool]) -> None:
+def check_tied(run: Tied, found: tuple[list[float], dict[str, Tensor], dict[str, Tensor], bool, list[int]]) -> None:
     """Checks a run of the tied model against one process."""
-    losses, state, average, equal = found
-    wanted = plain_tied(run)
+    losses, state, average, equal, drains = found
+    wanted = plain_tied(run, drains)
     assert losses == pytest.approx(wanted.losses, rel=1e-10)
     assert_near(state, wanted.state, 1e-10)
     assert_near({name: average[name] for name in wanted.ema}, wanted.ema, 1e-10)
@@ -276,6 +298,17 @@ def check_tied(run: Tied, found: tuple[list[float], dict[str, Tensor], dict[str,
     ],
 )
 def test_weights_tied_across_stages_train_as_in_one_process(run: Tied) -> None:
+    check_tied(run, train_tied(run))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run, marks=() if quick else pytest.mark.slow, id=str(run))
+        for run, quick in zip(LATE_TIED, (False, True, True, False, False), strict=True)
+    ],
+)
+def test_weights_tied_across_stages_train_as_a_serial_loop_of_late_updates(run: Tied) -> None:
     check_tied(run, train_tied(run))
 
 
@@ -351,7 +384,7 @@ def test_a_plan_that_parts_ties_holds_for_the_methods_that_can_train_it() -> Non
     plan = pd.plan(profile, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1")
     assert check_plan(plan, profile=profile).plan.stages[0].last == 2
     with pytest.raises(
-        PlanError, match=r"would separate layers that share a parameter .* which needs a method that flushes"
+        PlanError, match=r"layers '0' and '3' share a parameter .* untie the weight, or choose .* pipedream_2bw"
     ):
         check_plan(plan, profile=profile, schedule="pipedream")
 
@@ -379,7 +412,7 @@ def train_from_meta(cuts: tuple[int, ...]) -> dict[str, Tensor]:
     ).graph
     profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
     counts = (1,) * (len(cuts) + 1)
-    plan = manual_plan(profile, Cluster.flat(len(counts)), cuts, counts, part_ties=True)
+    plan = manual_plan(profile.parted(), Cluster.flat(len(counts)), cuts, counts)
     with pd.Pipeline(
         model, plan, schedule="1f1b", microbatches=2, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"]
     ) as pipeline:
@@ -407,10 +440,12 @@ def test_tied_weights_that_cannot_be_kept_equal_are_refused() -> None:
                 **options,
             )  # fmt: skip
 
-    for name in ("pipedream", "pipedream_2bw"):
-        refuse(f"train by '{name}', which does not flush: the stages would update the shared weight", schedule=name)
-    refuse("'pipedream', which does not flush", phases="1f1b/4:5,pipedream")
-    refuse("clipped differently in each stage", schedule="1f1b", clip_grad_norm=1.0, clip="local")
+    stages = r"share '0.words.weight' \(stages 0, 3\), and was asked to train by "
+    for name in ("pipedream", "paci"):
+        refuse(f"{stages}'{name}', whose stages update at different times.* pipedream_2bw", schedule=name)
+    refuse("'pipedream', whose stages update at different times", phases="1f1b/4:5,pipedream")
+    refuse("each holder would clip", schedule="1f1b", clip_grad_norm=1.0, clip="local")
+    refuse("each holder would clip", schedule="2bw", clip_grad_norm=1.0, clip="delayed_global", microbatches=4)
     viewed = tied_model()
     viewed[3].head.weight = nn.Parameter(viewed[0].words.weight.data.view(9, 8))
     refuse("share one storage under different parameters", PlanError, viewed, schedule="1f1b")
@@ -479,7 +514,7 @@ def test_a_plan_by_hand_parts_ties_for_a_method_that_flushes() -> None:
     graph = capture(tied_model(), (sentences()[0][0],)).graph
     profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
     assert pd.plan(profile, Cluster.flat(2), schedule="1f1b", cuts=(2,), shape="1-1").config == "1-1"
-    with pytest.raises(PlanError, match=r"share a parameter .*which needs a method that flushes"):
+    with pytest.raises(PlanError, match=r"share a parameter .*a method whose stages all make the same updates"):
         pd.plan(profile, Cluster.flat(2), schedule="pipedream", cuts=(2,), shape="1-1")
 
 
@@ -528,7 +563,7 @@ def trap_plan(schedule: str) -> Plan:
     graph = capture(trapped(), (marked(())[0][0],)).graph
     profile = Profile("trap", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 6)
     cuts, replicas, order = SHARED.get(schedule, ((2, 3), (1, 1, 1), ()))
-    return replace(manual_plan(profile, Cluster.flat(sum(replicas)), cuts, replicas), order=order)
+    return replace(manual_plan(profile.parted(), Cluster.flat(sum(replicas)), cuts, replicas), order=order)
 
 
 def train_marked(
@@ -650,7 +685,7 @@ def test_the_schedule_counts_a_skipped_update_and_the_average_leaves_it_out(
     stages = [["0."], ["2."], ["4."]] if len(replicas) == 3 else [["0."], ["2.", "4."]]
     graph = capture(trapped(), (batches[1][0],)).graph
     profile = Profile("trap", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 6)
-    plan = manual_plan(profile, Cluster.flat(sum(replicas)), (2, 3)[: len(replicas) - 1], replicas)
+    plan = manual_plan(profile.parted(), Cluster.flat(sum(replicas)), (2, 3)[: len(replicas) - 1], replicas)
     with pd.Pipeline(
         trapped(), plan, schedule=schedule, microbatches=3 if schedule == "1f1b" else None, loss=F.cross_entropy,
         optimizer=OPTIMIZERS["sgd"], on_nan="skip", ema=0.9,
@@ -821,7 +856,7 @@ def many_samples(count: int = 4) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]
         batches = [(torch.randn(2048, 6), torch.zeros(2048).long()) for _ in range(count)]
     graph = capture(model, (batches[0][0],)).graph
     profile = Profile("many", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 1)
-    return model, batches, manual_plan(profile, Cluster.flat(2), (1,), (1, 1))
+    return model, batches, manual_plan(profile.parted(), Cluster.flat(2), (1,), (1, 1))
 
 
 # A minibatch weighs 2048 samples: were that in the gradients of float16 until the update divides by it, each of
@@ -894,7 +929,7 @@ def test_one_stage_has_a_changing_loss_scale_under_any_method() -> None:
     scaler = torch.amp.GradScaler("cpu", **given)
     scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": 2})
     with pd.Pipeline(
-        trapped().float(), manual_plan(profile, Cluster.flat(1), (), (1,)), schedule="pipedream", loss=steep,
+        trapped().float(), manual_plan(profile.parted(), Cluster.flat(1), (), (1,)), schedule="pipedream", loss=steep,
         optimizer=OPTIMIZERS["sgd"], grad_scaler=scaler, sample=(batches[0][0],),
     ) as pipeline:  # fmt: skip
         for _ in pipeline.train(Fresh(batches)):

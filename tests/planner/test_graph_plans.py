@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -12,7 +13,7 @@ from exactly import best_plans
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.model.profile import LayerProfile, Profile, TiedParameters
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.site import Site
 from pipedream.planner import SearchSpace, plan
@@ -37,6 +38,17 @@ def random_graph(draw: random.Random, most: int = 7) -> Profile:
     ties = (tuple(draw.sample(range(count), 2)),) if count > 2 and draw.random() < 0.2 else ()
     graph = LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(count)), tuple(sorted(edges)), ties)
     return Profile("graph", graph, layers, batch=1, loss_s=draw.choice([0.0, 1.0]))
+
+
+def with_tied(draw: random.Random, profile: Profile) -> Profile:
+    """The same with parameters that several layers use; the first of each counts their bytes."""
+    layers, tied = list(profile.layers), []
+    for _ in range(draw.choice([1, 1, 2])):
+        users = tuple(sorted(draw.sample(range(len(layers)), min(len(layers), draw.choice([2, 2, 3])))))
+        size = draw.choice([1, 2, 8])
+        layers[users[0]] = replace(layers[users[0]], parameter_bytes=layers[users[0]].parameter_bytes + size)
+        tied.append(TiedParameters((f"w{len(tied)}",), users, size, trained=draw.random() < 0.8))
+    return replace(profile, layers=tuple(layers), tied=tuple(tied))
 
 
 def least_period(profile: Profile, cluster: Cluster) -> float:
@@ -66,14 +78,22 @@ def least_period(profile: Profile, cluster: Cluster) -> float:
     forms = (~inside[i] | inside[j]).all(axis=1) & (i != j)
     i, j = i[forms], j[forms]
     between = inside[j] & ~inside[i]
+    held = between @ np.array([layer.parameter_bytes for layer in layers])
+    summed_s = np.zeros(len(held))
+    for one in profile.tied:
+        members = between[:, one.layers]
+        held = held + one.parameter_bytes * (members.any(axis=1) & ~between[:, one.layers[0]])
+        # At least two holders: two messages there and back, each of half of the bytes.
+        least_s = 2 * (cluster.latency_s + one.parameter_bytes / 2 / cluster.bandwidth_bytes_per_s)
+        summed_s = summed_s + one.trained * least_s * (members.any(axis=1) & ~members.all(axis=1))
     costs = [
         Site.of(
             Cluster.flat(r + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s), range(1, r + 1), 0, r + 1
         ).period_s(
             between @ np.array([layer.forward_s for layer in layers]),
             between @ np.array([layer.backward_s + loss for layer, loss in zip(layers, losses, strict=True)]),
-            0.0,
-            between @ np.array([layer.parameter_bytes for layer in layers]),
+            summed_s,
+            held,
             np.where(i == 0, 0, np.array(crossing)[i]),
             np.where(j == len(downsets) - 1, 0, np.array(crossing)[j]),
         )
@@ -99,6 +119,39 @@ def check_stages(found: Plan, profile: Profile) -> None:
         assert len({owner[layers[i].name] for i in group}) == 1
     for stage in found.stages:
         assert tuple(names[stage.first : stage.last]) == stage.names
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 10))])
+def test_tied_parameters_count_in_each_of_their_stages(seed: int) -> None:
+    """The value, and the bytes and holders of the plan, by definition."""
+    draw = random.Random(seed)
+    parted = 0
+    for _ in range(60):
+        profile = random_graph(draw)
+        if len(profile.layers) < 2:
+            continue
+        profile = with_tied(draw, profile).parted()
+        cluster = Cluster.flat(draw.randint(2, 4), draw.choice([0.3, 4.0, 64.0, 1e9]), draw.choice([0.0, 0.5]))
+        found = plan(profile, cluster, shape=draw.choice(["any", "pipeline"]))
+        least_s = least_period(profile, cluster)
+        assert found.slowest_stage_s >= least_s * (1 - 1e-12)
+        if found.note.startswith("fastest predicted among"):
+            assert found.slowest_stage_s == pytest.approx(least_s, rel=1e-12)
+        first = {name: s for s, stage in enumerate(found.stages) for name in stage.names}
+        names = [layer.name for layer in profile.graph.layers]
+        sizes = [0] * len(found.stages)
+        for name, layer in zip(names, profile.layers, strict=True):
+            sizes[first[name]] += layer.parameter_bytes
+        holders = [sorted({first[names[i]] for i in one.layers}) for one in profile.tied]
+        for one, stages in zip(profile.tied, holders, strict=True):
+            for s in set(stages) - {first[names[one.layers[0]]]}:
+                sizes[s] += one.parameter_bytes
+        assert [stage.parameter_bytes for stage in found.stages] == sizes
+        rows = zip(profile.tied, holders, strict=True)
+        wanted = [(one.names, tuple(stages)) for one, stages in rows if one.trained and len(stages) > 1]
+        assert [(one.names, one.stages) for one in found.tied] == wanted
+        parted += bool(wanted)
+    assert parted > 5
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 20))])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.model.profile import LayerProfile, Profile, TiedParameters
 from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
 from pipedream.planner import DynamicProgram, SearchSpace, VersionsRule, every_plan, exhaustive, plan, stash
@@ -57,6 +57,10 @@ def random_profile(draw: random.Random, most: int = 8) -> Profile:
         edges.add(tuple(sorted(draw.sample(range(count), 2))))  # type: ignore[arg-type]
     if count > 2 and draw.random() < 0.3:
         ties = (tuple(draw.sample(range(count), 2)),)
+    tied: tuple[TiedParameters, ...] = ()
+    if ties and draw.random() < 0.5:  # parted, by a method whose stages all make the same updates
+        users = tuple(sorted(ties[0]))
+        tied, ties = (TiedParameters(("w",), users, min(layers[users[0]].parameter_bytes, 4)),), ()
     graph = LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(count)), tuple(sorted(edges)), ties)
     return Profile(
         "random",
@@ -68,6 +72,7 @@ def random_profile(draw: random.Random, most: int = 8) -> Profile:
         copy_s=draw.choice([0.0, 1.0, 4.0]),
         optimizer_bytes=draw.choice([0, 7, 20]),
         loss_s=draw.choice([0.0, 1.0]),
+        tied=tied,
     )
 
 

@@ -137,7 +137,7 @@ def test_a_model_that_cannot_be_cut() -> None:
         assert (found.config, len(found.stages)) == ("2", 1)
         assert found.note == (
             "the model cannot be cut; fastest of its plans of one stage; one worker is predicted at 6.00 s per "
-            "minibatch"
+            f"minibatch; {profile.ties_in_words()}"
         )
     with pytest.raises(PlanError, match="2 layers can be cut at 0 places"):
         plan(profile, Cluster.flat(2), shape="straight")

@@ -98,16 +98,20 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> Captured:
 
 
 def tied_layers(layers: Sequence[nn.Module]) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Returns the groups of layers that share a parameter or state, and those of them that share state.
+    """Returns the groups of layers that share a trained parameter or state, and those of them that share state.
 
     To share is to use the same storage. State means running statistics, or a module with buffers that runs twice; other
-    shared buffers are constants (masks, tables) and tie nothing.
+    shared buffers are constants (masks, tables) and tie nothing. Different parameters of one storage count as state:
+    their gradients cannot be summed.
     """
     users: dict[int, set[int]] = {}
+    views: dict[int, set[int]] = {}
     moving: dict[int, set[int]] = {}
     for index, layer in enumerate(layers):
-        for parameter in layer.parameters():
-            users.setdefault(parameter.untyped_storage()._cdata, set()).add(index)
+        for parameter in (one for one in layer.parameters() if one.requires_grad):
+            storage = parameter.untyped_storage()._cdata
+            users.setdefault(storage, set()).add(index)
+            views.setdefault(storage, set()).add(id(parameter))
         for module in layer.modules():
             if any(buffer is not None for buffer in module._buffers.values()):
                 moving.setdefault(id(module), set()).add(index)
@@ -115,7 +119,8 @@ def tied_layers(layers: Sequence[nn.Module]) -> tuple[tuple[tuple[int, ...], ...
                 for statistics in (module.running_mean, module.running_var):
                     if statistics is not None:
                         moving.setdefault(statistics.untyped_storage()._cdata, set()).add(index)
-    whole = {tuple(sorted(group)) for group in moving.values() if len(group) > 1}
+    apart = [group for storage, group in users.items() if len(views[storage]) > 1]
+    whole = {tuple(sorted(group)) for group in (*moving.values(), *apart) if len(group) > 1}
     groups = whole | {tuple(sorted(group)) for group in users.values() if len(group) > 1}
     return tuple(sorted(groups)), tuple(sorted(whole))
 

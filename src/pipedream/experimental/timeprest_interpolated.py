@@ -111,7 +111,7 @@ METHODS = (
         timeprest_interpolated,
         since=2025,
         aliases=("i_timeprest",),
-        properties=MethodProperties(flushes=False, reads_stored_weights=False),
+        properties=MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False),
         picture=Picture("nF1B, backwards between the version of the forward and the newest (v); m = 3", 3, 15),
         choose="To study backwards between the weights of the forward and the newest: one number, share, leads from "
         "v_timeprest (0) to stashing (1).",

@@ -138,13 +138,14 @@ class _Alternatives:
     def plan(self, way: Candidate, in_flight: str | tuple[int, ...]) -> Plan:
         """Raises PlanError if no plan fits, or if it equals that of another candidate."""
         occupancy = self.occupancy(way.schedule, way.microbatches)
-        free = self._unlimited(way.shape, way.update_delay)
+        profile = self.profile.parted() if self.methods[way.schedule].same_updates else self.profile
+        free = self._unlimited(profile, way.shape, way.update_delay)
         if way.update_delay and not any(free.update_delay):
             raise PlanError("no stage delays its updates")
         if self.methods[way.schedule].flushes and max(free.replicas) > way.microbatches:
             raise PlanError("fewer microbatches than replicas")
         space = SearchSpace.of(
-            self.profile,
+            profile,
             self.cluster,
             update_delay=way.update_delay,
             microbatches=way.microbatches,
@@ -154,7 +155,7 @@ class _Alternatives:
             found = space.at_depth(replace(free, cluster=self.cluster), "noam")  # the best plan of all fits
         except PlanError:
             found = plan(
-                self.profile,
+                profile,
                 self.cluster,
                 occupancy=occupancy,
                 microbatches=way.microbatches,
@@ -171,21 +172,22 @@ class _Alternatives:
             found, schedule=way.schedule, microbatches=way.microbatches, bound_s=0.0
         )  # the bound holds for other updates
 
-    def _unlimited(self, shape: str, update_delay: int) -> Plan:
-        if (shape, update_delay) not in self._plans:
+    def _unlimited(self, profile: Profile, shape: str, update_delay: int) -> Plan:
+        key = profile.graph.ties, shape, update_delay
+        if key not in self._plans:
             again = "always" if self.recompute == "always" else "never"
-            self._plans[shape, update_delay] = plan(
-                self.profile,
+            self._plans[key] = plan(
+                profile,
                 self.cluster.unlimited(),
                 shape=shape,
                 update_delay=update_delay,
                 all_workers=self.all_workers,
                 recompute=again,
             )
-        return self._plans[shape, update_delay]
+        return self._plans[key]
 
     @cached_property
-    def _plans(self) -> dict[tuple[str, int], Plan]:
+    def _plans(self) -> dict[tuple[tuple[tuple[int, ...], ...], str, int], Plan]:
         return {}
 
 
@@ -312,14 +314,17 @@ def _bound_s(plan: Plan, flushes: bool) -> float:
         return max(
             float(
                 site.compute_s(
-                    stage.forward_s, stage.redone_s, stage.update_s, 0 if update_delay else stage.parameter_bytes
+                    stage.forward_s,
+                    stage.redone_s,
+                    stage.update_s + tied_s,
+                    0 if update_delay else stage.parameter_bytes,
                 )
             )
-            for stage, site, update_delay in zip(stages, sites, plan.update_delay, strict=True)
+            for stage, site, tied_s, update_delay in zip(stages, sites, plan.tied_s, plan.update_delay, strict=True)
         )
     ends = [
-        stage.update_s / site.speed + float(site.sum_s(stage.parameter_bytes, stage.redone_s / m))
-        for stage, site in zip(stages, sites, strict=True)
+        (stage.update_s + tied_s) / site.speed + float(site.sum_s(stage.parameter_bytes, stage.redone_s / m))
+        for stage, site, tied_s in zip(stages, sites, plan.tied_s, strict=True)
     ]
     own = [-(-m // r) / m * seconds for r, seconds in zip(plan.replicas, passes, strict=True)]
     ahead = accumulate((seconds / m for seconds in passes[:-1]), initial=0.0)

@@ -40,7 +40,6 @@ def manual_plan(
     in_flight: str | tuple[int, ...] = "noam",
     update_delay: int = 0,
     recompute: str = "never",
-    part_ties: bool = False,
 ) -> Plan:
     """Returns the plan that is cut before each of the given layers, in the order of the model's graph.
 
@@ -49,15 +48,13 @@ def manual_plan(
         replicas: workers of each stage; None: one each.
         update_delay: of a pipeline's replicated stages.
         versions, occupancy, recompute: see `plan`.
-        part_ties: layers that share a parameter may be in different stages. Each holds the parameter, which a method
-            that flushes keeps equal; its bytes are counted at the first stage only.
 
     Raises:
         PlanError: a cut that the model does not allow, counts that match neither the stages nor the workers, or a stage
             that does not fit the memory.
     """
     places = tuple(_place(profile.graph, cut) for cut in cuts)
-    check_cuts(profile.graph, places, part_ties=part_ties)
+    check_cuts(profile, places)
     counts = (1,) * (len(cuts) + 1) if replicas is None else tuple(replicas)
     if len(counts) != len(cuts) + 1:
         raise PlanError(
@@ -101,15 +98,15 @@ def _place(graph: LayerGraph, cut: int | str) -> int:
     return names.index(cut)
 
 
-def check_cuts(graph: LayerGraph, cuts: tuple[int, ...], *, part_ties: bool = False) -> None:
-    """Checks that a model may be cut before each of these layers, also between ties if `part_ties`.
+def check_cuts(profile: Profile, cuts: tuple[int, ...]) -> None:
+    """Checks that a model may be cut before each of these layers; see `Profile.parted`.
 
     Raises:
         PlanError: a cut is not allowed, or the cuts are not in increasing order.
     """
+    graph = profile.graph
     count = len(graph.layers)
-    ties = graph.whole if part_ties else graph.ties
-    allowed = [i for i in range(1, count) if not any(min(group) < i <= max(group) for group in ties)]
+    allowed = [i for i in range(1, count) if not any(min(group) < i <= max(group) for group in graph.ties)]
     if any(after <= before for before, after in pairwise(cuts)):
         raise PlanError(f"cuts {cuts} were asked for; give layer indices in increasing order, each once")
     for cut in cuts:
@@ -118,11 +115,12 @@ def check_cuts(graph: LayerGraph, cuts: tuple[int, ...], *, part_ties: bool = Fa
         if not 0 < cut < count:
             reason = f"the model has {count} layers, a cut lies between 1 and {count - 1}"
         else:
-            reason = _reason(graph, cut)
+            reason = _reason(profile, cut)
         raise PlanError(f"a cut before layer {cut} was asked for: {reason}; cut at one of {allowed}")
 
 
-def _reason(graph: LayerGraph, cut: int) -> str:
+def _reason(profile: Profile, cut: int) -> str:
+    graph = profile.graph
     group = next(group for group in (*graph.whole, *graph.ties) if min(group) < cut <= max(group))
     names = ", ".join(graph.layers[i].name for i in sorted(group))
     if group in graph.whole:
@@ -130,4 +128,4 @@ def _reason(graph: LayerGraph, cut: int) -> str:
             f"it would separate layers that share a module with buffers, or running statistics ({names}), which both "
             "change"
         )
-    return f"it would separate layers that share a parameter ({names}), which needs a method that flushes"
+    return f"it would separate tied layers: {profile.ties_in_words()}"

@@ -106,6 +106,8 @@ def plan(
         others += [] if all_workers else [straight]
     try:
         found = _fitting(space, search, others)
+        if workers > 1 and shape != "data-parallel" and (together := profile.ties_in_words()):
+            found = replace(found, note=f"{found.note}; {together}")
     except ShortageError as error:
         raise PlanError(f"{error}{_sufficient_memory(space, (search, *others), error.need_bytes)}") from None
     return space.at_depth(found, in_flight)
@@ -259,9 +261,11 @@ def _check_counts(space: SearchSpace, counts: tuple[int, ...], what: str) -> Non
             "more workers"
         )
     if len(counts) > longest:
+        together = space.profile.ties_in_words()
         raise PlanError(
             f"{what} was asked for: the model's {len(space.profile.layers)} layers can be cut at {longest - 1} places; "
-            f"ask for at most {longest} stages, or profile the model in finer layers"
+            f"ask for at most {longest} stages"
+            f"{f'; {together}' if together else ', or profile the model in finer layers'}"
         )
 
 

@@ -19,10 +19,11 @@ from pipedream.profiler.environment import versions
 from pipedream.profiler.measure import PreserveState, check_chain, choose_mode, dtype_name
 from pipedream.profiler.op_costs import Lap, OpCosts, opaque_bytes
 from pipedream.profiler.passes import LossFunction, Passes, shapes_of
-from pipedream.profiler.sizes import largest_parameter_bytes, measure_sizes, parameter_bytes
+from pipedream.profiler.sizes import largest_parameter_bytes, measure_sizes, parameter_bytes, tied_parameters
 from pipedream.profiler.update import (
     OptimizerFactory,
     UpdateCost,
+    all_parameters,
     estimate_update,
     named_parameters,
 )
@@ -109,6 +110,7 @@ def estimate(
         loss_s=loss_s,
         loss_bytes=loss_bytes,
         versions=versions(),
+        tied=tied_parameters(graph, all_parameters(layers, graph)),
         notes=tuple(_notes(device, laps, hidden, graph, update)),
     )
 

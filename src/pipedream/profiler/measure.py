@@ -17,11 +17,12 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.profiler.environment import device_text, versions
 from pipedream.profiler.fixed_seconds import fixed_s
 from pipedream.profiler.passes import LossFunction, Need, Passes, shapes_of
-from pipedream.profiler.sizes import Sizes, largest_parameter_bytes, measure_sizes, parameter_bytes
+from pipedream.profiler.sizes import Sizes, largest_parameter_bytes, measure_sizes, parameter_bytes, tied_parameters
 from pipedream.profiler.stopwatch import Stopwatch
 from pipedream.profiler.update import (
     OptimizerFactory,
     UpdateCost,
+    all_parameters,
     measure_update,
     named_parameters,
 )
@@ -113,6 +114,7 @@ def measure(
         loss_working_bytes=needs[-1].working_bytes,
         update_working_bytes=update.working_bytes,
         versions=versions(),
+        tied=tied_parameters(graph, all_parameters(layers, graph)),
     )
 
 

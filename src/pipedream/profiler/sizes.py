@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Sizes", "largest_parameter_bytes", "measure_sizes", "parameter_bytes", "storage_bytes"]
+from pipedream.core.model.graph import LayerGraph
+from pipedream.core.model.profile import TiedParameters
+
+__all__ = [
+    "Sizes",
+    "largest_parameter_bytes",
+    "measure_sizes",
+    "parameter_bytes",
+    "storage_bytes",
+    "tied_parameters",
+]
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -31,6 +41,33 @@ def parameter_bytes(layers: Sequence[nn.Module]) -> tuple[int, ...]:
                 size += parameter.nbytes
         sizes.append(size)
     return tuple(sizes)
+
+
+def tied_parameters(graph: LayerGraph, parameters: Mapping[str, nn.Parameter]) -> tuple[TiedParameters, ...]:
+    """Returns the parameters that several layers use, by the names that the layers list.
+
+    Those of the same layers are one, except that frozen ones are apart.
+
+    Args:
+        parameters: under all of their names; others in `Layer.parameters` are buffers.
+    """
+    users: dict[int, list[int]] = {}
+    first: dict[int, str] = {}
+    for index, layer in enumerate(graph.layers):
+        for name in layer.parameters:
+            if name in parameters:
+                key = id(parameters[name])
+                first.setdefault(key, name)
+                if index not in users.setdefault(key, []):
+                    users[key].append(index)
+    groups: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+    for key, indices in users.items():
+        if len(indices) > 1:
+            groups.setdefault((tuple(indices), parameters[first[key]].requires_grad), []).append(first[key])
+    return tuple(
+        TiedParameters(tuple(names), indices, sum(parameters[name].nbytes for name in names), trained)
+        for (indices, trained), names in groups.items()
+    )
 
 
 def largest_parameter_bytes(layers: Sequence[nn.Module]) -> tuple[int, ...]:

@@ -18,7 +18,15 @@ from pipedream.profiler.allocations import Allocations
 from pipedream.profiler.sizes import storage_bytes
 from pipedream.profiler.stopwatch import Watch
 
-__all__ = ["NamedParameters", "OptimizerFactory", "UpdateCost", "estimate_update", "measure_update", "named_parameters"]
+__all__ = [
+    "NamedParameters",
+    "OptimizerFactory",
+    "UpdateCost",
+    "all_parameters",
+    "estimate_update",
+    "measure_update",
+    "named_parameters",
+]
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
@@ -119,11 +127,19 @@ def _named_failure(count: int) -> Iterator[None]:
 def named_parameters(layers: Sequence[nn.Module], graph: LayerGraph) -> NamedParameters:
     """Returns the parameters that require gradients, under the user's own names, each once."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in all_parameters(layers, graph).items():
+        if parameter.requires_grad:
+            found.setdefault(id(parameter), (name, parameter))
+    return list(found.values())
+
+
+def all_parameters(layers: Sequence[nn.Module], graph: LayerGraph) -> dict[str, nn.Parameter]:
+    """Returns all parameters under all of the user's names that the graph lists."""
+    found: dict[str, nn.Parameter] = {}
     for layer, module in zip(graph.layers, layers, strict=True):
         path = layer.name.partition("@")[0]
-        for local, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                # A model of one layer is named after its class, which is not a path.
-                name = f"{path}.{local}" if f"{path}.{local}" in layer.parameters else local
-                found.setdefault(id(parameter), (name, parameter))
-    return list(found.values())
+        for local, parameter in module.named_parameters(remove_duplicate=False):
+            # A model of one layer is named after its class, which is not a path.
+            name = f"{path}.{local}" if f"{path}.{local}" in layer.parameters else local
+            found.setdefault(name, parameter)
+    return found

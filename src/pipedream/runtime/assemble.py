@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipedream.core.plan.placement import Placement
+from pipedream.core.plan.tied import TiedWeights
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.occupancy import most_in_flight
 from pipedream.core.schedule.program import Program
@@ -27,7 +28,7 @@ from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.update.loss_scale import LossScale, LossScaleOptions
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
-from pipedream.runtime.update.tied_weights import TiedGradientSum, TiedWeights, copies_of_tied
+from pipedream.runtime.update.tied_weights import TiedGradientSum, copies_of_tied
 from pipedream.runtime.update_barrier import UpdateBarrier
 from pipedream.runtime.worker import Worker
 

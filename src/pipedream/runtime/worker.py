@@ -357,7 +357,8 @@ class Worker:
         is_replicated = self.program.placement.replicas[op.stage] > 1
         stop_request = is_replicated and self.stop_requested()
         present_share, stop_requests = yield from self.update_barrier.prepare(op.stage, float(stop_request))
-        if is_replicated or (self.program.couples_updates and not self.program.norm_delay):
+        is_tied = any(op.stage in one.stages for one in self.program.plan.tied)
+        if is_replicated or is_tied or (self.program.couples_updates and not self.program.norm_delay):
             self.recorder.note("wait", op.stage, op.index, before)
         start = self.recorder.mark()
         with self.activity.running("an update"):

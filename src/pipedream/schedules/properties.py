@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.coupling import makes_same_updates
 from pipedream.core.schedule.method_text import name_and_options
 from pipedream.core.schedule.occupancy import occupancy
 from pipedream.core.schedule.properties import MethodProperties
@@ -42,6 +43,7 @@ def derive_properties(name: str) -> MethodProperties:
         reads_stored_weights=weights.backward_rule == "stash" and weights.forward_prediction is None,
         replicates_stages=False,
         recomputes=found.plan.stages[0].recompute,
+        same_updates=found.flushes or (len(found.plan.stages) > 1 and makes_same_updates(found)),
     )
     if is_torch_csv(name):
         return facts
@@ -53,6 +55,7 @@ def derive_properties(name: str) -> MethodProperties:
         shallow, deep = (occupancy(build(name, replace(replicated, in_flight=(count, 1)))) for count in (2, 3))
     except ScheduleError:
         return facts
+    same_updates = found.flushes or all(makes_same_updates(build(name, plan)) for plan in (Plan.uniform(3), replicated))
     delayed = shallow
     with suppress(ScheduleError):
         delayed = occupancy(build(name, replace(replicated, update_delay=(1, 0))))
@@ -62,6 +65,7 @@ def derive_properties(name: str) -> MethodProperties:
         replicates_stages=True,
         uses_depth=deep != shallow,
         delays_updates=delayed != shallow,
+        same_updates=same_updates,
     )
 
 

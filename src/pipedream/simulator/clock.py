@@ -3,7 +3,8 @@
 - A send never blocks its rank. Its message flows when its receive is posted (`simulator.messages`); receive i of a
   channel of depth d is posted when the consumer of receive i - d, the op after it, is done.
 - A sum over replicas begins inside the last backward before it (`costs`), or, for a replica without one, when it
-  reaches its update, where it blocks its ranks. A coupled update waits for all ranks to reach it.
+  reaches its update, where it blocks its ranks. A coupled update waits for all ranks to reach it, one of tied weights
+  for the sum over their holders, which begins when all have reached it.
 
 Each rank runs ahead until it waits for another. When all wait, the earliest pending start or end of a flow happens:
 nothing that a rank does later can come before it, so ports see all events in the order of time.
@@ -32,6 +33,7 @@ from pipedream.simulator.compiled import (
     SEND,
     STOP,
     SYNC,
+    TIED,
     TURN,
     CompiledInstruction,
     CompiledRank,
@@ -136,6 +138,7 @@ class _Clock:
             rank.instructions = self._with_seconds(
                 instructions, stragglers.slowness(rank.number) / costs.speed(rank.number)
             )
+        self.members = [*placement.replicas, *(len(one.ranks(placement)) for one in program.plan.tied)]
         self.meetings: dict[tuple[int, int], _Meeting] = {}
         self.last_updates = [
             max(program.updates.updates(stage, total) for stage, _ in placement.stage_replicas(rank.number))
@@ -226,7 +229,7 @@ class _Clock:
                 backward_s = now - spans[-1].start_s
                 self._come(rank, stage, update + turn * updates, now, backward_s)
             else:
-                stage = what if code == SYNC else _ALL
+                stage, what = what if code == TIED else (what if code == SYNC else _ALL, what)
                 over_s = self._met(rank, stage, index, now)
                 if over_s is None:
                     break
@@ -240,11 +243,7 @@ class _Clock:
         key = stage, update
         meeting = self.meetings.get(key)
         if meeting is None:
-            members = (
-                sum(last >= update for last in self.last_updates)
-                if stage == _ALL
-                else self.program.placement.replicas[stage]
-            )
+            members = sum(last >= update for last in self.last_updates) if stage == _ALL else self.members[stage]
             meeting = self.meetings[key] = _Meeting(members, members)
         rank.brought[stage] = update
         meeting.came.append((now, backward_s))

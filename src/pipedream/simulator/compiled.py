@@ -1,7 +1,8 @@
 """A rank's instructions as the clock reads them: flat tuples, made once, whose indices advance by a stride each turn.
 
 They are executed a million times, so nothing is looked up by name. GIVE follows the last backward before a sum, COUPLE
-precedes an update that waits for all ranks, FREE is an op that does not compute. The text ends with TURN or STOP.
+precedes an update that waits for all ranks, TIED one that waits for the other holders of its weights, FREE is an op
+that does not compute. The text ends with TURN or STOP.
 """
 
 from __future__ import annotations
@@ -22,20 +23,22 @@ __all__ = [
     "SEND",
     "STOP",
     "SYNC",
+    "TIED",
     "TURN",
     "CompiledInstruction",
     "CompiledRank",
     "compile_rank",
 ]
 
-OP, RECEIVE, SEND, SYNC, GIVE, COUPLE, FREE, TURN, STOP = range(9)
+OP, RECEIVE, SEND, SYNC, GIVE, COUPLE, TIED, FREE, TURN, STOP = range(10)
 
 
 class CompiledInstruction(NamedTuple):
     """One instruction of a rank, in turn t of the period.
 
     Attributes:
-        what: stage of an op or a sum; a channel's number; for GIVE, (stage, first update, its stride).
+        what: stage of an op or a sum; a channel's number; for TIED, the sum (`Costs.sum_s`) and the
+            stage; for GIVE, (stage, first update, its stride).
         first, stride: its index is first + t x stride.
         limit: it exists if its index is below this.
     """
@@ -92,12 +95,18 @@ def compile_rank(program: Program, rank: int, total: int, *, gives: Collection[i
     text = (*mine.warmup, *mine.period)
     next_turn = (advanced(item, program.cycle, program.updates) for item in mine.period)
     sums = {item for item in (*text, *next_turn) if item.kind is Move.SYNC}
+    stages, tied = program.placement.stages, [one.ranks(program.placement) for one in program.plan.tied]
+    held = [stages + number for number, ranks in enumerate(tied) if rank in ranks]
+    summed: set[int] = set()  # updates before which this rank has joined the sums of its tied weights
     flat: list[CompiledInstruction] = []
     start = 0
     for position, instruction in enumerate(text):
         if position == len(mine.warmup):
             start = len(flat)
         one = _compiled(program, instruction, total)
+        if one.letter == Kind.UPDATE.value and one.first not in summed:
+            flat += [one._replace(code=TIED, what=(number, one.what)) for number in held]
+            summed.add(one.first)
         # A delayed norm is known in time.
         if program.couples_updates and not program.norm_delay and one.letter == Kind.UPDATE.value:
             flat.append(one._replace(code=COUPLE))

@@ -31,6 +31,7 @@ class Costs:
         buckets: of each stage's sum: the share of the last backward after which one is ready, and the seconds of it and
             all later ones. () for the classic model: nothing hides sums, and they take `sync_s`.
         sum_bytes: that each stage's sum moves through a port, one way.
+        tied: the seconds and bytes through a port of each sum over the holders of tied weights (`Plan.tied`).
     """
 
     forward_s: tuple[float, ...]
@@ -45,6 +46,7 @@ class Costs:
     buckets: tuple[tuple[tuple[float, float], ...], ...] = ()
     sum_bytes: tuple[float, ...] = ()
     weight_bytes: tuple[float, ...] = ()
+    tied: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         vectors = {
@@ -94,7 +96,12 @@ class Costs:
         return by_kind[kind][stage]
 
     def sum_s(self, stage: int) -> float:
-        """Returns the seconds on idle ports, including the hidden part."""
+        """Returns the seconds on idle ports, including the hidden part.
+
+        As elsewhere, a number after the last stage's is that of a sum of `tied`.
+        """
+        if stage >= len(self.forward_s):
+            return self.tied[stage - len(self.forward_s)][0]
         return self.buckets[stage][0][1] if self.buckets and self.buckets[stage] else self.sync_s[stage]
 
     def sum_parts(self, stage: int, came: Sequence[tuple[float, float]]) -> list[tuple[float, float, float]]:
@@ -102,7 +109,10 @@ class Costs:
 
         `came` has, for each replica, when its last backward ended, and how long it took.
         """
-        size = self.sum_bytes[stage] if self.sum_bytes else 0.0
+        if stage >= len(self.forward_s):
+            seconds, size = self.tied[stage - len(self.forward_s)]
+            return [(max(at_s for at_s, _ in came), size, seconds)]
+        size = self.port_bytes(stage)
         buckets = self.buckets[stage] if self.buckets else ((1.0, self.sync_s[stage]),)
         tails_s = [tail_s for _, tail_s in buckets]
         parts = []
@@ -111,6 +121,12 @@ class Costs:
             seconds = tail_s - later_s
             parts.append((at_s, size * seconds / tails_s[0] if tails_s[0] else 0.0, seconds))
         return parts
+
+    def port_bytes(self, stage: int) -> float:
+        """Returns the bytes of a sum through a port, one way; 0 if its seconds alone count."""
+        if stage >= len(self.forward_s):
+            return self.tied[stage - len(self.forward_s)][1]
+        return self.sum_bytes[stage] if self.sum_bytes else 0.0
 
     def channel_bytes(self, channel: Channel) -> float:
         if channel.carries == "input":
@@ -182,4 +198,11 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
         else (),
         sum_bytes=tuple(float(all_reduce_bytes(s.parameter_bytes, s.replicas, how=cluster.sums)) for s in stages),
         weight_bytes=tuple(float(stage.parameter_bytes) for stage in stages),
+        tied=tuple(
+            (
+                seconds,
+                float(all_reduce_bytes(one.parameter_bytes, len(one.ranks(plan.placement)), how=cluster.sums)),
+            )
+            for one, seconds in zip(plan.tied, plan.tied_sums_s, strict=True)
+        ),
     )

@@ -82,14 +82,16 @@ class Messages:
             )
         self._rings = [
             _Row(-1 - stage, self._around(ports, [costs.worker(rank) for rank in ranks], costs, stage))
-            for stage, ranks in enumerate(program.placement.ranks)
+            for stage, ranks in enumerate(
+                (*program.placement.ranks, *(one.ranks(program.placement) for one in program.plan.tied))
+            )
         ]
         self._flows = Flows()
         self._starts: list[tuple[float, int, _Row]] = []
 
     def _around(self, ports: Ports, workers: Sequence[int], costs: Costs, stage: int) -> Sequence[Port]:
         """The ports of a ring, and one more with the rate that an all-reduce reaches alone."""
-        size, seconds = (costs.sum_bytes[stage] if costs.sum_bytes else 0.0), costs.sum_s(stage)
+        size, seconds = costs.port_bytes(stage), costs.sum_s(stage)
         return [Port(size / seconds), *ports.around(workers)] if size and seconds and len(workers) > 1 else ()
 
     def send(self, wire: Wire, index: int, now: float) -> None:
@@ -104,7 +106,10 @@ class Messages:
             wire.posted.append(now)
 
     def sum_up(self, stage: int, parts: Sequence[tuple[float, float, float]], done: Callable[[float], None]) -> None:
-        """Sums up over a stage's replicas; `parts` as in `Costs.sum_parts`; calls `done` with the time of the end."""
+        """Sums up over a stage's replicas, or over the holders of tied weights (`Costs.sum_s`).
+
+        `parts` as in `Costs.sum_parts`; calls `done` with the time of the end.
+        """
         ring = self._rings[stage]
         if not ring.ports:
             over_s = 0.0

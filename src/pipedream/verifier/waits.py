@@ -9,7 +9,8 @@ into the cycle. The waits are
   done;
 - on a lane (what a transport runs in order, such as an NCCL communicator) a rank's transfers complete in the order in
   which they were issued, receives from one sender in that sender's order;
-- a sum waits for all replicas; a coupled update for all ranks to reach the same update, or the one `norm_delay` before.
+- a sum waits for all replicas; a coupled update for all ranks to reach the same update, or the one `norm_delay` before;
+  an update of tied weights for all ranks that hold them to reach it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pipedream.verifier.unrolled import Message, Unrolled
 __all__ = ["check_waits"]
 
 _Lane = tuple[int, Hashable]  # (rank, lane)
-_Meeting = tuple[str, int, int]  # ('sum' or 'update', stage or -1, update)
+_Meeting = tuple[str, int, int]  # ('sum', 'update' or 'tied', stage, -1 or number in `Plan.tied`, update)
 
 
 def check_waits(run: Unrolled, lanes: Callable[[Channel], Hashable] | None = None) -> None:
@@ -77,10 +78,16 @@ class _Waits:
         self.members: dict[_Meeting, set[int]] = defaultdict(set)
         for rank, stage, update in run.synced:
             self.members["sum", stage, update].add(rank)
-        if run.program.couples_updates:
-            for op, (rank, _) in run.ops.items():
-                if op.kind is Kind.UPDATE:
-                    self.members["update", -1, op.index].add(rank)
+        placement = run.program.placement
+        self.tied = [one.ranks(placement) for one in run.program.plan.tied] if run.program.trains else []
+        for op, (rank, _) in run.ops.items():
+            if op.kind is not Kind.UPDATE:
+                continue
+            if run.program.couples_updates:
+                self.members["update", -1, op.index].add(rank)
+            for number, ranks in enumerate(self.tied):
+                if rank in ranks:
+                    self.members["tied", number, op.index].add(rank)
 
     def go(self) -> None:
         for rank in range(len(self.run.streams)):
@@ -102,6 +109,8 @@ class _Waits:
             self.sent.add(message)
             self._issue(rank, message)
             return True
+        if instruction.kind is Kind.UPDATE and not self._meets_holders(rank, instruction.index):
+            return False
         if instruction.kind is Kind.UPDATE and self.run.program.couples_updates:
             # A rank that reaches its first one has the gradients of all its stages.
             self._meet(rank, ("update", -1, instruction.index))
@@ -112,6 +121,12 @@ class _Waits:
             self.consumed.update(self.consumers[instruction])
             self._post(rank)
         return True
+
+    def _meets_holders(self, rank: int, update: int) -> bool:
+        """Whether all holders of the rank's tied weights have reached an update; its own stages make it together."""
+        return all(
+            self._meet(rank, ("tied", number, update)) for number, ranks in enumerate(self.tied) if rank in ranks
+        )
 
     def _meet(self, rank: int, meeting: _Meeting) -> bool:
         here = self.met[meeting]
@@ -184,10 +199,16 @@ class _Waits:
                 instruction.index,
             )
         meeting: _Meeting = ("update", -1, instruction.index - self.run.program.norm_delay)
+        for number in range(len(self.tied)):
+            tied = ("tied", number, instruction.index)
+            if rank in self.members[tied] and self.met[tied] != self.members[tied]:
+                meeting = tied
+                break
         if isinstance(instruction, Transfer):
             meeting = ("sum", instruction.channel, instruction.index)
         other = min(self.members[meeting] - self.met[meeting])
-        return f"{head}rank {other} to reach the same {meeting[0]}", other
+        what = {"tied": "update, with its gradient of the tied weights"}.get(meeting[0], meeting[0])
+        return f"{head}rank {other} to reach the same {what}", other
 
     def _message_waits(self, message: Message) -> tuple[str, int | Message]:
         number, k = message

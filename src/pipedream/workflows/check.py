@@ -10,6 +10,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.memory import peers_of, stage_memory
 from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.schedule.coupling import makes_same_updates
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import StageOccupancy, occupancy
 from pipedream.core.schedule.schedule import Schedule
@@ -130,7 +131,8 @@ def _renewed(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple
             f"the plan names the layer {min(strange)!r}, but the profile of {profile.model} has no such layer; give "
             "the profile of the plan's model, or plan again from this profile"
         )
-    downsets = _downsets(plan, profile, part_ties=built.flushes)
+    profile = profile.parted() if makes_same_updates(built) else profile
+    downsets = _downsets(plan, profile)
     space = SearchSpace.of(
         profile,
         plan.cluster,
@@ -144,11 +146,14 @@ def _renewed(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple
         row = space.stage(*span, stage.replicas, stage.recompute)
         differences += [f"stage {s}, {line}" for line in _differences(stage, row)]
         rows.append(row)
-    renewed = replace(plan, stages=tuple(rows), batch=profile.batch, model=profile.model, unit="minibatch", bound_s=0.0)
+    tied = space.tied_weights(list(pairwise(places)))
+    renewed = replace(
+        plan, stages=tuple(rows), tied=tied, batch=profile.batch, model=profile.model, unit="minibatch", bound_s=0.0
+    )
     return space.with_bytes(renewed), tuple(differences)
 
 
-def _downsets(plan: Plan, profile: Profile, *, part_ties: bool) -> list[int]:
+def _downsets(plan: Plan, profile: Profile) -> list[int]:
     """Returns the layers up to the end of each stage, a bit for each layer.
 
     Those that the stages name, if they can run in that order; otherwise those of the graph's own order.
@@ -161,15 +166,14 @@ def _downsets(plan: Plan, profile: Profile, *, part_ties: bool) -> list[int]:
         def has(layer: int) -> int:
             return downset >> layer & 1
 
-        ties = graph.whole if part_ties else graph.ties
-        return all(has(a) >= has(b) for a, b in graph.edges) and all(len(set(map(has, tie))) == 1 for tie in ties)
+        return all(has(a) >= has(b) for a, b in graph.edges) and all(len(set(map(has, tie))) == 1 for tie in graph.ties)
 
     if all(
         downset.bit_count() == stage.last and is_closed(downset)
         for downset, stage in zip(named, plan.stages, strict=True)
     ):
         return named
-    planner.check_cuts(graph, tuple(stage.first for stage in plan.stages[1:]), part_ties=part_ties)
+    planner.check_cuts(profile, tuple(stage.first for stage in plan.stages[1:]))
     return [(1 << stage.last) - 1 for stage in plan.stages]
 
 

@@ -31,6 +31,7 @@ def lay_out(
     """Plans for a method of `schedules.LAYOUTS`, on all workers of a cluster, which must be equally fast.
 
     Args:
+        profile: `Profile.parted`, since these methods may hold a weight in several stages.
         chunks: stages per worker; None for the method's default.
 
     Raises:
@@ -49,7 +50,7 @@ def lay_out(
     order = layout.order(p, chunks or layout.chunks or 1)
     count = layout.stages(p, chunks)
     row = Cluster.flat(count, cluster.bandwidth_bytes_per_s, cluster.latency_s)
-    cut = _cut(profile, row)
+    cut = planner.plan(profile, row, versions=lambda in_flight, update_delay: 1, shape="straight")
     replicas = (layout.replicas,) * count
     stages = tuple(replace(stage, replicas=layout.replicas, recompute=recompute) for stage in cut.stages)
     note = f"fastest straight cut into {count} stages, {len(order) // p} on each of {p} workers: {layout.words}"
@@ -75,19 +76,3 @@ def lay_out(
     refuse_overfull(plan)
     refuse_visitors(replace(built, plan=plan))
     return plan
-
-
-def _cut(profile: Profile, row: Cluster) -> Plan:
-    """Returns the fastest straight cut, between layers that share parameters only if there is no other.
-
-    Methods with a layout flush, and keep weights equal that several stages hold (`core.schedule.coupling`).
-    """
-    graph = profile.graph
-    versions = lambda in_flight, update_delay: 1  # noqa: E731
-    try:
-        return planner.plan(profile, row, versions=versions, shape="straight")
-    except PlanError:
-        if graph.ties == graph.whole:
-            raise
-    parted = replace(profile, graph=replace(graph, ties=graph.whole))
-    return planner.plan(parted, row, versions=versions, shape="straight")

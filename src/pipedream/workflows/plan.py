@@ -72,10 +72,12 @@ def plan(
     known = profile.profile() if isinstance(profile, GraphText) else profile
     _check_microbatches(known, microbatches)
     if strategy == "2bw":
-        return _two_bw(known, cluster, microbatches, recompute)
+        return _two_bw(known.parted(), cluster, microbatches, recompute)
     if schedule == "auto":
         search |= {"all_workers": all_workers, "allow_asynchronous": allow_asynchronous}
         return choose(known, cluster, **search).plan
+    if schedules.properties_of(schedule).same_updates:
+        known = known.parted()
     if schedules.layout_of(schedule) is not None:
         always = recompute == "always"
         return lay_out(known, cluster, schedule, chunks=chunks, microbatches=microbatches, recompute=always)
@@ -133,7 +135,7 @@ def _search(
             "recompute": recompute,
         }
         if cuts is not None:
-            return planner.manual_plan(profile, cluster, cuts, counts, occupancy=rule, part_ties=method.flushes, **how)
+            return planner.manual_plan(profile, cluster, cuts, counts, occupancy=rule, **how)
         return planner.plan(profile, cluster, occupancy=rule, shape=shape, all_workers=all_workers, **how)
 
     found = for_method(planned(microbatches or 1), profile, schedule, microbatches)

@@ -139,4 +139,6 @@ def _built(plan: Plan, phase: Phase) -> Schedule:
     if not isinstance(built, Schedule):
         name, parts = asked_of(plan, built, phase.microbatches)
         built = schedules.build(name, plan, parts)
+    elif built.plan.tied != plan.tied:
+        built = replace(built, plan=replace(built.plan, tied=plan.tied))
     return built if phase.compensation is None else built.compensated(phase.compensation)

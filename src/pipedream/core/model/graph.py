@@ -35,8 +35,9 @@ class LayerGraph(Artifact):
 
     Attributes:
         edges: index pairs (producer, consumer), producer before consumer.
-        ties: groups of layers that share a parameter or state; a cut should not separate a group.
-        whole: ties that no method can train in separate stages, because what is shared changes without an update.
+        ties: groups of layers that share a trained parameter or state; a cut should not separate a group.
+        whole: ties that no method can train in separate stages: what is shared changes without an update, or is
+            different parameters of one storage.
         loss_weight: what the model's own loss is a mean over, found on a sample (`runtime.results.losses.LossWeight`);
             empty if it is not known.
 

@@ -5,13 +5,13 @@ After PipeDream, SOSP 2019, section 3.1, with the spread of each time, what auto
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipedream.core.artifact import Artifact
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.units import format_bytes, format_seconds
 
-__all__ = ["LayerProfile", "Profile"]
+__all__ = ["LayerProfile", "Profile", "TiedParameters"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class LayerProfile:
         forward_spread_s, backward_spread_s: distance between the first and third quartile.
         activation_bytes: that autograd keeps for its backward, without parameters.
         forward_fixed_s, backward_fixed_s: the part that a smaller batch does not save; 0 if unknown.
-        parameter_bytes: a shared parameter counts in the layer that uses it first.
+        parameter_bytes: a tied parameter counts in the layer that uses it first (`Profile.tied`).
         arriving_bytes: kept by earlier layers and also from here on: a stage that begins here holds its own copy.
         leaving_bytes: of its output, kept neither by it nor by an earlier layer: a stage that ends here holds them
             until its backward.
@@ -66,6 +66,22 @@ class LayerProfile:
 
 
 @dataclass(frozen=True)
+class TiedParameters:
+    """Parameters that the same layers use.
+
+    Attributes:
+        names: in the user's state dict, one each.
+        layers: at least two, in order.
+        trained: otherwise they are frozen: each stage has a copy, but there is nothing to sum.
+    """
+
+    names: tuple[str, ...]
+    layers: tuple[int, ...]
+    parameter_bytes: int
+    trained: bool = True
+
+
+@dataclass(frozen=True)
 class Profile(Artifact):
     """Seconds and bytes of every layer of a model, for one minibatch.
 
@@ -87,6 +103,7 @@ class Profile(Artifact):
         update_working_bytes: that a step needs beyond weights, gradients and state.
         versions: of python, torch and this library.
         notes: what was assumed or not checked.
+        tied: parameters that several layers use; in separate stages each has a copy.
     """
 
     FORMAT = 1
@@ -109,12 +126,16 @@ class Profile(Artifact):
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     copy_s: float = 0.0
+    tied: tuple[TiedParameters, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.layers) != len(self.graph.layers):
             raise ValueError(f"{len(self.graph.layers)} layers but {len(self.layers)} measurements")
         if self.batch < 1:
             raise ValueError(f"batch must be at least 1, found {self.batch}")
+        for one in self.tied:
+            if len(one.layers) < 2 or not 0 <= min(one.layers) <= max(one.layers) < len(self.layers):
+                raise ValueError(f"a tied parameter is used by two or more of {len(self.layers)} layers, found {one}")
 
     @property
     def forward_s(self) -> float:
@@ -143,6 +164,33 @@ class Profile(Artifact):
     @property
     def parameter_bytes(self) -> int:
         return sum(layer.parameter_bytes for layer in self.layers)
+
+    def parted(self) -> Profile:
+        """Returns the profile for methods that may hold a weight in several stages: they may separate its layers.
+
+        Groups of layers that no method can separate (`LayerGraph.whole`) remain.
+        """
+        return replace(self, graph=replace(self.graph, ties=self.graph.whole))
+
+    def ties_in_words(self) -> str:
+        """Returns which layers stay together because of a tied weight, and how to separate them; '' if there are none.
+
+        Not those that no method can separate.
+        """
+        rows = []
+        for group in self.graph.ties:
+            if group not in self.graph.whole:
+                names = [name for one in self.tied if set(one.layers) <= set(group) for name in one.names]
+                shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+                layers = " and ".join(repr(self.graph.layers[i].name) for i in group)
+                rows.append(f"layers {layers} share {shown or 'a parameter'}")
+        if not rows:
+            return ""
+        return (
+            f"{'; '.join(rows)} and stay in one stage, because this method's stages update at different times; to "
+            "separate them, untie the weight, or choose a method whose stages all make the same updates: "
+            "pipedream_2bw, or a flushing one (1f1b, gpipe)"
+        )
 
     @classmethod
     def of_chain(cls, layers: tuple[LayerProfile, ...], *, batch: int = 1, **rest: object) -> Profile:

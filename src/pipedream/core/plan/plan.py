@@ -18,6 +18,7 @@ from pipedream.core.plan.cost import all_reduce_s, transfer_s
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.site import Site, ports_s
 from pipedream.core.plan.stage import Stage
+from pipedream.core.plan.tied import TiedWeights, least_sum_s
 from pipedream.core.units import format_bytes, format_excess, format_seconds
 
 __all__ = ["Plan", "Stage"]
@@ -43,6 +44,7 @@ class Plan(Artifact):
         bound_s: no plan of the note's space is faster, in seconds per unit; 0 if nothing is proved.
         schedule: the method that it was planned for, or ''.
         microbatches: parts of a minibatch.
+        tied: weights that several stages hold.
 
     Raises:
         ValueError: stages with a gap, vectors of the wrong length, or an order with unknown workers.
@@ -64,6 +66,7 @@ class Plan(Artifact):
     bound_s: float = 0.0
     schedule: str = ""
     microbatches: int = 1
+    tied: tuple[TiedWeights, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -92,6 +95,11 @@ class Plan(Artifact):
         for stage, update_delay in zip(self.stages, self.update_delay, strict=True):
             if update_delay and (stage.replicas == 1 or len(self.stages) == 1):
                 raise ValueError("update delay is 0 where a stage is not replicated, and in a one-stage plan")
+        for one in self.tied:
+            if len(one.stages) < 2 or not 0 <= min(one.stages) <= max(one.stages) < len(self.stages):
+                raise ValueError(
+                    f"tied weights are held by two or more of {len(self.stages)} stages, found {one.stages}"
+                )
         try:
             depth.check_in_flight(self.in_flight, self.replicas, self.update_delay)
         except PlanError as error:
@@ -222,17 +230,44 @@ class Plan(Artifact):
         )
 
     @property
+    def tied_s(self) -> tuple[float, ...]:
+        """Seconds by which the sums of tied weights at least delay an update of each stage (`least_sum_s`)."""
+        seconds = [(one, least_sum_s(self.cluster, one.parameter_bytes)) for one in self.tied]
+        return tuple(sum(sum_s for one, sum_s in seconds if s in one.stages) for s in range(len(self.stages)))
+
+    @property
+    def tied_sums_s(self) -> tuple[float, ...]:
+        """Seconds of each of the sums over all holders of `tied`, on idle links."""
+        workers = [{w for s in one.stages for w in self.workers_of(s)} for one in self.tied]
+        return tuple(
+            float(
+                all_reduce_s(
+                    one.parameter_bytes,
+                    len(holders),
+                    *self.cluster.sum_link(self.cluster.reach(*holders)),
+                    how=self.cluster.sums,
+                )
+            )
+            for one, holders in zip(self.tied, workers, strict=True)
+        )
+
+    @property
     def periods_s(self) -> tuple[float, ...]:
         """Predicted seconds per unit of each stage in a full pipeline (`core.plan.site`)."""
         edges = (0, *(stage.output_bytes for stage in self.stages[:-1]), 0)
         return tuple(
             float(
                 site.period_s(
-                    stage.forward_s, stage.redone_s, stage.update_s, stage.parameter_bytes, before_bytes, after_bytes
+                    stage.forward_s,
+                    stage.redone_s,
+                    stage.update_s + tied_s,
+                    stage.parameter_bytes,
+                    before_bytes,
+                    after_bytes,
                 )
             )
-            for stage, site, before_bytes, after_bytes in zip(
-                self.stages, self.sites, edges[:-1], edges[1:], strict=True
+            for stage, site, tied_s, before_bytes, after_bytes in zip(
+                self.stages, self.sites, self.tied_s, edges[:-1], edges[1:], strict=True
             )
         )
 
@@ -255,8 +290,8 @@ class Plan(Artifact):
             return self.slowest_stage_s
         taken = [self.workers_of(stage) for stage in range(len(self.stages))]
         compute_s = (
-            float(site.compute_s(stage.forward_s, stage.redone_s, stage.update_s, stage.parameter_bytes))
-            for site, stage in zip(self.sites, self.stages, strict=True)
+            float(site.compute_s(stage.forward_s, stage.redone_s, stage.update_s + tied_s, stage.parameter_bytes))
+            for site, stage, tied_s in zip(self.sites, self.stages, self.tied_s, strict=True)
         )
         sent, summed = zip(*((stage.output_bytes, stage.parameter_bytes) for stage in self.stages), strict=True)
         return max(*compute_s, *ports_s(self.cluster, taken, sent, summed).values())
@@ -369,6 +404,10 @@ class Plan(Artifact):
             if stage.names:
                 span = stage.names[0] if len(stage.names) == 1 else f"{stage.names[0]} .. {stage.names[-1]}"
             rows.append("  ".join([f"{s:>5}", f"{span:<24}", *(f"{cell(s, stage):>{w}}" for _, w, cell in columns)]))
+        rows += [
+            f"tied: {one}, {format_bytes(one.parameter_bytes)}, summed at each update in {format_seconds(seconds)}"
+            for one, seconds in zip(self.tied, self.tied_sums_s, strict=True)
+        ]
         return "\n".join(
             [head, *rows, *([self.note] if self.note else []), *([] if self.gap is None else [self._proof(self.gap)])]
         )

@@ -1,6 +1,9 @@
 """What couples the stages besides the data: global norms, gradients that are not finite, shared weights.
 
-docs/couplings.md has the table. Without a flush there is never one global norm. *Delayed global* clipping takes for
+docs/couplings.md has the table. Weights that several stages hold (`Plan.tied`) need stages that all make the same
+updates; each then waits for the others' gradients of the same update.
+
+Without a flush there is never one global norm. *Delayed global* clipping takes for
 update n that of update max(b, n - D), the newest that every stage can know without waiting; b is the update before the
 last drain. D is static, so that a run can be repeated, and compared with a serial loop.
 """
@@ -15,7 +18,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.schedule import Schedule
 
-__all__ = ["Policy", "coupled", "norm_delay"]
+__all__ = ["Policy", "coupled", "makes_same_updates", "norm_delay", "with_tied_weights"]
 
 _CLIP = ("global", "local", "delayed_global")
 _UPPER_LIMITS = {"clip_grad_norm": inf, "ema": 1.0}
@@ -29,14 +32,12 @@ class Policy:
 
     Attributes:
         scaling: 'constant' or 'dynamic' loss scaling, or ''.
-        tied: stages share weights.
     """
 
     clip_grad_norm: float | None = None
     clip: str = "global"
     on_nan: str = "error"
     scaling: str = ""
-    tied: bool = False
     ema: float | None = None
 
     def __post_init__(self) -> None:
@@ -56,8 +57,8 @@ class Policy:
 def coupled(schedule: Schedule, policy: Policy) -> Schedule:
     """Returns the schedule, with updates that wait for each other if the policy needs that."""
     plan = schedule.plan
-    if policy.tied:
-        _check_ties(schedule, policy)
+    if plan.tied:
+        _check_clip_of_tied(schedule, policy)
     several = len(plan.stages) > 1
     if policy.scaling == "dynamic" and several and not schedule.flushes:
         raise ScheduleError(
@@ -74,22 +75,61 @@ def coupled(schedule: Schedule, policy: Policy) -> Schedule:
             "update at different times, so there is never one global norm. Use clip='delayed_global' (the "
             "norm of an earlier update), clip='local' (each stage by its own) or a flushing schedule (1f1b, gpipe)"
         )
-    couples = by_norm or policy.tied or (policy.skips and schedule.flushes and several)
+    # Holders of a tied weight skip an update together.
+    couples = by_norm or (policy.skips and several and bool(schedule.flushes or plan.tied))
     return schedule.coupled() if couples else schedule
 
 
-def _check_ties(schedule: Schedule, policy: Policy) -> None:
-    begin = f"the plan separates layers that share parameters, and was asked to train by {schedule.name!r}"
-    if not schedule.flushes:
+def makes_same_updates(schedule: Schedule) -> bool:
+    """Returns whether all stages make the same updates, so that several may hold a weight.
+
+    Update n of each stage holds the same microbatches, and the gradient of each of these is that of the whole model at
+    one version.
+    """
+    stages, weights = range(len(schedule.plan.stages)), schedule.weights
+    if len(stages) == 1:
+        return True
+    if weights.backward_rule != "stash" or any(weights.predictions(stage) for stage in stages):
+        return False
+    return len(set(schedule.updates.per_update)) == 1 and all(
+        len({weights.forward_version(stage, k) for stage in stages}) == 1 for k in range(_settled(schedule))
+    )
+
+
+def with_tied_weights(schedule: Schedule) -> Schedule:
+    """Returns the schedule with the updates of each rank together, if stages of its plan share weights.
+
+    Raises:
+        ScheduleError: its stages do not all make the same updates.
+    """
+    tied = schedule.plan.tied
+    if not tied or not schedule.trains:
+        return schedule
+    if not makes_same_updates(schedule):
         raise ScheduleError(
-            f"{begin}, which does not flush: the stages would update the shared weight at different times, from "
-            "gradients of different versions of it. Keep these layers in one stage, or use a flushing schedule (1f1b, "
+            f"{_parted(schedule)} by {schedule.name!r}, whose stages update at different times, from gradients of "
+            "different versions. Keep these layers in one stage, untie the weight (a parameter of its own for each "
+            "layer), or use a method whose stages all make the same updates: pipedream_2bw, or a flushing one (1f1b, "
             "gpipe)"
         )
-    if policy.clip_grad_norm is not None and policy.clip == "local":
+    return schedule.together()
+
+
+def _parted(schedule: Schedule) -> str:
+    return f"the plan separates layers that share {'; '.join(map(str, schedule.plan.tied))}, and was asked to train"
+
+
+def _settled(schedule: Schedule) -> int:
+    """Returns a microbatch from which on versions advance by cycles."""
+    deepest = max(schedule.plan.in_flight) * max(schedule.placement.replicas)
+    return (deepest // schedule.cycle + 3) * schedule.cycle
+
+
+def _check_clip_of_tied(schedule: Schedule, policy: Policy) -> None:
+    if policy.clip_grad_norm is not None and (policy.clip == "local" or not schedule.flushes):
         raise ScheduleError(
-            f"{begin} with each stage clipped by its own norm: the shared weight would be clipped differently in each "
-            "stage. Use clip='global'"
+            f"{_parted(schedule)} by {schedule.name!r} with clip={policy.clip!r}: each holder would clip the shared "
+            "weight by another norm. Use clip='global' with a flushing method (1f1b, gpipe)"
         )
 
 
@@ -108,8 +148,7 @@ def norm_delay(schedule: Schedule) -> int:
             "clip='local', the same number of replicas at each stage, or a method with one update per minibatch (2bw)"
         )
     per_update = updates.per_update[0]
-    deepest = max(schedule.plan.in_flight) * max(placement.replicas)
-    enough = (deepest // schedule.cycle + 3) * schedule.cycle  # repeats by then
+    enough = _settled(schedule)
     delay = 1
     for rank in range(placement.workers):
         if len(placement.stage_replicas(rank)) > 1:

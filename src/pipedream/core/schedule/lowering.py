@@ -20,6 +20,7 @@ from math import lcm
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Placement
 from pipedream.core.schedule import dispatch
+from pipedream.core.schedule.coupling import with_tied_weights
 from pipedream.core.schedule.op import Kind, Op, gives_back
 from pipedream.core.schedule.program import (
     MOST_AHEAD,
@@ -45,8 +46,10 @@ def lower(schedule: Schedule) -> Program:
     """Returns a schedule's program.
 
     Raises:
-        ScheduleError: an order without a period, or with one that is too long to be proved.
+        ScheduleError: an order without a period, or with one that is too long to be proved; or stages that share
+            weights and do not all make the same updates.
     """
+    schedule = with_tied_weights(schedule)
     if schedule.placement.workers > _MOST_PROVED or schedule.placement.cycle > _MOST_PROVED:
         raise ScheduleError(
             f"a program for {schedule.placement.workers} workers with replica counts {schedule.placement.replicas} was "

@@ -19,6 +19,8 @@ class MethodProperties:
         replicates_stages: any stage can have replicas.
         recomputes: whether or not the plan says so.
         versions_grow_with_stages: not only with a stage's own depth.
+        same_updates: all stages make the same updates on any plan (`core.schedule.coupling.makes_same_updates`), so
+            that several may hold a weight.
     """
 
     flushes: bool = True
@@ -30,3 +32,4 @@ class MethodProperties:
     replicates_stages: bool = True
     recomputes: bool = False
     versions_grow_with_stages: bool = False
+    same_updates: bool = True

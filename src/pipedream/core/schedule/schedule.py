@@ -129,10 +129,11 @@ class Schedule(Rules):
             yield op
 
     def coupled(self) -> Schedule:
-        """Returns the schedule with the updates of all stages waiting for each other.
+        """Returns the schedule with the updates of all stages waiting for each other; `together` on each rank."""
+        return replace(self.together(), couples_updates=True)
 
-        A rank makes the updates of its stages together, after the last of their gradients.
-        """
+    def together(self) -> Schedule:
+        """Returns the schedule in which a rank makes the updates of its stages together, after the last gradient."""
 
         def order(rank: int) -> Iterator[Op]:
             stage_replicas = len(self.placement.stage_replicas(rank))
@@ -146,4 +147,4 @@ class Schedule(Rules):
                     yield from due
                     due.clear()
 
-        return replace(self, order=order, couples_updates=True)
+        return replace(self, order=order)

@@ -37,6 +37,8 @@ def searched_downsets(lattice: Lattice, profile: Profile, cluster: Cluster) -> t
     loss_at = len(profile.layers) - 1 if profile.loss_s else -1
     costs = [bool(layer.forward_s + layer.backward_s + layer.parameter_bytes) for layer in profile.layers]
     costs[loss_at] |= loss_at >= 0
+    for layer in {layer for one in profile.tied for layer in one.layers}:
+        costs[layer] = True
     found = lattice.downsets(MOST_DOWNSETS, lattice.free(costs, [layer.output_bytes for layer in profile.layers]))
     if found is not None:
         return found, not cluster.is_limited

@@ -34,6 +34,7 @@ from pipedream.core.plan.memory import (
 )
 from pipedream.core.plan.plan import Plan, Stage
 from pipedream.core.plan.site import Site
+from pipedream.core.plan.tied import TiedWeights, least_sum_s
 from pipedream.core.schedule.occupancy import StageOccupancy
 from pipedream.core.units import format_bytes
 from pipedream.planner.arrays import BoolArray, Bytes, IntArray, Place, Seconds, WholeArray
@@ -169,15 +170,52 @@ class SearchSpace:
         contained: BoolArray = (inside @ inside.T >= sizes[:, None]) & (sizes[:, None] < sizes[None, :])
         return contained
 
+    def parameter_bytes(self, first: Place, last: Place) -> Bytes:
+        """Returns the bytes of a stage's parameters: with its copies of tied ones that an earlier stage also uses."""
+        held: Bytes = self.parameters[last] - self.parameters[first]
+        for (count, is_first), one in zip(self._tied, self.profile.tied, strict=True):
+            copies = (count[last] > count[first]) & (is_first[last] == is_first[first])
+            held = held + copies * one.parameter_bytes
+        return held
+
+    def optimizer_bytes(self, first: Place, last: Place) -> Bytes:
+        held: Bytes = self.optimizer[last] - self.optimizer[first]
+        copies = self.parameter_bytes(first, last) - (self.parameters[last] - self.parameters[first])
+        return held + self.profile.optimizer_bytes * copies // self._all_bytes if self._tied else held
+
+    def tied_s(self, first: Place, last: Place) -> Seconds:
+        """Returns the seconds by which sums over the holders of tied weights at least delay an update of a stage."""
+        seconds: Seconds = 0.0
+        for (count, _), one in zip(self._tied, self.profile.tied, strict=True):
+            held = count[last] - count[first]
+            is_parted = (held > 0) & (held < len(one.layers))
+            seconds = seconds + (is_parted & one.trained) * least_sum_s(self.cluster, one.parameter_bytes)
+        return seconds
+
+    @cached_property
+    def _tied(self) -> list[tuple[IntArray, IntArray]]:
+        """Of each of the profile's tied parameters: how many of its layers, and whether the first, are before each
+        place."""
+        rows = []
+        for one in self.profile.tied:
+            members = sum(1 << layer for layer in one.layers)
+            count = np.array([(found & members).bit_count() for found in self.downsets])
+            rows.append((count, np.array([found >> min(one.layers) & 1 for found in self.downsets])))
+        return rows
+
+    @property
+    def _all_bytes(self) -> int:
+        return max(int(self.parameters[len(self.profile.layers)]), 1)
+
     def update_s(self, first: Place, last: Place, update_delay: int = 0) -> Seconds:
         """Returns the seconds of one update of a stage: its share of the optimizer's step, by parameter bytes.
 
         With several versions, weights that a forward in flight still reads are copied first. At the output there is
-        none, unless updates are delayed.
+        none, unless updates are delayed. With tied weights, the update waits for the sums over their holders.
         """
         copy_s = self._copies(last, update_delay) * self._share(self.profile.copy_s, first, last)
         update_s: Seconds = self._share(self.profile.update_s, first, last) + copy_s
-        return update_s
+        return update_s + self.tied_s(first, last) if self._tied else update_s
 
     def _copies(self, last: Place, update_delay: int) -> bool | BoolArray:
         is_output = np.asarray(last) == len(self.profile.layers)
@@ -185,8 +223,7 @@ class SearchSpace:
         return copies
 
     def _share(self, seconds: float, first: Place, last: Place) -> Seconds:
-        held = self.parameters[last] - self.parameters[first]
-        share: Seconds = seconds * held / max(int(self.parameters[len(self.profile.layers)]), 1)
+        share: Seconds = seconds * self.parameter_bytes(first, last) / self._all_bytes
         return share
 
     def passes_s(self, first: Place, last: Place) -> tuple[Seconds, Seconds]:
@@ -202,7 +239,7 @@ class SearchSpace:
         """Returns the bytes of parameters, received and sent on."""
         end = len(self.profile.layers)
         return (
-            self.parameters[last] - self.parameters[first],
+            self.parameter_bytes(first, last),
             np.where(np.asarray(first) == 0, 0, self.crossing[first]),
             np.where(np.asarray(last) == end, 0, self.crossing[last]),
         )
@@ -248,8 +285,8 @@ class SearchSpace:
         part = partial(part_bytes, parts=self.microbatches, samples=self.profile.batch)
         _, received, sent = self.bytes_of(first, last)
         return StageSizes(
-            parameter_bytes=self.parameters[last] - self.parameters[first],
-            optimizer_bytes=self.optimizer[last] - self.optimizer[first],
+            parameter_bytes=self.parameter_bytes(first, last),
+            optimizer_bytes=self.optimizer_bytes(first, last),
             activation_bytes=part(self.peaks.activation_bytes(first, last)),
             input_bytes=part(self.crossing[first]),
             received_bytes=part(received),
@@ -258,7 +295,7 @@ class SearchSpace:
             working_bytes=part(self.peaks.working_bytes(first, last)),
             relief_bytes=part(self.peaks.relief_bytes(first, last)),
             largest_parameter_bytes=self.peaks.largest_parameter_bytes(first, last),
-            update_working_bytes=self.peaks.update_working_bytes(first, last),
+            update_working_bytes=self.peaks.update_working_bytes(first, last, self.parameter_bytes(first, last)),
         )
 
     def _memory_options(
@@ -309,13 +346,13 @@ class SearchSpace:
             backward_fixed_s=sum(layer.backward_fixed_s for layer in inside),
             output_bytes=int(self.crossing[last]),
             activation_bytes=int(self.peaks.activation_bytes(first, last)),
-            parameter_bytes=int(self.parameters[last] - self.parameters[first]),
-            optimizer_bytes=int(self.optimizer[last] - self.optimizer[first]),
+            parameter_bytes=int(self.parameter_bytes(first, last)),
+            optimizer_bytes=int(self.optimizer_bytes(first, last)),
             names=tuple(self.profile.graph.layers[i].name for i in bit_indices(after & ~before)),
             working_bytes=int(self.peaks.working_bytes(first, last)),
             relief_bytes=int(self.peaks.relief_bytes(first, last)),
             largest_parameter_bytes=int(self.peaks.largest_parameter_bytes(first, last)),
-            update_working_bytes=int(self.peaks.update_working_bytes(first, last)),
+            update_working_bytes=int(self.peaks.update_working_bytes(first, last, self.parameter_bytes(first, last))),
         )
 
     def plan(
@@ -336,11 +373,21 @@ class SearchSpace:
         counts = replicas or (1,) * (len(cuts) + 1)
         delays_updates = tuple(self.update_delay if count > 1 and cuts else 0 for count in counts)
         in_flight = depths.noam(counts, delays_updates)
-        spans = pairwise((0, *cuts, len(self.profile.layers)))
+        spans = list(pairwise((0, *cuts, len(self.profile.layers))))
         rows = zip(spans, counts, recompute or (False,) * len(counts), delays_updates, strict=True)
         stages = tuple(self.stage(*span, count, redoes, update_delay) for span, count, redoes, update_delay in rows)
         model, batch = self.profile.model, self.profile.batch
-        return Plan(stages, in_flight, self.cluster, delays_updates, model, batch, note=note, order=order)
+        tied = self.tied_weights(spans)
+        return Plan(stages, in_flight, self.cluster, delays_updates, model, batch, note=note, order=order, tied=tied)
+
+    def tied_weights(self, spans: Sequence[tuple[int, int]]) -> tuple[TiedWeights, ...]:
+        """Returns the weights that several stages hold, for stages between these places."""
+        found = []
+        for (count, _), one in zip(self._tied, self.profile.tied, strict=True):
+            holders = tuple(s for s, (first, last) in enumerate(spans) if count[last] > count[first])
+            if len(holders) > 1 and one.trained:
+                found.append(TiedWeights(one.names, holders, one.parameter_bytes))
+        return tuple(found)
 
     def at_depth(self, plan: Plan, in_flight: str | tuple[int, ...]) -> Plan:
         """Returns the plan at a depth ('auto': as deep as memory allows), with its peak bytes.

@@ -138,9 +138,8 @@ class StagePeaks:
     def largest_parameter_bytes(self, first: Place, last: Place) -> Bytes:
         return self.largest.over(self.lowest[first], self.highest[last])
 
-    def update_working_bytes(self, first: Place, last: Place) -> Bytes:
+    def update_working_bytes(self, first: Place, last: Place, all_bytes: Bytes) -> Bytes:
         by_largest, by_all = self.update_working
-        all_bytes = self.parameters[last] - self.parameters[first]
         need = by_largest * self.largest_parameter_bytes(first, last) + by_all * all_bytes
         rounded: IntArray = np.ceil(need).astype(np.int64)
         return rounded

@@ -1,66 +1,45 @@
-"""Tied weights: weights that several stages hold, e.g. an embedding and an output layer that share a matrix.
+"""Sums over the holders of tied weights (`core.plan.tied`).
 
-Each holder keeps its own copy and optimizer state. At an update they sum their gradients, so that the copies stay equal
-to the bit. This needs a flush: without one they update at different times, from different versions.
+At an update they sum their gradients, so that the copies stay equal to the bit. This needs stages that all make the
+same updates (`core.schedule.coupling`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.core.errors import PlanError
+from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.placement import Placement
+from pipedream.core.plan.stage import Stage
+from pipedream.core.plan.tied import TiedWeights
 from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.all_reduce import all_reduce_many
 
-__all__ = ["TiedGradientSum", "TiedWeights", "broadcast_tied", "copies_of_tied", "find_tied_weights"]
+__all__ = ["TiedGradientSum", "broadcast_tied", "copies_of_tied", "find_tied_weights"]
 
 
-@dataclass(frozen=True)
-class TiedWeights:
-    """Weights that the same stages hold; the first of `stages` counts them in the norm."""
-
-    names: tuple[str, ...]
-    stages: tuple[int, ...]
-
-    def among(self, stages: Collection[int]) -> TiedWeights:
-        """Returns the same weights with the holders in `stages` only."""
-        return TiedWeights(self.names, tuple(stage for stage in self.stages if stage in stages))
-
-    def ranks(self, placement: Placement) -> tuple[int, ...]:
-        """Returns the ranks with a holder, in order."""
-        return tuple(sorted({rank for stage in self.stages for rank in placement.ranks[stage]}))
-
-
-def find_tied_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> tuple[TiedWeights, ...]:
-    """Returns the trained weights that more than one stage (a list of layers) holds.
+def find_tied_weights(model: nn.Module, graph: LayerGraph, stages: Sequence[Stage]) -> tuple[TiedWeights, ...]:
+    """Returns the trained weights that more than one stage holds, by the names that the graph's layers list.
 
     Raises:
-        PlanError: stages share a view of a weight, or a module with changing state.
+        PlanError: stages share a view of a weight, or layers that no method can separate (`LayerGraph.whole`).
     """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     holders: dict[int, set[int]] = defaultdict(set)
     storages: dict[int, set[int]] = defaultdict(set)
-    moving: dict[int, set[int]] = defaultdict(set)
-    for stage, layers in enumerate(stages):
-        for layer in layers:
-            for parameter in layer.parameters():
-                if parameter.requires_grad:
-                    holders[id(parameter)].add(stage)
+    for s, stage in enumerate(stages):
+        for layer in graph.layers[stage.first : stage.last]:
+            for name in layer.parameters:
+                parameter = parameters.get(name)
+                if parameter is not None and parameter.requires_grad:
+                    holders[id(parameter)].add(s)
                     storages[parameter.untyped_storage()._cdata].add(id(parameter))
-            for module in layer.modules():
-                if any(buffer is not None for buffer in module._buffers.values()):
-                    moving[id(module)].add(stage)
-                if isinstance(module, _NormBase):
-                    for statistics in (module.running_mean, module.running_var):
-                        if statistics is not None:
-                            moving[statistics.untyped_storage()._cdata].add(stage)
     named = dict(model.named_parameters())
     for parts in storages.values():
         if len(parts) > 1 and len(set.union(*(holders[part] for part in parts))) > 1:
@@ -69,16 +48,20 @@ def find_tied_weights(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -
                 f"stages share one storage under different parameters ({names}), whose gradients cannot be summed; "
                 "keep these layers in one stage, or share the parameter itself"
             )
-    if any(len(found) > 1 for found in moving.values()):
-        raise PlanError(
-            "stages share a module with buffers or running statistics, which each stage would change by itself; keep "
-            "these layers in one stage"
-        )
+    for group in graph.whole:
+        if len({s for s, stage in enumerate(stages) for layer in group if stage.first <= layer < stage.last}) > 1:
+            names = ", ".join(repr(graph.layers[layer].name) for layer in group)
+            raise PlanError(
+                f"stages share a module with buffers or running statistics, which each stage would change by itself "
+                f"(layers {names}); keep these layers in one stage"
+            )
     groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name, parameter in named.items():
         if len(holders[id(parameter)]) > 1:
             groups[tuple(sorted(holders[id(parameter)]))].append(name)
-    return tuple(TiedWeights(tuple(names), held) for held, names in groups.items())
+    return tuple(
+        TiedWeights(tuple(names), held, sum(named[name].nbytes for name in names)) for held, names in groups.items()
+    )
 
 
 def copies_of_tied(

@@ -127,7 +127,9 @@ METHODS = (
         pb_lwp_sc,
         since=2021,
         compensates=True,
-        properties=MethodProperties(flushes=False, splits_minibatch=False, reads_stored_weights=False),
+        properties=MethodProperties(
+            flushes=False, same_updates=False, splits_minibatch=False, reads_stored_weights=False
+        ),
         choose="With pipelined_backprop and SGD with momentum: its paper's best. The prediction helps the forward, "
         "the spike compensation the late gradient.",
     ),

@@ -55,7 +55,7 @@ METHODS = (
     Method(
         paci,
         since=2026,
-        properties=MethodProperties(flushes=False, reads_stored_weights=False, uses_depth=True),
+        properties=MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False, uses_depth=True),
         picture=Picture("PACI: each op reads the newest version (v); m = 4", 4, 12),
         choose="When the weights are large and a little delay does no harm: no bubble, one set of weights, and, with "
         "m >= p - 1 microbatches, a staleness of one update at most. `paci[backward_rule=stash]`, PipeDream with "

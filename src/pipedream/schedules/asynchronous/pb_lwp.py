@@ -58,7 +58,9 @@ METHODS = (
     Method(
         pb_lwp,
         since=2021,
-        properties=MethodProperties(flushes=False, splits_minibatch=False, reads_stored_weights=False),
+        properties=MethodProperties(
+            flushes=False, same_updates=False, splits_minibatch=False, reads_stored_weights=False
+        ),
         picture=Picture("Pipelined backpropagation, forwards at weights predicted from version v", None, 12),
         choose="With pipelined_backprop, where its delay hurts: SGD with momentum, Adam or AdamW. The prediction is "
         "as good as the velocity is steady, so long horizons need long momentum.",

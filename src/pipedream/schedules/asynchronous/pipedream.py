@@ -26,7 +26,9 @@ from pipedream.schedules.kit import (
 
 __all__ = ["METHODS", "STASHING", "pipedream", "pipedream_vertical_sync", "stashing"]
 
-STASHING = MethodProperties(flushes=False, splits_minibatch=False, uses_depth=True, delays_updates=True)
+STASHING = MethodProperties(
+    flushes=False, same_updates=False, splits_minibatch=False, uses_depth=True, delays_updates=True
+)
 
 
 def pipedream(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -74,7 +76,12 @@ METHODS = (
         since=2019,
         aliases=("vertical_sync",),
         properties=MethodProperties(
-            flushes=False, splits_minibatch=False, uses_depth=True, delays_updates=True, versions_grow_with_stages=True
+            flushes=False,
+            same_updates=False,
+            splits_minibatch=False,
+            uses_depth=True,
+            delays_updates=True,
+            versions_grow_with_stages=True,
         ),
         picture=Picture("PipeDream with vertical sync: one version (v) for a minibatch at all stages", None, 12),
         choose="When all stages must see one version of the whole model for a minibatch, so that the update rule is "

@@ -65,7 +65,9 @@ METHODS = (
         pipelined_backprop,
         since=2021,
         aliases=("pb",),
-        properties=MethodProperties(flushes=False, splits_minibatch=False, reads_stored_weights=False),
+        properties=MethodProperties(
+            flushes=False, same_updates=False, splits_minibatch=False, reads_stored_weights=False
+        ),
         picture=Picture(
             "Pipelined backpropagation: 1F1B at twice the depth; each op reads the newest version (v)", None, 12
         ),

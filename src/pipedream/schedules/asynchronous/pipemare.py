@@ -74,7 +74,7 @@ METHODS = (
     Method(
         pipemare,
         since=2021,
-        properties=MethodProperties(flushes=False, reads_stored_weights=False),
+        properties=MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False),
         picture=Picture("PipeMare: backwards at weights corrected back from version v; m = 4", 4, 12),
         choose="To study one set of weights with a correction of the backward, at the concurrent clock of its paper, "
         "which adds rates by stage and a synchronous start.",

@@ -51,7 +51,9 @@ METHODS = (
     Method(
         pipeoptim,
         since=2023,
-        properties=MethodProperties(flushes=False, splits_minibatch=False, reads_stored_weights=False, uses_depth=True),
+        properties=MethodProperties(
+            flushes=False, same_updates=False, splits_minibatch=False, reads_stored_weights=False, uses_depth=True
+        ),
         picture=Picture("PipeOptim: forwards at weights predicted from version v", None, 12),
         choose="With Adam or AdamW where pipedream's sets of weights do not fit: the forward is predicted, one set "
         "of weights, and a copy of it during a forward.",

@@ -27,7 +27,9 @@ from pipedream.schedules.kit import (
 
 __all__ = ["METHODS", "spectrain", "spectrain_v2"]
 
-_PROPERTIES = MethodProperties(flushes=False, splits_minibatch=False, reads_stored_weights=False, uses_depth=True)
+_PROPERTIES = MethodProperties(
+    flushes=False, same_updates=False, splits_minibatch=False, reads_stored_weights=False, uses_depth=True
+)
 
 
 def spectrain(

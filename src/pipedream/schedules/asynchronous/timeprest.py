@@ -154,7 +154,9 @@ METHODS = (
     Method(
         timeprest,
         since=2024,
-        properties=MethodProperties(flushes=False, reads_stored_weights=False, versions_grow_with_stages=True),
+        properties=MethodProperties(
+            flushes=False, same_updates=False, reads_stored_weights=False, versions_grow_with_stages=True
+        ),
         picture=Picture("TiMePReSt: forwards read the version (v) of their tag, backwards the newest; m = 3", 3, 15),
         choose="To study backwards at the newest weights with forwards of one version of the whole model. The last "
         "stage keeps the most versions, and all stages are as late as the first. Take "
@@ -164,7 +166,7 @@ METHODS = (
     Method(
         v_timeprest,
         since=2025,
-        properties=MethodProperties(flushes=False, reads_stored_weights=False),
+        properties=MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False),
         picture=Picture(
             "V-TiMePReSt: m forwards, then m backwards; each op reads the newest version (v); m = 3", 3, 15
         ),

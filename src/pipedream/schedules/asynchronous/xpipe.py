@@ -56,7 +56,7 @@ METHODS = (
     Method(
         xpipe,
         since=2019,
-        properties=MethodProperties(flushes=False, reads_stored_weights=False, uses_depth=True),
+        properties=MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False, uses_depth=True),
         picture=Picture("XPipe: a minibatch's forwards share one prediction from version v; m = 4", 4, 12),
         choose="As pipeoptim, with minibatches that are split: one update per minibatch, one prediction for all of "
         "its microbatches.",
