@@ -420,10 +420,17 @@ BREAKS = (
     ),
     Break(
         "losses: padding counts in the mean",
-        "runtime/results/losses.py",
-        'counted = targets[targets != self._option("ignore_index", -100)]',
+        "runtime/results/loss_calls.py",
+        "counted = targets[targets != ignore_index]",
         "counted = targets",
-        ("runtime/test_losses.py",),
+        ("runtime/test_losses.py", "runtime/test_loss_calls.py"),
+    ),
+    Break(
+        "losses: a model's own loss counts by its samples",
+        "runtime/results/losses.py",
+        "return max(amounts.values), False",
+        "return float(samples), False",
+        ("runtime/test_loss_calls.py",),
     ),
     Break(
         "losses: a mean over microbatches forgets their weights",

@@ -127,7 +127,8 @@ class PipelineOptions(MethodOptions, ModelOptions):
 
     Attributes:
         loss: ``loss(output, batch)`` -> scalar tensor or (sum, weight); torch's own losses are called with (output,
-            targets); None if the model's output carries ``.loss``.
+            targets); None if the model's output carries ``.loss``. A microbatch then counts by what torch's losses are
+            means over, which the model calls.
         optimizer: factory from a list of (name, parameter) to a torch optimizer; called once per stage.
         loggers: objects with ``log(done)``, called on rank 0.
         weights: to start from: a state dict's file (``torch.save``), safetensors, or a folder with the latter, of which

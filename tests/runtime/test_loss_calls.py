@@ -88,6 +88,10 @@ RECOGNISED: dict[str, Callable[[Batch], Tensor]] = {
     "binary": lambda b: F.binary_cross_entropy_with_logits(b["x"], b["y"].sigmoid()),
     "weighted squares": lambda b: F.mse_loss(b["x"], b["y"], weight=b["y"].abs()),
     "divergence": lambda b: F.kl_div(b["x"].log_softmax(-1), b["y"].softmax(-1), reduction="batchmean"),
+    "a count of at least one": lambda b: (
+        F.cross_entropy(*_flat(b), reduction="sum") / (b["labels"] != -100).sum().clamp(min=1)
+    ),
+    "a regulariser": lambda b: F.cross_entropy(*_flat(b)) + 0.1 * CLASSES.square().sum(),
     "under a device": _under_a_device,
 }
 
@@ -193,9 +197,22 @@ def test_a_sum_of_means_over_different_amounts_is_refused_where_their_ratio_chan
     assert weights == [4 * L * C, 3 * L * C]
 
 
+def test_a_term_that_is_not_of_torch_is_taken_for_a_mean_over_samples() -> None:
+    batch, loss = _batch(), Loss()
+    parts = _parts(batch, (4, 3))
+
+    def model(b: Batch) -> Tensor:
+        return F.cross_entropy(*_flat(b)) + (b["x"] ** 2).mean()
+
+    _scored(loss, model, parts[0], 0)
+    with pytest.raises(ValueError, match=r"different amounts \(here [0-9]+, 3\)"):
+        _scored(loss, model, parts[1], 0)
+
+
 def test_a_loss_that_is_no_longer_recognised_is_refused() -> None:
     for loss in (Loss(), Loss(of_model="recognised")):
         _scored(loss, RECOGNISED["padding"], _batch(), 0)
+        assert _scored(loss, PROBED["squares by hand"][0], _batch(), None)[1] == N  # in an evaluation
         with pytest.raises(ValueError, match="in another way than before"):
             _scored(loss, PROBED["squares by hand"][0], _batch(), 0)
 

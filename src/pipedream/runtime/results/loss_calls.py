@@ -29,20 +29,26 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 __all__ = ["Amounts", "LossCalls", "class_amount", "leaves_of"]
 
 _Arguments = Mapping[str, Any]
-_Amount = Callable[[], float | None]
-"""None if it does not count."""
+_Amount = Callable[[], float]
 
 
 class Amounts(NamedTuple):
-    """What a loss is a mean over: several amounts if it is a sum of means; none if it is itself a sum."""
+    """What a loss is a mean over.
+
+    Attributes:
+        values: several if it is a sum of means; none if it is itself a sum.
+        terms: values of what is added to the losses of torch, as regularisers and losses of the user's own.
+    """
 
     is_sum: bool
     values: tuple[float, ...] = ()
+    terms: tuple[float, ...] = ()
 
 
 class _Noted(NamedTuple):
     kind: str  # "mean", "sum" or "elements"
     amounts: tuple[_Amount, ...] = ()
+    terms: tuple[torch.Tensor, ...] = ()
 
 
 def class_amount(targets: torch.Tensor, ignore_index: int = -100, classes: torch.Tensor | None = None) -> float:
@@ -117,7 +123,7 @@ class LossCalls(TorchFunctionMode):
     """Watches the forwards of a model; use it as a context around each, then call `amounts`.
 
     Attributes:
-        recognised: whether the last loss was; None before the first.
+        recognised: whether the first loss was; None before it.
     """
 
     def __init__(self) -> None:
@@ -179,7 +185,7 @@ class LossCalls(TorchFunctionMode):
         amounts = None if found is None or found[1].kind == "elements" else _evaluated(found[1])
         if self.recognised is None:
             self._sees_all = not self._only_by_name
-        self.recognised = amounts is not None
+            self.recognised = amounts is not None
         self.clear()
         return amounts
 
@@ -267,20 +273,20 @@ class LossCalls(TorchFunctionMode):
             return lambda result: _joined(found)
         if name in _SUMS:
             others = [item for item in operands[:2] if self._of(item) is None]
-            joined = _added(_joined(found), others, self._samples)
+            joined = _added(_joined(found), others)
             return lambda result: joined
         if name in _PRODUCTS and len(found) == 1:
             scaled = all(_is_number(item) or first.kind == "elements" for item in operands[:2] if not self._of(item))
             return lambda result: first if scaled else None
         if name in _QUOTIENTS and self._of(operands[0]) and len(found) == 1:
-            divided = self._divided(first, operands[1])
+            divided = self._divided(first, *operands[:2])
             return lambda result: divided
         return None
 
     def _given_again(self, result: torch.Tensor) -> None:
         self._given[id(result)] = result
 
-    def _divided(self, noted: _Noted, divisor: Any) -> _Noted | None:
+    def _divided(self, noted: _Noted, divided: torch.Tensor, divisor: Any) -> _Noted | None:
         if noted.kind == "elements":
             return noted
         if not _is_number(divisor):
@@ -290,11 +296,11 @@ class LossCalls(TorchFunctionMode):
         if isinstance(divisor, torch.Tensor):
             if id(divisor) in self._given:
                 return noted
-            count = divisor.detach().clone()
-            return _Noted("mean", (*noted.amounts, lambda: float(count)))
+            count, total = divisor.detach().clone(), divided.detach().clone()
+            return _Noted("mean", (lambda: _count(count, total),))
         number = float(divisor)
         if number == self._samples or (number not in self._given_numbers and not number % self._samples):
-            return _Noted("mean", (*noted.amounts, lambda: number))
+            return _Noted("mean", (lambda: number,))
         return noted  # a factor that has nothing to do with the batch
 
 
@@ -302,42 +308,43 @@ def _reduced(noted: _Noted, name: str, argument: Any, result: torch.Tensor) -> _
     if noted.kind != "elements" or result.ndim:
         return noted
     if name == "sum":
-        return _Noted("sum", noted.amounts)
+        return _Noted("sum")
     count = float(argument.numel())
-    return _Noted("mean", (*noted.amounts, lambda: count))
+    return _Noted("mean", (lambda: count,))
 
 
 def _joined(found: list[_Noted]) -> _Noted | None:
     if len({noted.kind for noted in found}) > 1:
         return None
-    return _Noted(found[0].kind, tuple(amount for noted in found for amount in noted.amounts))
+    amounts = tuple(amount for noted in found for amount in noted.amounts)
+    return _Noted(found[0].kind, amounts, tuple(term for noted in found for term in noted.terms))
 
 
-def _added(noted: _Noted | None, others: list[Any], samples: int) -> _Noted | None:
-    """Returns the note of a sum with what no loss has made: constants, regularisers, losses of the user's own."""
+def _added(noted: _Noted | None, others: list[Any]) -> _Noted | None:
+    """Returns the note of a sum with what no loss has made."""
     if noted is None or noted.kind == "elements":
         return noted
     for other in others:
         if not _is_number(other):
             return None
         if isinstance(other, torch.Tensor):
-            noted = _Noted(noted.kind, (*noted.amounts, _unless_zero(other.detach().clone(), samples)))
+            noted = noted._replace(terms=(*noted.terms, other.detach().clone()))
         elif noted.kind == "sum" and other:
             return None
     return noted
 
 
-def _unless_zero(other: torch.Tensor, samples: int) -> _Amount:
-    """An unknown term is taken for a mean over samples, unless it is 0, from which many sums of losses start."""
-    return lambda: float(samples) if float(other) else None
+def _count(divisor: torch.Tensor, divided: torch.Tensor) -> float:
+    """Returns the count that a sum is divided by; 0 for a sum of nothing, whose count is often raised to 1."""
+    return float(divisor) if float(divisor) != 1.0 or float(divided) else 0.0
 
 
 def _evaluated(noted: _Noted) -> Amounts | None:
-    values = tuple(value for value in (amount() for amount in noted.amounts) if value is not None)
-    if noted.kind == "mean" and values:
-        return Amounts(False, values)
-    # With a term that is a mean over samples, a sum is neither.
-    return None if values else Amounts(True)
+    # Many sums of losses start from a 0.
+    terms = tuple(value for value in map(float, noted.terms) if value)
+    if noted.kind == "mean":
+        return Amounts(False, tuple(amount() for amount in noted.amounts), terms)
+    return None if terms else Amounts(True)
 
 
 def _is_number(item: Any) -> bool:

@@ -78,7 +78,7 @@ class Loss:
         watches = loss is None and weight is None and self._of_model in (LossWeight.UNKNOWN, LossWeight.RECOGNISED)
         self._calls = LossCalls() if watches else None
         self._is_watched = False
-        self._mixture: tuple[int, tuple[float, ...]] | None = None
+        self._mixture: tuple[int, tuple[float, ...], tuple[float, ...]] | None = None
 
     def check_split(self) -> None:
         """Raises a PipelineError if the loss of a minibatch does not follow from the losses of its parts."""
@@ -92,7 +92,7 @@ class Loss:
 
     def watching(self, inputs: Any, samples: int) -> AbstractContextManager[Any]:
         """Context of the last stage's forward, from which the next call finds the weight of the model's own loss."""
-        if self._calls is None or self._calls.recognised is False:
+        if self._calls is None or (self._calls.recognised is False and self._of_model is LossWeight.UNKNOWN):
             return nullcontext()
         self._is_watched = True
         return self._calls.given(inputs, samples)
@@ -136,10 +136,9 @@ class Loss:
         if self._calls is None or not self._is_watched:
             return float(samples), False
         self._is_watched = False
-        before = self._calls.recognised
         amounts = self._calls.amounts(loss)
         if amounts is None:
-            if minibatch is not None and (before or self._of_model is LossWeight.RECOGNISED):
+            if minibatch is not None and (self._calls.recognised or self._of_model is LossWeight.RECOGNISED):
                 raise ValueError(
                     "the model computed its loss in another way than before, so that it is unknown what it is a mean "
                     "over; give weight=..., a function from a batch to this amount"
@@ -147,25 +146,29 @@ class Loss:
             return float(samples), False
         if amounts.is_sum:
             return share, True
-        if max(amounts.values) != min(amounts.values) and minibatch is None:
-            return float(samples), False
         if minibatch is not None:
-            self._check_mixture(amounts, minibatch)
+            self._check_mixture(amounts, samples, minibatch)
+        elif min(amounts.values) != max(amounts.values) or amounts.terms:
+            return float(samples), False
         return max(amounts.values), False
 
-    def _check_mixture(self, amounts: Amounts, minibatch: int) -> None:
+    def _check_mixture(self, amounts: Amounts, samples: int, minibatch: int) -> None:
         """Raises a ValueError if the loss is a sum of means over amounts whose ratio differs between the parts.
 
-        Then no weights of the parts give the loss of the minibatch.
+        Then no weights of the parts give the loss of the minibatch. A term that is not torch's is taken for a mean over
+        samples, unless it has the same value in all parts.
         """
         greatest = max(amounts.values)
         if not greatest:
             return
-        ratios = tuple(value / greatest for value in amounts.values)
+        ratios = tuple(value / greatest for value in (*amounts.values, samples))
         if self._mixture is None or self._mixture[0] != minibatch:
-            self._mixture = minibatch, ratios
-        elif any(abs(a - b) > 1e-9 for a, b in zip(self._mixture[1], ratios, strict=False)):
-            found = ", ".join(f"{value:g}" for value in amounts.values)
+            self._mixture = minibatch, ratios, amounts.terms
+        _, first_ratios, first_terms = self._mixture
+        differ = [abs(a - b) > 1e-9 for a, b in zip(first_ratios, ratios, strict=False)]
+        vary = any(abs(a - b) > 1e-5 * abs(a) for a, b in zip(first_terms, amounts.terms, strict=False))
+        if any(differ[:-1]) or (differ[-1] and vary):
+            found = ", ".join(f"{value:g}" for value in (*amounts.values, *([samples] if vary else [])))
             raise ValueError(
                 f"the model's own loss is a sum of means over different amounts (here {found}), in a ratio that "
                 "differs between the parts of a minibatch; train with microbatches=1 and one replica of the last "
@@ -251,6 +254,11 @@ def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def loss_of_output(output: Any) -> torch.Tensor:
+    """Returns the loss that a model has computed itself.
+
+    Raises:
+        TypeError: the output holds none.
+    """
     found = getattr(output, "loss", None)
     if found is None and isinstance(output, Mapping):
         found = output.get("loss")
